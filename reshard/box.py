@@ -1,0 +1,156 @@
+"""Geometry of blocks in a logical tensor: elements only, never bytes.
+
+A box is ``tensor[o0:o0+s0, o1:o1+s1, ...]``. A run ``[start, stop)`` is an interval of the
+row-major flattened tensor, the shape in which flat partitions (ZeRO, FSDP flat parameters) own it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+Index = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: its first element and its extent, both in elements, one number a dim."""
+
+    origin: Index
+    shape: Index
+
+    @property
+    def volume(self) -> int:
+        """Number of elements; a 0-d box has one."""
+        return prod(self.shape)
+
+    def within(self, outer: Box) -> Box:
+        """This box in the coordinates of ``outer``; ``b.within(b)`` starts at zero."""
+        return Box(tuple(a - b for a, b in zip(self.origin, outer.origin, strict=True)), self.shape)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside a tensor of this shape."""
+        return len(self.shape) == len(shape) and all(
+            o >= 0 and s >= 0 and o + s <= n
+            for o, s, n in zip(self.origin, self.shape, shape, strict=True)
+        )
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box that is the full tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major(shape: Sequence[int], unit: int = 1) -> Index:
+    """Strides of a contiguous tensor, in multiples of ``unit`` (its itemsize gives byte strides).
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides = []
+    step = unit
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common block in the tensor's coordinates, or None; ``intersect(a, a) == a``.
+
+    Empty boxes intersect nothing.
+    """
+    origin = []
+    shape = []
+    for a0, an, b0, bn in zip(a.origin, a.shape, b.origin, b.shape, strict=True):
+        start = a0 if a0 > b0 else b0
+        stop = min(a0 + an, b0 + bn)
+        if stop <= start:
+            return None
+        origin.append(start)
+        shape.append(stop - start)
+    return Box(tuple(origin), tuple(shape))
+
+
+def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Boxes that make up the run ``[start, stop)``, in row-major order: at most ``2 * ndim - 1``.
+
+    >>> run_boxes((3, 4), 2, 9)
+    [Box(origin=(0, 2), shape=(1, 2)), Box(origin=(1, 0), shape=(1, 4)), \
+Box(origin=(2, 0), shape=(1, 1))]
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = prod(shape[1:])
+    boxes = []
+    first, head = divmod(start, row)
+    last, tail = divmod(stop, row)
+    if first == last:
+        return [_under(first, box) for box in run_boxes(shape[1:], head, tail)]
+    if head:
+        boxes += [_under(first, box) for box in run_boxes(shape[1:], head, row)]
+        first += 1
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        boxes.append(Box((first, *zeros), (last - first, *shape[1:])))
+    if tail:
+        boxes += [_under(last, box) for box in run_boxes(shape[1:], 0, tail)]
+    return boxes
+
+
+def _under(row: int, box: Box) -> Box:
+    return Box((row, *box.origin), (1, *box.shape))
+
+
+def flat_span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
+    """The smallest run ``[start, stop)`` of a tensor of this shape that holds the box."""
+    strides = row_major(shape)
+    start = sum(o * s for o, s in zip(box.origin, strides, strict=True))
+    if box.volume == 0:
+        return start, start
+    return start, 1 + start + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
+
+
+def contiguous_cuts(shape: Sequence[int], limit: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most ``limit`` elements, each one run, in row-major order."""
+    if prod(shape) <= limit or not shape:
+        if prod(shape):
+            yield whole(shape)
+        return
+    row = prod(shape[1:])
+    if row > limit:
+        for index in range(shape[0]):
+            for box in contiguous_cuts(shape[1:], limit):
+                yield _under(index, box)
+        return
+    step = limit // row
+    zeros = (0,) * (len(shape) - 1)
+    for index in range(0, shape[0], step):
+        yield Box((index, *zeros), (min(step, shape[0] - index), *shape[1:]))
+
+
+def first_overlap(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, int] | None:
+    """Indices of two boxes that share an element, or None.
+
+    Disjoint flat spans settle flat partitions in ``n log n``; boxes whose spans interleave (column
+    shards) are swept along the dim that separates them best.
+    """
+    solid = [i for i, box in enumerate(boxes) if box.volume]
+    spans = sorted((*flat_span(boxes[i], shape), i) for i in solid)
+    if all(a[1] <= b[0] for a, b in pairwise(spans)):
+        return None
+    dim = max(range(len(shape)), key=lambda d: len({boxes[i].origin[d] for i in solid}))
+    order = sorted(solid, key=lambda i: (boxes[i].origin[dim], i))
+    active: list[int] = []
+    for i in order:
+        start = boxes[i].origin[dim]
+        active = [j for j in active if boxes[j].origin[dim] + boxes[j].shape[dim] > start]
+        for j in active:
+            if intersect(boxes[i], boxes[j]):
+                return min(i, j), max(i, j)
+        active.append(i)
+    return None

@@ -1,0 +1,125 @@
+"""Copy and cast of strided blocks in memory: numpy only, no torch.
+
+A cast rounds once, to nearest even, as ``torch.Tensor.to`` does. bfloat16 has no numpy dtype, so
+its bits are made here; blocks stay in the cache between the passes.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
+from reshard.errors import UnsupportedError
+
+_BLOCK = 1 << 16  # elements; four arrays of this length fit the second-level cache
+_NUMPY = {FLOAT64: "<f8", FLOAT32: "<f4", FLOAT16: "<f2", BFLOAT16: "<u2"}
+_BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+_MAX_FINITE = {FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38, FLOAT32: 3.4028234663852886e38}
+_NAN_BFLOAT16 = 0x7FC0  # torch's; c10/util/BFloat16.h, round_to_nearest_even
+
+Array = NDArray[Any]
+
+
+def numpy_dtype(dtype: DType, *, casting: bool) -> str:
+    """How numpy sees the elements: as numbers for a cast, as bits for a copy."""
+    if not casting:
+        return _BITS[dtype.itemsize]
+    if dtype not in _NUMPY:
+        raise UnsupportedError(str(dtype), "is never cast", "keep it, or exclude the tensor")
+    return _NUMPY[dtype]
+
+
+def cast(
+    source: Array, target: Array, dtype: DType, target_dtype: DType, *, clamp: bool
+) -> tuple[int, int]:
+    """Fill ``target`` with ``source`` in another float dtype; arrays of equal shape.
+
+    Args:
+        clamp: write the largest finite value where the result would be infinite.
+
+    Returns:
+        How many finite elements became (or, clamped, would have become) infinite, and how many
+        others were flushed to zero.
+    """
+    if source.ndim == 1 and source.flags.c_contiguous and target.flags.c_contiguous:
+        overflowed = flushed = 0
+        for start in range(0, source.size, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            counts = _cast_block(source[block], target[block], dtype, target_dtype, clamp)
+            overflowed += counts[0]
+            flushed += counts[1]
+        return overflowed, flushed
+    flat = np.empty(source.size, target.dtype)
+    counts = cast(np.ascontiguousarray(source).reshape(-1), flat, dtype, target_dtype, clamp=clamp)
+    target[...] = flat.reshape(source.shape)
+    return counts
+
+
+def _cast_block(
+    source: Array, target: Array, dtype: DType, target_dtype: DType, clamp: bool
+) -> tuple[int, int]:
+    values = _as_numbers(source, dtype)
+    if target_dtype == BFLOAT16:
+        values = values if values.dtype == np.float32 else values.astype(np.float32)
+        suspicious = _to_bfloat16(values, target)
+    else:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            target[...] = values
+        suspicious = target_dtype.itemsize < dtype.itemsize
+    if not suspicious:
+        return 0, 0
+    return _narrowed(values, target, target_dtype, clamp)
+
+
+def _as_numbers(source: Array, dtype: DType) -> Array:
+    if dtype != BFLOAT16:
+        return source
+    return (source.astype(np.uint32) << 16).view(np.float32)
+
+
+_scratch = threading.local()
+
+
+def _to_bfloat16(values: Array, target: Array) -> bool:
+    """Write the bits; whether an infinity, a NaN or a zero is among them."""
+    if not hasattr(_scratch, "bits"):
+        _scratch.bits = np.empty(_BLOCK, np.uint32)
+    bits = values.view(np.uint32)
+    work = _scratch.bits[: values.size]
+    np.right_shift(bits, 16, out=work)
+    np.bitwise_and(work, 1, out=work)
+    np.add(work, 0x7FFF, out=work)
+    np.add(work, bits, out=work)
+    np.right_shift(work, 16, out=target, casting="unsafe")
+    with np.errstate(invalid="ignore"):
+        largest = np.max(np.abs(values, out=work.view(np.float32)), initial=0.0)
+    return not largest <= _MAX_FINITE[BFLOAT16]  # also true for a NaN
+
+
+def _narrowed(values: Array, target: Array, target_dtype: DType, clamp: bool) -> tuple[int, int]:
+    """Settle what a narrower dtype cannot hold: NaN bits, infinities, zeros; count the last two."""
+    if target_dtype == BFLOAT16:
+        target[np.isnan(values)] = _NAN_BFLOAT16
+        infinite = (target & 0x7FFF) == 0x7F80
+        flushed = 0
+    else:
+        infinite = np.isinf(target)
+        flushed = int(np.count_nonzero((target == 0) & (values != 0)))
+    infinite &= np.isfinite(values)
+    count = int(np.count_nonzero(infinite))
+    if count and clamp:
+        _clamp(values, target, target_dtype, infinite)
+    return count, flushed
+
+
+def _clamp(values: Array, target: Array, target_dtype: DType, infinite: Array) -> None:
+    limit = _MAX_FINITE[target_dtype]
+    clamped = np.copysign(np.float32(limit), values[infinite].astype(np.float32))
+    if target_dtype == BFLOAT16:
+        target[infinite] = (clamped.view(np.uint32) >> 16).astype(np.uint16)
+    else:
+        target[infinite] = clamped

@@ -1,0 +1,95 @@
+"""The one dtype table: torch's name, the safetensors code, torch's legacy storage class, the size.
+
+Sources: torch 2.13 ``torch/storage.py`` (storage classes), safetensors 0.8
+``safetensors/src/tensor.rs`` (codes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from reshard.errors import UsageError
+
+Family = Literal["float", "float8", "int", "bool", "complex"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Args:
+        name: torch's name, e.g. ``bfloat16``.
+        itemsize: bytes an element.
+        family: only ``float`` is ever cast.
+        safetensors: the code in a safetensors header; empty where the format has none.
+        storage: the class name in a ``torch.save`` stream; empty where torch has none.
+    """
+
+    name: str
+    itemsize: int
+    family: Family
+    safetensors: str
+    storage: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOAT64 = DType("float64", 8, "float", "F64", "DoubleStorage")
+FLOAT32 = DType("float32", 4, "float", "F32", "FloatStorage")
+FLOAT16 = DType("float16", 2, "float", "F16", "HalfStorage")
+BFLOAT16 = DType("bfloat16", 2, "float", "BF16", "BFloat16Storage")
+UINT8 = DType("uint8", 1, "int", "U8", "ByteStorage")
+
+ALL = (  # in the order in which safetensors lays tensors out: widest first
+    DType("uint64", 8, "int", "U64"),
+    DType("int64", 8, "int", "I64", "LongStorage"),
+    FLOAT64,
+    DType("complex64", 8, "complex", "C64", "ComplexFloatStorage"),
+    FLOAT32,
+    DType("uint32", 4, "int", "U32"),
+    DType("int32", 4, "int", "I32", "IntStorage"),
+    BFLOAT16,
+    FLOAT16,
+    DType("uint16", 2, "int", "U16"),
+    DType("int16", 2, "int", "I16", "ShortStorage"),
+    DType("float8_e5m2fnuz", 1, "float8", "F8_E5M2FNUZ"),
+    DType("float8_e4m3fnuz", 1, "float8", "F8_E4M3FNUZ"),
+    DType("float8_e8m0fnu", 1, "float8", "F8_E8M0"),
+    DType("float8_e4m3fn", 1, "float8", "F8_E4M3"),
+    DType("float8_e5m2", 1, "float8", "F8_E5M2"),
+    DType("int8", 1, "int", "I8", "CharStorage"),
+    UINT8,
+    DType("bool", 1, "bool", "BOOL", "BoolStorage"),
+    DType("complex128", 16, "complex", "", "ComplexDoubleStorage"),
+)
+
+BY_NAME = {dtype.name: dtype for dtype in ALL}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in ALL if dtype.safetensors}
+BY_STORAGE = {dtype.storage: dtype for dtype in ALL if dtype.storage}
+
+_SHORT = {
+    "fp32": FLOAT32,
+    "float": FLOAT32,
+    "fp16": FLOAT16,
+    "half": FLOAT16,
+    "bf16": BFLOAT16,
+    "fp64": FLOAT64,
+}
+
+
+def parse(text: str) -> DType:
+    """The dtype a user means by ``bf16``, ``bfloat16`` or ``torch.bfloat16``.
+
+    >>> parse("bf16").name
+    'bfloat16'
+
+    Raises:
+        UsageError: the name is not a dtype.
+    """
+    name = text.lower().removeprefix("torch.")
+    dtype = _SHORT.get(name) or BY_NAME.get(name)
+    if dtype is None:
+        raise UsageError(f"dtype {text!r}", "is not a dtype", "use bf16, fp16, fp32 or a torch name")
+    return dtype

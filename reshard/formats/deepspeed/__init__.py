@@ -1,0 +1,41 @@
+"""Checkpoints that DeepSpeed wrote: ZeRO stages 0 to 3 as the ranks saved them, and universal.
+
+    directory   which files there are, and whether they belong together
+    states      the two kinds of file, opened and checked against each other
+    flat        stages 1 and 2: one flat tensor a group, in equal pieces
+    partitioned stage 3: every parameter in equal pieces
+    whole       stage 0: whole tensors under an index
+    universal   one directory a parameter
+    train       everything that is not a tensor
+
+Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``,
+``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``, ``checkpoint/ds_to_universal.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.formats.deepspeed import directory, native, universal
+from reshard.manifest import Manifest
+
+NAME = "deepspeed"
+
+
+def detect(path: Path) -> bool:
+    """Whether a DeepSpeed checkpoint lies at this file or directory."""
+    return directory.detect(path)
+
+
+def read(path: Path, tag: str | None = None) -> Manifest:
+    """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        CorruptError: files of different steps, world sizes or runs are mixed.
+        UnsupportedError: tensor, pipeline or expert parallel files.
+    """
+    place = directory.locate(path, tag)
+    if (place / "zero").is_dir():
+        return universal.read(place)
+    return native.read(directory.census(place))

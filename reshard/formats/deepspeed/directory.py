@@ -1,0 +1,198 @@
+"""The files of a DeepSpeed checkpoint: where they are, which ranks they belong to, what is amiss.
+
+File names: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``,
+``_get_rank_zero_ckpt_name``, ``_get_expert_ckpt_name``), ``runtime/pipe/module.py``
+(``ckpt_layer_path``).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UnsupportedError
+
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_REFUSED = (
+    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel layer files"),
+    (
+        re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"),
+        "mixture-of-experts files",
+    ),
+    (re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "mixture-of-experts files"),
+)
+
+
+@dataclass(slots=True)
+class Census:
+    """The files of one tag directory, by data-parallel rank."""
+
+    place: Path
+    model: dict[int, Path] = field(default_factory=dict)  # {0: ...} where one file serves all ranks
+    optim: dict[int, Path] = field(default_factory=dict)
+    model_is_sharded: bool = False  # stage 3 names
+
+    def check_ranks(self, world_size: int) -> None:
+        """Every rank of ``world_size`` has its files and no other rank has.
+
+        Raises:
+            IncompleteError: a rank's file is missing.
+            CorruptError: a file of a rank that this run did not have.
+        """
+        wanted = set(range(world_size))
+        for kind, files in (("model", self.model), ("optimizer", self.optim)):
+            if not files or (kind == "model" and not self.model_is_sharded):
+                continue
+            missing, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
+            if missing:
+                raise IncompleteError(
+                    self.place,
+                    f"{kind} states of {world_size} ranks are expected; those of rank"
+                    f" {_ranks(missing)} are missing",
+                    "copy the missing files here (a node-local disk may still hold them)",
+                )
+            if extra:
+                names = ", ".join(files[rank].name for rank in extra[:4])
+                raise CorruptError(
+                    self.place,
+                    f"the checkpoint is of {world_size} ranks, but {kind} states of rank"
+                    f" {_ranks(extra)} lie beside it ({names}): left over from another run",
+                    "move the extra files away, if the others are the run that you mean",
+                )
+
+
+def _ranks(ranks: list[int]) -> str:
+    text = ", ".join(map(str, ranks[:8]))
+    return text + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _is_state_file(name: str) -> bool:
+    patterns = (_MODEL, _MODEL3, _OPTIM, *(pattern for pattern, _ in _REFUSED))
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+def _is_tag(path: Path) -> bool:
+    """Whether a directory holds rank files or the universal form."""
+    if not path.is_dir():
+        return False
+    if (path / "zero").is_dir() and any(path.glob("zero/*/fp32.pt")):
+        return True
+    return any(_is_state_file(child.name) for child in path.iterdir())
+
+
+def _tags(path: Path) -> list[str]:
+    return sorted(child.name for child in path.iterdir() if _is_tag(child))
+
+
+def detect(path: Path) -> bool:
+    """Whether the path is a run directory, a tag directory, or a rank file of DeepSpeed."""
+    if path.is_file():
+        return _is_state_file(path.name) or path.name == "latest"
+    if path.name == "zero" and any(path.glob("*/fp32.pt")):
+        return True
+    return (path / "latest").is_file() or _is_tag(path) or bool(_tags(path))
+
+
+def locate(path: Path, tag: str | None = None) -> Path:
+    """The tag directory that a path stands for.
+
+    Raises:
+        UnrecognisedError: no tag was given where several, or none, are possible.
+    """
+    if path.is_file() or path.name == "zero":
+        path = path.parent
+    if tag is None and _is_tag(path):
+        return path
+    tags = _tags(path)
+    chosen = tag or _latest(path, tags)
+    if chosen in tags:
+        return path / chosen
+    found = f"the directory holds {', '.join(tags)}" if tags else "it holds no checkpoint"
+    raise UnrecognisedError(
+        path / chosen,
+        f"is not a DeepSpeed checkpoint directory; {found}",
+        f"give one of them with --tag, e.g. --tag {tags[-1]}" if tags else "",
+    )
+
+
+def _latest(path: Path, tags: list[str]) -> str:
+    """The tag that the run's ``latest`` file names, or the only one that there is."""
+    pointer = path / "latest"
+    if pointer.is_file():
+        chosen = pointer.read_text(errors="replace").strip()
+        if chosen and "/" not in chosen and chosen not in (".", ".."):
+            return chosen
+        raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")
+    raise UnrecognisedError(
+        path,
+        f"has no file 'latest' that says which checkpoint is meant; found {', '.join(tags)}",
+        f"give the directory itself ({path / tags[-1]}) or --tag {tags[-1]}",
+    )
+
+
+def census(place: Path) -> Census:
+    """Sort the files of a tag directory by rank.
+
+    Raises:
+        UnsupportedError: files of tensor, pipeline or expert parallelism.
+        CorruptError: files of two runs with different precision settings.
+    """
+    found = Census(place)
+    prefixes: dict[str, str] = {}
+    for child in sorted(place.iterdir()):
+        _refuse(child, place)
+        if match := _MODEL.fullmatch(child.name):
+            _refuse_tensor_parallel(child, int(match[1]))
+            found.model.setdefault(0, child)
+        elif match := _MODEL3.fullmatch(child.name):
+            _refuse_tensor_parallel(child, int(match[2]))
+            found.model_is_sharded = True
+            found.model[int(match[1])] = child
+        elif match := _OPTIM.fullmatch(child.name):
+            _refuse_tensor_parallel(child, int(match[3]))
+            prefixes.setdefault(match[1], child.name)
+            found.optim[int(match[2])] = child
+    if len(prefixes) > 1:
+        raise CorruptError(
+            place,
+            f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
+            "move the files of the older run away",
+        )
+    if found.model_is_sharded and (place / "mp_rank_00_model_states.pt").exists():
+        raise CorruptError(
+            place,
+            "holds model states of stage 3 (zero_pp_rank_*) and of another stage"
+            " (mp_rank_00_model_states.pt): two runs are mixed",
+            "move the files of the older run away",
+        )
+    if not found.model:
+        raise IncompleteError(
+            place,
+            "mp_rank_00_model_states.pt (or zero_pp_rank_*_model_states.pt) is missing:"
+            " it holds the parameter names and shapes",
+            "copy it here from rank 0's disk",
+        )
+    return found
+
+
+def _refuse(child: Path, place: Path) -> None:
+    for pattern, what in _REFUSED:
+        if pattern.fullmatch(child.name):
+            raise UnsupportedError(
+                place,
+                f"holds {what} ({child.name}), which reshard does not merge yet",
+                "use DeepSpeed's ds_to_universal first and give its result",
+            )
+
+
+def _refuse_tensor_parallel(child: Path, mp_rank: int) -> None:
+    if mp_rank:
+        raise UnsupportedError(
+            child,
+            f"is of model-parallel rank {mp_rank}: tensor-parallel DeepSpeed checkpoints"
+            " are not merged yet",
+            "use DeepSpeed's ds_to_universal first and give its result",
+        )

@@ -1,0 +1,171 @@
+"""ZeRO stages 1 and 2 and BF16_Optimizer: one flat tensor a group, in equal pieces a rank.
+
+Geometry (DeepSpeed 0.19.8 ``stage_1_and_2.py``, ``bf16_optimizer.py``): the parameters of
+``param_shapes[g]`` in that order, each followed by its alignment padding, then a tail that makes
+the whole a multiple of the ranks; rank r holds elements ``[r * P, (r + 1) * P)``. Stored pieces
+may have their tail padding (``group_paddings``) cut off. ``param_shapes`` is the order also under
+``round_robin_gradients``, where ``param_slice_mappings`` of the same file is wrong.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+from reshard.box import Index
+from reshard.dtypes import DType
+from reshard.errors import CorruptError
+from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
+from reshard.formats.torch_file import Tensor
+from reshard.layout import run_chunks
+from reshard.manifest import MASTER, Chunk, Entry
+
+Slots = dict[str, Tensor]  # slot name -> this rank's flat piece
+
+
+def read(shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Iterator[Entry]:
+    """Master weights and every optimizer slot of every group, fqn by fqn.
+
+    Raises:
+        CorruptError: pieces that do not add up to the groups' shapes.
+    """
+    for rank in ranks:
+        count = len(_pieces(rank))
+        if count != len(shapes):
+            raise CorruptError(
+                rank.file.path, f"holds {count} groups, param_shapes lists {len(shapes)}", MIXED
+            )
+    for group, members in enumerate(shapes):
+        yield from _Group(group, members, ranks).entries()
+
+
+def _pieces(rank: OptimizerStates) -> list[Tensor]:
+    pieces = rank.root["single_partition_of_fp32_groups"]
+    if not isinstance(pieces, list) or not all(isinstance(piece, Tensor) for piece in pieces):
+        raise CorruptError(rank.file.path, "single_partition_of_fp32_groups is not a tensor list")
+    return pieces
+
+
+def group_state(rank: OptimizerStates, group: int) -> dict[str, Any]:
+    """The optimizer's state of one group; under elastic_checkpoint it is a list."""
+    state = rank.root.get("base_optimizer_state") or {}
+    found = state[group] if isinstance(state, list) else state.get("state", {}).get(group)
+    return found if isinstance(found, dict) else {}
+
+
+def slots_of(state: dict[str, Any]) -> Slots:
+    """The flat tensors among a group's state; the step is 0-d and not one of them."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and len(value.shape) == 1
+    }
+
+
+class _Group:
+    """One group's flat tensor: where each parameter begins, and what each rank stored."""
+
+    def __init__(
+        self, index: int, members: dict[str, Index], ranks: Sequence[OptimizerStates]
+    ) -> None:
+        self.index = index
+        self.members = members
+        self.ranks = ranks
+        self.tails = [self._tail(rank) for rank in ranks]
+        self.piece_numel = self._piece_numel()
+        self.starts, self.end = self._starts()
+        self._check_tail()
+
+    def _tail(self, rank: OptimizerStates) -> int:
+        paddings = rank.root.get("group_paddings") or []
+        return int(paddings[self.index]) if self.index < len(paddings) else 0
+
+    def _piece_numel(self) -> int:
+        """P: the stored pieces are all P long, or all but for their cut tail."""
+        held = [_pieces(rank)[self.index].numel for rank in self.ranks]
+        padded = [numel + tail for numel, tail in zip(held, self.tails, strict=True)]
+        for lengths in (held, padded):
+            if len(set(lengths)) == 1:
+                return lengths[0]
+        raise CorruptError(
+            self.ranks[0].file.path,
+            f"group {self.index}: the ranks hold {held} elements, with padding {padded}; equal"
+            " pieces are expected",
+            MIXED,
+        )
+
+    def _starts(self) -> tuple[dict[str, int], int]:
+        """First flat element of each parameter, and the end of the last."""
+        declared = agree(
+            f"alignment padding of group {self.index}",
+            each(self.ranks, lambda rank: self._alignment(rank)),
+            MIXED,
+        )
+        starts = {}
+        at = 0
+        for (fqn, shape), padding in zip(self.members.items(), declared, strict=True):
+            starts[fqn] = at
+            at += prod(shape) + padding
+        return starts, at
+
+    def _alignment(self, rank: OptimizerStates) -> list[int]:
+        paddings = rank.root.get("param_alignment_paddings")
+        if not paddings:  # DeepSpeed before 0.17 has no such padding
+            return [0] * len(self.members)
+        if len(paddings[self.index]) != len(self.members):
+            raise CorruptError(
+                rank.file.path,
+                f"group {self.index} has {len(paddings[self.index])} paddings for"
+                f" {len(self.members)} parameters",
+                MIXED,
+            )
+        return [int(padding) for padding in paddings[self.index]]
+
+    def _check_tail(self) -> None:
+        """The group ends where the declared padding begins; padding is never inferred."""
+        total = self.piece_numel * len(self.ranks)
+        declared = sum(self.tails)
+        stored = sum(_pieces(rank)[self.index].numel for rank in self.ranks)
+        if self.end + declared != total and self.end != stored:
+            raise CorruptError(
+                self.ranks[0].file.path,
+                f"group {self.index}: its {len(self.members)} parameters take {self.end} elements"
+                f" and {declared} are padding, but {len(self.ranks)} ranks hold {total}",
+                MIXED,
+            )
+
+    def entries(self) -> Iterator[Entry]:
+        """The master weights, then each slot, in flat order."""
+        yield from self._split(MASTER, [_pieces(rank)[self.index] for rank in self.ranks])
+        slots = [slots_of(group_state(rank, self.index)) for rank in self.ranks]
+        names = agree(
+            f"the list of optimizer slots of group {self.index}",
+            {rank.file.path: sorted(held) for rank, held in zip(self.ranks, slots, strict=True)},
+            MIXED,
+        )
+        for name in names:
+            yield from self._split(name, [held[name] for held in slots])
+
+    def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
+        dtype: DType = pieces[0].dtype
+        chunks: dict[str, list[Chunk]] = defaultdict(list)
+        spans = [(fqn, start, start + prod(self.members[fqn])) for fqn, start in self.starts.items()]
+        first = 0
+        for number, (rank, piece) in enumerate(zip(self.ranks, pieces, strict=True)):
+            low = number * self.piece_numel
+            high = low + piece.numel
+            while first < len(spans) and spans[first][2] <= low:
+                first += 1
+            base = rank.file.chunk(piece).byte_offset
+            for fqn, start, stop in spans[first:]:
+                if start >= high:
+                    break
+                a, b = max(start, low), min(stop, high)
+                offset = base + (a - low) * dtype.itemsize
+                chunks[fqn] += run_chunks(
+                    rank.file.path, offset, dtype, self.members[fqn], a - start, b - start
+                )
+        for fqn, shape in self.members.items():
+            yield Entry(fqn, kind, dtype, shape, tuple(chunks[fqn]))

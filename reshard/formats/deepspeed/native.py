@@ -1,0 +1,280 @@
+"""A tag directory as the ranks saved it: model states and optimizer states made one manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard import trust
+from reshard.box import Index
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.formats.deepspeed import flat, partitioned, train, whole
+from reshard.formats.deepspeed.directory import Census
+from reshard.formats.deepspeed.states import (
+    MIXED,
+    ModelStates,
+    OptimizerStates,
+    agree,
+    each,
+    open_model,
+    open_optimizer,
+)
+from reshard.formats.torch_file import TorchFile
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    TrainState,
+    keyed,
+)
+
+
+def read(census: Census) -> Manifest:
+    """Open every rank's files and describe the training state that they hold together.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        CorruptError: the files contradict each other.
+    """
+    first = open_model(_rank_zero(census))
+    world_size = int(first.root.get("dp_world_size") or max(len(census.optim), 1))
+    _refuse_model_parallel(census, first)
+    _expect_optimizer(census, first, world_size)
+    census.check_ranks(world_size)
+    models = [first, *(open_model(census.model[rank]) for rank in sorted(census.model)[1:])]
+    ranks = [open_optimizer(census.optim[rank], rank) for rank in sorted(census.optim)]
+    _check_models(models)
+    _check_ranks(ranks, first, world_size)
+    return _assemble(census.place, models, ranks, world_size)
+
+
+def _rank_zero(census: Census) -> Path:
+    if 0 not in census.model:
+        raise IncompleteError(
+            census.place, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing", "copy it here"
+        )
+    return census.model[0]
+
+
+def _refuse_model_parallel(census: Census, first: ModelStates) -> None:
+    if int(first.root.get("mp_world_size") or 1) > 1 or first.root.get("module") is None:
+        raise UnsupportedError(
+            census.place,
+            f"was saved with model parallelism (mp_world_size {first.root.get('mp_world_size')}),"
+            " which reshard does not merge yet",
+            "use DeepSpeed's ds_to_universal first and give its result",
+        )
+
+
+def _expect_optimizer(census: Census, first: ModelStates, world_size: int) -> None:
+    """param_shapes is written with ZeRO only; then every rank has optimizer states."""
+    if first.shapes and not census.optim:
+        raise IncompleteError(
+            census.place,
+            f"a ZeRO checkpoint of {world_size} ranks, but it holds no *_optim_states.pt:"
+            " the fp32 weights are in them",
+            "copy them here; or merge the 16-bit weights of stages 1 and 2 with"
+            f" --from torch {first.file.path}",
+        )
+
+
+def _check_models(models: Sequence[ModelStates]) -> None:
+    for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
+        agree(key, each(models, lambda model, k=key: model.root.get(k)), MIXED)  # type: ignore[misc]
+
+
+def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_size: int) -> None:
+    if not ranks:
+        return
+    agree("ds_version", each(ranks, lambda rank: rank.ds_version), MIXED)
+    agree("ds_config", each(ranks, lambda rank: train.plain(rank.ds_config)), MIXED)
+    agree("the loss scaler", each(ranks, lambda rank: train.scaler(rank.root)), MIXED)
+    for rank in ranks:
+        count = rank.root.get("partition_count")
+        counts = set(count) if isinstance(count, list) else {count} - {None}
+        if counts - {world_size}:
+            raise CorruptError(
+                rank.file.path,
+                f"was saved by {sorted(counts)} ranks, {Path(first.file.path).name} by"
+                f" {world_size}",
+                MIXED,
+            )
+
+
+def _assemble(
+    place: Path, models: Sequence[ModelStates], ranks: Sequence[OptimizerStates], world_size: int
+) -> Manifest:
+    first = models[0]
+    tied = first.aliases()
+    stage, optimizer, state, warnings = _optimizer(first, ranks, tied)
+    module = _module_entries(models, tied, sharded=stage == 3)
+    entries = _in_module_order(first, [*module, *optimizer])
+    files = {state_file.file.path: state_file.file for state_file in (*models, *ranks)}
+    trained = {fqn for group in state.param_groups for fqn in group.fqns}
+    trained |= {fqn for group in first.shapes for fqn in group}
+    frozen = _frozen(entries, trained, first)
+    return Manifest(
+        origin=Origin(
+            format="deepspeed",
+            path=str(place),
+            detail=f"ZeRO stage {stage}" if stage is not None else "",
+            versions={"deepspeed": str(first.root.get("ds_version", "unknown"))},
+            mesh={"world": world_size, "dp": world_size},
+            precision=_precision(first),
+        ),
+        entries=keyed(entries),
+        files={path: file.source() for path, file in files.items()},
+        train=state,
+        tied={alias: kept for alias, kept in tied.items() if alias != kept},
+        frozen=frozen,
+        warnings=tuple(warnings + _step_warnings(state)),
+        unknown_globals=_unknown(files.values()),
+    )
+
+
+def _unknown(files: Iterable[TorchFile]) -> tuple[str, ...]:
+    return trust.unknown(set().union(*(file.globals for file in files)))
+
+
+Read = tuple[int | None, list[Entry], TrainState, list[str]]
+
+
+def _optimizer(
+    first: ModelStates, ranks: Sequence[OptimizerStates], tied: dict[str, str]
+) -> Read:
+    """(stage, optimizer entries, train state, warnings), by the form of the optimizer states."""
+    if not ranks:
+        return _stage0(first, tied)
+    root = ranks[0].root
+    if "fp32_flat_groups" in root:
+        entries = list(partitioned.read(first.shapes, ranks))
+        steps = train.sharded_steps(ranks, first.shapes, partitioned.sub_group_state)
+        groups = train.sharded_groups(ranks, first.shapes, "optimizer_state_dict")
+        stage = 3
+    elif "single_partition_of_fp32_groups" in root:
+        entries = list(flat.read(first.shapes, ranks))
+        steps = train.sharded_steps(ranks, first.shapes, flat.group_state)
+        groups = train.sharded_groups(ranks, first.shapes, "base_optimizer_state")
+        stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer writes none; it is stage 1
+    else:
+        raise UnsupportedError(
+            ranks[0].file.path,
+            f"optimizer states of an unknown form: {', '.join(sorted(map(str, root)))}",
+        )
+    state = train.state(first, groups=groups, steps=steps, scaler_root=root)
+    return stage, entries, state, _unread_slots(ranks, stage)
+
+
+def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:
+    """Slots that are neither flat nor a counter, which reshard cannot name by fqn."""
+    state_of = partitioned.sub_group_state if stage == 3 else flat.group_state
+    shapes = ranks[0].root.get("fp32_flat_groups" if stage == 3 else "group_paddings") or []
+    odd = set()
+    for index in range(len(shapes)):
+        held = state_of(ranks[0], index)
+        odd |= held.keys() - flat.slots_of(held).keys() - {"step"}
+    return [f"optimizer state {name!r} is not per element and is left out" for name in sorted(odd)]
+
+
+def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
+    """Stage 0 keeps the optimizer in the model states, or has none."""
+    optimizer = first.mapping("optimizer")
+    candidates = {
+        name: tensor.shape
+        for name, tensor in first.module.items()
+        if name not in first.buffers and name not in tied and tensor.numel
+    }
+    stored = whole.torch_optimizer(first).get("param_groups", [])
+    warnings: list[str] = []
+    names: list[list[str]] = []
+    if optimizer:
+        try:
+            names = whole.groups_of(first, candidates)
+        except whole.Ambiguous as reason:
+            warnings.append(str(reason))
+    entries = list(whole.read(first, names))
+    members = names or [[] for _ in stored]
+    groups = [
+        ParamGroup(train.hyper(group), tuple(fqns))
+        for group, fqns in zip(stored, members, strict=False)
+    ]
+    steps = _indexed_steps(first, names)
+    state = train.state(first, groups=groups, steps=steps, scaler_root=optimizer)
+    return 0, entries, state, warnings
+
+
+def _indexed_steps(first: ModelStates, names: Sequence[Sequence[str]]) -> dict[str, float]:
+    state = whole.torch_optimizer(first).get("state", {})
+    flat_groups = first.mapping("optimizer").get("fp32_groups_flat")
+    owners = names if flat_groups else [[fqn] for group in names for fqn in group]
+    steps: dict[str, float] = {}
+    for index, fqns in enumerate(owners):
+        step = train.number(first.file, state.get(index, {}).get("step"))
+        if step is not None:
+            steps.update(dict.fromkeys(fqns, step))
+    return steps
+
+
+def _module_entries(
+    models: Sequence[ModelStates], tied: dict[str, str], *, sharded: bool
+) -> list[Entry]:
+    """What ``module`` itself holds: at stage 3 only buffers, every rank a replica."""
+    if not sharded:
+        return list(models[0].whole_tensors(tied))
+    buffers = []
+    for entry in models[0].whole_tensors(tied):
+        if entry.kind == BUFFER:
+            replicas = [
+                model.file.chunk(model.module[entry.fqn])
+                for model in models
+                if entry.fqn in model.module
+            ]
+            buffers.append(
+                Entry(entry.fqn, BUFFER, entry.dtype, entry.shape, tuple(replicas))
+            )
+    return buffers + list(partitioned.frozen(models))
+
+
+def _in_module_order(first: ModelStates, entries: list[Entry]) -> list[Entry]:
+    """Entries sorted by their place in ``module``; names that it lacks come last."""
+    order = {name: index for index, name in enumerate(first.module)}
+    return sorted(entries, key=lambda entry: order.get(entry.fqn, len(order)))
+
+
+def _frozen(entries: list[Entry], trained: set[str], first: ModelStates) -> frozenset[str]:
+    """Parameters that no param group holds. Empty ones are never in a group, and not frozen."""
+    if not trained:
+        return frozenset()
+    declared: dict[str, Index] = first.mapping("frozen_param_shapes")
+    return frozenset(
+        entry.fqn
+        for entry in entries
+        if entry.kind == PARAM and entry.fqn not in trained and entry.numel
+    ) | frozenset(fqn for fqn, shape in declared.items() if 0 not in shape)
+
+
+def _precision(first: ModelStates) -> str:
+    """The dtype of the trained module: the float dtype of most parameters."""
+    counts: dict[str, int] = {}
+    for name, tensor in first.module.items():
+        if name not in first.buffers and tensor.dtype.family == "float":
+            counts[tensor.dtype.name] = counts.get(tensor.dtype.name, 0) + 1
+    return max(counts, key=lambda name: counts[name], default="")
+
+
+def _step_warnings(state: TrainState) -> list[str]:
+    applied = set(state.optimizer_step.values())
+    if state.step is None or not applied:
+        return []
+    expected = state.step - (state.skipped_steps or 0)
+    if applied != {float(expected)}:
+        shown = ", ".join(f"{step:g}" for step in sorted(applied))
+        text: Any = f"the optimizer was updated {shown} times, the engine counts {expected} steps"
+        return [text]
+    return []
+
+

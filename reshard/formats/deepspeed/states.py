@@ -1,0 +1,148 @@
+"""The two kinds of DeepSpeed file, opened: model states and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.box import Index
+from reshard.errors import CorruptError
+from reshard.formats import torch_file
+from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.manifest import BUFFER, PARAM, Entry
+
+_BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
+
+Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
+
+
+@dataclass(slots=True)
+class ModelStates:
+    """One ``*_model_states.pt``."""
+
+    file: TorchFile
+    root: dict[str, Any]
+
+    @property
+    def module(self) -> dict[str, Tensor]:
+        """fqn -> tensor, as ``state_dict`` gave it; aliases included."""
+        found = self.root.get("module") or {}
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    @property
+    def shapes(self) -> Shapes:
+        """``param_shapes``: before DeepSpeed 0.3.17 one dict, since then a list."""
+        shapes = self.root.get("param_shapes") or []
+        return [dict(group) for group in ([shapes] if isinstance(shapes, dict) else shapes)]
+
+    @property
+    def buffers(self) -> frozenset[str]:
+        """fqns of the persistent buffers."""
+        return frozenset(self.root.get("buffer_names") or ())
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        """A section that may be absent or None."""
+        value = self.root.get(key)
+        return value if isinstance(value, dict) else {}
+
+    def whole_tensors(self, skip: Mapping[str, str]) -> Iterable[Entry]:
+        """Buffers and real (not placeholder) parameters of ``module``, without the aliases."""
+        for name, tensor in self.module.items():
+            if name not in skip:
+                kind = BUFFER if name in self.buffers else PARAM
+                yield whole_entry(self.file, name, kind, tensor)
+
+    def aliases(self) -> dict[str, str]:
+        """Tied names, alias -> kept: ``shared_params``, and equal views of one storage.
+
+        Of two names for one view the kept one is that which the optimizer knows.
+        """
+        tied = {str(alias): str(kept) for alias, kept in self.mapping("shared_params").items()}
+        trained = {name for group in self.shapes for name in group}
+        first: dict[Any, str] = {}
+        for name, tensor in self.module.items():
+            if tensor.numel == 0 or name in tied:
+                continue
+            kept = first.setdefault(tensor.place, name)
+            if kept != name and name in trained:
+                first[tensor.place] = name
+                tied[kept] = name
+            elif kept != name:
+                tied[name] = kept
+        return tied
+
+
+@dataclass(slots=True)
+class OptimizerStates:
+    """One ``*_optim_states.pt``; ``root`` is its ``optimizer_state_dict``."""
+
+    file: TorchFile
+    root: dict[str, Any]
+    rank: int
+    ds_version: str
+    ds_config: Any
+
+
+def whole_entry(file: TorchFile, fqn: str, kind: str, tensor: Tensor) -> Entry:
+    """A tensor that lies whole in one file."""
+    return Entry(fqn, kind, tensor.dtype, tensor.shape, (file.chunk(tensor),))
+
+
+def open_model(path: Path) -> ModelStates:
+    """Open one model states file.
+
+    Raises:
+        CorruptError: it is not what its name says.
+    """
+    file = torch_file.read(path, builders=_BUILDERS)
+    if not isinstance(file.root, dict) or "module" not in file.root:
+        raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
+    return ModelStates(file, file.root)
+
+
+def open_optimizer(path: Path, rank: int) -> OptimizerStates:
+    """Open one optimizer states file; errors as in `open_model`."""
+    file = torch_file.read(path, builders=_BUILDERS)
+    inner = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
+    if not isinstance(inner, dict):
+        raise CorruptError(
+            path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
+        )
+    version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
+    return OptimizerStates(file, inner, rank, version, file.root.get("ds_config"))
+
+
+def agree(what: str, states: Mapping[str, Any], remedy: str) -> Any:
+    """The value that all files give.
+
+    Args:
+        states: file -> its value.
+
+    Raises:
+        CorruptError: two files differ.
+    """
+    items = iter(states.items())
+    first_file, first = next(items)
+    for file, value in items:
+        if value != first:
+            raise CorruptError(
+                file,
+                f"{what} is {_short(value)}, but {_short(first)} in {Path(first_file).name}",
+                remedy,
+            )
+    return first
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+
+
+def each(states: Iterable[Any], pick: Callable[[Any], Any]) -> dict[str, Any]:
+    """``pick`` of every opened file, by path."""
+    return {state.file.path: pick(state) for state in states}

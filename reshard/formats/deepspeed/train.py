@@ -1,0 +1,149 @@
+"""Everything of a DeepSpeed training state that is not a sharded tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from reshard.formats.deepspeed.states import (
+    MIXED,
+    ModelStates,
+    OptimizerStates,
+    Shapes,
+    agree,
+    each,
+)
+from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.manifest import ParamGroup, TrainState
+from reshard.unpickle import Call, Global
+
+# Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
+_ENGINE_KEYS = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
+    "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
+    "skipped_steps global_steps global_samples dp_world_size mp_world_size num_experts "
+    "checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info "
+    "csr_tensor_module_names".split()
+)
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+GroupState = Callable[[int], dict[str, Any]]
+
+
+def plain(value: Any) -> Any:
+    """A value that prints and serialises as JSON; what is neither is described, not lost."""
+    if isinstance(value, Call):
+        shown = {"class": value.name}
+        for key, part in (
+            ("args", value.args),
+            ("state", value.state),
+            ("items", value.items),
+            ("elements", value.elements),
+        ):
+            if part:
+                shown[key] = plain(part)
+        return shown
+    if isinstance(value, Global):
+        return value.name
+    if isinstance(value, Tensor):
+        return {"tensor": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, bytes):
+        return {"bytes": len(value)}
+    return value
+
+
+def number(file: TorchFile, value: Any) -> float | None:
+    """A step counter, whether it is stored as a number or as a 0-d tensor."""
+    if isinstance(value, Tensor):
+        return float(file.number(value))
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The loss scaler's state: an object in stages 1 to 3, loose keys at stage 0."""
+    found = root.get("loss_scaler")
+    if isinstance(found, Call):
+        state = plain(found.state)
+        return {"class": found.name.rsplit(".", 1)[-1], **(state if state else {})}
+    loose = {key: plain(root[key]) for key in _SCALER_KEYS if key in root}
+    return loose or None
+
+
+def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group without its members."""
+    return {str(key): plain(value) for key, value in group.items() if key != "params"}
+
+
+def state(
+    model: ModelStates,
+    *,
+    groups: Sequence[ParamGroup],
+    steps: Mapping[str, float],
+    scaler_root: Mapping[str, Any],
+) -> TrainState:
+    """The train state of one checkpoint, from its first model states file."""
+    root = model.root
+    client = {str(key): plain(root[key]) for key in root if key not in _ENGINE_KEYS}
+    opaque_keys = ("data_sampler", "random_ltd", "universal_checkpoint_info")
+    return TrainState(
+        step=root.get("global_steps"),
+        skipped_steps=root.get("skipped_steps"),
+        samples=root.get("global_samples"),
+        optimizer_step=dict(steps),
+        param_groups=tuple(groups),
+        scheduler=plain(root.get("lr_scheduler")),
+        scaler=scaler(scaler_root),
+        client=client,
+        config=plain(root.get("ds_config")),
+        opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None},
+    )
+
+
+def sharded_groups(
+    ranks: Sequence[OptimizerStates], shapes: Shapes, optimizer_key: str
+) -> list[ParamGroup]:
+    """The user's param groups with the fqns of their (sub-)groups; all ranks must agree.
+
+    ``params`` of a stored group lists its flat tensors by index: one at stages 1 and 2, its
+    sub-groups at stage 3. elastic_checkpoint stores no param groups.
+    """
+    stored = agree(
+        "the list of param groups",
+        each(ranks, lambda rank: _stored_groups(rank, optimizer_key)),
+        MIXED,
+    )
+    result = []
+    for hypers, members in stored:
+        fqns = [fqn for index in members if index < len(shapes) for fqn in shapes[index]]
+        result.append(ParamGroup(hypers, tuple(fqns)))
+    return result
+
+
+def _stored_groups(
+    rank: OptimizerStates, optimizer_key: str
+) -> list[tuple[dict[str, Any], list[int]]]:
+    optimizer = rank.root.get(optimizer_key)
+    groups = optimizer.get("param_groups", []) if isinstance(optimizer, dict) else []
+    return [(hyper(group), list(group.get("params", []))) for group in groups]
+
+
+def sharded_steps(
+    ranks: Sequence[OptimizerStates],
+    shapes: Shapes,
+    state_of: Callable[[OptimizerStates, int], dict[str, Any]],
+) -> dict[str, float]:
+    """Optimizer updates applied to each fqn; ranks that differ are of different steps."""
+    steps = {}
+    for index, members in enumerate(shapes):
+        step = agree(
+            f"the optimizer step of group {index}",
+            each(ranks, lambda rank, i=index: number(rank.file, state_of(rank, i).get("step"))),  # type: ignore[misc]
+            MIXED,
+        )
+        if step is not None:
+            steps.update(dict.fromkeys(members, step))
+    return steps

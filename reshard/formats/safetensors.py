@@ -1,0 +1,143 @@
+"""The safetensors file: header in, entries out; entries in, header and places out.
+
+Source: safetensors 0.8 ``safetensors/src/tensor.rs`` (``Metadata::validate``, ``serialize``). A
+file laid out here is byte-identical to what ``safetensors.torch.save_file`` writes for the same
+tensors and metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard import dtypes
+from reshard.box import Index, whole
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.files import SourceFiles, size_of
+from reshard.manifest import Chunk, Entry, SourceFile, contiguous
+
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_RANK = {dtype: index for index, dtype in enumerate(dtypes.ALL)}
+_DAMAGED = "the file is truncated or was altered: fetch it again"
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """One file's header: a chunk a tensor, and the metadata strings."""
+
+    source: SourceFile
+    tensors: dict[str, Chunk]
+    metadata: dict[str, str]
+
+
+def read(path: str | Path) -> SafetensorsFile:
+    """Read and validate one header.
+
+    Raises:
+        CorruptError: the header is not JSON, or claims other bytes than the file has.
+    """
+    path = str(path)
+    size = size_of(path)
+    with SourceFiles() as files:
+        length = struct.unpack("<Q", files.read(path, 0, 8))[0] if size >= 8 else size + 1
+        if length > min(size - 8, _MAX_HEADER):
+            raise CorruptError(
+                path, f"its header claims {length} bytes, the file has {size}", _DAMAGED
+            )
+        raw = files.read(path, 8, length)
+    header = _parse(path, raw)
+    metadata = header.pop("__metadata__", {})
+    start = 8 + length
+    tensors = {name: _chunk(path, name, start, value) for name, value in header.items()}
+    _check_tiling(path, tensors, start, size)
+    return SafetensorsFile(SourceFile(path, size), tensors, metadata)
+
+
+def _parse(path: str, raw: bytes) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a name stands twice")
+        return table
+
+    try:
+        header = json.loads(raw, object_pairs_hook=unique)
+        if not isinstance(header, dict):
+            raise TypeError("it is not an object")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptError(path, f"its header cannot be read: {error}", _DAMAGED) from error
+    return header
+
+
+def _chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
+    try:
+        code, shape = value["dtype"], tuple(value["shape"])
+        start, stop = value["data_offsets"]
+        sane = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(path, f"the header's entry {name!r} is malformed", _DAMAGED) from error
+    dtype = dtypes.BY_SAFETENSORS.get(code)
+    if dtype is None:
+        raise UnsupportedError(path, f"{name!r} has dtype {code!r}, which reshard does not know")
+    if not sane or stop - start != prod(shape) * dtype.itemsize:
+        raise CorruptError(
+            path,
+            f"{name!r}: {dtype} {shape} does not take the bytes {start} to {stop}",
+            _DAMAGED,
+        )
+    return contiguous(path, data_start + start, dtype, whole(shape), shape)
+
+
+def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int) -> None:
+    """Tensors follow one another without gap or overlap from the header to the last byte."""
+    at = start
+    for name, chunk in sorted(tensors.items(), key=lambda item: item[1].byte_span):
+        begin, end = chunk.byte_span
+        if begin != at:
+            raise CorruptError(path, f"{name!r} begins at byte {begin}, expected {at}", _DAMAGED)
+        at = end
+    if at != size:
+        raise CorruptError(path, f"its tensors end at byte {at}, the file at {size}", _DAMAGED)
+
+
+def lay_out(
+    path: str, tensors: Iterable[tuple[Entry, DType]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[Entry], int]:
+    """Header bytes, the entries as they will lie in ``path``, and the file's size in bytes."""
+    ordered = sorted(tensors, key=lambda item: (_RANK[item[1]], item[0].fqn.encode()))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    at = 0
+    for entry, dtype in ordered:
+        if not dtype.safetensors:
+            raise UnsupportedError(
+                entry.fqn,
+                f"safetensors has no dtype for {dtype}",
+                "write a .pt file instead, or leave the tensor out with --exclude",
+            )
+        stop = at + entry.numel * dtype.itemsize
+        header[entry.fqn] = {
+            "dtype": dtype.safetensors,
+            "shape": list(entry.shape),
+            "data_offsets": [at, stop],
+        }
+        at = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    placed = [
+        _placed(path, entry, dtype, start + header[entry.fqn]["data_offsets"][0])
+        for entry, dtype in ordered
+    ]
+    return struct.pack("<Q", len(text)) + text, placed, start + at
+
+
+def _placed(path: str, entry: Entry, dtype: DType, byte_offset: int) -> Entry:
+    shape: Index = entry.shape
+    chunk = contiguous(path, byte_offset, dtype, whole(shape), shape)
+    return Entry(entry.fqn, entry.kind, dtype, shape, (chunk,))

@@ -1,0 +1,308 @@
+"""Files that ``torch.save`` wrote: the zip archive (torch >= 1.6) and the stream before it.
+
+Reads the pickle and the directory, never tensor data. The result is the saved object with every
+tensor replaced by a `Tensor` that says where its elements lie.
+
+Sources: torch 2.13 ``torch/serialization.py`` (``_save``, ``_legacy_save``), ``torch/_utils.py``
+(rebuild functions), ``caffe2/serialize/inline_container.cc`` (records; CRC 0 everywhere when
+written under ``set_crc32_options(False)``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard import dtypes
+from reshard.box import Index, whole
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.files import SourceFiles, size_of
+from reshard.formats.zip_directory import Member, read_directory
+from reshard.manifest import Chunk, Record, SourceFile
+from reshard.unpickle import Builder, Global, loads
+
+_MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """One stored buffer; ``byte_offset`` is -1 until its place in the file is known."""
+
+    key: str
+    dtype: DType
+    nbytes: int
+    byte_offset: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class Tensor:
+    """A strided view of a storage; shape, strides and offset in elements."""
+
+    storage: Storage
+    offset: int
+    shape: Index
+    strides: Index
+    dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Logical size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def place(self) -> tuple[str, int, Index, Index]:
+        """Equal for two tensors of one file exactly when they are the same view."""
+        return self.storage.key, self.offset, self.shape, self.strides
+
+
+@dataclass(slots=True)
+class TorchFile:
+    """One opened file: the saved object, its storages, and the globals that its pickle names."""
+
+    path: str
+    nbytes: int
+    root: Any
+    globals: set[str]
+    records: dict[str, Record] = field(default_factory=dict)  # storage key -> record
+
+    def chunk(self, tensor: Tensor) -> Chunk:
+        """The whole tensor as one chunk of itself."""
+        size = tensor.dtype.itemsize
+        start = tensor.storage.byte_offset + tensor.offset * size
+        strides = tuple(stride * size for stride in tensor.strides)
+        return Chunk(whole(tensor.shape), self.path, start, strides, tensor.dtype)
+
+    def source(self) -> SourceFile:
+        """The file as a manifest lists it."""
+        ordered = sorted(self.records.values(), key=lambda record: record.byte_offset)
+        return SourceFile(self.path, self.nbytes, tuple(ordered))
+
+    def number(self, tensor: Tensor) -> float | int:
+        """The value of a one-element tensor (a step counter): the only data a reader reads."""
+        size = tensor.dtype.itemsize
+        start = tensor.storage.byte_offset + tensor.offset * size
+        with SourceFiles() as files:
+            raw = files.read(self.path, start, size)
+        layout = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+        if tensor.numel != 1 or tensor.dtype.name not in layout:
+            raise UnsupportedError(self.path, f"a counter of dtype {tensor.dtype} {tensor.shape}")
+        value: float | int = struct.unpack(layout[tensor.dtype.name], raw)[0]
+        return value
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether the first bytes are those of ``torch.save`` (zip, or the old stream's magic)."""
+    with path.open("rb") as file:
+        head = file.read(16)
+    return head.startswith((b"PK\x03\x04", _legacy_head()))
+
+
+def _legacy_head() -> bytes:
+    return b"\x80\x02\x8a\x0a" + _LEGACY_MAGIC.to_bytes(10, "little")
+
+
+def read(path: str | Path, *, builders: Mapping[str, Builder] | None = None) -> TorchFile:
+    """Read the structure of one file.
+
+    Args:
+        builders: extra globals that become values (see `unpickle.loads`).
+
+    Raises:
+        CorruptError: truncated, altered, or not a ``torch.save`` file.
+    """
+    path = str(path)
+    size = size_of(path)
+    with SourceFiles() as files:
+        head = files.read(path, 0, min(size, 16))
+        if head.startswith(b"PK\x03\x04"):
+            return _read_zip(path, size, files, builders or {})
+        if head.startswith(_legacy_head()):
+            return _read_legacy(path, size, files, builders or {})
+    raise CorruptError(
+        path,
+        f"is not a file of torch.save: it starts with {head[:8]!r}"
+        + ("" if size else " (the file is empty)"),
+        "it is truncated, or of another kind: fetch it again",
+    )
+
+
+class _Storages:
+    """Makes storages from persistent ids; one object a key, so that views share it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.by_key: dict[str, Storage] = {}
+
+    def __call__(self, pid: Any) -> Storage:
+        tag, kind, key, _location, numel, *view = pid
+        if tag != "storage" or not isinstance(kind, Global) or (view and view[0] is not None):
+            raise ValueError(f"persistent id {str(tag)[:20]!r} is not a storage")
+        name = kind.name.rsplit(".", 1)[-1]
+        dtype = dtypes.UINT8 if name == "UntypedStorage" else dtypes.BY_STORAGE.get(name)
+        if dtype is None:
+            raise UnsupportedError(self.path, f"holds a {kind.name}, which has no plain dtype")
+        if not isinstance(numel, int) or numel < 0:
+            raise ValueError("a storage of negative size")
+        key = str(key)
+        return self.by_key.setdefault(key, Storage(key, dtype, numel * dtype.itemsize))
+
+
+def _strided(storage: Storage, offset: int, shape: Any, strides: Any, dtype: DType) -> Tensor:
+    """A tensor whose every element provably lies inside its storage."""
+    shape, strides = tuple(shape), tuple(strides)
+    numbers = (offset, *shape, *strides)
+    if len(shape) != len(strides) or any(not isinstance(n, int) or n < 0 for n in numbers):
+        raise ValueError(f"shape {shape} with strides {strides}")
+    tensor = Tensor(storage, offset, shape, strides, dtype)
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if tensor.numel and (last + 1) * dtype.itemsize > storage.nbytes:
+        raise ValueError(
+            f"a tensor of shape {shape} at element {offset} reaches past its storage"
+            f" of {storage.nbytes} bytes"
+        )
+    return tensor
+
+
+def _rebuild_v2(storage: Storage, offset: int, shape: Any, strides: Any, *_rest: Any) -> Tensor:
+    return _strided(storage, offset, shape, strides, storage.dtype)
+
+
+def _rebuild_v3(
+    storage: Storage,
+    offset: int,
+    shape: Any,
+    strides: Any,
+    _requires_grad: bool,
+    _hooks: Any,
+    dtype: Global,
+    *_rest: Any,
+) -> Tensor:
+    return _strided(storage, offset, shape, strides, _named_dtype(dtype))
+
+
+def _named_dtype(dtype: Global) -> DType:
+    return dtypes.BY_NAME[dtype.name.removeprefix("torch.")]
+
+
+def _first(value: Any, *_rest: Any) -> Any:
+    return value
+
+
+def _rebuild_typed(function: Global, _type: Any, args: tuple[Any, ...], _state: Any) -> Any:
+    return TORCH_BUILDERS[function.name](*args)
+
+
+TORCH_BUILDERS: dict[str, Builder] = {
+    "torch._tensor._rebuild_from_type_v2": _rebuild_typed,
+    "torch._utils._rebuild_tensor": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v2": _rebuild_v2,
+    "torch._utils._rebuild_tensor_v3": _rebuild_v3,
+    "torch._utils._rebuild_parameter": _first,
+    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch.Size": lambda dims=(): tuple(dims),
+}
+
+
+def _read_zip(
+    path: str, size: int, files: SourceFiles, builders: Mapping[str, Builder]
+) -> TorchFile:
+    members = read_directory(path, size, files)
+    pickles = [name for name in members if name.rsplit("/", 1)[-1] == "data.pkl"]
+    if len(pickles) != 1:
+        raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl, expected one")
+    root = pickles[0].removesuffix("data.pkl")
+    checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
+    if members.get(f"{root}byteorder"):
+        order = members[f"{root}byteorder"].read(path, files, checked=checked)
+        if order != b"little":
+            raise UnsupportedError(path, f"holds {order!r}-endian tensors")
+    if members[pickles[0]].nbytes > _MAX_PICKLE:
+        raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
+    data = members[pickles[0]].read(path, files, checked=checked)
+    storages = _Storages(path)
+    done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
+    file = TorchFile(path, size, done.value, done.globals)
+    for key, storage in storages.by_key.items():
+        _place(file, storage, members.get(f"{root}data/{key}"), files, checked=checked)
+    return file
+
+
+def _place(
+    file: TorchFile, storage: Storage, member: Member | None, files: SourceFiles, *, checked: bool
+) -> None:
+    """Where a storage lies, and with which CRC."""
+    key = storage.key
+    if member is None or member.nbytes != storage.nbytes:
+        raise CorruptError(
+            file.path,
+            f"storage {key} is {storage.nbytes} bytes in the pickle, "
+            + (f"{member.nbytes} in the archive" if member else "absent from the archive"),
+            "the file is damaged or was repacked: fetch it again",
+        )
+    storage.byte_offset = member.data_offset(file.path, files)
+    crc = member.crc32 if checked else None
+    file.records[key] = Record(storage.byte_offset, storage.nbytes, crc, member.name)
+
+
+def _read_legacy(
+    path: str, size: int, files: SourceFiles, builders: Mapping[str, Builder]
+) -> TorchFile:
+    """The stream of torch < 1.6: five pickles, then (int64 numel, data) a storage. No CRCs."""
+    storages = _Storages(path)
+    head = files.read(path, 0, min(size, 1 << 20))
+    while True:
+        try:
+            done, end, keys = _legacy_pickles(path, head, builders, storages)
+            break
+        except CorruptError:
+            if len(head) >= min(size, _MAX_PICKLE):
+                raise
+            storages.by_key.clear()
+            head = files.read(path, 0, min(size, len(head) * 8))
+    file = TorchFile(path, size, done.value, done.globals)
+    for key in keys:
+        storage = storages.by_key.get(str(key))
+        if storage is None or end + 8 + storage.nbytes > size:
+            raise CorruptError(
+                path,
+                f"storage {key} at byte {end} does not fit into the file of {size} bytes",
+                "the file is truncated: fetch it again",
+            )
+        numel = int.from_bytes(files.read(path, end, 8), "little", signed=True)
+        if numel * storage.dtype.itemsize != storage.nbytes:
+            raise CorruptError(path, f"storage {key} holds {numel} elements, not as announced")
+        storage.byte_offset = end + 8
+        file.records[str(key)] = Record(end + 8, storage.nbytes, None, f"storage {key}")
+        end += 8 + storage.nbytes
+    if len(keys) != len(storages.by_key):
+        raise CorruptError(path, f"{len(storages.by_key)} storages are named, {len(keys)} stored")
+    return file
+
+
+def _legacy_pickles(
+    path: str, head: bytes, builders: Mapping[str, Builder], storages: _Storages
+) -> tuple[Any, int, list[Any]]:
+    """The object, where its storages' data begins, and the storages' keys in file order."""
+    end = 0
+    for _preamble in ("magic", "protocol", "system"):
+        done = loads(head, where=path, start=end)
+        end = done.end
+    if isinstance(done.value, dict) and done.value.get("little_endian") is False:
+        raise UnsupportedError(path, "holds big-endian tensors")
+    table = {**TORCH_BUILDERS, **builders}
+    result = loads(head, where=path, start=end, builders=table, persistent=storages)
+    keys = loads(head, where=path, start=result.end)
+    if not isinstance(keys.value, list):
+        raise CorruptError(path, "the list of storages is missing")
+    return result, keys.end, keys.value

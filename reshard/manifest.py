@@ -1,0 +1,261 @@
+"""What every reader yields and every planner consumes: where each block of each tensor lies.
+
+A manifest is a small, printable value. It holds no tensor bytes and opens no file; `check` proves
+that the chunks of every entry lie inside their files and cover the tensor exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from reshard.box import Box, Index, first_overlap, row_major, whole
+from reshard.dtypes import DType
+from reshard.errors import CorruptError
+
+PARAM = "param"
+BUFFER = "buffer"
+MASTER = "master"
+WEIGHT_KINDS = (PARAM, BUFFER, MASTER)
+
+Key = tuple[str, str]  # (kind, fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored block of a logical tensor.
+
+    Args:
+        box: which elements of the tensor.
+        file: path of the file that holds them.
+        byte_offset: of the box's first element in the file.
+        byte_strides: distance in the file between neighbours along each dim.
+        dtype: as stored.
+    """
+
+    box: Box
+    file: str
+    byte_offset: int
+    byte_strides: Index
+    dtype: DType
+
+    @property
+    def byte_span(self) -> tuple[int, int]:
+        """The smallest file interval ``[start, stop)`` that holds every element of the chunk."""
+        if self.box.volume == 0:
+            return self.byte_offset, self.byte_offset
+        reach = sum((n - 1) * s for n, s in zip(self.box.shape, self.byte_strides, strict=True))
+        return self.byte_offset, self.byte_offset + reach + self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One logical tensor; two chunks with the same box are replicas of each other."""
+
+    fqn: str
+    kind: str
+    dtype: DType
+    shape: Index
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def key(self) -> Key:
+        """What the entry is called in a manifest."""
+        return self.kind, self.fqn
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Logical size in bytes, replicas and padding not counted."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A byte range of a file that has a stored checksum of its own, as a zip member does."""
+
+    byte_offset: int
+    nbytes: int
+    crc32: int | None
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a checkpoint: its size when the manifest was made, and its records."""
+
+    path: str
+    nbytes: int
+    records: tuple[Record, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """One optimizer parameter group: hyper-parameters, and the parameters in flat order."""
+
+    hyper: Mapping[str, Any]
+    fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Everything of a training state that is not a sharded tensor. Absent parts are None.
+
+    ``opaque`` keeps what the file carried and reshard does not interpret, so that a conversion
+    can carry it on or name what it drops.
+    """
+
+    step: int | None = None
+    skipped_steps: int | None = None
+    samples: int | None = None
+    optimizer_step: Mapping[str, float] = field(default_factory=dict)  # fqn -> updates applied
+    param_groups: tuple[ParamGroup, ...] = ()
+    scheduler: Any = None
+    scaler: Any = None
+    rng: Any = None
+    client: Mapping[str, Any] = field(default_factory=dict)
+    config: Any = None
+    opaque: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who wrote a checkpoint, and on what grid."""
+
+    format: str
+    path: str
+    detail: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size; "world" is the product
+    precision: str = ""  # torch's name of the dtype in which the model was trained
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One training state as it lies in files."""
+
+    origin: Origin
+    entries: Mapping[Key, Entry]
+    files: Mapping[str, SourceFile]
+    train: TrainState = field(default_factory=TrainState)
+    tied: Mapping[str, str] = field(default_factory=dict)  # alias fqn -> kept fqn
+    frozen: frozenset[str] = frozenset()
+    trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
+    warnings: tuple[str, ...] = ()
+    unknown_globals: tuple[str, ...] = ()
+
+    def of_kind(self, *kinds: str) -> Iterator[Entry]:
+        """The entries of the given kinds, in manifest order."""
+        return (entry for entry in self.entries.values() if entry.kind in kinds)
+
+    def with_entries(self, entries: Iterable[Entry]) -> Manifest:
+        """The same checkpoint with other entries; the order given is kept."""
+        return replace(self, entries=keyed(entries))
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether any optimizer slot is present."""
+        return any(entry.kind not in WEIGHT_KINDS for entry in self.entries.values())
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to be written: its size, and the bytes that are known before any tensor is read."""
+
+    name: str  # relative to the destination
+    nbytes: int
+    literals: tuple[tuple[int, bytes], ...] = ()  # (byte offset, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """What a target format lays out: its files, and the entries as they will lie in them.
+
+    Chunks name files as ``OutputFile.name`` does. Bytes of a file outside every chunk and literal
+    are zero, and the format that laid them out means them to be.
+    """
+
+    files: tuple[OutputFile, ...]
+    entries: tuple[Entry, ...]
+
+
+def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
+    """Entries by key.
+
+    Raises:
+        CorruptError: two entries have the same kind and fqn.
+    """
+    table: dict[Key, Entry] = {}
+    for entry in entries:
+        if entry.key in table:
+            raise CorruptError(
+                entry.chunks[0].file if entry.chunks else entry.fqn,
+                f"two tensors are called {entry.fqn!r} ({entry.kind})",
+                "rename one of them, e.g. with --rename, or exclude it with --exclude",
+            )
+        table[entry.key] = entry
+    return table
+
+
+def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
+    """A chunk whose box lies in the file as a contiguous tensor of shape ``stored``."""
+    return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
+
+
+def check(manifest: Manifest) -> None:
+    """Prove that every entry is covered exactly once by chunks that lie inside their files.
+
+    Raises:
+        CorruptError: a chunk out of bounds, two chunks that overlap in part, or a hole.
+    """
+    for entry in manifest.entries.values():
+        _check_bounds(entry, manifest.files)
+        _check_coverage(entry)
+
+
+def _check_bounds(entry: Entry, files: Mapping[str, SourceFile]) -> None:
+    for chunk in entry.chunks:
+        if not chunk.box.fits(entry.shape):
+            raise CorruptError(
+                chunk.file,
+                f"{entry.fqn!r}: stored block {chunk.box.origin}+{chunk.box.shape} lies outside"
+                f" the tensor's shape {entry.shape}",
+            )
+        start, stop = chunk.byte_span
+        size = files[chunk.file].nbytes
+        if start < 0 or stop > size or any(s < 0 for s in chunk.byte_strides):
+            raise CorruptError(
+                chunk.file,
+                f"{entry.fqn!r} would lie at bytes {start} to {stop}, but the file has {size}",
+                "the file is truncated or its header is wrong: fetch it again",
+            )
+
+
+def _check_coverage(entry: Entry) -> None:
+    """Disjoint boxes inside a tensor fill it exactly when their volumes add up to its volume."""
+    distinct = list(dict.fromkeys(chunk.box for chunk in entry.chunks if chunk.box.volume))
+    if len(distinct) == 1 and distinct[0] == whole(entry.shape):
+        return
+    held = sum(box.volume for box in distinct)
+    where = entry.chunks[0].file if entry.chunks else entry.fqn
+    if held < entry.numel:
+        raise CorruptError(
+            where,
+            f"{entry.fqn!r} ({entry.kind}): the shards hold {held} of {entry.numel} elements",
+            "a shard is missing or belongs to another checkpoint",
+        )
+    pair = first_overlap(distinct, entry.shape)
+    if pair or held > entry.numel:
+        a, b = (distinct[i] for i in pair or (0, -1))
+        raise CorruptError(
+            where,
+            f"{entry.fqn!r} ({entry.kind}): shards {a.origin}+{a.shape} and {b.origin}+{b.shape}"
+            f" overlap; together they hold {held} elements for {entry.numel}",
+            "shards of two different runs or world sizes are mixed",
+        )
