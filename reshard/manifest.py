@@ -174,6 +174,16 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredChecksum:
+    """A CRC-32 that a file keeps of a range of its own: where it must be written, little-endian."""
+
+    file: str
+    byte_offset: int
+    nbytes: int
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Skeleton:
     """What a target format lays out: its files, and the entries as they will lie in them.
 
@@ -183,6 +193,7 @@ class Skeleton:
 
     files: tuple[OutputFile, ...]
     entries: tuple[Entry, ...]
+    checksums: tuple[StoredChecksum, ...] = ()
 
 
 def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:

@@ -7,13 +7,16 @@ source file fills which strided block of the window. Nothing is opened here.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
 
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
 from reshard.dtypes import DType
 from reshard.errors import ReshardError
-from reshard.manifest import Chunk, Entry, Key, Skeleton
+from reshard.manifest import Chunk, Entry, Key, Skeleton, contiguous
 
 WINDOW_BYTES = 4 << 20
 
@@ -47,10 +50,7 @@ class Copy:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,36 +115,56 @@ def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:
 def _pieces(source: Entry, target: Chunk, window_bytes: int) -> Iterator[Window]:
     """One target chunk, cut into ranges of the output file."""
     held = _replica_free(source)
-    widest = max([target.dtype.itemsize, *(chunk.dtype.itemsize for _, _, chunk in held)])
-    limit = max(window_bytes // widest, 1)
+    widest = max([target.dtype.itemsize, *(chunk.dtype.itemsize for chunk in held.chunks)])
     if target.byte_strides != row_major(target.box.shape, target.dtype.itemsize):
         raise ReshardError(target.file, f"{source.fqn!r} would not lie contiguously")
-    first = 0
-    for cut in contiguous_cuts(target.box.shape, limit):
-        box = Box(tuple(a + b for a, b in zip(cut.origin, target.box.origin, strict=True)), cut.shape)
-        low, high = flat_span(box, source.shape)
-        while first < len(held) and held[first][1] <= low:
-            first += 1
+    for cut in contiguous_cuts(target.box.shape, max(window_bytes // widest, 1)):
+        origin = tuple(a + b for a, b in zip(cut.origin, target.box.origin, strict=True))
+        box = Box(origin, cut.shape)
         start = target.byte_offset + _dot(cut.origin, target.byte_strides)
-        copies = []
-        for begin, _, chunk in held[first:]:
-            if begin >= high:
-                break
-            common = intersect(box, chunk.box)
-            if common:
-                copies.append(_copy(source.fqn, common, chunk, box, target))
         nbytes = box.volume * target.dtype.itemsize
-        yield Window(target.file, start, nbytes, tuple(_joined(copies)))
+        yield Window(target.file, start, nbytes, _block(source, held, box, target))
 
 
-def _replica_free(entry: Entry) -> list[tuple[int, int, Chunk]]:
-    """(first element, end, chunk), the first of each set of replicas, in flat order."""
+def block(source: Entry, box: Box, dtype: DType) -> Window:
+    """The copies that fill one contiguous buffer with a box of a tensor."""
+    buffer = contiguous("", 0, dtype, box, box.shape)
+    copies = _block(source, _replica_free(source), box, buffer)
+    return Window("", 0, box.volume * dtype.itemsize, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """An entry's chunks without replicas, in flat order, and where a search may begin."""
+
+    starts: list[int]
+    reaches: list[int]  # the furthest element that this chunk or one before it reaches
+    chunks: list[Chunk]
+
+
+def _block(source: Entry, held: _Held, box: Box, target: Chunk) -> tuple[Copy, ...]:
+    """Copies of every stored block that meets the box, in the order of the box."""
+    low, high = flat_span(box, source.shape)
+    first, last = bisect_right(held.reaches, low), bisect_left(held.starts, high)
+    copies = []
+    for chunk in held.chunks[first:last]:
+        common = intersect(box, chunk.box)
+        if common:
+            copies.append(_copy(source.fqn, common, chunk, box, target))
+    return tuple(_joined(copies))
+
+
+def _replica_free(entry: Entry) -> _Held:
+    """The first chunk of each set of replicas, in flat order."""
     distinct: dict[Box, Chunk] = {}
     for chunk in entry.chunks:
         if chunk.box.volume:
             distinct.setdefault(chunk.box, chunk)
-    held = [(*flat_span(box, entry.shape), chunk) for box, chunk in distinct.items()]
-    return sorted(held, key=lambda item: item[:2])
+    spans = sorted(
+        ((*flat_span(box, entry.shape), box) for box in distinct), key=lambda item: item[:2]
+    )
+    reaches = list(accumulate((stop for _, stop, _ in spans), max))
+    return _Held([start for start, _, _ in spans], reaches, [distinct[box] for *_, box in spans])
 
 
 def _dot(a: Index, b: Index) -> int:
@@ -207,16 +227,11 @@ def _follows(a: Copy, b: Copy) -> bool:
 
 
 def _extended(a: Copy, b: Copy) -> Copy:
-    return Copy(
-        a.fqn,
-        (a.numel + b.numel,),
-        a.file,
-        a.byte_offset,
-        (a.dtype.itemsize,),
-        a.dtype,
-        a.target_offset,
-        (a.target_dtype.itemsize,),
-        a.target_dtype,
+    return replace(
+        a,
+        shape=(a.numel + b.numel,),
+        byte_strides=(a.dtype.itemsize,),
+        target_strides=(a.target_dtype.itemsize,),
     )
 
 
@@ -241,20 +256,8 @@ def _merged(group: list[Window]) -> Window:
         return group[0]
     start = group[0].byte_offset
     copies = [
-        _shifted(copy, piece.byte_offset - start) for piece in group for copy in piece.copies
+        replace(copy, target_offset=copy.target_offset + piece.byte_offset - start)
+        for piece in group
+        for copy in piece.copies
     ]
     return Window(group[0].file, start, sum(piece.nbytes for piece in group), tuple(copies))
-
-
-def _shifted(copy: Copy, nbytes: int) -> Copy:
-    return Copy(
-        copy.fqn,
-        copy.shape,
-        copy.file,
-        copy.byte_offset,
-        copy.byte_strides,
-        copy.dtype,
-        copy.target_offset + nbytes,
-        copy.target_strides,
-        copy.target_dtype,
-    )

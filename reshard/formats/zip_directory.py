@@ -72,13 +72,8 @@ def read_directory(path: str, size: int, files: SourceFiles) -> dict[str, Member
     Raises:
         CorruptError: no directory, compressed or overlapping members, offsets past the end.
     """
-    count, nbytes, start = _locate(path, size, files)
-    if start + nbytes > size or nbytes > _MAX_DIRECTORY:
-        raise CorruptError(
-            path, f"its zip directory claims bytes {start} to {start + nbytes} of {size}", _DAMAGED
-        )
-    raw = list(_entries(path, files.read(path, start, nbytes), count))
-    raw.sort(key=lambda item: item[3])
+    start, listed = _listed(path, size, files)
+    raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
     members: dict[str, Member] = {}
     limits = [item[3] for item in raw[1:]] + [start]
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
@@ -86,6 +81,24 @@ def read_directory(path: str, size: int, files: SourceFiles) -> dict[str, Member
             raise CorruptError(path, f"zip member {name!r} stands twice or overlaps another")
         members[name] = Member(name, member_size, crc, offset, limit)
     return members
+
+
+def central_offsets(path: str, size: int, files: SourceFiles) -> list[tuple[str, int]]:
+    """(member name, byte of its entry in the central directory); errors as `read_directory`."""
+    start, listed = _listed(path, size, files)
+    return [(entry[0], start + entry[4]) for entry in listed]
+
+
+def _listed(
+    path: str, size: int, files: SourceFiles
+) -> tuple[int, list[tuple[str, int, int, int, int]]]:
+    """The directory's own offset, and its entries."""
+    count, nbytes, start = _locate(path, size, files)
+    if start + nbytes > size or nbytes > _MAX_DIRECTORY:
+        raise CorruptError(
+            path, f"its zip directory claims bytes {start} to {start + nbytes} of {size}", _DAMAGED
+        )
+    return start, list(_entries(path, files.read(path, start, nbytes), count))
 
 
 def _locate(path: str, size: int, files: SourceFiles) -> tuple[int, int, int]:
@@ -108,12 +121,13 @@ def _locate(path: str, size: int, files: SourceFiles) -> tuple[int, int, int]:
     return count, nbytes, start
 
 
-def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int, int]]:
-    """(name, size, crc, local header offset) of each member."""
+def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int, int, int]]:
+    """(name, size, crc, local header offset, offset of this entry) of each member."""
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
             raise CorruptError(path, f"its zip directory is damaged at byte {at}", _DAMAGED)
+        entry_offset = at
         fields = _ENTRY.unpack_from(data, at)
         method, crc, packed, size = fields[4], fields[7], fields[8], fields[9]
         name_size, extra_size, comment_size, offset = *fields[10:13], fields[16]
@@ -126,7 +140,7 @@ def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int
             raise CorruptError(
                 path, f"zip member {name!r} is compressed; torch.save stores its members plain"
             )
-        yield name, size, crc, offset
+        yield name, size, crc, offset, entry_offset
 
 
 def _wide(path: str, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:

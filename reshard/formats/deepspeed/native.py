@@ -131,7 +131,8 @@ def _assemble(
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
         frozen=frozen,
-        warnings=tuple(warnings + _step_warnings(state)),
+        trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
+        warnings=tuple(warnings + (_step_warnings(state) if stage else [])),
         unknown_globals=_unknown(files.values()),
     )
 

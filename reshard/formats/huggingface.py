@@ -1,0 +1,305 @@
+"""The Hugging Face model directory: sharded safetensors (or .bin) with an index, and its JSON files.
+
+Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``), huggingface_hub 1
+``serialization/_base.py`` (greedy shards in state-dict order, ``metadata.total_size``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from reshard import trust
+from reshard.dtypes import DType
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    UnrecognisedError,
+    UnsafeError,
+    UsageError,
+)
+from reshard.formats import plain, safetensors
+from reshard.manifest import PARAM, Entry, Manifest, Origin, OutputFile, Skeleton, SourceFile, keyed
+
+NAME = "huggingface"
+METADATA = {"format": "pt"}
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_COMPANIONS = re.compile(
+    r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
+    r"|processor_config|video_preprocessor_config|image_processor_config|chat_template.*)\.json"
+    r"|merges\.txt|vocab\.txt|.*\.(model|tiktoken|jinja)|[A-Za-z]\w*\.py"
+)
+_EMBEDDING = re.compile(
+    r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared)\.weight"
+)
+
+
+def detect(path: Path) -> bool:
+    """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
+    if path.is_file():
+        return path.name in _INDEXES or path.suffix == ".safetensors"
+    return _index_of(path) is not None or any(path.glob("*.safetensors"))
+
+
+def _index_of(path: Path) -> Path | None:
+    for name in _INDEXES:
+        if (path / name).is_file():
+            return path / name
+    return None
+
+
+def read(path: Path) -> Manifest:
+    """Read a directory through its index, a directory of one file, or one file.
+
+    Raises:
+        UnsafeError: the index names a file outside its directory.
+        IncompleteError: a shard, or a tensor that the index promises, is missing.
+        CorruptError: shards and index contradict each other.
+    """
+    index = path if path.name in _INDEXES else _index_of(path) if path.is_dir() else None
+    if index is not None:
+        return _read_indexed(index)
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            raise UnrecognisedError(
+                path,
+                f"holds {len(found)} safetensors files and no index that says how they belong"
+                f" together: {', '.join(file.name for file in found[:4])}",
+                "give one of the files",
+            )
+        path = found[0]
+    entries, source, globals_ = _read_shard(path)
+    return _manifest(path, entries, {source.path: source}, globals_)
+
+
+def _read_indexed(index: Path) -> Manifest:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        safe = all(_is_plain_name(name) for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(index, f"is not an index: no weight_map ({error})") from error
+    if not safe:
+        bad = next(name for name in names if not _is_plain_name(name))
+        raise UnsafeError(
+            index,
+            f"names the file {bad!r}, which lies outside the directory",
+            "the index was tampered with: do not use this checkpoint",
+        )
+    entries: list[Entry] = []
+    sources: dict[str, SourceFile] = {}
+    globals_: set[str] = set()
+    for name in names:
+        shard = index.parent / name
+        if not shard.is_file():
+            raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
+        held, source, seen = _read_shard(shard)
+        _check_shard(index, shard, {entry.fqn for entry in held}, weight_map)
+        entries += held
+        sources[source.path] = source
+        globals_ |= seen
+    order = {fqn: position for position, fqn in enumerate(weight_map)}
+    entries.sort(key=lambda entry: order[entry.fqn])
+    return _manifest(index.parent, entries, sources, globals_)
+
+
+def _is_plain_name(name: str) -> bool:
+    return bool(name) and PurePosixPath(name).name == name and name not in (".", "..")
+
+
+def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[str, str]) -> None:
+    promised = {fqn for fqn, name in weight_map.items() if name == shard.name}
+    if promised - held:
+        fqn = sorted(promised - held)[0]
+        raise IncompleteError(index, f"says that {shard.name} holds {fqn!r}; it does not")
+    if held - promised:
+        fqn = sorted(held - promised)[0]
+        raise CorruptError(
+            shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
+        )
+
+
+def _read_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
+    if path.suffix != ".safetensors":
+        file, state = plain.open_state_dict(path)
+        return plain.entries(file, state), file.source(), file.globals
+    shard = safetensors.read(path)
+    entries = [
+        Entry(name, PARAM, chunk.dtype, chunk.box.shape, (chunk,))
+        for name, chunk in shard.tensors.items()
+    ]
+    return entries, shard.source, set()
+
+
+def _manifest(
+    path: Path, entries: list[Entry], sources: dict[str, SourceFile], globals_: set[str]
+) -> Manifest:
+    return Manifest(
+        origin=Origin(
+            format=NAME if path.is_dir() else "safetensors",
+            path=str(path),
+            detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
+            mesh={"world": 1},
+            precision=plain.most_common_dtype(entries),
+        ),
+        entries=keyed(entries),
+        files=sources,
+        trained_dtypes={entry.fqn: entry.dtype for entry in entries},
+        unknown_globals=trust.unknown(globals_),
+    )
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The files that make weights a model directory; ``config`` is parsed, the rest is copied."""
+
+    directory: Path | None
+    config: dict[str, Any] | None
+    others: tuple[Path, ...]
+
+
+def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
+    """Config, tokenizer and processor files from ``hf_dir``, else from beside the checkpoint.
+
+    Raises:
+        UsageError: ``hf_dir`` was given and has no config.json.
+        CorruptError: config.json is not JSON.
+    """
+    candidates = [hf_dir] if hf_dir else [*near, *(path / "huggingface" for path in near)]
+    for place in candidates:
+        config = place / "config.json"
+        if config.is_file():
+            others = [
+                child
+                for child in sorted(place.iterdir())
+                if child.is_file()
+                and child.name != "config.json"
+                and _COMPANIONS.fullmatch(child.name)
+                and not child.name.startswith("zero_to_")
+            ]
+            return Companions(place, _parse_config(config), tuple(others))
+    if hf_dir:
+        raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
+    return Companions(None, None, ())
+
+
+def _parse_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(path, f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CorruptError(path, "is not a JSON object")
+    return config
+
+
+def matched_config(
+    config: Mapping[str, Any], tensors: Sequence[tuple[Entry, DType]], dtype: str, *, untied: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The config with dtype and vocab_size as written, and what was changed."""
+    updated = json.loads(json.dumps(config))
+    changes: list[str] = []
+
+    def put(section: dict[str, Any], key: str, value: Any) -> None:
+        if section.get(key) != value:
+            changes.append(f"config.json: {key} {section.get(key)!r} -> {value!r}")
+            section[key] = value
+
+    sections = [updated, *(value for value in updated.values() if isinstance(value, dict))]
+    keyed_sections = [(s, k) for s in sections for k in ("dtype", "torch_dtype") if k in s]
+    for section, key in keyed_sections or [(updated, "dtype")]:
+        if key in section or section is updated:
+            put(section, key, dtype)
+    rows = {entry.shape[0] for entry, _ in tensors if _EMBEDDING.fullmatch(entry.fqn)}
+    sized = [section for section in sections if "vocab_size" in section]
+    if len(rows) == 1 and len(sized) == 1:
+        put(sized[0], "vocab_size", rows.pop())
+    if untied and updated.get("tie_word_embeddings") is not False:
+        put(updated, "tie_word_embeddings", False)
+    return updated, changes
+
+
+def lay_out(
+    tensors: Sequence[tuple[Entry, DType]],
+    *,
+    max_shard_bytes: int,
+    texts: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+) -> Skeleton:
+    """Shards with their index (none for a single shard), and the given small files.
+
+    Args:
+        tensors: entries in state-dict order, each with the dtype to write.
+        texts: name -> content of the files beside the weights.
+    """
+    shards = list(_shards(tensors, max_shard_bytes))
+    files = [OutputFile(name, len(data), ((0, data),)) for name, data in sorted(texts.items())]
+    entries: list[Entry] = []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        made = single_file(name, shard, metadata)
+        files += made.files
+        entries += made.entries
+        weight_map.update((entry.fqn, name) for entry, _ in shard)
+    if len(shards) > 1:
+        data = _index(weight_map, tensors)
+        files.append(OutputFile(_INDEXES[0], len(data), ((0, data),)))
+    return Skeleton(tuple(files), tuple(entries))
+
+
+def single_file(
+    name: str, tensors: Sequence[tuple[Entry, DType]], metadata: Mapping[str, str]
+) -> Skeleton:
+    """One safetensors file."""
+    header, placed, nbytes = safetensors.lay_out(name, tensors, metadata)
+    return Skeleton((OutputFile(name, nbytes, ((0, header),)),), tuple(placed))
+
+
+def _shards(
+    tensors: Iterable[tuple[Entry, DType]], limit: int
+) -> Iterable[list[tuple[Entry, DType]]]:
+    """Greedy, in order; a tensor larger than the limit has a shard of its own."""
+    shard: list[tuple[Entry, DType]] = []
+    size = 0
+    for entry, dtype in tensors:
+        nbytes = entry.numel * dtype.itemsize
+        if nbytes > limit:
+            yield [(entry, dtype)]
+            continue
+        if shard and size + nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append((entry, dtype))
+        size += nbytes
+    if shard:
+        yield shard
+
+
+def _index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]) -> bytes:
+    tensors = list(tensors)
+    total = sum(entry.numel * dtype.itemsize for entry, dtype in tensors)
+    parameters = sum(prod(entry.shape) for entry, _ in tensors)
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json_text(index)
+
+
+def json_text(value: Any) -> bytes:
+    """JSON as transformers writes its files: two spaces, sorted keys, a newline at the end."""
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+

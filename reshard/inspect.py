@@ -1,0 +1,215 @@
+"""``inspect``: what a checkpoint is, told from its headers alone, without torch or numpy."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard import formats, units
+from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+
+SCHEMA = 1
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_SHOWN = 6
+
+
+@dataclass(slots=True)
+class Inspection:
+    """The result of `inspect`."""
+
+    manifest: Manifest
+    with_tensors: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """One document with a stable schema."""
+        manifest, train = self.manifest, self.manifest.train
+        document = {
+            "schema": SCHEMA,
+            "command": "inspect",
+            "path": manifest.origin.path,
+            "format": manifest.origin.format,
+            "detail": manifest.origin.detail,
+            "versions": dict(manifest.origin.versions),
+            "mesh": dict(manifest.origin.mesh),
+            "precision": manifest.origin.precision,
+            "step": train.step,
+            "skipped_steps": train.skipped_steps,
+            "samples": train.samples,
+            "parameters": parameters(manifest),
+            "kinds": kinds(manifest),
+            "files": len(manifest.files),
+            "disk_bytes": sum(file.nbytes for file in manifest.files.values()),
+            "logical_bytes": sum(entry.nbytes for entry in manifest.entries.values()),
+            "tied": dict(manifest.tied),
+            "frozen": sorted(manifest.frozen),
+            "optimizer": manifest.has_optimizer,
+            "param_groups": [
+                {"hyper": dict(group.hyper), "tensors": len(group.fqns)}
+                for group in train.param_groups
+            ],
+            "scheduler": train.scheduler,
+            "scaler": train.scaler,
+            "client": dict(train.client),
+            "config": train.config,
+            "complete": True,  # formats.read raises where a rank's file or an element is missing
+            "warnings": list(manifest.warnings),
+            "unknown_globals": list(manifest.unknown_globals),
+        }
+        if self.with_tensors:
+            document["tensors"] = [
+                {
+                    "fqn": entry.fqn,
+                    "kind": entry.kind,
+                    "dtype": str(entry.dtype),
+                    "shape": list(entry.shape),
+                    "chunks": len(entry.chunks),
+                }
+                for entry in manifest.entries.values()
+            ]
+        return document
+
+    def lines(self) -> Iterator[str]:
+        """The report for a person."""
+        origin = self.manifest.origin
+        versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
+        yield origin.path
+        yield _row("format", ", ".join(filter(None, (origin.format, origin.detail, versions))))
+        yield from self._training()
+        yield from self._sizes()
+        yield from self._names()
+        for text in self.manifest.warnings:
+            yield _row("warning", text)
+        if self.manifest.unknown_globals:
+            yield _row(
+                "warning",
+                "pickles name classes that no known framework writes: "
+                + ", ".join(self.manifest.unknown_globals),
+            )
+        if self.with_tensors:
+            yield ""
+            yield from folded(self.manifest)
+
+    def _training(self) -> Iterator[str]:
+        origin, train = self.manifest.origin, self.manifest.train
+        if train.step is not None:
+            extra = f" ({train.skipped_steps} skipped)" if train.skipped_steps else ""
+            yield _row("step", f"{train.step}{extra}")
+        mesh = ", ".join(f"{axis} {size}" for axis, size in origin.mesh.items())
+        yield _row("ranks", mesh or "1")
+        yield _row("precision", origin.precision or "unknown")
+        for number, group in enumerate(train.param_groups):
+            shown = ", ".join(
+                f"{key} {group.hyper[key]}" for key in ("lr", "weight_decay") if key in group.hyper
+            )
+            yield _row(f"group {number}", f"{len(group.fqns)} tensors; {shown}")
+        for name, value in (("scheduler", train.scheduler), ("scaler", train.scaler)):
+            if value:
+                yield _row(name, ", ".join(f"{k} {v}" for k, v in value.items())[:100])
+        if train.client:
+            yield _row("client", ", ".join(train.client)[:100])
+
+    def _sizes(self) -> Iterator[str]:
+        manifest = self.manifest
+        count = parameters(manifest)
+        weights = sum(1 for _ in _weights(manifest))
+        frozen = sum(e.numel for e in _weights(manifest) if e.fqn in manifest.frozen)
+        shown = f"; {units.show_count(frozen)} frozen" if frozen else ""
+        yield _row("parameters", f"{units.show_count(count)} in {weights} tensors{shown}")
+        for kind, held in kinds(manifest).items():
+            text = f"{held['tensors']} tensors, {units.show_bytes(held['bytes'])}"
+            yield _row(kind, f"{text} ({', '.join(held['dtypes'])})")
+        disk = sum(file.nbytes for file in manifest.files.values())
+        logical = sum(entry.nbytes for entry in manifest.entries.values())
+        yield _row(
+            "on disk",
+            f"{units.show_bytes(disk)} in {len(manifest.files)} files;"
+            f" tensors {units.show_bytes(logical)}",
+        )
+        yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
+        yield _row("complete", f"yes, {len(manifest.files)} files of all ranks, every element once")
+
+    def _names(self) -> Iterator[str]:
+        for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:
+            yield _row("tied", f"{alias} = {kept}")
+        frozen = sorted(self.manifest.frozen)
+        if frozen:
+            more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
+            yield _row("frozen", ", ".join(frozen[:_SHOWN]) + more)
+
+
+def inspect(
+    path: str | Path,
+    *,
+    force: str | None = None,
+    tag: str | None = None,
+    key: str | None = None,
+    tensors: bool = False,
+) -> Inspection:
+    """Read the headers of a checkpoint; errors and arguments as in `formats.read`."""
+    return Inspection(formats.read(path, force=force, tag=tag, key=key), tensors)
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<12}{text}"
+
+
+def _weights(manifest: Manifest) -> Iterator[Entry]:
+    """Each parameter once, whether it is stored as master, as trained, or both."""
+    seen: set[str] = set()
+    for entry in manifest.of_kind(PARAM, MASTER):
+        if entry.fqn not in seen:
+            seen.add(entry.fqn)
+            yield entry
+
+
+def parameters(manifest: Manifest) -> int:
+    """Number of parameter elements; buffers and aliases not counted."""
+    return sum(entry.numel for entry in _weights(manifest))
+
+
+def kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Per kind: tensors, logical bytes, dtypes; weights first."""
+    held: dict[str, dict[str, Any]] = {}
+    present = {entry.kind for entry in manifest.entries.values()}
+    order = [kind for kind in (PARAM, BUFFER, MASTER) if kind in present]
+    for kind in [*order, *sorted(present - set(WEIGHT_KINDS))]:
+        entries = list(manifest.of_kind(kind))
+        held[kind] = {
+            "tensors": len(entries),
+            "bytes": sum(entry.nbytes for entry in entries),
+            "dtypes": sorted({str(entry.dtype) for entry in entries}),
+        }
+    return held
+
+
+def folded(manifest: Manifest) -> Iterator[str]:
+    """One line a tensor; names that differ in one number only, equal otherwise, share a line."""
+    by_fqn: dict[str, list[Entry]] = defaultdict(list)
+    for entry in manifest.entries.values():
+        by_fqn[entry.fqn].append(entry)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for fqn, entries in by_fqn.items():
+        stored = ", ".join(f"{entry.kind} {entry.dtype}" for entry in entries)
+        what = f"{_shape(entries[0].shape)}  {stored}"
+        groups[_NUMBER.sub("*", fqn, count=1), what].append(fqn)
+    width = min(max((len(name) for name, _ in groups), default=0) + 8, 72)
+    for (name, what), fqns in groups.items():
+        shown = fqns[0] if len(fqns) == 1 else name.replace("*", _range(fqns), 1)
+        yield f"  {shown:<{width}} {what}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def _range(fqns: list[str]) -> str:
+    """``{0-31}`` for consecutive numbers, else the list."""
+    numbers = sorted(int(match[0]) for fqn in fqns if (match := _NUMBER.search(fqn)))
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{{{numbers[0]}-{numbers[-1]}}}"
+    return "{" + ",".join(map(str, numbers)) + "}"

@@ -1,0 +1,150 @@
+"""Edits of a manifest's names: wrapper prefixes stripped, renames, selection. No bytes move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from reshard.errors import UsageError
+from reshard.manifest import Entry, Manifest, ParamGroup
+
+# DDP and DeepSpeed, torch.compile, FSDP1, torch activation checkpointing, Lightning.
+WRAPPERS = frozenset(
+    (
+        "module",
+        "_orig_mod",
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
+        "_forward_module",
+    )
+)
+
+
+def canonical(fqn: str) -> str:
+    """The name without wrapper components, at any depth; the last component always stays.
+
+    >>> canonical("module.model._orig_mod.layers.0.weight")
+    'model.layers.0.weight'
+    """
+    *path, leaf = fqn.split(".")
+    return ".".join([part for part in path if part not in WRAPPERS] + [leaf])
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What a user asks of the names, in the order in which it is applied."""
+
+    strip_wrappers: bool = True
+    rename: Sequence[tuple[str, str]] = ()  # (regex, replacement), each applied to every name
+    include: Sequence[str] = ()  # regexes searched in the new name; none means all
+    exclude: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class Edited:
+    """The edited manifest, and what was done."""
+
+    manifest: Manifest
+    stripped: list[tuple[str, str]] = field(default_factory=list)
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+
+
+def compiled(patterns: Iterable[str], option: str) -> list[re.Pattern[str]]:
+    """Regular expressions from the command line.
+
+    Raises:
+        UsageError: one does not compile.
+    """
+    try:
+        return [re.compile(pattern) for pattern in patterns]
+    except re.error as error:
+        raise UsageError(option, f"{error.pattern!r} is not a regular expression: {error}") from error
+
+
+def edit(manifest: Manifest, edits: Edits) -> Edited:
+    """Apply the edits to every name in the manifest: tensors, tied names, groups, steps.
+
+    Raises:
+        UsageError: two tensors would have the same name, or a pattern is wrong or matches nothing.
+    """
+    rename = [
+        (pattern, text)
+        for pattern, (_, text) in zip(
+            compiled((p for p, _ in edits.rename), "--rename"), edits.rename, strict=True
+        )
+    ]
+    done = Edited(manifest)
+    names: dict[str, str] = {}
+
+    def new_name(fqn: str) -> str:
+        if fqn not in names:
+            bare = canonical(fqn) if edits.strip_wrappers else fqn
+            if bare != fqn:
+                done.stripped.append((fqn, bare))
+            names[fqn] = _renamed(bare, rename)
+            if names[fqn] != bare:
+                done.renamed.append((bare, names[fqn]))
+        return names[fqn]
+
+    entries = [replace(entry, fqn=new_name(entry.fqn)) for entry in manifest.entries.values()]
+    tied = {new_name(alias): new_name(kept) for alias, kept in manifest.tied.items()}
+    _refuse_collisions(names)
+    include = compiled(edits.include, "--include")
+    exclude = compiled(edits.exclude, "--exclude")
+
+    def wanted(fqn: str) -> bool:
+        return (not include or any(p.search(fqn) for p in include)) and not any(
+            p.search(fqn) for p in exclude
+        )
+
+    kept = [entry for entry in entries if wanted(entry.fqn)]
+    done.excluded = sorted({entry.fqn for entry in entries} - {entry.fqn for entry in kept})
+    if entries and not kept:
+        raise UsageError("--include/--exclude", f"none of {len(names)} tensors is left")
+    done.manifest = _renamed_manifest(manifest, kept, tied, new_name)
+    return done
+
+
+def _renamed(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]]) -> str:
+    for pattern, text in rename:
+        try:
+            fqn = pattern.sub(text, fqn)
+        except (re.error, IndexError) as error:
+            raise UsageError("--rename", f"{text!r} is not a replacement: {error}") from error
+    if not fqn:
+        raise UsageError("--rename", "a name would become empty")
+    return fqn
+
+
+def _refuse_collisions(names: dict[str, str]) -> None:
+    owners: dict[str, str] = {}
+    for old, new in names.items():
+        if new in owners:
+            raise UsageError(
+                new,
+                f"both {owners[new]!r} and {old!r} would get this name",
+                "give --no-strip, or tell them apart with --rename or --exclude",
+            )
+        owners[new] = old
+
+
+def _renamed_manifest(
+    manifest: Manifest, kept: list[Entry], tied: dict[str, str], new: Callable[[str], str]
+) -> Manifest:
+    train = replace(
+        manifest.train,
+        optimizer_step={new(fqn): step for fqn, step in manifest.train.optimizer_step.items()},
+        param_groups=tuple(
+            ParamGroup(group.hyper, tuple(map(new, group.fqns)))
+            for group in manifest.train.param_groups
+        ),
+    )
+    return replace(
+        manifest.with_entries(kept),
+        train=train,
+        tied=tied,
+        frozen=frozenset(map(new, manifest.frozen)),
+        trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
+    )

@@ -1,0 +1,147 @@
+"""What a merge did or would do, in words and as JSON. Every drop, cast and note is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from reshard import keys, units
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.plan import Plan
+from reshard.weights import Weights
+
+SCHEMA = 1
+_LISTED = 8
+
+
+@dataclass(slots=True)
+class MergeReport:
+    """The result of `merge`. Sizes in bytes; ``done`` is False for a dry run."""
+
+    source: str
+    format: str
+    destination: str = ""
+    done: bool = False
+    verified: bool = False
+    files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
+    tensors: int = 0
+    parameters: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)  # dtype -> tensors
+    trained_in: str = ""
+    from_master: int = 0
+    from_copy: int = 0
+    buffers: int = 0
+    kept_fp32: list[str] = field(default_factory=list)
+    dropped_aliases: dict[str, str] = field(default_factory=dict)
+    written_aliases: dict[str, str] = field(default_factory=dict)
+    stripped: list[tuple[str, str]] = field(default_factory=list)
+    renamed: list[tuple[str, str]] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    optimizer_tensors_left: int = 0
+    overflowed: dict[str, int] = field(default_factory=dict)
+    flushed: dict[str, int] = field(default_factory=dict)
+    changes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    peak_buffer_bytes: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """One document with a stable schema."""
+        return {"schema": SCHEMA, "command": "merge", **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """The report for a person."""
+        verb = "wrote" if self.done else "would write"
+        total = sum(file["bytes"] for file in self.files)
+        yield f"{verb} {self.destination}: {units.show_bytes(total)} in {_plural(len(self.files), 'file')}"
+        for file in self.files[:_LISTED]:
+            yield f"  {file['name']}  {units.show_bytes(file['bytes'])}"
+        if len(self.files) > _LISTED:
+            yield f"  ... {len(self.files) - _LISTED} more"
+        yield (
+            f"tensors     {self.tensors} ({units.show_count(self.parameters)} elements), "
+            + ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
+        )
+        yield f"source      {self._sources()}"
+        yield from self._drops()
+        yield f"read        {units.show_bytes(self.bytes_read)}; buffers {units.show_bytes(self.peak_buffer_bytes)}"
+        if self.done:
+            rate = self.bytes_written / max(self.seconds, 1e-9)
+            checked = "every byte read back" if self.verified else "not verified (--no-verify)"
+            yield f"time        {self.seconds:.2f} s, {units.show_bytes(rate)}/s; {checked}"
+
+    def _sources(self) -> str:
+        parts = []
+        if self.from_master:
+            parts.append(f"{self.from_master} from fp32 masters")
+        if self.from_copy:
+            parts.append(f"{self.from_copy} stored as trained")
+        if self.buffers:
+            parts.append(f"{self.buffers} buffers")
+        trained = f"; trained in {self.trained_in}" if self.trained_in else ""
+        return ", ".join(parts) + trained
+
+    def _drops(self) -> Iterator[str]:
+        for alias, kept in self.dropped_aliases.items():
+            yield f"tied        {alias} = {kept}: not written twice"
+        for alias, kept in self.written_aliases.items():
+            yield f"tied        {alias} = {kept}: written as a copy"
+        yield from _listed("stripped", [f"{old} -> {new}" for old, new in self.stripped])
+        yield from _listed("renamed", [f"{old} -> {new}" for old, new in self.renamed])
+        yield from _listed("excluded", self.excluded)
+        yield from _listed("kept fp32", self.kept_fp32)
+        if self.optimizer_tensors_left:
+            yield f"left out    {self.optimizer_tensors_left} optimizer tensors (merge writes weights)"
+        yield from _listed("infinite", [f"{n}: {c} values" for n, c in self.overflowed.items()])
+        yield from _listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
+        for text in self.changes:
+            yield f"changed     {text}"
+        for text in self.warnings:
+            yield f"warning     {text}"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _listed(label: str, items: list[str]) -> Iterator[str]:
+    for item in items[:_LISTED]:
+        yield f"{label:<12}{item}"
+    if len(items) > _LISTED:
+        yield f"{label:<12}... {len(items) - _LISTED} more (all of them with --json)"
+
+
+def describe(
+    manifest: Manifest, edited: keys.Edited, chosen: Weights, skeleton: Skeleton, plan: Plan
+) -> MergeReport:
+    """The part of a report that is known before the first byte moves."""
+    dtypes: dict[str, int] = {}
+    for _, dtype in chosen.tensors:
+        dtypes[dtype.name] = dtypes.get(dtype.name, 0) + 1
+    written = sum(file.nbytes for file in skeleton.files)
+    optimizer = sum(1 for kind, _ in manifest.entries if kind not in WEIGHT_KINDS)
+    return MergeReport(
+        source=manifest.origin.path,
+        format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
+        files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
+        tensors=len(chosen.tensors),
+        parameters=sum(entry.numel for entry, _ in chosen.tensors),
+        dtypes=dtypes,
+        trained_in=manifest.origin.precision,
+        from_master=chosen.from_master,
+        from_copy=chosen.from_copy,
+        buffers=chosen.buffers,
+        kept_fp32=chosen.kept_fp32,
+        dropped_aliases=chosen.dropped_aliases,
+        written_aliases=chosen.written_aliases,
+        stripped=edited.stripped,
+        renamed=edited.renamed,
+        excluded=edited.excluded,
+        optimizer_tensors_left=optimizer,
+        warnings=[*manifest.warnings, *chosen.notes],
+        bytes_read=plan.copied_bytes,
+        bytes_written=written,
+    )

@@ -1,0 +1,158 @@
+"""Lazy tensors: any block of any tensor of any checkpoint, read without the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+from reshard.box import Box, Index, contiguous_cuts
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.execute import fill
+from reshard.files import SourceFiles
+from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
+from reshard.plan import block
+
+if TYPE_CHECKING:
+    import torch
+
+_COMPARE_ELEMENTS = 1 << 20
+
+
+def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = None) -> bytearray:
+    """The bytes of a box, row-major, in ``dtype`` (the stored one by default)."""
+    window = block(entry, box, dtype or entry.dtype)
+    buffer = bytearray(window.nbytes)
+    fill(pool, window.copies, memoryview(buffer))
+    return buffer
+
+
+def first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
+    """The first flat element at which two tensors of equal shape and dtype differ, or None.
+
+    Streams both; equal means bitwise equal.
+    """
+    start = 0
+    for box in contiguous_cuts(a.shape, _COMPARE_ELEMENTS):
+        left, right = read_block(pool, a, box), read_block(pool, b, box)
+        if left != right:
+            at = next(i for i, (x, y) in enumerate(zip(left, right, strict=True)) if x != y)
+            return start + at // a.dtype.itemsize
+        start += box.volume
+    return None
+
+
+class LazyTensor:
+    """A tensor of a checkpoint that is read when it is indexed.
+
+    ``tensor[...]`` reads it whole, ``tensor[2:4, :, 0]`` only the bytes that the box needs.
+    """
+
+    def __init__(self, entry: Entry, pool: SourceFiles) -> None:
+        self._entry = entry
+        self._pool = pool
+
+    @property
+    def shape(self) -> Index:
+        """The full, unsharded shape."""
+        return self._entry.shape
+
+    @property
+    def dtype(self) -> str:
+        """torch's name of the stored dtype."""
+        return str(self._entry.dtype)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self._entry.fqn!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """The indexed block as a torch tensor; ints, slices of any positive step, and ``...``."""
+        import torch
+
+        origin, shape, steps, dropped = _resolve(index, self.shape)
+        box = Box(origin, shape)
+        data = read_block(self._pool, self._entry, box) if box.volume else bytearray()
+        dtype = getattr(torch, self.dtype)
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        view = flat.reshape(shape)[tuple(slice(None, None, step) for step in steps)]
+        keep = tuple(0 if dim in dropped else slice(None) for dim in range(len(shape)))
+        return view[keep]
+
+
+def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
+    """Origin, extent and step a dim, and the dims that integer indices drop."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in items:
+        at = items.index(Ellipsis)
+        items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    items += [slice(None)] * (len(shape) - len(items))
+    if len(items) != len(shape):
+        raise IndexError(f"{len(items)} indices for a tensor of {len(shape)} dims")
+    origin, extents, steps, dropped = [], [], [], set()
+    for dim, (item, size) in enumerate(zip(items, shape, strict=True)):
+        if isinstance(item, slice):
+            start, stop, step = item.indices(size)
+            if step < 1:
+                raise IndexError("steps must be positive")
+        else:
+            start, step = _position(item, size), 1
+            stop = start + 1
+            dropped.add(dim)
+        origin.append(start)
+        extents.append(max(stop - start, 0))
+        steps.append(step)
+    return tuple(origin), tuple(extents), tuple(steps), dropped
+
+
+def _position(item: SupportsIndex, size: int) -> int:
+    position = item.__index__()
+    if not -size <= position < size:
+        raise IndexError(f"index {position} is out of range for a dim of {size}")
+    return position % size
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """A mapping fqn -> lazy tensor over one checkpoint of any format.
+
+    A weight is its fp32 master where the checkpoint has one. ``optimizer`` gives the slots,
+    ``manifest`` everything else. Aliases of tied weights are keys too. Use as a context manager,
+    or call `close`.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._pool = SourceFiles()
+        self._weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
+        self._weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._pool.close()
+
+    def __getitem__(self, fqn: str) -> LazyTensor:
+        return LazyTensor(self._weights[self.manifest.tied.get(fqn, fqn)], self._pool)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._weights
+        yield from self.manifest.tied
+
+    def __len__(self) -> int:
+        return len(self._weights) + len(self.manifest.tied)
+
+    def optimizer(self, slot: str) -> dict[str, LazyTensor]:
+        """fqn -> one optimizer slot, e.g. ``optimizer("exp_avg")``.
+
+        Raises:
+            UsageError: the checkpoint has no such slot.
+        """
+        found = {entry.fqn: LazyTensor(entry, self._pool) for entry in self.manifest.of_kind(slot)}
+        if not found or slot in WEIGHT_KINDS[:2]:
+            slots = {e.kind for e in self.manifest.entries.values()} - set(WEIGHT_KINDS[:2])
+            raise UsageError(slot, f"is no optimizer slot here; there are {sorted(slots)}")
+        return found

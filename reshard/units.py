@@ -1,0 +1,54 @@
+"""Sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import UsageError
+
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Bytes from ``5GB`` (decimal, as Hugging Face), ``512MiB`` or a plain number.
+
+    >>> parse_bytes("5GB", "--max-shard-size"), parse_bytes("1KiB", "x")
+    (5000000000, 1024)
+
+    Raises:
+        UsageError: not a size.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"{option} {text}", "is not a size", "write e.g. 5GB or 512MiB")
+    factor = _FACTORS[match[2].upper()]
+    if match[3]:
+        factor = 1024 ** "_KMGT".index(match[2].upper() or "_")
+    return int(float(match[1]) * factor)
+
+
+def show_bytes(nbytes: float) -> str:
+    """A size with three digits.
+
+    >>> show_bytes(1_234_000)
+    '1.23 MB'
+    """
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+
+
+def show_count(count: float) -> str:
+    """A number of parameters.
+
+    >>> show_count(1_234_000_000)
+    '1.23 B'
+    """
+    for unit in ("", "K", "M", "B", "T"):
+        if count < 1000 or unit == "T":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}".strip()

@@ -1,0 +1,171 @@
+"""Which tensor is the weight, and in which dtype it is written: decided before any byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from reshard import dtypes, keys
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, DifferentError, UsageError
+from reshard.files import SourceFiles
+from reshard.manifest import BUFFER, MASTER, PARAM, Entry, Manifest
+from reshard.tensors import first_difference
+
+Tied = Literal["auto", "keep", "drop"]
+
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
+
+
+@dataclass(slots=True)
+class Weights:
+    """The weights to write, in state-dict order, each with its dtype; and what was decided."""
+
+    tensors: list[tuple[Entry, DType]]
+    from_master: int = 0
+    from_copy: int = 0  # stored only in the dtype of training
+    buffers: int = 0
+    dropped_aliases: dict[str, str] = field(default_factory=dict)
+    written_aliases: dict[str, str] = field(default_factory=dict)
+    kept_fp32: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ()) -> Weights:
+    """One entry a weight: the fp32 master where there is one, else the trained copy.
+
+    Args:
+        dtype: as `dtypes.parse` takes it; ``keep``: as stored; None: as the model was trained.
+        keep_fp32: regexes of weights that become float32 whatever ``dtype`` says.
+
+    Raises:
+        UsageError: ``dtype`` is not a float dtype, or a pattern matches nothing.
+        CorruptError: nothing to write.
+    """
+    target = None if dtype in (None, "keep") else dtypes.parse(str(dtype))
+    if target is not None and target.family != "float":
+        raise UsageError(f"--dtype {dtype}", "weights are written as bf16, fp16 or fp32")
+    masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
+    plain = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
+    patterns = keys.compiled(keep_fp32, "--keep-fp32")
+    result = Weights([])
+    for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
+        source = masters.get(fqn) or plain[fqn]
+        wanted = _dtype(manifest, source, target, dtype)
+        if source.kind != BUFFER and any(pattern.search(fqn) for pattern in patterns):
+            if source.dtype.family == "float":
+                wanted = dtypes.FLOAT32
+                result.kept_fp32.append(fqn)
+        _count(result, source)
+        weight = replace(source, kind=PARAM if source.kind == MASTER else source.kind)
+        result.tensors.append((weight, wanted))
+    if keep_fp32 and not result.kept_fp32:
+        raise UsageError("--keep-fp32", "matches no weight")
+    if not result.tensors:
+        raise CorruptError(manifest.origin.path, "holds no weights at all")
+    return result
+
+
+def _dtype(manifest: Manifest, source: Entry, target: DType | None, asked: str | None) -> DType:
+    """Buffers, integers, bools and float8 are never cast."""
+    if source.kind == BUFFER or source.dtype.family != "float" or asked == "keep":
+        return source.dtype
+    if target is not None:
+        return target
+    trained = manifest.trained_dtypes.get(source.fqn)
+    if trained is None and manifest.origin.precision:
+        trained = dtypes.parse(manifest.origin.precision)
+    return trained or source.dtype
+
+
+def _count(result: Weights, source: Entry) -> None:
+    if source.kind == MASTER:
+        result.from_master += 1
+    elif source.kind == BUFFER:
+        result.buffers += 1
+    else:
+        result.from_copy += 1
+
+
+def settle_ties(
+    weights: Weights,
+    manifest: Manifest,
+    *,
+    config: Mapping[str, object] | None,
+    policy: Tied,
+    pool: SourceFiles,
+) -> bool:
+    """Drop aliases of tied weights, or write them as copies; whether the result is untied.
+
+    An alias goes only where it is the same storage, or bitwise equal. ``transformers`` expects it
+    gone where the config ties the weights, and there where the config does not.
+
+    Raises:
+        DifferentError: the config ties two weights whose values differ.
+    """
+    declared = config.get("tie_word_embeddings") if config else None
+    by_name = {entry.fqn: (entry, dtype) for entry, dtype in weights.tensors}
+    clone = policy == "keep" or (policy == "auto" and declared is False)
+    for alias, kept in manifest.tied.items():
+        if kept not in by_name or alias in by_name:
+            continue
+        if clone:
+            entry, dtype = by_name[kept]
+            weights.tensors.append((replace(entry, fqn=alias), dtype))
+            weights.written_aliases[alias] = kept
+        else:
+            weights.dropped_aliases[alias] = kept
+    if declared is True and policy != "keep":
+        _drop_equal_head(weights, by_name, policy, pool)
+    return clone and bool(weights.written_aliases) or (policy == "keep" and _HEAD in by_name)
+
+
+def _drop_equal_head(
+    weights: Weights,
+    by_name: Mapping[str, tuple[Entry, DType]],
+    policy: Tied,
+    pool: SourceFiles,
+) -> None:
+    """The config ties the head, but the checkpoint stores it by itself: compare, then drop."""
+    embedding = next((name for name in _EMBEDDINGS if name in by_name), None)
+    if _HEAD not in by_name or embedding is None:
+        return
+    head, kept = by_name[_HEAD][0], by_name[embedding][0]
+    same_form = (head.shape, head.dtype) == (kept.shape, kept.dtype)
+    if policy == "auto":
+        at = first_difference(pool, head, kept) if same_form else 0
+        if at is not None:
+            raise DifferentError(
+                _HEAD,
+                f"config.json says tie_word_embeddings, but it differs from {embedding!r}"
+                f" (first at element {at})",
+                "write both with --tied keep, or drop it with --tied drop",
+            )
+    weights.tensors = [item for item in weights.tensors if item[0].fqn != _HEAD]
+    weights.dropped_aliases[_HEAD] = embedding
+
+
+def check_replicas(weights: Weights, pool: SourceFiles) -> None:
+    """Compare stored replicas of every weight; all ranks must hold the same values.
+
+    A buffer that differs (running statistics are a rank's own) is noted and rank 0's is taken.
+
+    Raises:
+        DifferentError: replicas of a parameter differ.
+    """
+    for entry, _ in weights.tensors:
+        boxes = {chunk.box for chunk in entry.chunks}
+        if len(boxes) != 1 or len(entry.chunks) == 1 or not entry.numel:
+            continue
+        first = replace(entry, chunks=entry.chunks[:1])
+        for chunk in entry.chunks[1:]:
+            at = first_difference(pool, first, replace(entry, chunks=(chunk,)))
+            if at is None:
+                continue
+            text = f"differs between {entry.chunks[0].file} and {chunk.file} (element {at})"
+            if entry.kind != BUFFER:
+                raise DifferentError(entry.fqn, text, "the ranks have drifted apart")
+            weights.notes.append(f"buffer {entry.fqn!r} {text}: the first rank's is written")
+            break

@@ -1,0 +1,1 @@
+"""Judges: real frameworks that write the checkpoints which reshard is tested against."""

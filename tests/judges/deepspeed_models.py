@@ -1,0 +1,184 @@
+"""The tiny models that the DeepSpeed judge trains, and the one global batch they all see.
+
+The menagerie holds every kind of tensor that has broken a checkpoint tool somewhere: prime sizes,
+0-d, empty, frozen, never reached by a gradient, tied, and buffers of four dtypes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VOCAB = 97
+GLOBAL_BATCH = (
+    12  # divisible by 1, 2, 3 and 4 ranks, so every world size sees the same samples
+)
+SEQUENCE = 9
+NEVER_STEPPED = "extras.unused"
+FROZEN = ("extras.frozen", "extras.frozen_vector")
+
+
+def llama(*, tied: bool) -> LlamaForCausalLM:
+    """A 2-layer Llama. Attention is eager because fused CPU kernels lack float16."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config)
+    model.config.use_cache = False
+    return model
+
+
+def is_llama(module: nn.Module) -> bool:
+    """Whether a model is a pure transformers one, loadable from a merged directory."""
+    return isinstance(module, LlamaForCausalLM)
+
+
+def llama_logits(params: dict[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
+    """Logits of a fresh fp32 Llama that holds ``params``, on fixed tokens in eval mode."""
+    model = llama(tied=tied).float().eval()
+    absent = model.load_state_dict(params, strict=False)
+    if absent.unexpected_keys or set(absent.missing_keys) > (
+        {"lm_head.weight"} if tied else set()
+    ):
+        raise AssertionError(f"the gathered parameters do not fill the model: {absent}")
+    input_ids = global_batch(0, 0, 1)
+    with torch.no_grad():
+        return {"input_ids": input_ids, "logits": model(input_ids=input_ids).logits}
+
+
+class Hollow(nn.Module):
+    """Owns an empty parameter and is never called.
+
+    ZeRO-3 cannot gather an empty parameter in a batch with others (partition_parameters.py:
+    "ValueError: torch.cat(): expected a non-empty list of Tensors"); one it never fetches is fine.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 5))
+
+
+class Extras(nn.Module):
+    """The odd tensors. A submodule, so that ZeRO-3's module hooks gather them for its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seven = nn.Parameter(torch.linspace(-1.0, 1.0, 7))
+        self.scalar = nn.Parameter(torch.tensor(0.75))
+        self.thirteen = nn.Parameter(torch.linspace(0.1, 2.0, 13))
+        self.hollow = Hollow()
+        self.unused = nn.Parameter(torch.linspace(-2.0, 2.0, 15).reshape(3, 5))
+        self.frozen = nn.Parameter(
+            torch.linspace(-0.5, 0.5, 77).reshape(7, 11), requires_grad=False
+        )
+        self.frozen_vector = nn.Parameter(
+            torch.linspace(1.0, 3.0, 5), requires_grad=False
+        )
+        self.register_buffer("scale", torch.tensor([0.5, 1.25, -2.0]))
+        self.register_buffer("calls", torch.tensor(2**40 + 1))
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.register_buffer("pair", torch.tensor([1.5, -0.375], dtype=torch.bfloat16))
+        self.register_buffer("scratch", torch.full((4,), 9.0), persistent=False)
+
+    def forward(self) -> Tensor:
+        """A small loss that reaches every trainable one here but ``unused`` and ``hollow.empty``."""
+        self.calls += 1
+        mixed = (self.seven @ self.frozen).square().mean() * self.frozen_vector.sum()
+        curve = (self.thirteen * self.scalar).cos().mean() * self.scale.sum()
+        return 0.1 * (mixed + curve).float()
+
+
+class Menagerie(nn.Module):
+    """A Llama with the odd tensors beside it."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.llama = llama(tied=tied)
+        self.extras = Extras()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """The loss."""
+        return (
+            self.llama(input_ids=input_ids, labels=input_ids).loss.float()
+            + self.extras()
+        )
+
+
+class MoeToy(nn.Module):
+    """Two experts behind a DeepSpeed gate: a layout that reshard must refuse by name."""
+
+    def __init__(self, expert_parallel: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.embed = nn.Embedding(VOCAB, 16)
+        expert = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+        self.moe = MoE(
+            16, expert, num_experts=2, ep_size=expert_parallel, min_capacity=4
+        )
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """The loss."""
+        hidden, auxiliary, _ = self.moe(self.embed(input_ids))
+        logits = self.head(hidden).float().flatten(0, 1)
+        return (
+            nn.functional.cross_entropy(logits, input_ids.flatten())
+            + 0.01 * auxiliary.float()
+        )
+
+
+def global_batch(
+    step: int, micro: int, accumulation: int
+) -> Tensor:  # (GLOBAL_BATCH, SEQUENCE)
+    """Token ids of one micro step over all ranks; depends on nothing but the position in time."""
+    generator = torch.Generator().manual_seed(1000 + step * accumulation + micro)
+    return torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=generator)
+
+
+def rank_share(batch: Tensor, rank: int, world: int) -> Tensor:
+    """This rank's equal, contiguous part of a global batch."""
+    size = batch.shape[0] // world
+    return batch[rank * size : (rank + 1) * size]
+
+
+def param_groups(model: nn.Module, split: str) -> list[dict[str, object]]:
+    """Trainable parameters in user groups: ``one``, ``decay`` or ``tiny``.
+
+    ``tiny`` puts the single-element scalar in a group of its own, smaller than any number of ranks.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if split == "one":
+        return [{"params": [p for _, p in named]}]
+    lone = [p for name, p in named if split == "tiny" and name.endswith("scalar")]
+    decay = [p for name, p in named if _decays(name) and not _holds(lone, p)]
+    plain = [p for name, p in named if not _decays(name) and not _holds(lone, p)]
+    groups: list[dict[str, object]] = [
+        {"params": decay, "weight_decay": 0.1},
+        {"params": plain, "weight_decay": 0.0},
+        {"params": lone, "weight_decay": 0.05, "lr": 3e-3},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _decays(name: str) -> bool:
+    """By name, not by ndim: under ``zero.Init`` every parameter is one-dimensional."""
+    return "norm" not in name and not name.startswith("extras.")
+
+
+def _holds(params: Sequence[nn.Parameter], wanted: nn.Parameter) -> bool:
+    return any(p is wanted for p in params)

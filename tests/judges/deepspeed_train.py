@@ -1,0 +1,281 @@
+"""One rank's work: build the model, train it with real DeepSpeed, save, and tell the truth.
+
+Runs in a process that was forked for one case only, so a case may leave DeepSpeed's global state
+(patched constructors, expert groups, pipeline grids) in any condition it likes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from argparse import Namespace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch._dynamo  # before zero.Init: an import inside its patched constructors breaks
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from tests.judges import deepspeed_models as models
+from tests.judges import deepspeed_truth as truth
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from tests.judges.deepspeed_cases import Case
+
+NEXT_STEPS = 2
+SKIPPED_EXIT = 77
+
+
+class SkipCase(Exception):
+    """The machine lacks what an optional case needs; the message says what."""
+
+
+@dataclass
+class Run:
+    """A live engine with what the judge must remember about its making."""
+
+    case: Case
+    engine: Any
+    groups: list[list[nn.Parameter]]
+
+    def hypers(self) -> list[dict[str, Any]]:
+        """Hyperparameters of each user group, as the optimizer holds them now."""
+        groups = self.engine.optimizer.param_groups
+        return [
+            copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups
+        ]
+
+    def fqns(self) -> list[list[str]]:
+        """Names of each user group."""
+        return truth.group_fqns(self.engine, self.groups)
+
+
+def start_rank(rank: int, world: int, rendezvous: Path) -> None:
+    """Join the process group and let the CPU pass for a float16 device.
+
+    DeepSpeed asks ``is_fp16_supported`` before it would train in float16, and CPUs usually deny;
+    torch computes it all the same, and the files are those of a GPU run.
+    """
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
+    )
+    type(get_accelerator()).is_fp16_supported = lambda _self: True
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
+    """The case's model, the same on every rank."""
+    torch.manual_seed(seed)
+    context = (
+        deepspeed.zero.Init(config_dict_or_path=config)
+        if case.zero_init
+        else nullcontext()
+    )
+    family, _, tied = case.model.partition("_")
+    with context:
+        if family == "llama":
+            return models.llama(tied=bool(tied))
+        return models.Menagerie(tied=bool(tied))
+
+
+def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
+    """The case's config with the batch that the fixed global batch implies, and a swap folder."""
+    config = copy.deepcopy(case.config)
+    if config.get("optimizer", {}) is None:
+        del config["optimizer"]
+    config["train_micro_batch_size_per_gpu"] = models.GLOBAL_BATCH // world
+    if case.nvme:
+        _require_aio()
+        config["aio"] = {"block_size": 4096, "queue_depth": 4}
+        for key in ("offload_optimizer", "offload_param"):
+            if key in config["zero_optimization"]:
+                config["zero_optimization"][key]["nvme_path"] = str(scratch / "swap")
+    return config
+
+
+def _require_aio() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    try:
+        AsyncIOBuilder().load(verbose=False)
+    except Exception as error:  # a compiler's failure has no type of its own
+        reason = f"DeepSpeed's aio op does not build here (libaio-dev, ninja, g++?): {error!r}"
+        raise SkipCase(reason) from error
+
+
+def start(case: Case, world: int, scratch: Path, seed: int = 7) -> Run:
+    """Make the engine."""
+    config = resolved_config(case, world, scratch)
+    with scalars_broadcast():
+        model = build_model(case, config, seed)
+    groups = models.param_groups(model, case.groups)
+    members = [list(group["params"]) for group in groups]
+    optimizer = None
+    if case.client_optimizer == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.01)
+    elif case.client_optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    with scalars_broadcast():
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=groups, config=config
+        )
+    return Run(case, engine, members)
+
+
+@contextmanager
+def scalars_broadcast() -> Iterator[None]:
+    """Let DeepSpeed broadcast 0-d parameters when it takes over a model.
+
+    DeepSpeed 0.19.8 broadcasts ``p.data.view(torch.uint8)``, and torch raises "self.dim() cannot be
+    0 to view Float as Byte", in every stage, with zero.Init or without. Earlier versions broadcast
+    ``p.data``, so checkpoints with 0-d parameters are in the field, and this is their one obstacle.
+    """
+    view = torch.Tensor.view
+
+    def view_of_any_rank(tensor: torch.Tensor, *shape: Any) -> torch.Tensor:
+        if tensor.ndim == 0 and shape == (torch.uint8,):
+            tensor = view(tensor, 1)
+        return view(tensor, *shape)
+
+    torch.Tensor.view = view_of_any_rank  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.view = view  # type: ignore[method-assign]
+
+
+def train_step(run: Run, step: int) -> float:
+    """One optimizer step over all its micro steps; the loss is the mean over ranks."""
+    engine, accumulation = run.engine, run.engine.gradient_accumulation_steps()
+    total = torch.zeros((), dtype=torch.float64)
+    for micro in range(accumulation):
+        batch = models.global_batch(step, micro, accumulation)
+        share = models.rank_share(batch, dist.get_rank(), dist.get_world_size())
+        loss = _loss(engine, share)
+        total += loss.detach().double() / accumulation
+        engine.backward(loss * 1e9 if step == run.case.overflow_at else loss)
+        engine.step()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def _loss(engine: Any, share: torch.Tensor) -> torch.Tensor:
+    if models.is_llama(engine.module):
+        return engine(input_ids=share, labels=share).loss.float()
+    return engine(share)
+
+
+def make(case: Case, out: Path) -> None:
+    """Train, save ``out/run``, write ``out/reference.pt``; train on, for the resume tests."""
+    run = start(case, dist.get_world_size(), out)
+    losses = [train_step(run, step) for step in range(case.steps - 1)]
+    before, hypers = truth.snapshot(run.engine, case.slots), run.hypers()
+    losses.append(train_step(run, case.steps - 1))
+    now = truth.snapshot(run.engine, case.slots)
+    truth.check_last_step(before, now, run.fqns(), hypers)
+    save(run, out / "run")
+    reference = describe(run, now) | {"losses": losses}
+    further = [train_step(run, case.steps + extra) for extra in range(NEXT_STEPS)]
+    later = truth.snapshot(run.engine, case.slots)
+    reference["next"] = {"losses": further, "params": later.params}
+    write_reference(reference, out)
+    if case.universal and dist.get_rank() == 0:
+        convert_universal(out / "run", out / "universal")
+
+
+def convert_universal(run: Path, target: Path) -> None:
+    """DeepSpeed's own ds_to_universal, in process; one worker each, so it forks nothing."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    tag = (run / "latest").read_text().strip()
+    main(
+        Namespace(
+            input_folder=str(run / tag),
+            output_folder=str(target / tag),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+
+
+def load(case: Case, run_dir: Path, steps: int, out: Path) -> None:
+    """Resume ``run_dir`` with real DeepSpeed from other initial weights, and train on."""
+    run = start(case, dist.get_world_size(), out, seed=8)
+    path, client_state = run.engine.load_checkpoint(str(run_dir))
+    if path is None:
+        raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
+    loaded = describe(run, truth.snapshot(run.engine, case.slots), client_state)
+    first = run.engine.global_steps
+    losses = [train_step(run, first + step) for step in range(steps)]
+    params = truth.snapshot(run.engine, case.slots).params
+    write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
+
+
+def save(run: Run, directory: Path) -> None:
+    """Save as a user would, with transformers' config beside it where the model has one."""
+    run.engine.save_checkpoint(
+        str(directory),
+        client_state=copy.deepcopy(run.case.client_state),
+        exclude_frozen_parameters=run.case.exclude_frozen,
+    )
+    if dist.get_rank() == 0 and models.is_llama(run.engine.module):
+        run.engine.module.config.save_pretrained(directory)
+
+
+def describe(
+    run: Run, now: truth.Snapshot, client_state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Everything a reader of the checkpoint should find, from the live engine."""
+    engine, module = run.engine, run.engine.module
+    groups = [h | {"fqns": n} for h, n in zip(run.hypers(), run.fqns(), strict=True)]
+    scheduler = engine.lr_scheduler
+    reference: dict[str, Any] = {
+        "params": now.params | truth.empty_params(module),
+        "slots": now.slots,
+        "optimizer_steps": now.steps,
+        "frozen": truth.frozen_params(module),
+        "buffers": truth.persistent_buffers(module),
+        "live": truth.live_params(module),
+        "tied": truth.tied_names(module),
+        "never_stepped": [n for n in now.params if n == models.NEVER_STEPPED],
+        "train": {
+            "step": engine.global_steps,
+            "skipped": engine.skipped_steps,
+            "lr": engine.get_lr(),
+            "param_groups": groups,
+            "loss_scale": getattr(engine.optimizer, "loss_scale", None),
+            "scheduler": scheduler.state_dict() if scheduler is not None else None,
+            "client_state": run.case.client_state
+            if client_state is None
+            else client_state,
+        },
+    }
+    if models.is_llama(module):
+        tied = bool(module.config.tie_word_embeddings)
+        reference |= models.llama_logits(reference["params"], tied=tied)
+    return reference
+
+
+def write_reference(reference: dict[str, Any], out: Path) -> None:
+    """Rank 0's word; every rank took part in gathering it."""
+    if dist.get_rank() == 0:
+        torch.save(reference, out / "reference.pt")
+    dist.barrier()

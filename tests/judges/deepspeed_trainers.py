@@ -1,0 +1,98 @@
+"""Checkpoints that the transformers Trainer and accelerate write around DeepSpeed's own.
+
+The Trainer's lie in ``run/checkpoint-N/global_stepN``, accelerate's in ``run/pytorch_model``; both
+with further files (trainer_state.json, random states) that a reader of the DeepSpeed part must
+pass over. The engine inside is the real one, so the reference is gathered as everywhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from tests.judges import deepspeed_models as models
+from tests.judges import deepspeed_train as train
+from tests.judges import deepspeed_truth as truth
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.judges.deepspeed_cases import Case
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The fixed global batches as single samples, in order."""
+
+    def __init__(self, steps: int) -> None:
+        self.rows = torch.cat(
+            [models.global_batch(step, 0, 1) for step in range(steps)]
+        )
+
+    def __len__(self) -> int:
+        """Samples of all steps."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """One sample with itself as labels."""
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def make_trainer(case: Case, out: Path) -> None:
+    """The transformers Trainer with a DeepSpeed config full of ``auto``."""
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(out / "run"),
+        deepspeed=case.config,
+        use_cpu=True,
+        fp16=True,
+        max_steps=case.steps,
+        save_steps=case.steps,
+        logging_steps=1,
+        learning_rate=1e-3,
+        weight_decay=0.01,
+        warmup_steps=1,
+        per_device_train_batch_size=models.GLOBAL_BATCH // case.world,
+        report_to=[],
+        disable_tqdm=True,
+        seed=7,
+    )
+    model = train.build_model(case, case.config)
+    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(case.steps))
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    _finish(case, trainer.model_wrapped, logged, out)
+
+
+def make_accelerate(case: Case, out: Path) -> None:
+    """accelerate's ``save_state`` with its DeepSpeed plugin."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim
+
+    config = train.resolved_config(case, case.world, out)
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
+    )
+    model = train.build_model(case, config)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if "optimizer" in config:
+        optimizer: Any = DummyOptim(trainable)
+    else:
+        optimizer = torch.optim.AdamW(trainable, lr=1e-3)
+    engine, _ = accelerator.prepare(model, optimizer)
+    run = train.Run(case, engine, [trainable])
+    losses = [train.train_step(run, step) for step in range(case.steps)]
+    accelerator.save_state(str(out / "run"))
+    _finish(case, engine, losses, out)
+
+
+def _finish(case: Case, engine: Any, losses: list[float], out: Path) -> None:
+    trainable = [p for p in engine.module.parameters() if p.requires_grad]
+    run = train.Run(case, engine, [trainable])
+    reference = train.describe(run, truth.snapshot(engine, case.slots))
+    if dist.get_rank() == 0:
+        engine.module.config.save_pretrained(out / "run")
+    train.write_reference(reference | {"losses": losses}, out)

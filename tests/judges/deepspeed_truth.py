@@ -1,0 +1,286 @@
+"""What a live DeepSpeed engine really holds: full fp32 masters, slots, frozen tensors, buffers.
+
+Every reference the judge hands out passes through here, so nothing is taken on trust:
+
+* the fp32 master of a parameter, cast to the training dtype, must be the live parameter, bit for
+  bit, on every rank;
+* in stages 1 and 2 the flat pieces are gathered a second time, each parameter found by the *memory
+  address* of its live view in the flat buffer, and must agree with ``safe_get_full_*``;
+* the slots must explain the last optimizer step: parameter before, slots and learning rate put
+  through the optimizer's own formula must give the parameter after.
+
+``safe_get_full_*`` is wrong with round_robin_gradients (it walks the user's order while the flat
+buffer holds the permuted one), so there the addresses alone give the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from deepspeed import DeepSpeedEngine
+    from torch import Tensor, nn
+
+Tensors = dict[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Full tensors of one moment, by fully qualified name."""
+
+    params: Tensors
+    slots: dict[str, Tensors]
+    steps: dict[str, float]
+
+
+def optimized(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What an optimizer owns. DeepSpeed leaves zero-element parameters out, as it does frozen ones.
+
+    It files them with the frozen parameters when saving, because binding them to a flat buffer
+    would lose their shape.
+    """
+    return {
+        n: p for n, p in model.named_parameters() if p.requires_grad and _numel(p) > 0
+    }
+
+
+def empty_params(model: nn.Module) -> Tensors:
+    """Trainable zero-element parameters, fp32 like every other entry of ``params``."""
+    live = live_params(model)
+    return {
+        n: live[n].float()
+        for n, p in model.named_parameters()
+        if p.requires_grad and not _numel(p)
+    }
+
+
+def live_params(model: nn.Module) -> Tensors:
+    """Every parameter in the dtype the module computes with, gathered where ZeRO-3 splits it."""
+    found = {}
+    for name, param in model.named_parameters():
+        with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            found[name] = param.detach().clone()
+    return found
+
+
+def frozen_params(model: nn.Module) -> Tensors:
+    """Frozen parameters in their true dtype."""
+    live = live_params(model)
+    return {n: live[n] for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def persistent_buffers(model: nn.Module) -> Tensors:
+    """The buffers that a state dict holds."""
+    held = model.state_dict()
+    return {n: b.detach().clone() for n, b in model.named_buffers() if n in held}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Alias -> the name kept, the first of the two in module order."""
+    kept = {id(p): n for n, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {n: kept[id(p)] for n, p in every if kept[id(p)] != n}
+
+
+def snapshot(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
+    """Masters and slots of every optimized parameter, checked against the live module."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        found = _by_api(engine, slot_names)
+    elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
+        found = _by_address(engine, slot_names)
+        if not getattr(optimizer, "round_robin_gradients", False):
+            _same(
+                "safe_get_full_* against memory addresses",
+                found,
+                _by_api(engine, slot_names),
+            )
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        found = _unfused(engine, slot_names)
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        found = _plain(engine, slot_names)
+    else:
+        raise TypeError(f"no way to read the state of {type(optimizer).__name__}")
+    _check_masters(found.params, live_params(engine.module))
+    return found
+
+
+def _by_api(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
+    named = optimized(engine.module)
+    params = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in named.items()}
+    slots = {
+        slot: {
+            n: safe_get_full_optimizer_state(p, slot).detach().clone()
+            for n, p in named.items()
+        }
+        for slot in slot_names
+    }
+    return Snapshot(params, slots, _steps(engine))
+
+
+def _by_address(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
+    """Gather the flat fp32 pieces; a parameter is where its live view lies in the flat buffer."""
+    optimizer, names = (
+        engine.optimizer,
+        {id(p): n for n, p in optimized(engine.module).items()},
+    )
+    if isinstance(optimizer, BF16_Optimizer):
+        members, flats = optimizer.bf16_groups, optimizer.bf16_groups_flat
+        pieces = optimizer.fp32_groups_flat_partition
+    else:
+        members, flats = optimizer.bit16_groups, optimizer.bit16_groups_flat
+        pieces = optimizer.single_partition_of_fp32_groups
+    params: Tensors = {}
+    slots: dict[str, Tensors] = {slot: {} for slot in slot_names}
+    for group, (flat, piece) in enumerate(zip(flats, pieces, strict=True)):
+        process_group = optimizer.real_dp_process_group[group]
+        full = {"": _gather(piece, process_group)}
+        state = optimizer.optimizer.state[piece]
+        full |= {slot: _gather(state[slot], process_group) for slot in slot_names}
+        for param in members[group]:
+            start = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+            for slot, whole in full.items():
+                target = slots[slot] if slot else params
+                run = whole[start : start + param.numel()]
+                target[names[id(param)]] = run.reshape(param.shape).clone()
+    return Snapshot(params, slots, _steps(engine))
+
+
+def _unfused(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
+    """Stage 0 in 16 bits: whole fp32 copies, paired with the module's parameters by position."""
+    optimizer, names = (
+        engine.optimizer,
+        {id(p): n for n, p in optimized(engine.module).items()},
+    )
+    masters = {
+        names[id(low)]: high
+        for lows, highs in zip(
+            optimizer.fp16_groups, optimizer.fp32_groups, strict=True
+        )
+        for low, high in zip(lows, highs, strict=True)
+    }
+    return _whole(masters, optimizer.optimizer.state, slot_names, _steps(engine))
+
+
+def _plain(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
+    """Stage 0 in fp32: the parameters are their own masters."""
+    named = optimized(engine.module)
+    return _whole(dict(named), engine.optimizer.state, slot_names, _steps(engine))
+
+
+def _whole(
+    masters: dict[str, Tensor],
+    state: Any,
+    slot_names: tuple[str, ...],
+    steps: dict[str, float],
+) -> Snapshot:
+    params = {n: p.detach().clone() for n, p in masters.items()}
+    slots = {
+        slot: {n: state[p][slot].detach().clone() for n, p in masters.items()}
+        for slot in slot_names
+    }
+    return Snapshot(params, slots, steps)
+
+
+def group_fqns(
+    engine: DeepSpeedEngine, groups: list[list[nn.Parameter]]
+) -> list[list[str]]:
+    """Names per user group, in the user's order, of what the optimizer owns."""
+    names = {id(p): n for n, p in optimized(engine.module).items()}
+    return [[names[id(p)] for p in group if id(p) in names] for group in groups]
+
+
+def _steps(engine: DeepSpeedEngine) -> dict[str, float]:
+    """The optimizer's own step counts that this rank can see, by a label of where they lie.
+
+    Whether a skipped step counts is the optimizer's choice, so it is recorded, not derived.
+    """
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    counts = [float(s["step"]) for s in inner.state.values() if "step" in s]
+    return {f"state{i}": c for i, c in enumerate(counts)}
+
+
+def _gather(piece: Tensor, process_group: Any) -> Tensor:
+    local = piece.detach().contiguous()
+    parts = [
+        torch.empty_like(local) for _ in range(dist.get_world_size(group=process_group))
+    ]
+    dist.all_gather(parts, local, group=process_group)
+    return torch.cat(parts)
+
+
+def _numel(param: nn.Parameter) -> int:
+    return int(param.ds_numel) if hasattr(param, "ds_numel") else param.numel()
+
+
+def _same(what: str, left: Snapshot, right: Snapshot) -> None:
+    pairs = [("param", left.params, right.params)]
+    pairs += [(slot, left.slots[slot], right.slots[slot]) for slot in left.slots]
+    for kind, a, b in pairs:
+        wrong = [n for n in a.keys() | b.keys() if not torch.equal(a[n], b[n])]
+        if wrong:
+            raise AssertionError(f"{what}: {kind} differs for {sorted(wrong)}")
+
+
+def _check_masters(masters: Tensors, live: Tensors) -> None:
+    for name, master in masters.items():
+        if not torch.equal(master.to(live[name].dtype), live[name]):
+            raise AssertionError(
+                f"{name}: the fp32 master is not what the module computes with"
+            )
+
+
+def _adam(before: Tensor, slots: Tensors, hyper: dict[str, Any], step: float) -> Tensor:
+    beta1, beta2 = hyper["betas"]
+    second = slots.get("max_exp_avg_sq", slots["exp_avg_sq"])
+    denominator = (second / (1 - beta2**step)).sqrt() + hyper["eps"]
+    decayed = before * (1 - hyper["lr"] * hyper["weight_decay"])
+    return decayed - hyper["lr"] / (1 - beta1**step) * slots["exp_avg"] / denominator
+
+
+def _momentum(
+    before: Tensor, slots: Tensors, hyper: dict[str, Any], _step: float
+) -> Tensor:
+    return before - hyper["lr"] * slots["momentum_buffer"]
+
+
+RULES: dict[str, Callable[[Tensor, Tensors, dict[str, Any], float], Tensor]] = {
+    "exp_avg": _adam,
+    "momentum_buffer": _momentum,
+}
+"""The update rule, by the first slot's name. Adagrad has none: its slot forgets the gradient."""
+
+
+def check_last_step(
+    before: Snapshot,
+    after: Snapshot,
+    fqns: list[list[str]],
+    hypers: list[dict[str, Any]],
+) -> None:
+    """Raise unless the slots, put through the optimizer's formula, explain the last step."""
+    rule = RULES.get(next(iter(after.slots)))
+    if rule is None:
+        return
+    step = max(after.steps.values(), default=0.0)
+    for names, hyper in zip(fqns, hypers, strict=True):
+        for name in names:
+            slots = {slot: found[name].double() for slot, found in after.slots.items()}
+            expected = rule(before.params[name].double(), slots, hyper, step)
+            actual = after.params[name].double()
+            if not torch.allclose(actual, expected, rtol=1e-6, atol=1e-7):
+                worst = float((actual - expected).abs().max())
+                raise AssertionError(
+                    f"{name}: its slots do not explain its last step ({worst})"
+                )
