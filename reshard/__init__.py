@@ -17,16 +17,16 @@ from typing import Any
 
 from reshard import errors as errors
 from reshard import formats as _formats
+from reshard.commands.inspect import Inspection as Inspection
+from reshard.commands.inspect import inspect as inspect
+from reshard.commands.merge import MergeOptions as MergeOptions
+from reshard.commands.merge import merge as _merge
+from reshard.commands.merge_report import MergeReport as MergeReport
 from reshard.errors import ReshardError as ReshardError
-from reshard.inspect import Inspection as Inspection
-from reshard.inspect import inspect as inspect
-from reshard.merge import MergeOptions as MergeOptions
-from reshard.merge import merge as _merge
-from reshard.report import MergeReport as MergeReport
 from reshard.tensors import Checkpoint as Checkpoint
 from reshard.tensors import LazyTensor as LazyTensor
+from reshard.version import __version__ as __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "Inspection",
@@ -41,7 +41,9 @@ __all__ = [
 ]
 
 
-def open(path: str | Path, *, tag: str | None = None, key: str | None = None) -> Checkpoint:
+def open(  # noqa: A001 - reshard.open reads as it should
+    path: str | Path, *, tag: str | None = None, key: str | None = None
+) -> Checkpoint:
     """A mapping fqn -> lazy tensor over the checkpoint at ``path``; reads headers only.
 
     Raises:

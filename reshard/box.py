@@ -65,7 +65,7 @@ def intersect(a: Box, b: Box) -> Box | None:
     origin = []
     shape = []
     for a0, an, b0, bn in zip(a.origin, a.shape, b.origin, b.shape, strict=True):
-        start = a0 if a0 > b0 else b0
+        start = max(b0, a0)
         stop = min(a0 + an, b0 + bn)
         if stop <= start:
             return None

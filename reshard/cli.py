@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import click
 
 from reshard import __version__, formats, keys, units
+from reshard.commands.inspect import inspect as run_inspect
+from reshard.commands.merge import MergeOptions
+from reshard.commands.merge import merge as run_merge
 from reshard.errors import ReshardError, UsageError
-from reshard.inspect import inspect as run_inspect
-from reshard.merge import MergeOptions
-from reshard.merge import merge as run_merge
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -29,7 +29,7 @@ _SETTINGS = {
 }
 
 
-def main() -> NoReturn:
+def main() -> NoReturn:  # noqa: C901 - one branch an exit code
     """Run the command line; every failure is one message and a documented exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     verbose = "-v" in sys.argv or "--verbose" in sys.argv
@@ -104,7 +104,7 @@ def inspect(
     tag: str | None,
     key: str | None,
     as_json: bool,
-    verbose: bool,
+    **_seen_by_main: bool,
 ) -> None:
     """Say what the checkpoint SOURCE is; reads headers only."""
     found = run_inspect(source, force=source_format, tag=tag, key=key, tensors=tensors)
@@ -124,7 +124,9 @@ def inspect(
     help="When a finite value would become infinite.",
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a directory's files.")
-@click.option("--hf-dir", type=click.Path(path_type=Path), help="Model whose config, tokenizer... to copy.")
+@click.option(
+    "--hf-dir", type=click.Path(path_type=Path), help="Model whose config, tokenizer... to copy."
+)
 @click.option(
     "--tied",
     type=click.Choice(["auto", "keep", "drop"]),
@@ -136,9 +138,13 @@ def inspect(
 @click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Applied in the order given.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Only tensors so named.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="All but tensors so named.")
-@click.option("--allow-pickle", multiple=True, metavar="NAME", help="Accept an unknown class (never run).")
+@click.option(
+    "--allow-pickle", multiple=True, metavar="NAME", help="Accept an unknown class (never run)."
+)
 @click.option("--workers", default=0, help="Threads; the output does not depend on it.")
-@click.option("--max-memory", default="256MiB", show_default=True, help="For the buffers of all workers.")
+@click.option(
+    "--max-memory", default="256MiB", show_default=True, help="For the buffers of all workers."
+)
 @click.option("--overwrite", is_flag=True, help="Replace DESTINATION.")
 @click.option("--no-verify", is_flag=True, help="Do not read the output back.")
 @click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")

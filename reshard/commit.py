@@ -9,11 +9,23 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.errors import ExistsError, ResourceError, ReshardError, UsageError
+from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 
 # What a directory may hold to be replaced by --overwrite: the files of a model export.
 _EXPORT_SUFFIXES = frozenset(
-    ".safetensors .json .bin .pt .pth .txt .model .jinja .py .md .tiktoken".split()
+    [
+        ".safetensors",
+        ".json",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".txt",
+        ".model",
+        ".jinja",
+        ".py",
+        ".md",
+        ".tiktoken",
+    ]
 )
 
 
@@ -117,7 +129,7 @@ def _sync_one(path: Path) -> None:
 
 def _publish_file(made: Path, destination: Path, *, overwrite: bool) -> None:
     if overwrite:
-        os.replace(made, destination)
+        made.replace(destination)
         return
     try:
         os.link(made, destination)  # unlike rename, never replaces what another process put there
@@ -126,7 +138,7 @@ def _publish_file(made: Path, destination: Path, *, overwrite: bool) -> None:
             destination, "was created by another process meanwhile", "nothing was changed"
         ) from error
     except OSError:  # a file system without hard links
-        os.rename(made, destination)
+        made.rename(destination)
 
 
 def _publish_directory(place: Path, destination: Path, *, overwrite: bool) -> None:
@@ -136,12 +148,12 @@ def _publish_directory(place: Path, destination: Path, *, overwrite: bool) -> No
     retired = None
     if overwrite and destination.exists():
         retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old-", dir=place.parent))
-        os.rename(destination, retired)
+        destination.rename(retired)
     try:
-        os.rename(place, destination)
+        place.rename(destination)
     except OSError as error:
         if retired:
-            os.rename(retired, destination)
+            retired.rename(destination)
         raise ExistsError(
             destination, f"could not be put in place: {error.strerror}", "nothing was changed"
         ) from error

@@ -91,5 +91,7 @@ def parse(text: str) -> DType:
     name = text.lower().removeprefix("torch.")
     dtype = _SHORT.get(name) or BY_NAME.get(name)
     if dtype is None:
-        raise UsageError(f"dtype {text!r}", "is not a dtype", "use bf16, fp16, fp32 or a torch name")
+        raise UsageError(
+            f"dtype {text!r}", "is not a dtype", "use bf16, fp16, fp32 or a torch name"
+        )
     return dtype

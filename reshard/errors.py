@@ -1,15 +1,15 @@
 """The error tree. Each class is one thing a caller can do about it, with its stable exit code.
 
-    ReshardError
-    |-- IncompleteError    1  something that must be there is not: fetch or re-save it
-    |-- DifferentError     1  a check found different values: look before you trust
-    |-- UsageError         2  the request cannot be understood or carried out as asked
-    |   |-- UnrecognisedError    nothing here is a checkpoint that we know
-    |   |-- UnsupportedError     recognised, and refused: reshard cannot convert it (yet)
-    |   `-- ExistsError          the destination is taken
-    |-- CorruptError       3  a file lies about itself, or files contradict each other
-    |-- ResourceError      4  not enough memory or disk
-    `-- UnsafeError        5  refused: the input asks for code to run or for a path to escape
+ReshardError
+|-- IncompleteError    1  something that must be there is not: fetch or re-save it
+|-- DifferentError     1  a check found different values: look before you trust
+|-- UsageError         2  the request cannot be understood or carried out as asked
+|   |-- UnrecognisedError    nothing here is a checkpoint that we know
+|   |-- UnsupportedError     recognised, and refused: reshard cannot convert it (yet)
+|   `-- ExistsError          the destination is taken
+|-- CorruptError       3  a file lies about itself, or files contradict each other
+|-- ResourceError      4  not enough memory or disk
+`-- UnsafeError        5  refused: the input asks for code to run or for a path to escape
 """
 
 from __future__ import annotations

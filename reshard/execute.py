@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from reshard.box import Index
 from reshard.checksum import crc32, join
-from reshard.errors import CorruptError, DifferentError, ResourceError, ReshardError
+from reshard.errors import CorruptError, DifferentError, ReshardError, ResourceError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, Record, Skeleton, SourceFile
 from reshard.plan import Copy, Plan, Window
@@ -33,6 +33,12 @@ _JOIN_BYTES = 64 << 10  # joining checksums of larger parts is cheaper than read
 _SPARSE = 4  # a read may fetch this many times the bytes that are used
 
 Progress = Callable[[int], None]
+
+
+def _unseen(_nbytes: int) -> None:
+    """Progress that nobody watches."""
+
+
 T = TypeVar("T")
 
 
@@ -41,7 +47,9 @@ class Outcome:
     """What an execution saw; each worker keeps its own, and they are added up."""
 
     windows: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # -> nbytes, crc
-    reads: list[tuple[str, int, int, int]] = field(default_factory=list)  # file, offset, nbytes, crc
+    reads: list[tuple[str, int, int, int]] = field(
+        default_factory=list
+    )  # file, offset, nbytes, crc
     overflowed: Counter[str] = field(default_factory=Counter)  # fqn -> finite values made infinite
     flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
 
@@ -62,7 +70,7 @@ def execute(
     workers: int,
     read_bytes: int = READ_BYTES,
     clamp: bool = False,
-    progress: Progress = lambda nbytes: None,
+    progress: Progress = _unseen,
 ) -> Outcome:
     """Create the skeleton's files in ``directory`` and fill them.
 
@@ -94,7 +102,7 @@ def execute(
 
 
 def read_back(
-    outcome: Outcome, directory: Path, *, workers: int, progress: Progress = lambda nbytes: None
+    outcome: Outcome, directory: Path, *, workers: int, progress: Progress = _unseen
 ) -> None:
     """Read every window from the finished files and compare its checksum.
 
@@ -358,7 +366,7 @@ def _check_records(
                 "the file was altered after it was saved: fetch it again",
             )
 
-    _spread(touched, lambda: check, workers, lambda item: None)
+    _spread(touched, lambda: check, workers, lambda _item: None)
 
 
 def _tiles(

@@ -53,7 +53,7 @@ class SourceFiles:
             if count == 0:
                 raise CorruptError(
                     path,
-                    f"{len(target)} bytes are expected at {byte_offset}, the file ends after {done}",
+                    f"{len(target)} bytes expected at {byte_offset}, the file ends after {done}",
                     "the file became shorter while it was read: is a job still writing to it?",
                 )
             done += count
@@ -99,7 +99,7 @@ def size_of(path: str | Path) -> int:
         IncompleteError: there is no such file.
     """
     try:
-        return os.stat(path).st_size
+        return Path(path).stat().st_size
     except FileNotFoundError as error:
         raise IncompleteError(path, "is not there") from error
     except OSError as error:

@@ -60,7 +60,9 @@ def compiled(patterns: Iterable[str], option: str) -> list[re.Pattern[str]]:
     try:
         return [re.compile(pattern) for pattern in patterns]
     except re.error as error:
-        raise UsageError(option, f"{error.pattern!r} is not a regular expression: {error}") from error
+        raise UsageError(
+            option, f"{error.pattern!r} is not a regular expression: {error}"
+        ) from error
 
 
 def edit(manifest: Manifest, edits: Edits) -> Edited:

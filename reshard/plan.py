@@ -82,9 +82,7 @@ class Plan:
         return max((window.nbytes for window in self.windows), default=0)
 
 
-def plan(
-    source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES
-) -> Plan:
+def plan(source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES) -> Plan:
     """Plan every copy.
 
     Args:

@@ -59,7 +59,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the stored dtype."""
+        """Torch's name of the stored dtype."""
         return str(self._entry.dtype)
 
     def __repr__(self) -> str:
@@ -146,7 +146,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return len(self._weights) + len(self.manifest.tied)
 
     def optimizer(self, slot: str) -> dict[str, LazyTensor]:
-        """fqn -> one optimizer slot, e.g. ``optimizer("exp_avg")``.
+        """Fqn -> one optimizer slot, e.g. ``optimizer("exp_avg")``.
 
         Raises:
             UsageError: the checkpoint has no such slot.

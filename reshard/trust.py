@@ -10,19 +10,25 @@ from __future__ import annotations
 import re
 
 _RUNS_CODE_MODULES = frozenset(
-    "os posix nt subprocess sys shutil socket pty commands runpy code codeop importlib imp pkgutil "
-    "ctypes multiprocessing threading asyncio webbrowser pip pickle _pickle dill cloudpickle "
-    "marshal types inspect gc signal platform tempfile timeit pdb bdb trace cProfile profile "
-    "urllib http ftplib smtplib requests operator".split()
+    """
+    os posix nt subprocess sys shutil socket pty commands runpy code codeop importlib imp pkgutil
+    ctypes multiprocessing threading asyncio webbrowser pip pickle _pickle dill cloudpickle marshal
+    types inspect gc signal platform tempfile timeit pdb bdb trace cProfile profile urllib http
+    ftplib smtplib requests operator
+    """.split()
 )
 _RUNS_CODE_BUILTINS = frozenset(
-    "eval exec compile open __import__ getattr setattr delattr globals locals vars apply execfile "
-    "input breakpoint exit quit map filter help memoryview type".split()
+    """
+    eval exec compile open __import__ getattr setattr delattr globals locals vars apply execfile
+    input breakpoint exit quit map filter help memoryview type
+    """.split()
 )
 _RUNS_CODE_NAMES = frozenset(
-    "torch.load torch.hub.load torch.jit.load torch.serialization.load torch.storage._load_from_bytes"
-    " numpy.load numpy.core.multiarray.fromfile functools.partial functools.reduce"
-    " torch.utils.cpp_extension.load".split()
+    """
+    torch.load torch.hub.load torch.jit.load torch.serialization.load
+    torch.storage._load_from_bytes torch.utils.cpp_extension.load numpy.load
+    numpy.core.multiarray.fromfile functools.partial functools.reduce
+    """.split()
 )
 
 _EXPECTED = re.compile(
@@ -36,7 +42,8 @@ _EXPECTED = re.compile(
     | torch\.torch_version\.TorchVersion
     | torch\.distributed\.([\w.]+\.)?_?[A-Z]\w*
     | collections\.(OrderedDict|defaultdict|Counter|deque)
-    | builtins\.(set|frozenset|list|dict|tuple|bytearray|bytes|complex|slice|range|int|float|str|bool|object)
+    | builtins\.(set|frozenset|list|dict|tuple|bytearray|bytes|complex|slice|range)
+    | builtins\.(int|float|str|bool|object)
     | _codecs\.encode | copyreg\._reconstructor
     | numpy\.(ndarray|dtype|u?int\d+|float\d+|bool_?)
     | numpy\._?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)
@@ -61,7 +68,7 @@ def runs_code(name: str) -> bool:
         return True
     if module == "builtins":
         return attribute.split(".")[0] in _RUNS_CODE_BUILTINS
-    return name.split(".")[0] in _RUNS_CODE_MODULES and not expected(name)
+    return name.split(".", maxsplit=1)[0] in _RUNS_CODE_MODULES and not expected(name)
 
 
 def expected(name: str) -> bool:

@@ -59,17 +59,17 @@ _MARK = _Mark()
 
 # Every container of Python's own is made by us; all else is a Call.
 _BUILTIN_BUILDERS: dict[str, Builder] = {
-    "collections.OrderedDict": lambda *items: dict(*items),
+    "collections.OrderedDict": dict,
     "collections.defaultdict": lambda *_factory: {},
-    "collections.Counter": lambda *items: dict(*items),
+    "collections.Counter": dict,
     "collections.deque": lambda *items: list(*items[:1]),
-    "builtins.set": lambda *items: set(*items),
-    "builtins.frozenset": lambda *items: frozenset(*items),
-    "builtins.list": lambda *items: list(*items),
-    "builtins.dict": lambda *items: dict(*items),
-    "builtins.tuple": lambda *items: tuple(*items),
+    "builtins.set": set,
+    "builtins.frozenset": frozenset,
+    "builtins.list": list,
+    "builtins.dict": dict,
+    "builtins.tuple": tuple,
     "builtins.bytearray": lambda *data: bytes(data[0], "latin-1") if len(data) > 1 else _raw(*data),
-    "builtins.complex": lambda real, imaginary: complex(real, imaginary),
+    "builtins.complex": complex,
     "_codecs.encode": lambda text, _encoding="latin-1": text.encode("latin-1"),
 }
 
@@ -147,7 +147,7 @@ class _Machine:
         self.memo: dict[int, Any] = {}
         self.globals: set[str] = set()
 
-    def run(self) -> Any:
+    def run(self) -> Any:  # noqa: C901, PLR0912 - inlined for speed
         """Interpret until STOP and return the top of the stack."""
         data, stack, memo = self.data, self.stack, self.memo
         handlers = _HANDLERS
@@ -296,7 +296,7 @@ def _fresh(code: int, make: Callable[[], Any]) -> None:
 for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False), (0x29, ())):
     _constant(_code, _literal)
 for _code, _factory in ((0x5D, list), (0x7D, dict), (0x8F, set)):
-    _fresh(_code, _factory)  # type: ignore[arg-type]
+    _fresh(_code, _factory)
 for _code, _layout in ((0x4A, "<i"), (0x4D, "<H"), (0x47, ">d")):
     _fixed(_code, _layout)
 

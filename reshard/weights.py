@@ -54,10 +54,10 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
     for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
         source = masters.get(fqn) or plain[fqn]
         wanted = _dtype(manifest, source, target, dtype)
-        if source.kind != BUFFER and any(pattern.search(fqn) for pattern in patterns):
-            if source.dtype.family == "float":
-                wanted = dtypes.FLOAT32
-                result.kept_fp32.append(fqn)
+        castable = source.kind != BUFFER and source.dtype.family == "float"
+        if castable and any(pattern.search(fqn) for pattern in patterns):
+            wanted = dtypes.FLOAT32
+            result.kept_fp32.append(fqn)
         _count(result, source)
         weight = replace(source, kind=PARAM if source.kind == MASTER else source.kind)
         result.tensors.append((weight, wanted))
@@ -119,7 +119,7 @@ def settle_ties(
             weights.dropped_aliases[alias] = kept
     if declared is True and policy != "keep":
         _drop_equal_head(weights, by_name, policy, pool)
-    return clone and bool(weights.written_aliases) or (policy == "keep" and _HEAD in by_name)
+    return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
 
 
 def _drop_equal_head(

@@ -38,7 +38,7 @@ def read(
 
 
 def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """fqn -> entry of every weights file among ``names``, read from the files' own headers."""
+    """Fqn -> entry of every weights file among ``names``, read from the files' own headers."""
     found: dict[str, Entry] = {}
     for name in names:
         path = directory / name
@@ -66,9 +66,15 @@ def _hint(path: Path) -> str:
     if not path.is_dir():
         return f"give the checkpoint's directory, e.g. {path.parent}"
     near = [child for child in sorted(path.iterdir()) if child.is_dir()]
-    found = [str(p) for p in [*near, path.resolve().parent] if deepspeed.detect(p) or huggingface.detect(p)]
+    found = [
+        str(p)
+        for p in [*near, path.resolve().parent]
+        if deepspeed.detect(p) or huggingface.detect(p)
+    ]
     if found:
-        return f"did you mean {found[0]}?" + (f" ({len(found)} candidates)" if len(found) > 1 else "")
+        return f"did you mean {found[0]}?" + (
+            f" ({len(found)} candidates)" if len(found) > 1 else ""
+        )
     return "give a run directory, a checkpoint directory, or a file of weights"
 
 

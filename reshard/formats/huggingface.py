@@ -1,4 +1,4 @@
-"""The Hugging Face model directory: sharded safetensors (or .bin) with an index, and its JSON files.
+"""The Hugging Face model directory: sharded weights with an index, and its JSON files.
 
 Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``), huggingface_hub 1
 ``serialization/_base.py`` (greedy shards in state-dict order, ``metadata.total_size``).
@@ -116,10 +116,10 @@ def _is_plain_name(name: str) -> bool:
 def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[str, str]) -> None:
     promised = {fqn for fqn, name in weight_map.items() if name == shard.name}
     if promised - held:
-        fqn = sorted(promised - held)[0]
+        fqn = min(promised - held)
         raise IncompleteError(index, f"says that {shard.name} holds {fqn!r}; it does not")
     if held - promised:
-        fqn = sorted(held - promised)[0]
+        fqn = min(held - promised)
         raise CorruptError(
             shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
         )
@@ -301,5 +301,3 @@ def _index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]
 def json_text(value: Any) -> bytes:
     """JSON as transformers writes its files: two spaces, sorted keys, a newline at the end."""
     return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
-
-

@@ -72,7 +72,9 @@ def open_state_dict(path: Path, key: str | None = None) -> tuple[TorchFile, dict
     if len(found) != 1:
         nests = [str(name) for name, value in file.root.items() if _tensors(value)]
         listed = f"state dicts under {', '.join(nests)}" if nests else "no state dict"
-        raise UnrecognisedError(path, f"holds {listed}", f"choose with --key {nests[0]}" if nests else "")
+        raise UnrecognisedError(
+            path, f"holds {listed}", f"choose with --key {nests[0]}" if nests else ""
+        )
     return file, file.root[found[0]]
 
 
@@ -80,7 +82,9 @@ def _at(path: Path, value: Any, key: str) -> dict[str, Any]:
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
             choices = ", ".join(map(str, value)) if isinstance(value, dict) else "nothing"
-            raise UsageError(f"--key {key}", f"{path} has no {part!r} there; it has {choices[:200]}")
+            raise UsageError(
+                f"--key {key}", f"{path} has no {part!r} there; it has {choices[:200]}"
+            )
         value = value[part]
     if not _tensors(value):
         raise UsageError(f"--key {key}", f"in {path} this is not a state dict")

@@ -68,10 +68,10 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
 
     try:
         header = json.loads(raw, object_pairs_hook=unique)
-        if not isinstance(header, dict):
-            raise TypeError("it is not an object")
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptError(path, f"its header cannot be read: {error}", _DAMAGED) from error
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+        raise CorruptError(path, "its header is not a JSON object", _DAMAGED)
     return header
 
 

@@ -24,7 +24,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import SourceFiles, size_of
 from reshard.formats.zip_directory import Member, read_directory
 from reshard.manifest import Chunk, Record, SourceFile
-from reshard.unpickle import Builder, Global, loads
+from reshard.unpickle import Builder, Global, Unpickled, loads
 
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -260,16 +260,7 @@ def _read_legacy(
 ) -> TorchFile:
     """The stream of torch < 1.6: five pickles, then (int64 numel, data) a storage. No CRCs."""
     storages = _Storages(path)
-    head = files.read(path, 0, min(size, 1 << 20))
-    while True:
-        try:
-            done, end, keys = _legacy_pickles(path, head, builders, storages)
-            break
-        except CorruptError:
-            if len(head) >= min(size, _MAX_PICKLE):
-                raise
-            storages.by_key.clear()
-            head = files.read(path, 0, min(size, len(head) * 8))
+    done, end, keys = _legacy_structure(path, size, files, builders, storages)
     file = TorchFile(path, size, done.value, done.globals)
     for key in keys:
         storage = storages.by_key.get(str(key))
@@ -290,18 +281,38 @@ def _read_legacy(
     return file
 
 
+def _legacy_structure(
+    path: str,
+    size: int,
+    files: SourceFiles,
+    builders: Mapping[str, Builder],
+    storages: _Storages,
+) -> tuple[Unpickled, int, list[Any]]:
+    """As `_legacy_pickles`, from as much of the file's head as the pickles turn out to need."""
+    limit = min(size, _MAX_PICKLE)
+    nbytes = min(limit, 1 << 20)
+    while True:
+        head = files.read(path, 0, nbytes)
+        try:
+            return _legacy_pickles(path, head, builders, storages)
+        except CorruptError:
+            if nbytes == limit:
+                raise
+            storages.by_key.clear()
+            nbytes = min(limit, nbytes * 8)
+
+
 def _legacy_pickles(
     path: str, head: bytes, builders: Mapping[str, Builder], storages: _Storages
-) -> tuple[Any, int, list[Any]]:
+) -> tuple[Unpickled, int, list[Any]]:
     """The object, where its storages' data begins, and the storages' keys in file order."""
-    end = 0
-    for _preamble in ("magic", "protocol", "system"):
-        done = loads(head, where=path, start=end)
-        end = done.end
-    if isinstance(done.value, dict) and done.value.get("little_endian") is False:
+    magic = loads(head, where=path)
+    protocol = loads(head, where=path, start=magic.end)
+    system = loads(head, where=path, start=protocol.end)
+    if isinstance(system.value, dict) and system.value.get("little_endian") is False:
         raise UnsupportedError(path, "holds big-endian tensors")
     table = {**TORCH_BUILDERS, **builders}
-    result = loads(head, where=path, start=end, builders=table, persistent=storages)
+    result = loads(head, where=path, start=system.end, builders=table, persistent=storages)
     keys = loads(head, where=path, start=result.end)
     if not isinstance(keys.value, list):
         raise CorruptError(path, "the list of storages is missing")

@@ -101,5 +101,3 @@ def _crc_places(
             places.append(offset + nbytes + 4)
         found[member] = tuple(places)
     return found
-
-

@@ -100,7 +100,7 @@ class _Group:
         """First flat element of each parameter, and the end of the last."""
         declared = agree(
             f"alignment padding of group {self.index}",
-            each(self.ranks, lambda rank: self._alignment(rank)),
+            each(self.ranks, self._alignment),
             MIXED,
         )
         starts = {}
@@ -151,7 +151,9 @@ class _Group:
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
         dtype: DType = pieces[0].dtype
         chunks: dict[str, list[Chunk]] = defaultdict(list)
-        spans = [(fqn, start, start + prod(self.members[fqn])) for fqn, start in self.starts.items()]
+        spans = [
+            (fqn, start, start + prod(self.members[fqn])) for fqn, start in self.starts.items()
+        ]
         first = 0
         for number, (rank, piece) in enumerate(zip(self.ranks, pieces, strict=True)):
             low = number * self.piece_numel

@@ -95,7 +95,7 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
     agree("the loss scaler", each(ranks, lambda rank: train.scaler(rank.root)), MIXED)
     for rank in ranks:
         count = rank.root.get("partition_count")
-        counts = set(count) if isinstance(count, list) else {count} - {None}
+        counts = {int(n) for n in (count if isinstance(count, list) else [count]) if n is not None}
         if counts - {world_size}:
             raise CorruptError(
                 rank.file.path,
@@ -113,7 +113,7 @@ def _assemble(
     stage, optimizer, state, warnings = _optimizer(first, ranks, tied)
     module = _module_entries(models, tied, sharded=stage == 3)
     entries = _in_module_order(first, [*module, *optimizer])
-    files = {state_file.file.path: state_file.file for state_file in (*models, *ranks)}
+    opened = [*(model.file for model in models), *(rank.file for rank in ranks)]
     trained = {fqn for group in state.param_groups for fqn in group.fqns}
     trained |= {fqn for group in first.shapes for fqn in group}
     frozen = _frozen(entries, trained, first)
@@ -127,13 +127,13 @@ def _assemble(
             precision=_precision(first),
         ),
         entries=keyed(entries),
-        files={path: file.source() for path, file in files.items()},
+        files={file.path: file.source() for file in opened},
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
         frozen=frozen,
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
         warnings=tuple(warnings + (_step_warnings(state) if stage else [])),
-        unknown_globals=_unknown(files.values()),
+        unknown_globals=_unknown(opened),
     )
 
 
@@ -144,9 +144,7 @@ def _unknown(files: Iterable[TorchFile]) -> tuple[str, ...]:
 Read = tuple[int | None, list[Entry], TrainState, list[str]]
 
 
-def _optimizer(
-    first: ModelStates, ranks: Sequence[OptimizerStates], tied: dict[str, str]
-) -> Read:
+def _optimizer(first: ModelStates, ranks: Sequence[OptimizerStates], tied: dict[str, str]) -> Read:
     """(stage, optimizer entries, train state, warnings), by the form of the optimizer states."""
     if not ranks:
         return _stage0(first, tied)
@@ -195,7 +193,7 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
     if optimizer:
         try:
             names = whole.groups_of(first, candidates)
-        except whole.Ambiguous as reason:
+        except whole.AmbiguousError as reason:
             warnings.append(str(reason))
     entries = list(whole.read(first, names))
     members = names or [[] for _ in stored]
@@ -234,9 +232,7 @@ def _module_entries(
                 for model in models
                 if entry.fqn in model.module
             ]
-            buffers.append(
-                Entry(entry.fqn, BUFFER, entry.dtype, entry.shape, tuple(replicas))
-            )
+            buffers.append(Entry(entry.fqn, BUFFER, entry.dtype, entry.shape, tuple(replicas)))
     return buffers + list(partitioned.frozen(models))
 
 
@@ -277,5 +273,3 @@ def _step_warnings(state: TrainState) -> list[str]:
         text: Any = f"the optimizer was updated {shown} times, the engine counts {expected} steps"
         return [text]
     return []
-
-

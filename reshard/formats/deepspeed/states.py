@@ -27,7 +27,7 @@ class ModelStates:
 
     @property
     def module(self) -> dict[str, Tensor]:
-        """fqn -> tensor, as ``state_dict`` gave it; aliases included."""
+        """Fqn -> tensor, as ``state_dict`` gave it; aliases included."""
         found = self.root.get("module") or {}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
@@ -39,7 +39,7 @@ class ModelStates:
 
     @property
     def buffers(self) -> frozenset[str]:
-        """fqns of the persistent buffers."""
+        """Fqns of the persistent buffers."""
         return frozenset(self.root.get("buffer_names") or ())
 
     def mapping(self, key: str) -> dict[str, Any]:

@@ -19,18 +19,19 @@ from reshard.unpickle import Call, Global
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
 _ENGINE_KEYS = frozenset(
-    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
-    "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
-    "skipped_steps global_steps global_samples dp_world_size mp_world_size num_experts "
-    "checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info "
-    "csr_tensor_module_names".split()
+    """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params
+    frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names
+    csr_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
+    num_experts checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info
+    """.split()
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 GroupState = Callable[[int], dict[str, Any]]
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> Any:  # noqa: PLR0911 - one return a kind of value
     """A value that prints and serialises as JSON; what is neither is described, not lost."""
     if isinstance(value, Call):
         shown = {"class": value.name}
@@ -68,7 +69,7 @@ def scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
     found = root.get("loss_scaler")
     if isinstance(found, Call):
         state = plain(found.state)
-        return {"class": found.name.rsplit(".", 1)[-1], **(state if state else {})}
+        return {"class": found.name.rsplit(".", 1)[-1], **(state or {})}
     loose = {key: plain(root[key]) for key in _SCALER_KEYS if key in root}
     return loose or None
 
@@ -109,13 +110,16 @@ def sharded_groups(
     """The user's param groups with the fqns of their (sub-)groups; all ranks must agree.
 
     ``params`` of a stored group lists its flat tensors by index: one at stages 1 and 2, its
-    sub-groups at stage 3. elastic_checkpoint stores no param groups.
+    sub-groups at stage 3. elastic_checkpoint stores no hyper-parameters; its groups are the flat
+    ones.
     """
     stored = agree(
         "the list of param groups",
         each(ranks, lambda rank: _stored_groups(rank, optimizer_key)),
         MIXED,
     )
+    if not stored:
+        return [ParamGroup({}, tuple(members)) for members in shapes]
     result = []
     for hypers, members in stored:
         fqns = [fqn for index in members if index < len(shapes) for fqn in shapes[index]]

@@ -113,7 +113,9 @@ def _groups(model: ModelStates, root: dict[str, Any]) -> list[ParamGroup]:
     return [
         ParamGroup(
             train.hyper(group),
-            tuple(f for index in group.get("params", []) if index < len(shapes) for f in shapes[index]),
+            tuple(
+                f for index in group.get("params", []) if index < len(shapes) for f in shapes[index]
+            ),
         )
         for group in root.get("param_groups", [])
     ]

@@ -28,7 +28,7 @@ AMBIGUOUS = (
 )
 
 
-class Ambiguous(Exception):
+class AmbiguousError(Exception):
     """Shapes and order do not say which parameter an index means; ``example`` is one of them."""
 
     def __init__(self, count: int, example: str) -> None:
@@ -47,7 +47,7 @@ def name_groups(
         groups: the members' shapes, in order.
 
     Raises:
-        Ambiguous: more than one assignment fits.
+        AmbiguousError: more than one assignment fits.
     """
     waiting: dict[Index, list[str]] = defaultdict(list)
     for fqn, shape in candidates.items():
@@ -56,10 +56,10 @@ def name_groups(
     for shape, fqns in waiting.items():
         holders = [count[shape] for count in counts if count[shape]]
         if holders and holders != [len(fqns)]:
-            raise Ambiguous(len(fqns), fqns[0])
+            raise AmbiguousError(len(fqns), fqns[0])
     unknown = set().union(*counts) - set(waiting) if counts else set()
     if unknown:
-        raise Ambiguous(len(unknown), f"no parameter has shape {sorted(unknown)[0]}")
+        raise AmbiguousError(len(unknown), f"no parameter has shape {min(unknown)}")
     orders = {shape: iter(fqns) for shape, fqns in waiting.items()}
     return [[next(orders[shape]) for shape in group] for group in groups]
 
@@ -91,25 +91,24 @@ def _slot_shape(state: Mapping[str, Any]) -> Index:
 
 
 def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str]]:
-    """fqns of every group.
+    """Fqns of every group.
 
     A group whose members have no state yet (never stepped) has no shapes; then only a count that
     equals the number of candidates names them.
 
     Raises:
-        Ambiguous: see `name_groups`.
+        AmbiguousError: see `name_groups`.
     """
     shapes = member_shapes(model)
     if sum(map(len, shapes)) == len(candidates) and len(shapes) == 1:
         names = list(candidates)
         known = all(
-            shape in ((-1,), candidates[name])
-            for shape, name in zip(shapes[0], names, strict=True)
+            shape in ((-1,), candidates[name]) for shape, name in zip(shapes[0], names, strict=True)
         )
         if known:
             return [names]
     if model.mapping("optimizer").get("fp32_groups_flat"):
-        raise Ambiguous(len(candidates), "flat groups without shapes")
+        raise AmbiguousError(len(candidates), "flat groups without shapes")
     return name_groups(candidates, shapes)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from reshard import commit, execute, formats, keys, units, weights
+from reshard.commands.merge_report import MergeReport, describe
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, ResourceError, UnsafeError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, torch_writer
 from reshard.manifest import Entry, Manifest, Origin, Skeleton, SourceFile, check, keyed
 from reshard.plan import WINDOW_BYTES, Plan, plan
-from reshard.report import MergeReport, describe
 
 OnOverflow = Literal["error", "clamp", "allow"]
 Meter = Callable[[int], AbstractContextManager[Callable[[int], None]]]
@@ -66,9 +66,7 @@ def merge(
     options = options or MergeOptions()
     began = time.perf_counter()
     source, destination = Path(source), Path(destination)
-    manifest = formats.read(
-        source, force=options.source_format, tag=options.tag, key=options.key
-    )
+    manifest = formats.read(source, force=options.source_format, tag=options.tag, key=options.key)
     _check_trust(manifest, options.allow_pickle)
     commit.check_destination(
         destination,
@@ -83,7 +81,9 @@ def merge(
     if options.dry_run:
         return report
     commit.check_space(destination, report.bytes_written)
-    outcome = _run(job, manifest, destination, options, meter or (lambda _total: nullcontext(_quiet)))
+    outcome = _run(
+        job, manifest, destination, options, meter or (lambda _total: nullcontext(_quiet))
+    )
     report.overflowed = dict(outcome.overflowed)
     report.flushed = dict(outcome.flushed)
     report.verified = options.verify
@@ -122,9 +122,7 @@ class _Job:
     window_bytes: int
 
 
-def _prepare(
-    manifest: Manifest, source: Path, destination: Path, options: MergeOptions
-) -> _Job:
+def _prepare(manifest: Manifest, source: Path, destination: Path, options: MergeOptions) -> _Job:
     edited = keys.edit(manifest, options.edits)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     is_directory = destination.suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
@@ -143,9 +141,7 @@ def _prepare(
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
     _check_skeleton(skeleton)
     planned = plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
-    return _Job(
-        edited, chosen, skeleton, planned, changes, is_directory, workers, window_bytes
-    )
+    return _Job(edited, chosen, skeleton, planned, changes, is_directory, workers, window_bytes)
 
 
 def _near(source: Path, manifest: Manifest) -> list[Path]:
@@ -219,9 +215,7 @@ def _run(
     job: _Job, manifest: Manifest, destination: Path, options: MergeOptions, meter: Meter
 ) -> execute.Outcome:
     total = sum(file.nbytes for file in job.skeleton.files) * (2 if options.verify else 1)
-    place = commit.staged(
-        destination, is_directory=job.is_directory, overwrite=options.overwrite
-    )
+    place = commit.staged(destination, is_directory=job.is_directory, overwrite=options.overwrite)
     with place as staging, meter(total) as progress:
         outcome = execute.execute(
             job.plan,
@@ -274,5 +268,3 @@ def _verify(
         ) and entry.numel:
             raise DifferentError(fqn, "reads back with another shape, dtype or place")
     execute.read_back(outcome, staging, workers=job.workers, progress=progress)
-
-

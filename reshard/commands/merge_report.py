@@ -56,7 +56,8 @@ class MergeReport:
         """The report for a person."""
         verb = "wrote" if self.done else "would write"
         total = sum(file["bytes"] for file in self.files)
-        yield f"{verb} {self.destination}: {units.show_bytes(total)} in {_plural(len(self.files), 'file')}"
+        count = _plural(len(self.files), "file")
+        yield f"{verb} {self.destination}: {units.show_bytes(total)} in {count}"
         for file in self.files[:_LISTED]:
             yield f"  {file['name']}  {units.show_bytes(file['bytes'])}"
         if len(self.files) > _LISTED:
@@ -67,7 +68,8 @@ class MergeReport:
         )
         yield f"source      {self._sources()}"
         yield from self._drops()
-        yield f"read        {units.show_bytes(self.bytes_read)}; buffers {units.show_bytes(self.peak_buffer_bytes)}"
+        buffers = units.show_bytes(self.peak_buffer_bytes)
+        yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
         if self.done:
             rate = self.bytes_written / max(self.seconds, 1e-9)
             checked = "every byte read back" if self.verified else "not verified (--no-verify)"
@@ -94,7 +96,8 @@ class MergeReport:
         yield from _listed("excluded", self.excluded)
         yield from _listed("kept fp32", self.kept_fp32)
         if self.optimizer_tensors_left:
-            yield f"left out    {self.optimizer_tensors_left} optimizer tensors (merge writes weights)"
+            count = _plural(self.optimizer_tensors_left, "optimizer tensor")
+            yield f"left out    {count} (merge writes weights)"
         yield from _listed("infinite", [f"{n}: {c} values" for n, c in self.overflowed.items()])
         yield from _listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
         for text in self.changes:
