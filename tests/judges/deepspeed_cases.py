@@ -39,11 +39,9 @@ class Case:
     world: int
     config: Config
     kind: str = "train"  # train, moe, pipeline, trainer, accelerate
-    model: str = "menagerie"  # menagerie, menagerie_tied, llama, llama_tied
+    model: str = "menagerie"  # menagerie, menagerie_{tied,vector}, llama, llama_tied
     groups: str = "one"  # see deepspeed_models.param_groups
-    client_optimizer: str | None = (
-        None  # sgd, adamw: made by the caller, not by the config
-    )
+    client_optimizer: str | None = None  # sgd, adamw: made by the caller, not by the config
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     steps: int = 3
     zero_init: bool = False
@@ -69,7 +67,7 @@ def ds_config(
     """
     config: Config = {
         "optimizer": copy.deepcopy(ADAMW),
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 0.0 if (stage, precision) == (0, "fp32") else 1.0,
         "zero_optimization": {
             "stage": stage,
             "reduce_bucket_size": 5000,
@@ -108,16 +106,13 @@ def _worlds() -> list[Case]:
         (1, 4, "fp16"),
     ]
     return [
-        Case(f"z{s}_{p}_ws{w}", w, ds_config(s, p), model="menagerie_tied")
-        for s, w, p in worlds
+        Case(f"z{s}_{p}_ws{w}", w, ds_config(s, p), model="menagerie_tied") for s, w, p in worlds
     ]
 
 
 def _groups() -> list[Case]:
     rows = [
-        (s, split, 4 if split == "tiny" else 2)
-        for s in range(4)
-        for split in ("decay", "tiny")
+        (s, split, 4 if split == "tiny" else 2) for s in range(4) for split in ("decay", "tiny")
     ]
     return [
         Case(f"z{s}_groups_{split}", world, ds_config(s, "bf16"), groups=split)
@@ -140,9 +135,7 @@ def _stage_1_2() -> list[Case]:
         Case("z2_bf16_accum_fp32", 2, ds_config(2, "bf16", top=accumulate_fp32)),
         Case("z1_round_robin", 2, ds_config(1, "bf16", robin)),
         Case("z2_round_robin", 2, ds_config(2, "bf16", robin)),
-        Case(
-            "z2_round_robin_groups_ws4", 4, ds_config(2, "fp32", robin), groups="decay"
-        ),
+        Case("z2_round_robin_groups_ws4", 4, ds_config(2, "fp32", robin), groups="decay"),
         Case("z1_alignment", 2, ds_config(1, "fp32", {"parameter_alignment": True})),
         Case("z2_alignment", 2, ds_config(2, "bf16", {"parameter_alignment": True})),
         Case(
@@ -174,9 +167,7 @@ def _stage_3() -> list[Case]:
             ds_config(3, "fp32", {"sub_group_size": 3000}),
             groups="tiny",
         ),
-        Case(
-            "z3_offload_optimizer", 2, ds_config(3, "bf16", {"offload_optimizer": cpu})
-        ),
+        Case("z3_offload_optimizer", 2, ds_config(3, "bf16", {"offload_optimizer": cpu})),
         Case("z3_offload_both", 2, ds_config(3, "bf16", both)),
         Case("z3_hpz_ws4", 4, ds_config(3, "bf16", {"zero_hpz_partition_size": 2})),
         Case("z3_hpz_ws2", 2, ds_config(3, "bf16", {"zero_hpz_partition_size": 2})),
@@ -215,9 +206,7 @@ def _train_state() -> list[Case]:
         "gradient_clipping": 0.0,
     }
     adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.01}}}
-    amsgrad = {
-        "optimizer": {"type": "AdamW", "params": {**ADAMW["params"], "amsgrad": True}}
-    }
+    amsgrad = {"optimizer": {"type": "AdamW", "params": {**ADAMW["params"], "amsgrad": True}}}
     untested = {"zero_allow_untested_optimizer": True}
     non_zip = {"checkpoint": {"checkpoint_serialization": False}}
     static = {"fp16": {"enabled": True, "loss_scale": 128}}
@@ -270,10 +259,7 @@ def _train_state() -> list[Case]:
             Case(f"z{s}_exclude_frozen", 2, ds_config(s, "bf16"), exclude_frozen=True)
             for s in (1, 2, 3)
         ),
-        *(
-            Case(f"z{s}_non_zip", 2, ds_config(s, "bf16", top=non_zip))
-            for s in range(4)
-        ),
+        *(Case(f"z{s}_non_zip", 2, ds_config(s, "bf16", top=non_zip)) for s in range(4)),
     ]
 
 
@@ -363,9 +349,7 @@ def _user_configs() -> list[Case]:
     zero2 = {**auto_fp16, "zero_optimization": stage2}
     zero3 = {**auto_fp16, "zero_optimization": stage3}
     return [
-        Case(
-            "user_zero2_bf16", 2, zero2_bf16, client_optimizer="adamw", groups="decay"
-        ),
+        Case("user_zero2_bf16", 2, zero2_bf16, client_optimizer="adamw", groups="decay"),
         Case("trainer_zero2_fp16", 2, zero2, kind="trainer", model="llama_tied"),
         Case("trainer_zero3_offload_fp16", 2, zero3, kind="trainer", model="llama"),
         Case("accelerate_zero2_bf16", 2, zero2_bf16, kind="accelerate", model="llama"),
@@ -390,15 +374,20 @@ def _refused() -> list[Case]:
 
 
 def _universal() -> list[Case]:
-    """Converted by DeepSpeed's own ds_to_universal, beside ``run``, into ``universal``."""
+    """Converted by DeepSpeed's own ds_to_universal, beside ``run``, into ``universal``.
+
+    Without the 0-d parameter in stages 1 and 2: the converter fails on it ("RuntimeError:
+    zero-dimensional tensor (at position 0) cannot be concatenated").
+    """
     rows = [
-        Case("universal_z1", 2, ds_config(1, "bf16"), groups="decay"),
-        Case("universal_z2", 2, ds_config(2, "fp32")),
+        Case("universal_z1", 2, ds_config(1, "bf16"), model="menagerie_vector", groups="decay"),
+        Case("universal_z2", 2, ds_config(2, "fp32"), model="menagerie_vector"),
         Case("universal_z3", 2, ds_config(3, "bf16")),
         Case(
             "universal_bf16opt",
             2,
             ds_config(1, "bf16", top={"data_types": {"grad_accum_dtype": "fp32"}}),
+            model="menagerie_vector",
         ),
     ]
     return [replace(row, universal=True) for row in rows]

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 VOCAB = 97
-GLOBAL_BATCH = (
-    12  # divisible by 1, 2, 3 and 4 ranks, so every world size sees the same samples
-)
+GLOBAL_BATCH = 12  # divisible by 1, 2, 3 and 4 ranks, so every world size sees the same samples
 SEQUENCE = 9
 NEVER_STEPPED = "extras.unused"
 FROZEN = ("extras.frozen", "extras.frozen_vector")
@@ -51,9 +49,7 @@ def llama_logits(params: dict[str, Tensor], *, tied: bool) -> dict[str, Tensor]:
     """Logits of a fresh fp32 Llama that holds ``params``, on fixed tokens in eval mode."""
     model = llama(tied=tied).float().eval()
     absent = model.load_state_dict(params, strict=False)
-    if absent.unexpected_keys or set(absent.missing_keys) > (
-        {"lm_head.weight"} if tied else set()
-    ):
+    if absent.unexpected_keys or set(absent.missing_keys) > ({"lm_head.weight"} if tied else set()):
         raise AssertionError(f"the gathered parameters do not fill the model: {absent}")
     input_ids = global_batch(0, 0, 1)
     with torch.no_grad():
@@ -75,19 +71,17 @@ class Hollow(nn.Module):
 class Extras(nn.Module):
     """The odd tensors. A submodule, so that ZeRO-3's module hooks gather them for its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.seven = nn.Parameter(torch.linspace(-1.0, 1.0, 7))
-        self.scalar = nn.Parameter(torch.tensor(0.75))
+        self.scalar = nn.Parameter(torch.full(scalar_shape, 0.75))
         self.thirteen = nn.Parameter(torch.linspace(0.1, 2.0, 13))
         self.hollow = Hollow()
         self.unused = nn.Parameter(torch.linspace(-2.0, 2.0, 15).reshape(3, 5))
         self.frozen = nn.Parameter(
             torch.linspace(-0.5, 0.5, 77).reshape(7, 11), requires_grad=False
         )
-        self.frozen_vector = nn.Parameter(
-            torch.linspace(1.0, 3.0, 5), requires_grad=False
-        )
+        self.frozen_vector = nn.Parameter(torch.linspace(1.0, 3.0, 5), requires_grad=False)
         self.register_buffer("scale", torch.tensor([0.5, 1.25, -2.0]))
         self.register_buffer("calls", torch.tensor(2**40 + 1))
         self.register_buffer("mask", torch.tensor([True, False, True, True]))
@@ -105,17 +99,14 @@ class Extras(nn.Module):
 class Menagerie(nn.Module):
     """A Llama with the odd tensors beside it."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, scalar_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.llama = llama(tied=tied)
-        self.extras = Extras()
+        self.extras = Extras(scalar_shape)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """The loss."""
-        return (
-            self.llama(input_ids=input_ids, labels=input_ids).loss.float()
-            + self.extras()
-        )
+        return self.llama(input_ids=input_ids, labels=input_ids).loss.float() + self.extras()
 
 
 class MoeToy(nn.Module):
@@ -127,24 +118,17 @@ class MoeToy(nn.Module):
 
         self.embed = nn.Embedding(VOCAB, 16)
         expert = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
-        self.moe = MoE(
-            16, expert, num_experts=2, ep_size=expert_parallel, min_capacity=4
-        )
+        self.moe = MoE(16, expert, num_experts=2, ep_size=expert_parallel, min_capacity=4)
         self.head = nn.Linear(16, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """The loss."""
         hidden, auxiliary, _ = self.moe(self.embed(input_ids))
         logits = self.head(hidden).float().flatten(0, 1)
-        return (
-            nn.functional.cross_entropy(logits, input_ids.flatten())
-            + 0.01 * auxiliary.float()
-        )
+        return nn.functional.cross_entropy(logits, input_ids.flatten()) + 0.01 * auxiliary.float()
 
 
-def global_batch(
-    step: int, micro: int, accumulation: int
-) -> Tensor:  # (GLOBAL_BATCH, SEQUENCE)
+def global_batch(step: int, micro: int, accumulation: int) -> Tensor:  # (GLOBAL_BATCH, SEQUENCE)
     """Token ids of one micro step over all ranks; depends on nothing but the position in time."""
     generator = torch.Generator().manual_seed(1000 + step * accumulation + micro)
     return torch.randint(0, VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=generator)

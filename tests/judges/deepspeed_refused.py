@@ -46,18 +46,14 @@ def make_pipeline(case: Case, out: Path) -> None:
         *(LayerSpec(nn.Linear, 16, 16) for _ in range(3)),
         LayerSpec(nn.Linear, 16, models.VOCAB),
     ]
-    model = PipelineModule(
-        layers, num_stages=dist.get_world_size(), loss_fn=_token_loss
-    )
+    model = PipelineModule(layers, num_stages=dist.get_world_size(), loss_fn=_token_loss)
     config = train.resolved_config(case, 1, out)
     config["train_micro_batch_size_per_gpu"] = models.GLOBAL_BATCH // 2
     config["gradient_accumulation_steps"] = 2
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=config
     )
-    losses = [
-        float(engine.train_batch(data_iter=_halves(step))) for step in range(case.steps)
-    ]
+    losses = [float(engine.train_batch(data_iter=_halves(step))) for step in range(case.steps)]
     engine.save_checkpoint(str(out / "run"))
     train.write_reference({"losses": losses, "refused": "pipeline"}, out)
 

@@ -49,9 +49,7 @@ class Run:
     def hypers(self) -> list[dict[str, Any]]:
         """Hyperparameters of each user group, as the optimizer holds them now."""
         groups = self.engine.optimizer.param_groups
-        return [
-            copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups
-        ]
+        return [copy.deepcopy({k: v for k, v in g.items() if k != "params"}) for g in groups]
 
     def fqns(self) -> list[list[str]]:
         """Names of each user group."""
@@ -71,9 +69,7 @@ def start_rank(rank: int, world: int, rendezvous: Path) -> None:
         LOCAL_WORLD_SIZE=str(world),
     )
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world
-    )
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     type(get_accelerator()).is_fp16_supported = lambda _self: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
@@ -81,16 +77,13 @@ def start_rank(rank: int, world: int, rendezvous: Path) -> None:
 def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
     """The case's model, the same on every rank."""
     torch.manual_seed(seed)
-    context = (
-        deepspeed.zero.Init(config_dict_or_path=config)
-        if case.zero_init
-        else nullcontext()
-    )
-    family, _, tied = case.model.partition("_")
+    context = deepspeed.zero.Init(config_dict_or_path=config) if case.zero_init else nullcontext()
+    family, _, variant = case.model.partition("_")
     with context:
         if family == "llama":
-            return models.llama(tied=bool(tied))
-        return models.Menagerie(tied=bool(tied))
+            return models.llama(tied=variant == "tied")
+        shape = (1,) if variant == "vector" else ()
+        return models.Menagerie(tied=variant == "tied", scalar_shape=shape)
 
 
 def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
@@ -263,9 +256,7 @@ def describe(
             "param_groups": groups,
             "loss_scale": getattr(engine.optimizer, "loss_scale", None),
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
-            "client_state": run.case.client_state
-            if client_state is None
-            else client_state,
+            "client_state": run.case.client_state if client_state is None else client_state,
         },
     }
     if models.is_llama(module):

@@ -7,6 +7,7 @@ pass over. The engine inside is the real one, so the reference is gathered as ev
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +28,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
     """The fixed global batches as single samples, in order."""
 
     def __init__(self, steps: int) -> None:
-        self.rows = torch.cat(
-            [models.global_batch(step, 0, 1) for step in range(steps)]
-        )
+        self.rows = torch.cat([models.global_batch(step, 0, 1) for step in range(steps)])
 
     def __len__(self) -> int:
         """Samples of all steps."""
@@ -40,14 +39,28 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
+def _configure_accelerate() -> None:
+    """What ``accelerate launch`` does by environment, with the one backend that CPUs have.
+
+    Left to itself accelerate finds no backend beside DeepSpeed on a CPU and counts one process.
+    """
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    state = PartialState(backend="gloo")
+    if state.num_processes != dist.get_world_size():
+        raise AssertionError(f"accelerate sees {state.num_processes} processes")
+
+
 def make_trainer(case: Case, out: Path) -> None:
     """The transformers Trainer with a DeepSpeed config full of ``auto``."""
     from transformers import Trainer, TrainingArguments
 
+    _configure_accelerate()
     arguments = TrainingArguments(
+        accelerator_config={"use_configured_state": True},
         output_dir=str(out / "run"),
         deepspeed=case.config,
-        use_cpu=True,
         fp16=True,
         max_steps=case.steps,
         save_steps=case.steps,
@@ -72,10 +85,9 @@ def make_accelerate(case: Case, out: Path) -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
+    _configure_accelerate()
     config = train.resolved_config(case, case.world, out)
-    accelerator = Accelerator(
-        cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)
-    )
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = train.build_model(case, config)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if "optimizer" in config:

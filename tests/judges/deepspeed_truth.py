@@ -8,9 +8,6 @@ Every reference the judge hands out passes through here, so nothing is taken on 
   address* of its live view in the flat buffer, and must agree with ``safe_get_full_*``;
 * the slots must explain the last optimizer step: parameter before, slots and learning rate put
   through the optimizer's own formula must give the parameter after.
-
-``safe_get_full_*`` is wrong with round_robin_gradients (it walks the user's order while the flat
-buffer holds the permuted one), so there the addresses alone give the truth.
 """
 
 from __future__ import annotations
@@ -51,18 +48,14 @@ def optimized(model: nn.Module) -> dict[str, nn.Parameter]:
     It files them with the frozen parameters when saving, because binding them to a flat buffer
     would lose their shape.
     """
-    return {
-        n: p for n, p in model.named_parameters() if p.requires_grad and _numel(p) > 0
-    }
+    return {n: p for n, p in model.named_parameters() if p.requires_grad and _numel(p) > 0}
 
 
 def empty_params(model: nn.Module) -> Tensors:
     """Trainable zero-element parameters, fp32 like every other entry of ``params``."""
     live = live_params(model)
     return {
-        n: live[n].float()
-        for n, p in model.named_parameters()
-        if p.requires_grad and not _numel(p)
+        n: live[n].float() for n, p in model.named_parameters() if p.requires_grad and not _numel(p)
     }
 
 
@@ -101,12 +94,7 @@ def snapshot(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
         found = _by_api(engine, slot_names)
     elif isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         found = _by_address(engine, slot_names)
-        if not getattr(optimizer, "round_robin_gradients", False):
-            _same(
-                "safe_get_full_* against memory addresses",
-                found,
-                _by_api(engine, slot_names),
-            )
+        _cross_check(engine, found)
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
         found = _unfused(engine, slot_names)
     elif isinstance(optimizer, torch.optim.Optimizer):
@@ -117,14 +105,27 @@ def snapshot(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
     return found
 
 
+def _cross_check(engine: DeepSpeedEngine, found: Snapshot) -> None:
+    """Compare with ``safe_get_full_*`` as far as that works in stages 1 and 2.
+
+    Not at all with round_robin_gradients: it walks the user's order while the flat buffer holds the
+    permuted one. Without slots where stage 1 or 2 has several groups: ``step`` links all groups'
+    slots after stepping the first, when the others have none yet, so asking for them raises
+    "ValueError: exp_avg not found in optimizer state fragment".
+    """
+    optimizer = engine.optimizer
+    if getattr(optimizer, "round_robin_gradients", False):
+        return
+    linked = isinstance(optimizer, BF16_Optimizer) or len(optimizer.param_groups) == 1
+    by_api = _by_api(engine, tuple(found.slots) if linked else ())
+    _same("safe_get_full_* against memory addresses", found, by_api)
+
+
 def _by_api(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
     named = optimized(engine.module)
     params = {n: safe_get_full_fp32_param(p).detach().clone() for n, p in named.items()}
     slots = {
-        slot: {
-            n: safe_get_full_optimizer_state(p, slot).detach().clone()
-            for n, p in named.items()
-        }
+        slot: {n: safe_get_full_optimizer_state(p, slot).detach().clone() for n, p in named.items()}
         for slot in slot_names
     }
     return Snapshot(params, slots, _steps(engine))
@@ -166,9 +167,7 @@ def _unfused(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
     )
     masters = {
         names[id(low)]: high
-        for lows, highs in zip(
-            optimizer.fp16_groups, optimizer.fp32_groups, strict=True
-        )
+        for lows, highs in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
         for low, high in zip(lows, highs, strict=True)
     }
     return _whole(masters, optimizer.optimizer.state, slot_names, _steps(engine))
@@ -194,9 +193,7 @@ def _whole(
     return Snapshot(params, slots, steps)
 
 
-def group_fqns(
-    engine: DeepSpeedEngine, groups: list[list[nn.Parameter]]
-) -> list[list[str]]:
+def group_fqns(engine: DeepSpeedEngine, groups: list[list[nn.Parameter]]) -> list[list[str]]:
     """Names per user group, in the user's order, of what the optimizer owns."""
     names = {id(p): n for n, p in optimized(engine.module).items()}
     return [[names[id(p)] for p in group if id(p) in names] for group in groups]
@@ -214,9 +211,7 @@ def _steps(engine: DeepSpeedEngine) -> dict[str, float]:
 
 def _gather(piece: Tensor, process_group: Any) -> Tensor:
     local = piece.detach().contiguous()
-    parts = [
-        torch.empty_like(local) for _ in range(dist.get_world_size(group=process_group))
-    ]
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group=process_group))]
     dist.all_gather(parts, local, group=process_group)
     return torch.cat(parts)
 
@@ -227,7 +222,7 @@ def _numel(param: nn.Parameter) -> int:
 
 def _same(what: str, left: Snapshot, right: Snapshot) -> None:
     pairs = [("param", left.params, right.params)]
-    pairs += [(slot, left.slots[slot], right.slots[slot]) for slot in left.slots]
+    pairs += [(slot, left.slots[slot], right.slots[slot]) for slot in right.slots]
     for kind, a, b in pairs:
         wrong = [n for n in a.keys() | b.keys() if not torch.equal(a[n], b[n])]
         if wrong:
@@ -237,9 +232,7 @@ def _same(what: str, left: Snapshot, right: Snapshot) -> None:
 def _check_masters(masters: Tensors, live: Tensors) -> None:
     for name, master in masters.items():
         if not torch.equal(master.to(live[name].dtype), live[name]):
-            raise AssertionError(
-                f"{name}: the fp32 master is not what the module computes with"
-            )
+            raise AssertionError(f"{name}: the fp32 master is not what the module computes with")
 
 
 def _adam(before: Tensor, slots: Tensors, hyper: dict[str, Any], step: float) -> Tensor:
@@ -250,9 +243,7 @@ def _adam(before: Tensor, slots: Tensors, hyper: dict[str, Any], step: float) ->
     return decayed - hyper["lr"] / (1 - beta1**step) * slots["exp_avg"] / denominator
 
 
-def _momentum(
-    before: Tensor, slots: Tensors, hyper: dict[str, Any], _step: float
-) -> Tensor:
+def _momentum(before: Tensor, slots: Tensors, hyper: dict[str, Any], _step: float) -> Tensor:
     return before - hyper["lr"] * slots["momentum_buffer"]
 
 
@@ -281,6 +272,4 @@ def check_last_step(
             actual = after.params[name].double()
             if not torch.allclose(actual, expected, rtol=1e-6, atol=1e-7):
                 worst = float((actual - expected).abs().max())
-                raise AssertionError(
-                    f"{name}: its slots do not explain its last step ({worst})"
-                )
+                raise AssertionError(f"{name}: its slots do not explain its last step ({worst})")

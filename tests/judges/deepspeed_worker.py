@@ -7,14 +7,20 @@ state afterwards, so cases can neither slow nor poison each other. Started by ``
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import importlib
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+import deepspeed
 
 from tests.judges import deepspeed_refused, deepspeed_train, deepspeed_trainers
 from tests.judges.deepspeed_cases import CASES
@@ -27,6 +33,18 @@ KINDS = {
     "accelerate": deepspeed_trainers.make_accelerate,
 }
 POLL_SECONDS = 0.02
+PRELOADED = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # pulls in torch._inductor, seconds of import
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.moe.layer",
+    "deepspeed.pipe",
+    "deepspeed.checkpoint.ds_to_universal",
+    "accelerate",
+    "transformers.trainer",
+    "transformers.integrations.deepspeed",
+)
+"""What DeepSpeed would import late, once in every rank; here it is imported before the forks."""
 
 
 @dataclass
@@ -74,15 +92,14 @@ def _become_rank(job: Job, rank: int) -> NoReturn:
     log = os.open(job.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     code = 0
     try:
         work(job, rank)
     except deepspeed_train.SkipCase as skip:
         Path(job.out, "skipped.txt").write_text(str(skip))
         code = deepspeed_train.SKIPPED_EXIT
-    except (
-        BaseException
-    ):  # the traceback is the report; the exit code carries the failure
+    except BaseException:  # the traceback is the report; the exit code carries the failure
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
@@ -111,10 +128,17 @@ def poll(job: Job) -> bool:
 
 
 def end(job: Job, why: str) -> None:
-    """Kill the ranks that still run; without their peers they would hang in a collective."""
+    """Kill the ranks that still run; without their peers they would hang in a collective.
+
+    Each first writes where it stands to its log.
+    """
+    hanging = [pid for pid, rank in job.pids.items() if rank not in job.exits]
+    for pid in hanging:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(POLL_SECONDS * 10 if hanging else 0)
     for pid, rank in job.pids.items():
         if rank not in job.exits:
-            os.kill(pid, 9)
+            os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             job.exits[rank] = -9
             with job.rank_log(rank).open("a") as log:
@@ -134,8 +158,12 @@ def report(job: Job) -> dict[str, Any]:
 
 def serve(jobs: list[Job], ranks_at_once: int) -> None:
     """Run jobs in order, as many side by side as fit; one job may always run."""
-    waiting, running = list(jobs), []
+    parent, waiting, running = os.getppid(), list(jobs), []
     while waiting or running:
+        if os.getppid() != parent:
+            for job in running:
+                end(job, "the judge is gone")
+            sys.exit("the judge is gone")
         while waiting and (
             not running or sum(j.world for j in [*running, waiting[0]]) <= ranks_at_once
         ):
@@ -147,8 +175,21 @@ def serve(jobs: list[Job], ranks_at_once: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def preload() -> None:
+    """Import everything once, and keep it out of the ranks' garbage collections.
+
+    DeepSpeed's shared-memory collectives are left out: they need a compiler, and they spin, which
+    is slow with few cores. Asking which ops can be built runs a compiler, so it is asked here.
+    """
+    for module in PRELOADED:
+        importlib.import_module(module)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    gc.freeze()
+
+
 def main() -> None:
     """Read the jobs and serve them."""
+    preload()
     spec = json.loads(Path(sys.argv[1]).read_text())
     serve([Job(**job) for job in spec["jobs"]], spec["ranks_at_once"])
 

@@ -16,8 +16,9 @@ from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, Uns
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_INSTEAD = "where DeepSpeed's ds_to_universal can convert it, give reshard its result"
 _REFUSED = (
-    (re.compile(r"layer_\d+-model_\d+-model_states\.pt"), "pipeline-parallel layer files"),
+    (re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"), "pipeline-parallel layer files"),
     (
         re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"),
         "mixture-of-experts files",
@@ -142,8 +143,10 @@ def census(place: Path) -> Census:
     """
     found = Census(place)
     prefixes: dict[str, str] = {}
-    for child in sorted(place.iterdir()):
+    children = sorted(place.iterdir())
+    for child in children:
         _refuse(child, place)
+    for child in children:
         if match := _MODEL.fullmatch(child.name):
             _refuse_tensor_parallel(child, int(match[1]))
             found.model.setdefault(0, child)
@@ -184,7 +187,7 @@ def _refuse(child: Path, place: Path) -> None:
             raise UnsupportedError(
                 place,
                 f"holds {what} ({child.name}), which reshard does not merge yet",
-                "use DeepSpeed's ds_to_universal first and give its result",
+                _INSTEAD,
             )
 
 
@@ -194,5 +197,5 @@ def _refuse_tensor_parallel(child: Path, mp_rank: int) -> None:
             child,
             f"is of model-parallel rank {mp_rank}: tensor-parallel DeepSpeed checkpoints"
             " are not merged yet",
-            "use DeepSpeed's ds_to_universal first and give its result",
+            _INSTEAD,
         )

@@ -66,7 +66,7 @@ def _refuse_model_parallel(census: Census, first: ModelStates) -> None:
             census.place,
             f"was saved with model parallelism (mp_world_size {first.root.get('mp_world_size')}),"
             " which reshard does not merge yet",
-            "use DeepSpeed's ds_to_universal first and give its result",
+            "where DeepSpeed's ds_to_universal can convert it, give reshard its result",
         )
 
 
@@ -90,9 +90,6 @@ def _check_models(models: Sequence[ModelStates]) -> None:
 def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_size: int) -> None:
     if not ranks:
         return
-    agree("ds_version", each(ranks, lambda rank: rank.ds_version), MIXED)
-    agree("ds_config", each(ranks, lambda rank: train.plain(rank.ds_config)), MIXED)
-    agree("the loss scaler", each(ranks, lambda rank: train.scaler(rank.root)), MIXED)
     for rank in ranks:
         count = rank.root.get("partition_count")
         counts = {int(n) for n in (count if isinstance(count, list) else [count]) if n is not None}
@@ -103,6 +100,8 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
                 f" {world_size}",
                 MIXED,
             )
+    agree("ds_version", each(ranks, lambda rank: rank.ds_version), MIXED)
+    agree("the loss scaler", each(ranks, lambda rank: train.scaler(rank.root)), MIXED)
 
 
 def _assemble(
@@ -165,7 +164,7 @@ def _optimizer(first: ModelStates, ranks: Sequence[OptimizerStates], tied: dict[
             f"optimizer states of an unknown form: {', '.join(sorted(map(str, root)))}",
         )
     state = train.state(first, groups=groups, steps=steps, scaler_root=root)
-    return stage, entries, state, _unread_slots(ranks, stage)
+    return stage, entries, state, _unread_slots(ranks, stage) + _excluded_frozen(first, stage)
 
 
 def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:
@@ -179,6 +178,13 @@ def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:
     return [f"optimizer state {name!r} is not per element and is left out" for name in sorted(odd)]
 
 
+def _excluded_frozen(first: ModelStates, stage: int) -> list[str]:
+    """Stages 2 and 3 list their frozen parameters, unless they were asked not to save them."""
+    if stage >= 2 and first.root.get("frozen_param_shapes", {}) is None:
+        return ["saved with exclude_frozen_parameters: frozen weights are not in this checkpoint"]
+    return []
+
+
 def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
     """Stage 0 keeps the optimizer in the model states, or has none."""
     optimizer = first.mapping("optimizer")
@@ -189,7 +195,7 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
     }
     stored = whole.torch_optimizer(first).get("param_groups", [])
     warnings: list[str] = []
-    names: list[list[str]] = []
+    names: list[list[str | None]] = []
     if optimizer:
         try:
             names = whole.groups_of(first, candidates)
@@ -198,15 +204,21 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
     entries = list(whole.read(first, names))
     members = names or [[] for _ in stored]
     groups = [
-        ParamGroup(train.hyper(group), tuple(fqns))
+        ParamGroup(train.hyper(group), tuple(fqn for fqn in fqns if fqn is not None))
         for group, fqns in zip(stored, members, strict=False)
     ]
+    unnamed = sum(fqn is None for fqns in names for fqn in fqns)
+    if unnamed:
+        warnings.append(
+            f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
+            " their index: they are in no param group here"
+        )
     steps = _indexed_steps(first, names)
     state = train.state(first, groups=groups, steps=steps, scaler_root=optimizer)
     return 0, entries, state, warnings
 
 
-def _indexed_steps(first: ModelStates, names: Sequence[Sequence[str]]) -> dict[str, float]:
+def _indexed_steps(first: ModelStates, names: Sequence[Sequence[str | None]]) -> dict[str, float]:
     state = whole.torch_optimizer(first).get("state", {})
     flat_groups = first.mapping("optimizer").get("fp32_groups_flat")
     owners = names if flat_groups else [[fqn] for group in names for fqn in group]
@@ -214,7 +226,7 @@ def _indexed_steps(first: ModelStates, names: Sequence[Sequence[str]]) -> dict[s
     for index, fqns in enumerate(owners):
         step = train.number(first.file, state.get(index, {}).get("step"))
         if step is not None:
-            steps.update(dict.fromkeys(fqns, step))
+            steps.update({fqn: step for fqn in fqns if fqn is not None})
     return steps
 
 

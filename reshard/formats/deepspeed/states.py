@@ -82,7 +82,6 @@ class OptimizerStates:
     root: dict[str, Any]
     rank: int
     ds_version: str
-    ds_config: Any
 
 
 def whole_entry(file: TorchFile, fqn: str, kind: str, tensor: Tensor) -> Entry:
@@ -111,7 +110,7 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
             path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
         )
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
-    return OptimizerStates(file, inner, rank, version, file.root.get("ds_config"))
+    return OptimizerStates(file, inner, rank, version)
 
 
 def agree(what: str, states: Mapping[str, Any], remedy: str) -> Any:

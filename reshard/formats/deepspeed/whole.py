@@ -6,7 +6,8 @@ flat (``fp32_groups_flat``), and a state by index over the groups.
 
 No file names the indices. A parameter is matched by its shape and the order of ``module``, which
 is an answer only where each shape belongs to one group and its count agrees; otherwise the
-optimizer is left out and the reader says so.
+optimizer is left out and the reader says so. A member that was never stepped has no state, hence
+no shape; it needs a name for its group only, and gets one where its neighbours leave one choice.
 """
 
 from __future__ import annotations
@@ -22,46 +23,62 @@ from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.formats.torch_file import Tensor
 from reshard.manifest import MASTER, Entry, contiguous
 
-AMBIGUOUS = (
-    "stage 0 stores its optimizer by index, and {count} parameters of equal shape stand in several"
-    " groups or are frozen in part ({example}): fp32 masters and moments are left out"
-)
+_NO_STATE: Index = (-1,)  # the shape of a member that was never stepped: not in the file
 
 
 class AmbiguousError(Exception):
-    """Shapes and order do not say which parameter an index means; ``example`` is one of them."""
+    """Shapes and order do not say which parameters the indices mean."""
 
-    def __init__(self, count: int, example: str) -> None:
-        self.count = count
-        self.example = example
-        super().__init__(AMBIGUOUS.format(count=count, example=example))
+    def __init__(self, fqns: Sequence[str]) -> None:
+        shown = ", ".join(fqns[:3]) + (" ..." if len(fqns) > 3 else "")
+        super().__init__(
+            "stage 0 stores its optimizer by index, and these parameters of one shape stand in"
+            f" several groups, or are frozen or never stepped in part: {shown};"
+            " fp32 masters and moments are left out"
+        )
 
 
 def name_groups(
     candidates: Mapping[str, Index], groups: Sequence[Sequence[Index]]
-) -> list[list[str]]:
-    """The fqns of each group's members, in group order.
+) -> list[list[str | None]]:
+    """The fqn of each member of each group; None for one without state that has no name either.
 
     Args:
         candidates: every parameter of the module, in order, frozen ones included.
         groups: the members' shapes, in order.
 
     Raises:
-        AmbiguousError: more than one assignment fits.
+        AmbiguousError: more than one assignment of the members with state fits.
     """
-    waiting: dict[Index, list[str]] = defaultdict(list)
+    by_shape: dict[Index, list[str]] = defaultdict(list)
     for fqn, shape in candidates.items():
-        waiting[shape].append(fqn)
+        by_shape[shape].append(fqn)
     counts = [Counter(group) for group in groups]
-    for shape, fqns in waiting.items():
+    for shape in set().union(*counts) - {_NO_STATE}:
         holders = [count[shape] for count in counts if count[shape]]
-        if holders and holders != [len(fqns)]:
-            raise AmbiguousError(len(fqns), fqns[0])
-    unknown = set().union(*counts) - set(waiting) if counts else set()
-    if unknown:
-        raise AmbiguousError(len(unknown), f"no parameter has shape {min(unknown)}")
-    orders = {shape: iter(fqns) for shape, fqns in waiting.items()}
-    return [[next(orders[shape]) for shape in group] for group in groups]
+        if holders != [len(by_shape[shape])]:
+            raise AmbiguousError(by_shape[shape] or [f"no parameter has shape {shape}"])
+    orders = {shape: iter(fqns) for shape, fqns in by_shape.items()}
+    named = [[None if s == _NO_STATE else next(orders[s]) for s in group] for group in groups]
+    _name_stateless(named, list(candidates))
+    return named
+
+
+def _name_stateless(groups: list[list[str | None]], order: list[str]) -> None:
+    """Name members without state where the names around them in their group leave one choice."""
+    position = {fqn: index for index, fqn in enumerate(order)}
+    free = set(order) - {fqn for group in groups for fqn in group}
+    for group in groups:
+        known = [-1 if fqn is None else position[fqn] for fqn in group]
+        for index, fqn in enumerate(group):
+            if fqn is not None:
+                continue
+            low = max(known[:index], default=-1)
+            high = next((p for p in known[index:] if p >= 0), len(order))
+            between = [name for name in order[low + 1 : high] if name in free]
+            if len(between) == 1:
+                group[index] = between[0]
+                free.discard(between[0])
 
 
 def torch_optimizer(model: ModelStates) -> dict[str, Any]:
@@ -87,43 +104,38 @@ def member_shapes(model: ModelStates) -> list[list[Index]]:
 def _slot_shape(state: Mapping[str, Any]) -> Index:
     """The shape of the parameter that a state belongs to: that of its largest slot."""
     shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
-    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=(-1,))
+    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=_NO_STATE)
 
 
-def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str]]:
-    """Fqns of every group.
-
-    A group whose members have no state yet (never stepped) has no shapes; then only a count that
-    equals the number of candidates names them.
+def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str | None]]:
+    """The fqn of each member of every group, as `name_groups`.
 
     Raises:
         AmbiguousError: see `name_groups`.
     """
     shapes = member_shapes(model)
-    if sum(map(len, shapes)) == len(candidates) and len(shapes) == 1:
-        names = list(candidates)
-        known = all(
-            shape in ((-1,), candidates[name]) for shape, name in zip(shapes[0], names, strict=True)
-        )
-        if known:
-            return [names]
+    if len(shapes) == 1 and len(shapes[0]) == len(candidates):
+        pairs = zip(shapes[0], candidates.values(), strict=True)
+        if all(shape in (_NO_STATE, candidate) for shape, candidate in pairs):
+            return [list(candidates)]
     if model.mapping("optimizer").get("fp32_groups_flat"):
-        raise AmbiguousError(len(candidates), "flat groups without shapes")
+        raise AmbiguousError(list(candidates))
     return name_groups(candidates, shapes)
 
 
-def read(model: ModelStates, groups: Sequence[Sequence[str]]) -> Iterator[Entry]:
+def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator[Entry]:
     """Master weights and slots of every named parameter."""
     shapes = {name: tensor.shape for name, tensor in model.module.items()}
     optimizer = model.mapping("optimizer")
     for names, masters in zip(groups, optimizer.get("fp32_groups") or [], strict=False):
         for fqn, tensor in zip(names, masters, strict=True):
-            yield whole_entry(model.file, fqn, MASTER, tensor)
+            if fqn is not None:
+                yield whole_entry(model.file, fqn, MASTER, tensor)
     state = torch_optimizer(model).get("state", {})
     flats = optimizer.get("fp32_groups_flat") or []
     for number, (names, flat) in enumerate(zip(groups, flats, strict=False)):
         slots = {MASTER: flat} | _flat_slots(state.get(number, {}))
-        yield from _flat(model, names, shapes, slots)
+        yield from _flat(model, [fqn for fqn in names if fqn is not None], shapes, slots)
     if not flats:
         fqns = [fqn for names in groups for fqn in names]
         yield from _indexed(model, fqns, shapes, state)
@@ -160,11 +172,13 @@ def _flat(
 
 def _indexed(
     model: ModelStates,
-    fqns: Sequence[str],
+    fqns: Sequence[str | None],
     shapes: Mapping[str, Index],
     state: Mapping[int, Any],
 ) -> Iterator[Entry]:
     for index, fqn in enumerate(fqns):
+        if fqn is None:
+            continue
         for slot, value in state.get(index, {}).items():
             if slot != "step" and isinstance(value, Tensor) and value.shape == shapes[fqn]:
                 yield whole_entry(model.file, fqn, slot, value)

@@ -1,0 +1,64 @@
+"""Make a ZeRO checkpoint of a given size with real DeepSpeed on CPU (gloo).
+
+    torchrun --nproc-per-node 8 benchmarks/make_zero.py DIR --stage 2 --hidden 1536 --layers 12
+
+No step is taken: DeepSpeed allocates masters and moments when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch._dynamo  # noqa: F401 - must be imported before zero.Init patches constructors
+import deepspeed  # isort: skip
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocab", type=int, default=32000)
+    args = parser.parse_args()
+    config = LlamaConfig(
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden // 64,
+        vocab_size=args.vocab,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": args.stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    deepspeed.init_distributed("gloo")
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    if args.stage == 3:
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = LlamaForCausalLM(config)
+    else:
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=settings
+    )
+    engine.save_checkpoint(str(args.directory))
+    if engine.global_rank == 0:
+        config.save_pretrained(args.directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,440 @@
+"""Every way in which an input is bad has its own message, its exit code, and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+OPTIM0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+OPTIM1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+def merge(source, destination, *options: str):
+    return subprocess.run(
+        [sys.executable, "-m", "reshard", "merge", str(source), str(destination), *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """Assert that a merge fails as it should and that nothing was written or left behind."""
+
+    def check(source, code: int, *words: str, destination: Path | None = None, options=()):
+        out = tmp_path / "out"
+        out.mkdir(exist_ok=True)
+        target = destination or out / "x.safetensors"
+        before = sorted(path.name for path in target.parent.iterdir())
+        done = merge(source, target, *options)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        assert done.stdout == ""
+        for word in words:
+            assert word in done.stderr
+        assert sorted(path.name for path in target.parent.iterdir()) == before
+        return done.stderr
+
+    return check
+
+
+def tag_of(run: Path) -> Path:
+    return run / (run / "latest").read_text().strip()
+
+
+def test_missing_optimizer_rank(copied, refused):
+    run = copied("z2_bf16")
+    (tag_of(run) / OPTIM1).unlink()
+    refused(run, 1, str(tag_of(run)), "2 ranks", "rank 1", "missing")
+
+
+def test_missing_model_rank_of_stage3(copied, refused):
+    run = copied("z3_bf16")
+    (tag_of(run) / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    refused(run, 1, "model states", "rank 1", "missing")
+
+
+def test_missing_rank_zero_of_stage3(copied, refused):
+    run = copied("z3_bf16")
+    (tag_of(run) / "zero_pp_rank_0_mp_rank_00_model_states.pt").unlink()
+    refused(run, 1, "zero_pp_rank_0_mp_rank_00_model_states.pt", "missing")
+
+
+def test_no_optimizer_files_at_all(copied, refused):
+    run = copied("z2_bf16")
+    for path in tag_of(run).glob("*_optim_states.pt"):
+        path.unlink()
+    refused(run, 1, "*_optim_states.pt", "--from torch")
+
+
+def test_the_remedy_for_missing_optimizer_files_works(copied, tmp_path):
+    run = copied("z2_bf16")
+    model = tag_of(run) / MODEL
+    done = merge(model, tmp_path / "x.safetensors", "--from", "torch")
+    assert done.returncode == 0, done.stderr
+    assert "stored as trained" in done.stdout
+
+
+@pytest.mark.parametrize("name", [OPTIM1, MODEL])
+@pytest.mark.parametrize("keep", [0.5, 0.98])
+def test_truncated_zip(copied, refused, name, keep):
+    run = copied("z2_bf16")
+    path = tag_of(run) / name
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    refused(run, 3, str(path), "zip directory", "fetch it again")
+
+
+def test_empty_rank_file(copied, refused):
+    run = copied("z2_bf16")
+    (tag_of(run) / OPTIM0).write_bytes(b"")
+    refused(run, 3, OPTIM0, "empty")
+
+
+def test_flipped_byte_in_a_tensor(copied, refused):
+    run = copied("z2_bf16")
+    path = tag_of(run) / OPTIM1
+    flip(path, largest_member(path, "/data/"), at=0.4)
+    refused(run, 3, str(path), "CRC-32", "altered")
+
+
+def test_flipped_byte_in_a_pickle(copied, refused):
+    run = copied("z2_bf16")
+    path = tag_of(run) / MODEL
+    flip(path, largest_member(path, "data.pkl"), at=0.5)
+    refused(run, 3, str(path), "data.pkl", "CRC-32")
+
+
+def largest_member(path: Path, part: str) -> tuple[int, int]:
+    """(data offset, size) of the largest member with ``part`` in its name; of equals the last.
+
+    In optimizer states the moments stand first and the fp32 weights, which a merge reads, last.
+    """
+    with zipfile.ZipFile(path) as archive:
+        named = [m for m in reversed(archive.infolist()) if part in m.filename]
+        member = max(named, key=lambda m: m.file_size)
+    with path.open("rb") as file:
+        file.seek(member.header_offset + 26)
+        name, extra = struct.unpack("<2H", file.read(4))
+    return member.header_offset + 30 + name + extra, member.file_size
+
+
+def flip(path: Path, place: tuple[int, int], at: float) -> None:
+    offset = place[0] + int(place[1] * at)
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_missing_latest(copied, refused):
+    run = copied("z2_bf16")
+    tag = tag_of(run).name
+    (run / "latest").unlink()
+    refused(run, 2, "latest", tag, "--tag")
+
+
+def test_tag_replaces_latest(copied, tmp_path):
+    run = copied("z2_bf16")
+    tag = tag_of(run).name
+    (run / "latest").unlink()
+    assert merge(run, tmp_path / "x.safetensors", "--tag", tag).returncode == 0
+
+
+def test_latest_names_a_missing_tag(copied, refused):
+    run = copied("z2_bf16")
+    tag = tag_of(run).name
+    (run / "latest").write_text("global_step999")
+    refused(run, 2, "global_step999", tag)
+
+
+def test_latest_that_leaves_the_directory(copied, refused):
+    run = copied("z2_bf16")
+    (run / "latest").write_text("../../etc")
+    refused(run, 3, "latest", "not a tag")
+
+
+def test_wrong_level_names_the_right_one(copied, refused):
+    run = copied("z2_bf16")
+    refused(run.parent, 2, "did you mean", str(run))
+
+
+def test_not_a_checkpoint(tmp_path, refused):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "notes.txt").write_text("hello")
+    refused(tmp_path / "src", 2, "no checkpoint")
+
+
+def test_no_such_path(tmp_path, refused):
+    refused(tmp_path / "nowhere", 2, "no such file")
+
+
+def test_stale_extra_rank(copied, refused):
+    run = copied("z2_bf16")
+    extra = OPTIM1.replace("rank_1", "rank_2")
+    shutil.copy(tag_of(run) / OPTIM1, tag_of(run) / extra)
+    refused(run, 3, extra, "left over from another run")
+
+
+def test_stale_prefix_of_another_run(copied, refused):
+    run = copied("z2_bf16")
+    shutil.copy(tag_of(run) / OPTIM1, tag_of(run) / OPTIM1.removeprefix("bf16_"))
+    refused(run, 3, "two runs")
+
+
+def test_two_steps_mixed(copied, made, refused):
+    run = copied("z2_bf16")
+    path = tag_of(run) / OPTIM1
+    state = torch.load(path, weights_only=False)
+    state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 5
+    torch.save(state, path)
+    refused(run, 3, OPTIM1, "optimizer step", "mixed")
+
+
+def test_two_steps_mixed_at_stage3(copied, refused):
+    run = copied("z3_bf16")
+    path = tag_of(run) / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=False)
+    state["global_steps"] += 1
+    torch.save(state, path)
+    refused(run, 3, path.name, "global_steps", "mixed")
+
+
+def test_two_world_sizes_mixed(copied, made, refused):
+    run = copied("z2_bf16")
+    other = made / "z2_bf16_ws4" / "run"
+    shutil.copy(tag_of(other) / OPTIM1, tag_of(run) / OPTIM1)
+    refused(run, 3, OPTIM1, "ranks")
+
+
+def test_size_0_weights_name_the_real_ones(copied, refused):
+    run = copied("z3_bf16")
+    state = torch.load(
+        tag_of(run) / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False
+    )
+    torch.save(state["module"], run / "pytorch_model.bin")
+    refused(run / "pytorch_model.bin", 1, "size 0", str(tag_of(run)))
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+def test_pickle_that_would_run_code(copied, refused):
+    run = copied("z2_bf16")
+    path = tag_of(run) / MODEL
+    state = torch.load(path, weights_only=False)
+    torch.save(state | {"attack": Attack()}, path)
+    refused(run, 5, str(path), "posix.system", "would run code")
+    assert not Path("pwned").exists()
+
+
+def test_inspect_refuses_a_pickle_that_would_run_code(tmp_path):
+    torch.save({"w": torch.ones(2), "attack": Attack()}, tmp_path / "x.pt")
+    done = subprocess.run(
+        [sys.executable, "-m", "reshard", "inspect", str(tmp_path / "x.pt")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert "would run code" in done.stderr
+
+
+class Config:
+    """A class of the user's own, as client states hold."""
+
+    def __init__(self):
+        self.lr = 3
+
+
+def test_unknown_class_is_refused_until_allowed(copied, refused, tmp_path):
+    run = copied("z2_bf16")
+    path = tag_of(run) / MODEL
+    state = torch.load(path, weights_only=False)
+    torch.save(state | {"mine": Config()}, path)
+    name = f"{Config.__module__}.Config"
+    refused(run, 5, name, f"--allow-pickle {name}")
+    done = merge(run, tmp_path / "y.safetensors", "--allow-pickle", name)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
+def test_index_that_points_outside(tmp_path, refused, name):
+    source = tmp_path / "hf"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
+    index = {"metadata": {}, "weight_map": {"w": name}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(source, 5, name, "outside")
+
+
+def test_index_with_a_missing_shard(tmp_path, refused):
+    source = tmp_path / "hf"
+    source.mkdir()
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00002.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(source, 1, "model-00001-of-00002.safetensors", "missing")
+
+
+def test_stale_shard_beside_the_index(tmp_path, refused):
+    source = tmp_path / "hf"
+    source.mkdir()
+    save_file({"w": torch.ones(2), "old": torch.ones(3)}, source / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": {"w": "model-1.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(source, 3, "'old'", "stale")
+
+
+def test_header_that_claims_more_than_the_file(tmp_path, refused):
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(100)}, path)
+    path.write_bytes(path.read_bytes()[:-40])
+    refused(path, 3, str(path), "end")
+
+
+def test_header_length_beyond_the_file(tmp_path, refused):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+    refused(path, 3, "header claims")
+
+
+def test_full_disk(copied, refused, tiny_disk):
+    refused(
+        copied("z2_bf16"), 4, "free", destination=tiny_disk / "x.safetensors", options=["--dtype=fp32"]
+    )
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    place = tmp_path / "tiny"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_disk_that_fills_up_midway(copied, tiny_disk, monkeypatch):
+    import reshard
+    from reshard import commit
+
+    monkeypatch.setattr(commit, "check_space", lambda *_: None)
+    with pytest.raises(reshard.errors.ResourceError, match="disk is full"):
+        reshard.merge(copied("z2_bf16"), tiny_disk / "x.safetensors", dtype="fp32")
+    assert list(tiny_disk.iterdir()) == []
+
+
+def test_existing_destination(copied, refused, tmp_path):
+    target = tmp_path / "mine.safetensors"
+    target.write_bytes(b"precious")
+    refused(copied("z2_bf16"), 2, "exists", "--overwrite", destination=target)
+    assert target.read_bytes() == b"precious"
+
+
+def test_existing_directory_that_is_not_empty(copied, refused, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "model-00009-of-00009.safetensors").write_bytes(b"old")
+    refused(copied("z2_bf16"), 2, "not empty", destination=target)
+
+
+def test_overwrite_never_deletes_what_is_no_export(copied, refused, tmp_path):
+    target = tmp_path / "home"
+    (target / "photos").mkdir(parents=True)
+    refused(copied("z2_bf16"), 2, "photos", destination=target, options=["--overwrite"])
+    assert (target / "photos").is_dir()
+
+
+def test_overwrite_leaves_no_stale_shard(copied, tmp_path):
+    target = tmp_path / "model"
+    target.mkdir()
+    (target / "model-00009-of-00009.safetensors").write_bytes(b"old")
+    assert merge(copied("z2_bf16"), target, "--overwrite").returncode == 0
+    assert not (target / "model-00009-of-00009.safetensors").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "run"]
+
+
+@pytest.mark.parametrize("inside", ["out.safetensors", "global_step2/out.safetensors"])
+def test_destination_inside_the_source(copied, refused, inside):
+    run = copied("z2_bf16")
+    inside = inside.replace("global_step2", tag_of(run).name)
+    refused(run, 2, "inside the source", destination=run / inside)
+
+
+def test_destination_that_is_the_source(copied, refused):
+    run = copied("z2_bf16")
+    refused(run, 2, "inside the source", destination=run, options=["--overwrite"])
+
+
+def test_destination_without_a_parent(copied, refused, tmp_path):
+    done = merge(copied("z2_bf16"), tmp_path / "no" / "x.safetensors")
+    assert done.returncode == 2
+    assert "no directory" in done.stderr
+
+
+def test_overflow_to_infinity(tmp_path, refused):
+    save_file({"w": torch.tensor([1.0, 1e5, -1e6]), "v": torch.ones(2)}, tmp_path / "x.safetensors")
+    text = refused(
+        tmp_path / "x.safetensors",
+        1,
+        "2 finite values",
+        "w (2)",
+        "--on-overflow",
+        options=["--dtype", "fp16"],
+    )
+    assert "v (" not in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--dtype", "int8"],
+        ["--dtype", "nonsense"],
+        ["--max-shard-size", "lots"],
+        ["--rename", "no-equals"],
+        ["--rename", "(=x"],
+        ["--include", "nothing_has_this_name"],
+        ["--keep-fp32", "nothing_has_this_name"],
+        ["--workers", "-3"],
+    ],
+)
+def test_options_that_make_no_sense(copied, refused, options):
+    refused(copied("z2_bf16"), 2, options=options)
+
+
+def test_colliding_names(copied, refused):
+    refused(copied("z2_bf16"), 2, "would get this name", options=["--rename", r"layers\.\d+=layers.0"])
+
+
+def test_legacy_pickle_attack(tmp_path, refused):
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    head = path.read_bytes()
+    body = pickle.dumps(Attack(), protocol=2)
+    path.write_bytes(head[: head.index(b".", 200) + 1] + body)
+    refused(path, 5, "would run code")
+
+
+def test_tensor_parallel_is_refused_by_name(copied, refused):
+    run = copied("z2_bf16")
+    name = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    shutil.copy(tag_of(run) / OPTIM0, tag_of(run) / name)
+    refused(run, 2, name, "model-parallel rank 1", "not merged yet")

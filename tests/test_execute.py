@@ -1,0 +1,115 @@
+"""Real bytes: every layout into every target, checksums on the way, nothing wrong unseen."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from reshard import dtypes
+from reshard.box import whole
+from reshard.errors import CorruptError, DifferentError, IncompleteError, ReshardError
+from reshard.execute import execute, read_back
+from reshard.manifest import (
+    Chunk,
+    Entry,
+    SourceFile,
+)
+from reshard.plan import plan
+from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
+
+F32 = dtypes.FLOAT32
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_layout_is_copied_into_any_target(tmp_path, seed):
+    made = scene(tmp_path / "in", seed)
+    targets = [whole_target(made), whole_target(made, files=3), sharded_target(made, seed)]
+    for number, skeleton in enumerate(targets):
+        outcome = run(made, skeleton, tmp_path / f"out{number}")
+        assert contents(tmp_path / f"out{number}") == expected(made, skeleton)
+        assert not outcome.overflowed
+        read_back(outcome, tmp_path / f"out{number}", workers=1)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize(("window_bytes", "read_bytes"), [(64, 64), (1 << 10, 7), (1, 1 << 20)])
+def test_bytes_do_not_depend_on_workers_or_windows(tmp_path, workers, window_bytes, read_bytes):
+    made = scene(tmp_path / "in", 100)
+    for number, skeleton in enumerate([whole_target(made, files=2), sharded_target(made, 1)]):
+        out = tmp_path / f"out{number}"
+        outcome = run(
+            made, skeleton, out, window_bytes=window_bytes, workers=workers, read_bytes=read_bytes
+        )
+        assert contents(out) == expected(made, skeleton)
+        read_back(outcome, out, workers=workers)
+
+
+def test_an_expanded_source_is_read_whatever_the_read_limit(tmp_path):
+    (tmp_path / "f").write_bytes(np.arange(6, dtype="<f4").tobytes())
+    chunk = Chunk(whole((5, 6, 3)), str(tmp_path / "f"), 0, (0, 4, 0), F32)
+    entry = Entry("w", "param", F32, (5, 6, 3), (chunk,))
+    skeleton = single(entry)
+    wanted = np.broadcast_to(np.arange(6, dtype="<f4")[:, None], (5, 6, 3)).tobytes()
+    for read_bytes in (1, 8, 1 << 20):
+        out = tmp_path / f"out{read_bytes}"
+        out.mkdir()
+        files = {chunk.file: SourceFile(chunk.file, 24)}
+        planned = plan({entry.key: entry}, skeleton)
+        execute(planned, skeleton, files, out, workers=1, read_bytes=read_bytes)
+        assert (out / "o").read_bytes() == wanted
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_read_back_sees_any_flipped_output_byte(tmp_path, workers):
+    made = scene(tmp_path / "in", 7)
+    skeleton = whole_target(made)
+    outcome = run(made, skeleton, tmp_path / "out", window_bytes=300)
+    path = tmp_path / "out" / "out0.safetensors"
+    data = path.read_bytes()
+    header = len(skeleton.files[0].literals[0][1])
+    for at in random.Random(1).sample(range(header, len(data)), 20):
+        flipped = bytearray(data)
+        flipped[at] ^= 16
+        path.write_bytes(flipped)
+        with pytest.raises(DifferentError, match="read back differ"):
+            read_back(outcome, tmp_path / "out", workers=workers)
+    path.write_bytes(data[:-1])
+    with pytest.raises(ReshardError):
+        read_back(outcome, tmp_path / "out", workers=workers)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_source_that_shrinks_is_corrupt(tmp_path, workers):
+    made = scene(tmp_path / "in", 8)
+    files = made.files()
+    for number, (path, source) in enumerate(files.items()):
+        Path(path).write_bytes(Path(path).read_bytes()[: source.nbytes // 2])
+        with pytest.raises(CorruptError, match="shorter") as caught:
+            run(made, whole_target(made), tmp_path / f"out{number}", workers=workers, files=files)
+        assert caught.value.where == path
+        made.files()
+
+
+def test_a_source_that_vanishes_is_incomplete(tmp_path):
+    made = scene(tmp_path / "in", 8)
+    files = made.files()
+    gone = Path(next(iter(files)))
+    gone.unlink()
+    with pytest.raises(IncompleteError, match=gone.name):
+        run(made, whole_target(made), tmp_path / "out", workers=2, files=files)
+
+
+def test_progress_counts_every_output_byte_once(tmp_path):
+    made = scene(tmp_path / "in", 10)
+    skeleton = whole_target(made)
+    (tmp_path / "out").mkdir()
+    planned = plan(made.entries, skeleton, 100)
+    for workers in (1, 3):
+        seen = []
+        out = tmp_path / f"out{workers}"
+        out.mkdir()
+        execute(planned, skeleton, made.files(), out, workers=workers, progress=seen.append)
+        assert sum(seen) == sum(entry.nbytes for entry in made.entries.values())

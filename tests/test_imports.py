@@ -1,0 +1,200 @@
+"""The layers: imports point one way, and reading imports neither torch nor numpy."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspeed"}
+# In the order in which data flow: a module imports only from groups before its own, or its own.
+LAYERS = (
+    ("errors", "dtypes", "box", "version", "checksum"),
+    ("manifest", "files", "trust", "units", "cast"),
+    ("unpickle", "layout", "keys"),
+    ("formats", "plan"),
+    ("execute",),
+    ("commit", "tensors", "weights"),
+    ("commands",),
+    ("",),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def modules(package):
+    """Dotted module name -> its syntax tree."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(
+            path.read_text()
+        )
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def imported(tree, known=(), *, top_level=False):
+    """Every module that is imported; ``from a import b`` is ``a.b`` where that is a module."""
+    nodes = _at_import(tree) if top_level else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else str(node.module)
+
+
+def _at_import(tree):
+    """Nodes that run when the module is imported: no function bodies, no TYPE_CHECKING blocks."""
+    waiting = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+RESHARD = modules("reshard")
+
+
+def layer(module):
+    return [*module.split("."), ""][1]
+
+
+@cache
+def edges():
+    return [
+        (module, target)
+        for module, tree in RESHARD.items()
+        for target in imported(tree, RESHARD)
+        if target.split(".")[0] == "reshard"
+    ]
+
+
+def test_every_module_has_a_layer():
+    assert {layer(module) for module in RESHARD} <= set(RANK)
+
+
+def test_layers_point_one_way():
+    def allowed(module, target):
+        if layer(target) == "" and layer(module) in ("cli", "__main__"):
+            return True
+        return RANK[layer(target)] <= RANK[layer(module)] and layer(target) != ""
+
+    assert [edge for edge in edges() if not allowed(*edge)] == []
+
+
+def test_no_two_modules_import_each_other():
+    graph = {module: set() for module in RESHARD}
+    for a, b in edges():
+        graph[a].add(b)
+    done: set[str] = set()
+
+    def visit(module, path):
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for target in sorted(graph.get(module, ())):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+    assert done == set(graph)
+
+
+@pytest.mark.parametrize(
+    ("importer", "forbidden"),
+    [
+        ("formats", {"plan", "execute", "commit", "tensors", "commands", "weights", "cast"}),
+        ("plan", {"formats", "files", "execute", "cast"}),
+        ("box", {"dtypes", "errors", "manifest"}),
+        ("manifest", {"files", "layout", "formats", "plan"}),
+        ("unpickle", {"formats", "manifest", "files", "box"}),
+        ("errors", {"dtypes", "box", "manifest"}),
+        ("execute", {"formats", "commit", "commands"}),
+    ],
+)
+def test_a_layer_never_imports(importer, forbidden):
+    crossed = [(a, b) for a, b in edges() if layer(a) == importer and layer(b) in forbidden]
+    assert crossed == []
+
+
+def test_only_the_main_module_imports_the_command_line():
+    assert {a for a, b in edges() if layer(b) == "cli"} <= {"reshard.__main__"}
+
+
+def test_reshard_and_trainer_import_nothing_from_each_other():
+    targets = {t.split(".")[0] for tree in RESHARD.values() for t in imported(tree)}
+    assert "trainer" not in targets
+    trainer = modules("trainer") if (ROOT / "trainer").is_dir() else {}
+    crossed = {t.split(".")[0] for tree in trainer.values() for t in imported(tree)}
+    assert "reshard" not in crossed
+
+
+def test_nothing_heavy_is_imported_at_the_top_of_a_module():
+    heavy = {
+        (module, target)
+        for module, tree in RESHARD.items()
+        for target in imported(tree, top_level=True)
+        if target.split(".")[0] in HEAVY and layer(module) != "cast"
+    }
+    assert heavy == set()
+
+
+def test_no_module_uses_pickle_or_runs_code():
+    banned = {"pickle", "dill", "cloudpickle", "marshal", "subprocess", "importlib", "shelve"}
+    used = {
+        (module, target)
+        for module, tree in RESHARD.items()
+        for target in imported(tree)
+        if target.split(".")[0] in banned
+    }
+    calls = {
+        (module, node.func.id)
+        for module, tree in RESHARD.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("eval", "exec", "__import__", "compile")
+    }
+    assert used | calls == set()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_inspect_imports_neither_torch_nor_numpy(tmp_path, suffix):
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / f"weights{suffix}"
+    state = {"a.weight": torch.ones(3, 2), "b": torch.zeros(4, dtype=torch.bfloat16)}
+    (torch.save if suffix == ".pt" else save_file)(state, path)
+    probe = (
+        "import sys, atexit\n"
+        "atexit.register(lambda: print('LOADED', sorted({'torch', 'numpy'} & set(sys.modules))))\n"
+        "from reshard.cli import main\n"
+        f"sys.argv = ['reshard', 'inspect', {str(path)!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "LOADED []" in done.stdout
+    assert path.name in done.stdout

@@ -1,0 +1,73 @@
+"""Partition rules: every element is stored once, where the rule says."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import numpy as np
+
+from reshard import dtypes
+from reshard.box import flat_span
+from reshard.layout import equal_piece, run_chunks
+
+
+def test_run_chunks_point_at_the_run_stored_contiguously():
+    chance = random.Random(1)
+    for _ in range(1500):
+        shape = tuple(chance.choice((1, 2, 3, 5, 7)) for _ in range(chance.randint(0, 4)))
+        start, stop = sorted(chance.randint(0, prod(shape)) for _ in range(2))
+        lead = chance.randint(0, 9)
+        tensor = np.arange(prod(shape), dtype="<u2").reshape(shape)
+        stored = bytes(lead) + tensor.reshape(-1)[start:stop].tobytes()
+        rebuilt = np.full(shape, 0xFFFF, "<u2")
+        chunks = list(run_chunks("f", lead, dtypes.BFLOAT16, shape, start, stop))
+        for chunk in chunks:
+            low, high = chunk.byte_span
+            assert lead <= low < high <= len(stored)
+            view = np.ndarray(chunk.box.shape, "<u2", stored, chunk.byte_offset, chunk.byte_strides)
+            place = tuple(
+                slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
+            )
+            rebuilt[place] = view
+        flat = rebuilt.reshape(-1)
+        assert flat[start:stop].tolist() == list(range(start, stop))
+        assert (flat[:start] == 0xFFFF).all()
+        assert (flat[stop:] == 0xFFFF).all()
+
+
+def test_run_chunks_of_an_empty_run_are_none():
+    assert list(run_chunks("f", 0, dtypes.FLOAT32, (3, 4), 5, 5)) == []
+    assert list(run_chunks("f", 0, dtypes.FLOAT32, (3, 0, 2), 0, 0)) == []
+
+
+def test_run_chunks_follow_one_another_in_the_tensor_and_in_the_file():
+    shape = (5, 3, 4)
+    chunks = list(run_chunks("f", 100, dtypes.FLOAT32, shape, 7, 53))
+    at = 7
+    for chunk in chunks:
+        assert flat_span(chunk.box, shape)[0] == at
+        assert chunk.byte_offset == 100 + (at - 7) * 4
+        at += chunk.box.volume
+    assert at == 53
+
+
+def test_equal_pieces_cover_without_overlap():
+    for numel in range(40):
+        for ranks in range(1, 13):
+            pieces = [equal_piece(numel, ranks, rank) for rank in range(ranks)]
+            covered = [i for start, stop in pieces for i in range(start, stop)]
+            assert covered == list(range(numel))
+            assert all(0 <= start <= stop <= numel for start, stop in pieces)
+
+
+def test_equal_pieces_are_those_of_torch_chunk():
+    import torch
+
+    for numel in range(1, 30):
+        for ranks in range(1, 9):
+            sizes = [len(piece) for piece in torch.arange(numel).chunk(ranks)]
+            ours = [
+                stop - start for start, stop in (equal_piece(numel, ranks, r) for r in range(ranks))
+            ]
+            assert ours == sizes + [0] * (ranks - len(sizes))

@@ -1,0 +1,193 @@
+"""Plans as plain data: windows tile the targets, copies paint every byte of a window once."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from reshard import dtypes
+from reshard.box import Box, whole
+from reshard.errors import ReshardError
+from reshard.manifest import Chunk, Entry, Manifest, Origin, OutputFile, Skeleton, check, contiguous
+from reshard.plan import block, plan
+from tests.scenes import scene, sharded_target, whole_target
+
+WINDOWS = (1, 64, 1 << 10, 4 << 20)
+
+
+def targets(made, seed):
+    return [whole_target(made), whole_target(made, files=3), sharded_target(made, seed)]
+
+
+def painted(window):
+    """How often each byte of a window is filled."""
+    count = np.zeros(window.nbytes, int)
+    for copy in window.copies:
+        size = copy.target_dtype.itemsize
+        for index in product(*map(range, copy.shape)):
+            at = copy.target_offset
+            at += sum(i * s for i, s in zip(index, copy.target_strides, strict=True))
+            assert 0 <= at <= window.nbytes - size
+            count[at : at + size] += 1
+    return count
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_scenes_themselves_are_covered(tmp_path, seed):
+    made = scene(tmp_path, seed)
+    assert check(Manifest(Origin("test", ""), made.entries, made.files())) is None
+
+
+@pytest.mark.parametrize("window_bytes", WINDOWS)
+def test_windows_tile_every_target_exactly(tmp_path, window_bytes):
+    for seed in range(6):
+        made = scene(tmp_path, seed)
+        for target in targets(made, seed):
+            planned = plan(made.entries, target, window_bytes)
+            wanted = {
+                (chunk.file, byte)
+                for entry in target.entries
+                for chunk in entry.chunks
+                for byte in range(*chunk.byte_span)
+            }
+            held = [
+                (w.file, byte)
+                for w in planned.windows
+                for byte in range(w.byte_offset, w.byte_offset + w.nbytes)
+            ]
+            assert len(held) == len(set(held))
+            assert set(held) == wanted
+
+
+@pytest.mark.parametrize("window_bytes", WINDOWS)
+def test_copies_paint_every_byte_of_their_window_once(tmp_path, window_bytes):
+    for seed in range(3):
+        made = scene(tmp_path, seed)
+        for target in targets(made, seed):
+            for window in plan(made.entries, target, window_bytes).windows:
+                assert (painted(window) == 1).all()
+
+
+@pytest.mark.parametrize("window_bytes", WINDOWS)
+def test_windows_are_ordered_and_at_most_the_limit_or_one_element(tmp_path, window_bytes):
+    made = scene(tmp_path, 5)
+    for target in targets(made, 5):
+        planned = plan(made.entries, target, window_bytes)
+        places = [(w.file, w.byte_offset) for w in planned.windows]
+        assert places == sorted(places)
+        assert all(0 < w.nbytes <= max(window_bytes, 8) for w in planned.windows)
+        assert planned.window_bytes == max(w.nbytes for w in planned.windows)
+
+
+def test_a_large_window_takes_everything_adjacent_at_once(tmp_path):
+    made = scene(tmp_path, 2)
+    assert len(plan(made.entries, whole_target(made)).windows) == 1
+
+
+def test_a_plan_moves_each_byte_once_whatever_the_replicas(tmp_path):
+    for seed in range(6):
+        made = scene(tmp_path, seed, layouts=("replicas",))
+        planned = plan(made.entries, whole_target(made), 256)
+        assert planned.copied_bytes == sum(entry.nbytes for entry in made.entries.values())
+
+
+def test_a_plan_does_not_depend_on_the_order_of_chunks(tmp_path):
+    made = scene(tmp_path, 3, layouts=("flat", "grid", "columns"))
+    target = whole_target(made)
+    first = plan(made.entries, target, 128)
+    chance = random.Random(1)
+    for _ in range(5):
+        shuffled = {}
+        for key, entry in made.entries.items():
+            chunks = list(entry.chunks)
+            chance.shuffle(chunks)
+            shuffled[key] = replace(entry, chunks=tuple(chunks))
+        assert plan(shuffled, target, 128) == first
+
+
+def test_neighbouring_runs_become_one_copy():
+    pieces = [contiguous("f", 4 * i, dtypes.FLOAT32, Box((i,), (1,)), (1,)) for i in range(100)]
+    entry = Entry("w", "param", dtypes.FLOAT32, (100,), tuple(reversed(pieces)))
+    copies = block(entry, whole((100,)), dtypes.FLOAT32).copies
+    assert [(c.shape, c.byte_offset) for c in copies] == [((100,), 0)]
+
+
+def test_runs_that_are_neighbours_on_one_side_only_stay_apart():
+    first = contiguous("f", 0, dtypes.FLOAT32, Box((0,), (4,)), (4,))
+    moved = contiguous("f", 20, dtypes.FLOAT32, Box((4,), (4,)), (4,))
+    other = contiguous("g", 16, dtypes.FLOAT32, Box((4,), (4,)), (4,))
+    for second in (moved, other):
+        entry = Entry("w", "param", dtypes.FLOAT32, (8,), (first, second))
+        assert len(block(entry, whole((8,)), dtypes.FLOAT32).copies) == 2
+
+
+def test_a_block_reads_from_exactly_the_chunks_that_meet_it(tmp_path):
+    chance = random.Random(4)
+    made = scene(tmp_path, 4, shapes=((11, 17),) * 5, layouts=("flat", "grid", "columns"))
+    for entry in made.entries.values():
+        for _ in range(40):
+            origin = tuple(chance.randint(0, n - 1) for n in entry.shape)
+            extent = tuple(
+                chance.randint(1, n - o) for n, o in zip(entry.shape, origin, strict=True)
+            )
+            window = block(entry, Box(origin, extent), entry.dtype)
+            assert (painted(window) == 1).all()
+
+
+def test_a_block_of_nothing_has_no_copies():
+    entry = Entry(
+        "w",
+        "param",
+        dtypes.FLOAT32,
+        (3, 4),
+        (contiguous("f", 0, dtypes.FLOAT32, whole((3, 4)), (3, 4)),),
+    )
+    window = block(entry, Box((1, 2), (0, 2)), dtypes.FLOAT32)
+    assert (window.nbytes, window.copies) == (0, ())
+
+
+def test_an_entry_that_the_source_lacks_is_refused(tmp_path):
+    made = scene(tmp_path, 1)
+    target = whole_target(made)
+    lost = {key: entry for key, entry in made.entries.items() if key[1] != "t06"}
+    with pytest.raises(ReshardError, match=r"t06.*lacks it"):
+        plan(lost, target)
+
+
+def test_an_entry_of_another_shape_is_refused(tmp_path):
+    made = scene(tmp_path, 1)
+    target = whole_target(made)
+    key = ("param", "t06")
+    turned = replace(made.entries[key], shape=(17, 11))
+    with pytest.raises(ReshardError, match=r"t06.*\(17, 11\)"):
+        plan({**made.entries, key: turned}, target)
+
+
+def test_a_target_that_is_not_contiguous_is_refused():
+    stored = contiguous("f", 0, dtypes.FLOAT32, whole((4, 4)), (4, 4))
+    entry = Entry("w", "param", dtypes.FLOAT32, (4, 4), (stored,))
+    turned = Chunk(whole((4, 4)), "o", 0, (4, 16), dtypes.FLOAT32)
+    skeleton = Skeleton((OutputFile("o", 64),), (replace(entry, chunks=(turned,)),))
+    with pytest.raises(ReshardError, match="contiguously"):
+        plan({entry.key: entry}, skeleton)
+
+
+def test_flat_chunks_of_many_ranks_are_planned_in_time_that_grows_with_them():
+    """A thousand ranks' pieces and ten thousand windows: no window looks at every piece."""
+    numel, ranks = 1 << 20, 1 << 10
+    step = numel // ranks
+    chunks = tuple(
+        contiguous(f"r{i}", 0, dtypes.FLOAT32, Box((i * step,), (step,)), (step,))
+        for i in range(ranks)
+    )
+    entry = Entry("w", "param", dtypes.FLOAT32, (numel,), chunks)
+    target = contiguous("o", 0, dtypes.FLOAT32, whole((numel,)), (numel,))
+    skeleton = Skeleton((OutputFile("o", 4 * numel),), (replace(entry, chunks=(target,)),))
+    windows = plan({entry.key: entry}, skeleton, 512).windows
+    assert len(windows) == 4 * numel // 512
+    assert all(len(window.copies) == 1 for window in windows)
+    assert all(a.byte_offset + a.nbytes == b.byte_offset for a, b in pairwise(windows))
