@@ -70,7 +70,7 @@ def _special(dtype: torch.dtype) -> torch.Tensor:
 
 def raw(tensor: torch.Tensor) -> bytes:
     """The elements' bits in row-major order."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

@@ -157,7 +157,7 @@ BOMBS = {
     "rebuilds nested deeply": (
         TYPED
         + b"q\x000"
-        + b"(h\x00h\x00N" * 50_000
+        + b"(h\x00N" * 50_000
         + b"(h\x00N)Nt"
         + b"Nt" * 50_000
         + b"q\x010h\x00h\x01R."

@@ -274,7 +274,9 @@ def test_unknown_class_is_refused_until_allowed(copied, refused, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", ".."]
+)
 def test_index_that_points_outside(tmp_path, refused, name):
     source = tmp_path / "hf"
     source.mkdir()
@@ -316,7 +318,11 @@ def test_header_length_beyond_the_file(tmp_path, refused):
 
 def test_full_disk(copied, refused, tiny_disk):
     refused(
-        copied("z2_bf16"), 4, "free", destination=tiny_disk / "x.safetensors", options=["--dtype=fp32"]
+        copied("z2_bf16"),
+        4,
+        "free",
+        destination=tiny_disk / "x.safetensors",
+        options=["--dtype=fp32"],
     )
 
 
@@ -421,7 +427,9 @@ def test_options_that_make_no_sense(copied, refused, options):
 
 
 def test_colliding_names(copied, refused):
-    refused(copied("z2_bf16"), 2, "would get this name", options=["--rename", r"layers\.\d+=layers.0"])
+    refused(
+        copied("z2_bf16"), 2, "would get this name", options=["--rename", r"layers\.\d+=layers.0"]
+    )
 
 
 def test_legacy_pickle_attack(tmp_path, refused):

@@ -18,7 +18,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import deepspeed
 
@@ -156,7 +156,7 @@ def report(job: Job) -> dict[str, Any]:
     }
 
 
-def serve(jobs: list[Job], ranks_at_once: int) -> None:
+def serve(jobs: list[Job], ranks_at_once: int, reports: TextIO) -> None:
     """Run jobs in order, as many side by side as fit; one job may always run."""
     parent, waiting, running = os.getppid(), list(jobs), []
     while waiting or running:
@@ -171,7 +171,7 @@ def serve(jobs: list[Job], ranks_at_once: int) -> None:
             start(running[-1])
         for job in [job for job in running if poll(job)]:
             running.remove(job)
-            print(json.dumps(report(job)), flush=True)
+            print(json.dumps(report(job)), file=reports, flush=True)
         time.sleep(POLL_SECONDS)
 
 
@@ -188,10 +188,15 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Read the jobs and serve them."""
-    preload()
+    """Read the jobs and serve them; compilers and DeepSpeed print, so stdout is kept for reports."""
     spec = json.loads(Path(sys.argv[1]).read_text())
-    serve([Job(**job) for job in spec["jobs"]], spec["ranks_at_once"])
+    jobs = [Job(**job) for job in spec["jobs"]]
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    preload()
+    if any(CASES[job.case].nvme for job in jobs):
+        deepspeed_train.build_aio()
+    serve(jobs, spec["ranks_at_once"], reports)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, Uns
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_POINTERS = ("latest", "latest_universal")  # the second is ds_to_universal's
 _INSTEAD = "where DeepSpeed's ds_to_universal can convert it, give reshard its result"
 _REFUSED = (
     (re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"), "pipeline-parallel layer files"),
@@ -91,10 +92,11 @@ def _tags(path: Path) -> list[str]:
 def detect(path: Path) -> bool:
     """Whether the path is a run directory, a tag directory, or a rank file of DeepSpeed."""
     if path.is_file():
-        return _is_state_file(path.name) or path.name == "latest"
+        return _is_state_file(path.name) or path.name in _POINTERS
     if path.name == "zero" and any(path.glob("*/fp32.pt")):
         return True
-    return (path / "latest").is_file() or _is_tag(path) or bool(_tags(path))
+    pointed = any((path / name).is_file() for name in _POINTERS)
+    return pointed or _is_tag(path) or bool(_tags(path))
 
 
 def locate(path: Path, tag: str | None = None) -> Path:
@@ -120,9 +122,9 @@ def locate(path: Path, tag: str | None = None) -> Path:
 
 
 def _latest(path: Path, tags: list[str]) -> str:
-    """The tag that the run's ``latest`` file names, or the only one that there is."""
-    pointer = path / "latest"
-    if pointer.is_file():
+    """The tag that the run's ``latest`` file names; never a guess."""
+    pointer = next((path / name for name in _POINTERS if (path / name).is_file()), None)
+    if pointer:
         chosen = pointer.read_text(errors="replace").strip()
         if chosen and "/" not in chosen and chosen not in (".", ".."):
             return chosen

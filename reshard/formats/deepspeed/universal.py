@@ -6,17 +6,29 @@ Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from reshard import trust
+from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
-from reshard.formats.deepspeed import train
+from reshard.formats.deepspeed import partitioned, train
 from reshard.formats.deepspeed.states import ModelStates, open_model, whole_entry
 from reshard.formats.torch_file import Tensor, TorchFile
-from reshard.manifest import BUFFER, MASTER, Entry, Manifest, Origin, ParamGroup, keyed
+from reshard.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    contiguous,
+    keyed,
+)
 
 _ENUM = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
@@ -27,8 +39,10 @@ def read(place: Path) -> Manifest:
     Raises:
         IncompleteError: a parameter without its weights, or no model states beside ``zero``.
     """
-    model = _model_states(place)
-    files: dict[str, TorchFile] = {model.file.path: model.file}
+    models = _model_states(place)
+    model = models[0]
+    files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
+    shapes = {fqn: shape for group in model.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     for folder in sorted(path for path in (place / "zero").iterdir() if path.is_dir()):
@@ -37,10 +51,10 @@ def read(place: Path) -> Manifest:
             if kind == "step":
                 steps[folder.name] = float(file.number(tensor))
             else:
-                entries.append(whole_entry(file, folder.name, kind, tensor))
+                entries.append(_entry(file, folder.name, kind, tensor, shapes))
     masters = {entry.fqn for entry in entries if entry.kind == MASTER}
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
-    entries += _module_rest(model, masters, tied)
+    entries += _module_rest(models, masters, tied)
     order = {name: index for index, name in enumerate(model.module)}
     entries.sort(key=lambda entry: order.get(entry.fqn, len(order)))
     root = _optimizer_root(place, files)
@@ -58,23 +72,38 @@ def read(place: Path) -> Manifest:
         files={path: file.source() for path, file in files.items()},
         train=train.state(model, groups=_groups(model, root), steps=steps, scaler_root=root),
         tied=tied,
-        frozen=frozenset(entry.fqn for entry in entries if entry.kind == "param"),
+        frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
         warnings=tuple(_warnings(model)),
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
     )
 
 
-def _model_states(place: Path) -> ModelStates:
-    names = sorted(place.glob("mp_rank_*_model_states.pt")) or sorted(
-        place.glob("zero_pp_rank_*_model_states.pt")
+def _model_states(place: Path) -> list[ModelStates]:
+    """The copied model states: one file at stages 0 to 2, one a rank at stage 3."""
+    sharded = sorted(
+        place.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"),
+        key=lambda path: int(path.name.split("_")[3]),
     )
+    names = sharded or sorted(place.glob("mp_rank_*_model_states.pt"))[:1]
     if not names:
         raise IncompleteError(
             place,
             "has zero/ but no *_model_states.pt beside it: the step and the buffers are in it",
             "copy it here from the directory that was converted",
         )
-    return open_model(names[0])
+    return [open_model(name) for name in names]
+
+
+def _entry(
+    file: TorchFile, fqn: str, kind: str, tensor: Tensor, shapes: Mapping[str, Index]
+) -> Entry:
+    """The tensor in its own shape: from stage 3, ds_to_universal writes it flattened."""
+    shape = shapes.get(fqn, tensor.shape)
+    if len(tensor.shape) != 1 or shape == tensor.shape or prod(shape) != tensor.numel:
+        return whole_entry(file, fqn, kind, tensor)
+    start = file.chunk(tensor).byte_offset
+    chunk = contiguous(file.path, start, tensor.dtype, whole(shape), shape)
+    return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, TorchFile, Tensor]]:
@@ -92,11 +121,16 @@ def _tensors(folder: Path) -> Iterator[tuple[str, TorchFile, Tensor]]:
         yield (MASTER if path.stem == "fp32" else path.stem), file, value
 
 
-def _module_rest(model: ModelStates, masters: set[str], tied: dict[str, str]) -> Iterator[Entry]:
+def _module_rest(
+    models: Sequence[ModelStates], masters: set[str], tied: Mapping[str, str]
+) -> Iterator[Entry]:
     """Buffers, and parameters that the optimizer does not hold: only the module has them."""
-    for entry in model.whole_tensors(tied):
-        if entry.kind == BUFFER or (entry.fqn not in masters and entry.numel):
+    sharded = Path(models[0].file.path).name.startswith("zero_pp_rank_")
+    for entry in models[0].whole_tensors(tied):
+        if entry.kind == BUFFER or (entry.fqn not in masters and not sharded):
             yield entry
+    if sharded:
+        yield from partitioned.frozen(models)
 
 
 def _optimizer_root(place: Path, files: dict[str, TorchFile]) -> dict[str, Any]:

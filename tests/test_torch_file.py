@@ -1,0 +1,223 @@
+"""What ``torch.save`` writes is read bit for bit, in both of its formats."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zipfile
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import reshard
+from reshard import dtypes
+from reshard.box import whole
+from reshard.errors import CorruptError, ReshardError, UnsupportedError
+from reshard.files import SourceFiles
+from reshard.formats import torch_file
+from reshard.formats.torch_file import Tensor
+from reshard.manifest import Entry, Manifest, Origin, check
+from reshard.tensors import read_block
+from tests.menagerie import menagerie, raw, same
+
+NAMES = list(menagerie())
+FORMATS = {"zip": True, "legacy": False}
+
+
+def save(value, path, form="zip"):
+    torch.save(value, path, _use_new_zipfile_serialization=FORMATS[form])
+    return path
+
+
+def bits(file, tensor):
+    """A tensor's bits through the planner and the executor; its coverage is proved on the way."""
+    entry = Entry("x", "param", tensor.dtype, tensor.shape, (file.chunk(tensor),))
+    check(Manifest(Origin("test", ""), {entry.key: entry}, {file.path: file.source()}))
+    with SourceFiles() as pool:
+        return bytes(read_block(pool, entry, whole(entry.shape)))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_tensor_is_read_bit_for_bit(tmp_path, name, form):
+    tensor = menagerie()[name]
+    path = save({"x": tensor}, tmp_path / "x.pt", form)
+    with reshard.open(path) as checkpoint:
+        assert same(checkpoint["x"][...], tensor)
+        assert checkpoint["x"].shape == tuple(tensor.shape)
+        assert f"torch.{checkpoint['x'].dtype}" == str(tensor.dtype)
+    if form == "zip" or str(tensor.dtype).removeprefix("torch.") in torch_can_load_legacy():
+        assert same(torch.load(path, weights_only=True)["x"], tensor)
+
+
+def torch_can_load_legacy():
+    return {dtype.name for dtype in dtypes.ALL if dtype.storage}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_whole_menagerie_in_one_file_is_read_bit_for_bit(tmp_path, form):
+    zoo = menagerie()
+    path = save(zoo, tmp_path / "zoo.pt", form)
+    with reshard.open(path) as checkpoint:
+        assert set(checkpoint) == set(zoo)
+        assert [name for name, t in zoo.items() if not same(checkpoint[name][...], t)] == []
+        assert checkpoint.manifest.tied == {"tied.b": "tied.a"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_parameters_modules_and_nested_values_are_found(tmp_path, form):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    state = {
+        "model": module.state_dict(),
+        "list": [torch.nn.Parameter(torch.ones(2)), {"deep": (torch.zeros(1), 7)}],
+        "buffer": torch.nn.Buffer(torch.arange(3)),
+        "meta": {"lr": 1e-3, "size": torch.Size([2, 3]), "dtype": torch.bfloat16},
+        "ordered": OrderedDict(a=1),
+        "text": "größe",
+    }
+    file = torch_file.read(save(state, tmp_path / "s.pt", form))
+    root = file.root
+    assert set(root["model"]) == set(module.state_dict())
+    for name, tensor in module.state_dict().items():
+        assert bits(file, root["model"][name]) == raw(tensor)
+    assert bits(file, root["list"][0]) == raw(torch.ones(2))
+    assert bits(file, root["list"][1]["deep"][0]) == raw(torch.zeros(1))
+    assert bits(file, root["buffer"]) == raw(torch.arange(3))
+    assert root["list"][1]["deep"][1] == 7
+    assert root["meta"]["size"] == (2, 3)
+    assert (root["meta"]["lr"], root["ordered"], root["text"]) == (1e-3, {"a": 1}, "größe")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_views_of_one_storage_share_it(tmp_path, form):
+    base = torch.arange(100.0)
+    views = {"a": base[3:50:2], "b": base.view(10, 10).t(), "c": base[99:], "d": base}
+    file = torch_file.read(save(views, tmp_path / "v.pt", form))
+    assert len({id(tensor.storage) for tensor in file.root.values()}) == 1
+    assert len(file.records) == 1
+    for name, view in views.items():
+        assert bits(file, file.root[name]) == raw(view)
+
+
+def test_files_without_checksums_are_read(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(menagerie(), tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    file = torch_file.read(path)
+    assert all(record.crc32 is None for record in file.records.values())
+    with reshard.open(path) as checkpoint:
+        assert all(same(checkpoint[name][...], t) for name, t in menagerie().items())
+
+
+def test_every_storage_has_the_archives_checksum(tmp_path):
+    path = save(menagerie(), tmp_path / "x.pt")
+    file = torch_file.read(path)
+    with zipfile.ZipFile(path) as archive:
+        stored = {info.filename: info for info in archive.infolist()}
+    assert len(file.records) == sum("/data/" in name for name in stored)
+    for record in file.source().records:
+        info = stored[record.name]
+        assert (record.crc32, record.nbytes) == (info.CRC, info.file_size)
+        assert record.byte_offset % 64 == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_a_lazily_conjugated_or_negated_tensor_has_its_right_values(tmp_path, form, lazy):
+    """torch stores the plain bits and a flag; reading the bits alone would flip signs."""
+    base = torch.complex(torch.arange(1.0, 4.0), torch.arange(5.0, 8.0)).conj()
+    tensor = base if lazy == "conj" else base.imag
+    assert tensor.is_conj() or tensor.is_neg()
+    path = save({"x": tensor, "y": torch.ones(2)}, tmp_path / "x.pt", form)
+    with contextlib.suppress(UnsupportedError), reshard.open(path) as checkpoint:
+        assert same(checkpoint["x"][...], tensor.resolve_conj().resolve_neg())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "complex32", "meta"])
+def test_a_tensor_that_cannot_be_read_is_never_skipped_in_silence(tmp_path, kind):
+    odd = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "complex32": lambda: torch.ones(3, dtype=torch.complex32),
+        "meta": lambda: torch.ones(3, device="meta"),
+    }[kind]()
+    path = save({"odd.weight": odd, "plain.weight": torch.ones(2)}, tmp_path / "x.pt")
+    with contextlib.suppress(ReshardError):
+        manifest = reshard.open(path).manifest
+        assert any("odd.weight" in warning for warning in manifest.warnings)
+
+
+def test_names_that_become_equal_as_text_are_never_merged_in_silence(tmp_path):
+    path = save({0: torch.ones(2), "0": torch.zeros(2)}, tmp_path / "x.pt")
+    with pytest.raises(ReshardError):
+        reshard.open(path)
+
+
+def test_a_scalar_counter_is_read_as_a_number(tmp_path):
+    counters = {
+        "f": torch.tensor(7.0),
+        "d": torch.tensor(7.5, dtype=torch.float64),
+        "i": torch.tensor([9]),
+        "j": torch.arange(5, dtype=torch.int32)[3],
+    }
+    file = torch_file.read(save(counters, tmp_path / "x.pt"))
+    assert {name: file.number(t) for name, t in file.root.items()} == {
+        "f": 7.0,
+        "d": 7.5,
+        "i": 9,
+        "j": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(2), torch.ones(1, dtype=torch.bfloat16), torch.empty(0)]
+)
+def test_a_counter_that_is_no_number_is_refused(tmp_path, wrong):
+    file = torch_file.read(save({"x": wrong}, tmp_path / "x.pt"))
+    with pytest.raises(ReshardError):
+        file.number(file.root["x"])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_random_views_are_read_bit_for_bit(tmp_path, form):
+    chance = random.Random(1)
+    base = torch.arange(4 * 5 * 6, dtype=torch.int32).view(4, 5, 6)
+    views = {"base": base}
+    for number in range(60):
+        view = base
+        for _ in range(chance.randint(1, 4)):
+            dim = chance.randrange(view.ndim) if view.ndim else 0
+            kind = chance.randrange(4) if view.ndim else 3
+            if kind == 0:
+                start = chance.randint(0, view.shape[dim])
+                view = view.narrow(dim, start, chance.randint(0, view.shape[dim] - start))
+            elif kind == 1:
+                view = view.transpose(dim, chance.randrange(view.ndim))
+            elif kind == 2:
+                index = [slice(None)] * view.ndim
+                index[dim] = slice(None, None, chance.randint(1, 3))
+                view = view[tuple(index)]
+            else:
+                view = view.unsqueeze(0).expand(chance.randint(1, 2), *view.shape)
+        views[f"v{number}"] = view
+    file = torch_file.read(save(views, tmp_path / "v.pt", form))
+    wrong = [name for name, view in views.items() if bits_or_empty(file, name) != raw(view)]
+    assert wrong == []
+
+
+def bits_or_empty(file, name):
+    tensor: Tensor = file.root[name]
+    return bits(file, tensor) if tensor.numel else b""
+
+
+def test_a_file_that_is_not_torchs_is_refused(tmp_path):
+    for content in (b"", b"PK", b"\x80\x02}q\x00.", b"x" * 100, b"PK\x03\x04" + b"\0" * 60):
+        path = tmp_path / "x.pt"
+        path.write_bytes(content)
+        with pytest.raises(CorruptError, match=r"x\.pt"):
+            torch_file.read(path)
