@@ -46,6 +46,8 @@ def read(place: Path) -> Manifest:
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     for folder in sorted(path for path in (place / "zero").iterdir() if path.is_dir()):
+        if folder.name in model.module and folder.name not in shapes:
+            continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
         for kind, file, tensor in _tensors(folder):
             files[file.path] = file
             if kind == "step":
