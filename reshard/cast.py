@@ -19,6 +19,7 @@ from reshard.errors import UnsupportedError
 _BLOCK = 1 << 18  # elements; shorter blocks spend their time in calls and in waiting for the GIL
 _NUMPY = {FLOAT64: "<f8", FLOAT32: "<f4", FLOAT16: "<f2", BFLOAT16: "<u2"}
 _BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+_EXPONENT_BITS = {FLOAT64: 11, FLOAT32: 8, BFLOAT16: 8, FLOAT16: 5}
 _MAX_FINITE = {FLOAT16: 65504.0, BFLOAT16: 3.3895313892515355e38, FLOAT32: 3.4028234663852886e38}
 _NAN_BFLOAT16 = 0x7FC0  # torch 2.13 torch/headeronly/util/BFloat16.h, round_to_nearest_even
 
@@ -44,36 +45,37 @@ def cast(
 
     Returns:
         How many finite elements became (or, clamped, would have become) infinite, and how many
-        others were flushed to zero.
+        others became zero. The second is counted where the target has fewer exponent bits; from
+        float32 to bfloat16 only subnormals below 1e-38 can become zero, and are not counted.
     """
-    if source.ndim == 1 and source.flags.c_contiguous and target.flags.c_contiguous:
-        overflowed = flushed = 0
+    if not (source.ndim == 1 and source.flags.c_contiguous and target.flags.c_contiguous):
+        flat = np.empty(source.size, target.dtype)
+        line = np.ascontiguousarray(source).reshape(-1)
+        counts = cast(line, flat, dtype, target_dtype, clamp=clamp)
+        target[...] = flat.reshape(source.shape)
+        return counts
+    overflowed = flushed = 0
+    with np.errstate(all="ignore"):
         for start in range(0, source.size, _BLOCK):
             block = slice(start, start + _BLOCK)
             counts = _cast_block(source[block], target[block], dtype, target_dtype, clamp)
             overflowed += counts[0]
             flushed += counts[1]
-        return overflowed, flushed
-    flat = np.empty(source.size, target.dtype)
-    counts = cast(np.ascontiguousarray(source).reshape(-1), flat, dtype, target_dtype, clamp=clamp)
-    target[...] = flat.reshape(source.shape)
-    return counts
+    return overflowed, flushed
 
 
 def _cast_block(
     source: Array, target: Array, dtype: DType, target_dtype: DType, clamp: bool
 ) -> tuple[int, int]:
-    values = _as_numbers(source, dtype)
+    numbers = _as_numbers(source, dtype)
     if target_dtype == BFLOAT16:
-        values = values if values.dtype == np.float32 else values.astype(np.float32)
-        suspicious = _to_bfloat16(values, target)
+        narrow = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
     else:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            target[...] = values
-        suspicious = target_dtype.itemsize < dtype.itemsize
-    if not suspicious:
-        return 0, 0
-    return _narrowed(values, target, target_dtype, clamp)
+        target[...] = numbers
+        narrow = False
+    if narrow or _EXPONENT_BITS[target_dtype] < _EXPONENT_BITS[dtype]:
+        return _narrowed(numbers, target, target_dtype, clamp)
+    return 0, 0
 
 
 def _as_numbers(source: Array, dtype: DType) -> Array:
@@ -101,25 +103,25 @@ def _to_bfloat16(values: Array, target: Array) -> bool:
     return not (-limit <= values.min(initial=0) and values.max(initial=0) <= limit)
 
 
-def _narrowed(values: Array, target: Array, target_dtype: DType, clamp: bool) -> tuple[int, int]:
+def _narrowed(numbers: Array, target: Array, target_dtype: DType, clamp: bool) -> tuple[int, int]:
     """Settle what a narrower dtype cannot hold: NaN bits, infinities, zeros; count the last two."""
     if target_dtype == BFLOAT16:
-        target[np.isnan(values)] = _NAN_BFLOAT16
+        target[np.isnan(numbers)] = _NAN_BFLOAT16
         infinite = (target & 0x7FFF) == 0x7F80
-        flushed = 0
+        zero = (target & 0x7FFF) == 0
     else:
         infinite = np.isinf(target)
-        flushed = int(np.count_nonzero((target == 0) & (values != 0)))
-    infinite &= np.isfinite(values)
-    count = int(np.count_nonzero(infinite))
-    if count and clamp:
-        _clamp(values, target, target_dtype, infinite)
-    return count, flushed
+        zero = target == 0
+    infinite &= np.isfinite(numbers)
+    overflowed = int(np.count_nonzero(infinite))
+    if overflowed and clamp:
+        _clamp(numbers, target, target_dtype, infinite)
+    return overflowed, int(np.count_nonzero(zero & (numbers != 0)))
 
 
-def _clamp(values: Array, target: Array, target_dtype: DType, infinite: Array) -> None:
-    limit = _MAX_FINITE[target_dtype]
-    clamped = np.copysign(np.float32(limit), values[infinite].astype(np.float32))
+def _clamp(numbers: Array, target: Array, target_dtype: DType, infinite: Array) -> None:
+    limit = np.float32(_MAX_FINITE[target_dtype])
+    clamped = np.where(np.signbit(numbers[infinite]), -limit, limit)
     if target_dtype == BFLOAT16:
         target[infinite] = (clamped.view(np.uint32) >> 16).astype(np.uint16)
     else:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from math import prod
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from reshard.manifest import OutputFile, Record, Skeleton, SourceFile
 from reshard.plan import Copy, Plan, Window
 
 READ_BYTES = 4 << 20
-_SMALL_RUN = 32 << 10  # bytes; shorter runs are read together with the gaps between them
+_SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
 _JOIN_BYTES = 64 << 10  # joining checksums of larger parts is cheaper than reading them again
 _SPARSE = 4  # a read may fetch this many times the bytes that are used
 
@@ -97,7 +97,7 @@ def execute(
         for worker in team:
             outcome.add(worker.filler.seen)
         _check_records(outcome, sources, pool, workers)
-    _store_checksums(skeleton, outcome, directory)
+        _store_checksums(skeleton, outcome, directory, pool)
     return outcome
 
 
@@ -141,16 +141,19 @@ def _create(file: OutputFile, directory: Path) -> None:
         _write(path, memoryview(data), offset)
 
 
-def _store_checksums(skeleton: Skeleton, outcome: Outcome, directory: Path) -> None:
+def _store_checksums(
+    skeleton: Skeleton, outcome: Outcome, directory: Path, pool: SourceFiles
+) -> None:
     """Write the CRCs that the output format keeps of its own records."""
-    written = sorted(outcome.windows.items())
-    starts = [place for place, _ in written]
+    spans = _Spans(
+        (name, offset, nbytes, crc) for (name, offset), (nbytes, crc) in outcome.windows.items()
+    )
     for stored in skeleton.checksums:
-        low = bisect_left(starts, (stored.file, stored.byte_offset))
-        high = bisect_left(starts, (stored.file, stored.byte_offset + stored.nbytes))
-        crc = join((crc, nbytes) for _, (nbytes, crc) in written[low:high])
+        path = directory / stored.file
+        held = spans.within(stored.file, stored.byte_offset, stored.nbytes)
+        crc = join(_tiles(pool, str(path), stored.byte_offset, stored.nbytes, held))
         for place in stored.places:
-            _write(directory / stored.file, memoryview(crc.to_bytes(4, "little")), place)
+            _write(path, memoryview(crc.to_bytes(4, "little")), place)
 
 
 def _write(path: Path, data: memoryview, offset: int) -> None:
@@ -309,12 +312,13 @@ def _span(shape: Index, strides: Index) -> int:
 
 
 def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Cut a copy until each part is one read of at most ``limit`` bytes and is not mostly gaps."""
-    size = copy.dtype.itemsize
-    span = _span(copy.shape, copy.byte_strides) + size
-    used = copy.numel * size
-    dense = span <= _SPARSE * used or span <= _SMALL_RUN
-    if (span <= limit and dense) or not copy.shape or prod(copy.shape) == 1:
+    """Cut a copy until each part is one read of at most ``limit`` bytes.
+
+    A part may hold gaps: reading them costs less than another call, unless they are most of it.
+    """
+    span = _span(copy.shape, copy.byte_strides) + copy.dtype.itemsize
+    dense = span <= max(_SPARSE * copy.numel * copy.dtype.itemsize, _runs(copy) * _SMALL_RUN)
+    if (span <= limit and dense) or copy.numel == 1:
         yield copy
         return
     wide = [d for d in range(len(copy.shape)) if copy.shape[d] > 1]
@@ -327,6 +331,12 @@ def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
         yield from _parts(_slab(copy, dim, start, min(step, copy.shape[dim] - start)), limit)
 
 
+def _runs(copy: Copy) -> int:
+    """How many contiguous pieces of the file the copy reads."""
+    inner = copy.shape[-1] if copy.shape and copy.byte_strides[-1] == copy.dtype.itemsize else 1
+    return copy.numel // inner
+
+
 def _slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
     return replace(
         copy,
@@ -336,6 +346,39 @@ def _slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
     )
 
 
+Span = tuple[int, int, int]  # byte offset, nbytes, crc
+
+
+class _Spans:
+    """Byte ranges of files with their checksums, to be found by place."""
+
+    def __init__(self, ranges: Iterable[tuple[str, int, int, int]]) -> None:
+        self.by_file: dict[str, list[Span]] = defaultdict(list)
+        for file, offset, nbytes, crc in ranges:
+            self.by_file[file].append((offset, nbytes, crc))
+        self.starts: dict[str, list[int]] = {}
+        self.reaches: dict[str, list[int]] = {}
+        for file, spans in self.by_file.items():
+            spans.sort()
+            self.starts[file] = [span[0] for span in spans]
+            self.reaches[file] = list(accumulate((s[0] + s[1] for s in spans), max))
+
+    def touching(self, file: str, offset: int, nbytes: int) -> list[Span]:
+        """Those that share a byte with a range."""
+        first = bisect_right(self.reaches[file], offset)
+        last = bisect_left(self.starts[file], offset + nbytes)
+        return [s for s in self.by_file[file][first:last] if s[0] + s[1] > offset]
+
+    def within(self, file: str, offset: int, nbytes: int) -> list[Span]:
+        """Those that lie inside a range."""
+        if file not in self.by_file:
+            return []
+        stop = offset + nbytes
+        return [
+            s for s in self.touching(file, offset, nbytes) if offset <= s[0] and s[0] + s[1] <= stop
+        ]
+
+
 def _check_records(
     outcome: Outcome, sources: Mapping[str, SourceFile], pool: SourceFiles, workers: int
 ) -> None:
@@ -343,22 +386,18 @@ def _check_records(
 
     What the copies did not read of such a record (padding, tensors left out) is read here.
     """
-    reads: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for file, offset, nbytes, crc in outcome.reads:
-        reads[file].append((offset, nbytes, crc))
-    touched = []
-    for file, spans in reads.items():
-        spans.sort()
-        starts = [span[0] for span in spans]
-        for record in sources[file].records:
-            low = bisect_left(starts, record.byte_offset)
-            high = bisect_left(starts, record.byte_offset + record.nbytes)
-            if low < high and record.crc32 is not None:
-                touched.append((file, record, spans[low:high]))
+    reads = _Spans(outcome.reads)
+    touched = [
+        (file, record)
+        for file in reads.by_file
+        for record in sources[file].records
+        if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
+    ]
 
-    def check(item: tuple[str, Record, list[tuple[int, int, int]]]) -> None:
-        file, record, spans = item
-        if join(_tiles(pool, file, record, spans)) != record.crc32:
+    def check(item: tuple[str, Record]) -> None:
+        file, record = item
+        held = reads.within(file, record.byte_offset, record.nbytes)
+        if join(_tiles(pool, file, record.byte_offset, record.nbytes, held)) != record.crc32:
             raise CorruptError(
                 file,
                 f"{record.name} (bytes {record.byte_offset} to"
@@ -370,20 +409,23 @@ def _check_records(
 
 
 def _tiles(
-    pool: SourceFiles, file: str, record: Record, spans: list[tuple[int, int, int]]
+    pool: SourceFiles, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
-    """(crc, nbytes) of parts that make up the record exactly; spans that overlap are re-read."""
-    at = record.byte_offset
-    for offset, nbytes, crc in spans:
+    """(crc, nbytes) of parts that make up a range exactly.
+
+    Spans in order of their offsets, all inside the range; what they leave out or hold twice is
+    read.
+    """
+    at = start
+    for offset, size, crc in spans:
         if offset < at:
             continue
         if offset > at:
             yield _crc_of(pool, file, at, offset - at), offset - at
-        yield crc, nbytes
-        at = offset + nbytes
-    rest = record.byte_offset + record.nbytes - at
-    if rest:
-        yield _crc_of(pool, file, at, rest), rest
+        yield crc, size
+        at = offset + size
+    if start + nbytes > at:
+        yield _crc_of(pool, file, at, start + nbytes - at), start + nbytes - at
 
 
 def _crc_of(pool: SourceFiles, file: str, offset: int, nbytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -82,8 +83,10 @@ class LazyTensor:
 def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
     """Origin, extent and step a dim, and the dims that integer indices drop."""
     items = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in items:
-        at = items.index(Ellipsis)
+    dots = [at for at, item in enumerate(items) if item is Ellipsis]
+    if len(dots) > 1:
+        raise IndexError("an index can have one '...'")
+    for at in dots:
         items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     items += [slice(None)] * (len(shape) - len(items))
     if len(items) != len(shape):
@@ -105,7 +108,9 @@ def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
 
 
 def _position(item: SupportsIndex, size: int) -> int:
-    position = item.__index__()
+    if isinstance(item, bool):
+        raise TypeError("a bool is not an index here")
+    position = operator.index(item)
     if not -size <= position < size:
         raise IndexError(f"index {position} is out of range for a dim of {size}")
     return position % size

@@ -11,7 +11,8 @@ import re
 
 _RUNS_CODE_MODULES = frozenset(
     """
-    os posix nt subprocess sys shutil socket pty commands runpy code codeop importlib imp pkgutil
+    os posix nt io _io subprocess sys shutil socket pty commands runpy code codeop importlib imp
+    pkgutil
     ctypes multiprocessing threading asyncio webbrowser pip pickle _pickle dill cloudpickle marshal
     types inspect gc signal platform tempfile timeit pdb bdb trace cProfile profile urllib http
     ftplib smtplib requests operator
@@ -63,12 +64,12 @@ _EXPECTED = re.compile(
 
 def runs_code(name: str) -> bool:
     """Whether a dotted name serves an attacker only: it runs code or opens files."""
-    module, _, attribute = name.rpartition(".")
     if name in _RUNS_CODE_NAMES:
         return True
+    module, *attributes = name.split(".")
     if module == "builtins":
-        return attribute.split(".")[0] in _RUNS_CODE_BUILTINS
-    return name.split(".", maxsplit=1)[0] in _RUNS_CODE_MODULES and not expected(name)
+        return bool(attributes) and attributes[0] in _RUNS_CODE_BUILTINS
+    return module in _RUNS_CODE_MODULES and not expected(name)
 
 
 def expected(name: str) -> bool:

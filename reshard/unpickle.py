@@ -56,28 +56,39 @@ class _Mark:
 
 
 _MARK = _Mark()
-
-# Every container of Python's own is made by us; all else is a Call.
-_BUILTIN_BUILDERS: dict[str, Builder] = {
-    "collections.OrderedDict": dict,
-    "collections.defaultdict": lambda *_factory: {},
-    "collections.Counter": dict,
-    "collections.deque": lambda *items: list(*items[:1]),
-    "builtins.set": set,
-    "builtins.frozenset": frozenset,
-    "builtins.list": list,
-    "builtins.dict": dict,
-    "builtins.tuple": tuple,
-    "builtins.bytearray": lambda *data: bytes(data[0], "latin-1") if len(data) > 1 else _raw(*data),
-    "builtins.complex": complex,
-    "_codecs.encode": lambda text, _encoding="latin-1": text.encode("latin-1"),
-}
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_MAX_COPIED = 1 << 20
+_MAX_KEY_PARTS = 64
+_MAX_KEY_NUMBER = 1 << 64  # beyond it many integers can be made to have one hash
 
 
 def _raw(data: Any = b"") -> bytes:
     if not isinstance(data, (bytes, list, tuple)):
         raise TypeError("bytearray of something that is not bytes")
     return bytes(data)
+
+
+def _mapping(items: Any = (), /) -> dict[Any, Any]:
+    pairs = items.items() if isinstance(items, dict) else items
+    return {_key(key): value for key, value in pairs}
+
+
+# Every container of Python's own is made by us; all else is a Call.
+_BUILTIN_BUILDERS: dict[str, Builder] = {
+    "collections.OrderedDict": _mapping,
+    "collections.defaultdict": lambda *_factory: {},
+    "collections.Counter": _mapping,
+    "collections.deque": lambda *items: list(*items[:1]),
+    "builtins.set": lambda *items: set(map(_key, *items)) if items else set(),
+    "builtins.frozenset": lambda *items: frozenset(map(_key, *items)) if items else frozenset(),
+    "builtins.list": list,
+    "builtins.dict": _mapping,
+    "builtins.tuple": tuple,
+    "builtins.bytes": _raw,
+    "builtins.bytearray": lambda *data: bytes(data[0], "latin-1") if len(data) > 1 else _raw(*data),
+    "builtins.complex": complex,
+    "_codecs.encode": lambda text, _encoding="latin-1": text.encode("latin-1"),
+}
 
 
 def _python2(name: str) -> str:
@@ -109,6 +120,7 @@ def loads(
     except ReshardError:
         raise
     except (
+        RecursionError,
         IndexError,
         KeyError,
         TypeError,
@@ -146,6 +158,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.globals: set[str] = set()
+        self.copied = 0  # elements of containers that calls have copied
 
     def run(self) -> Any:  # noqa: C901, PLR0912 - inlined for speed
         """Interpret until STOP and return the top of the stack."""
@@ -203,12 +216,16 @@ class _Machine:
         """The next fixed-width number, ``layout`` as in `struct`."""
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
-    def line(self) -> str:
+    def raw_line(self) -> bytes:
         """The rest of the text line (protocol 0 arguments)."""
         stop = self.data.index(b"\n", self.position)
-        text = self.data[self.position : stop].decode("utf-8")
+        raw = self.data[self.position : stop]
         self.position = stop + 1
-        return text
+        return raw
+
+    def line(self) -> str:
+        """The same as text."""
+        return self.raw_line().decode("utf-8")
 
     def popped(self) -> list[Any]:
         """Everything above the last MARK, which goes too."""
@@ -239,7 +256,33 @@ class _Machine:
         if not isinstance(target, Global) or not isinstance(args, tuple):
             raise TypeError("a call of something that is not a named global")
         builder = self.builders.get(target.name)
-        return builder(*args) if builder else Call(target.name, args)
+        if builder is None:
+            return Call(target.name, args)
+        self.copied += sum(len(arg) for arg in args if isinstance(arg, (str, bytes, *_CONTAINERS)))
+        if self.copied > _MAX_COPIED + 8 * len(self.data):
+            raise ValueError("it copies the same value over and over")
+        return builder(*args)
+
+
+def _key(value: Any) -> Any:
+    """A dict key or set element that can be hashed in little time.
+
+    Python hashes a tuple anew at each use, and deep; a frozenset keeps its hash.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    waiting = [value]
+    for _ in range(_MAX_KEY_PARTS):
+        if not waiting:
+            return value
+        part = waiting.pop()
+        if isinstance(part, tuple):
+            waiting += part
+        elif isinstance(part, int) and not -_MAX_KEY_NUMBER < part < _MAX_KEY_NUMBER:
+            raise ValueError("a huge number as a key")
+        elif not isinstance(part, (str, bytes, int, float, frozenset, type(None), Global, Call)):
+            raise TypeError(f"a {type(part).__name__} as a key")
+    raise ValueError("a key of too many parts")
 
 
 def _text(data: bytes, start: int, stop: int) -> str:
@@ -361,12 +404,12 @@ def _dict(machine: _Machine) -> None:
 
 
 def _pairs(flat: list[Any]) -> dict[Any, Any]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
+    return dict(zip(map(_key, flat[::2]), flat[1::2], strict=True))
 
 
 @_opcode(0x91)  # FROZENSET
 def _frozenset(machine: _Machine) -> None:
-    machine.stack.append(frozenset(machine.popped()))
+    machine.stack.append(frozenset(map(_key, machine.popped())))
 
 
 @_opcode(0x61)  # APPEND
@@ -385,7 +428,7 @@ def _extend(target: Any, values: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(values)
     elif isinstance(target, set):
-        target.update(values)
+        target.update(map(_key, values))
     elif isinstance(target, Call):
         target.elements.extend(values)
     else:
@@ -394,9 +437,8 @@ def _extend(target: Any, values: list[Any]) -> None:
 
 @_opcode(0x73)  # SETITEM
 def _setitem(machine: _Machine) -> None:
-    flat = [_value(item) for item in _top(machine.stack, 2)]
-    del machine.stack[-2:]
-    _update(machine.stack[-1], flat)
+    value, key = _value(machine.stack.pop()), _key(machine.stack.pop())
+    _dict_of(machine.stack[-1])[key] = value
 
 
 @_opcode(0x75)  # SETITEMS
@@ -406,11 +448,14 @@ def _setitems(machine: _Machine) -> None:
 
 
 def _update(target: Any, flat: list[Any]) -> None:
-    if isinstance(target, Call):
-        target = target.items
-    if not isinstance(target, dict):
+    _dict_of(target).update(_pairs(flat))
+
+
+def _dict_of(target: Any) -> dict[Any, Any]:
+    items = target.items if isinstance(target, Call) else target
+    if not isinstance(items, dict):
         raise TypeError(f"keys are set in a {type(target).__name__}")
-    target.update(_pairs(flat))
+    return items
 
 
 @_opcode(0x63)  # GLOBAL
@@ -522,7 +567,7 @@ def _float(machine: _Machine) -> None:
 
 @_opcode(0x56)  # UNICODE
 def _text_unicode(machine: _Machine) -> None:
-    machine.stack.append(machine.line().encode("latin-1").decode("raw-unicode-escape"))
+    machine.stack.append(machine.raw_line().decode("raw-unicode-escape"))
 
 
 @_opcode(0x53)  # STRING

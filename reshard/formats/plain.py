@@ -11,10 +11,17 @@ from typing import Any
 
 from reshard import trust
 from reshard.dtypes import DType
-from reshard.errors import IncompleteError, UnrecognisedError, UsageError
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    UnrecognisedError,
+    UnsupportedError,
+    UsageError,
+)
 from reshard.formats import torch_file
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import PARAM, Entry, Manifest, Origin, keyed
+from reshard.unpickle import Call
 
 NAME = "torch"
 _NESTS = ("state_dict", "model_state_dict", "model", "module")
@@ -55,6 +62,7 @@ def read(path: Path, key: str | None = None) -> Manifest:
         files={file.path: file.source()},
         tied=tied,
         trained_dtypes={entry.fqn: entry.dtype for entry in held},
+        warnings=_left_out(state),
         unknown_globals=trust.unknown(file.globals),
     )
 
@@ -92,9 +100,23 @@ def _at(path: Path, value: Any, key: str) -> dict[str, Any]:
 
 
 def _tensors(value: Any) -> dict[str, Tensor]:
+    """The tensors of a possible state dict; an unreadable or ambiguous one is an error.
+
+    Raises:
+        UnsupportedError: a tensor that is no plain strided one (sparse, meta, quantised, sharded).
+        CorruptError: two names that are the same as text.
+    """
     if not isinstance(value, dict):
         return {}
-    return {str(name): item for name, item in value.items() if isinstance(item, Tensor)}
+    found: dict[str, Tensor] = {}
+    for name, item in value.items():
+        if isinstance(item, Call) and item.name.startswith("torch."):
+            raise UnsupportedError(str(name), f"is stored through {item.name}, no plain tensor")
+        if isinstance(item, Tensor):
+            if str(name) in found:
+                raise CorruptError(item.storage.file, f"two tensors are called {str(name)!r}")
+            found[str(name)] = item
+    return found
 
 
 def entries(file: TorchFile, state: dict[str, Any]) -> list[Entry]:
@@ -103,6 +125,15 @@ def entries(file: TorchFile, state: dict[str, Any]) -> list[Entry]:
         Entry(name, PARAM, tensor.dtype, tensor.shape, (file.chunk(tensor),))
         for name, tensor in _tensors(state).items()
     ]
+
+
+def _left_out(state: dict[str, Any]) -> tuple[str, ...]:
+    """What lies among the tensors and is none."""
+    names = [str(name) for name, value in state.items() if not isinstance(value, Tensor)]
+    if not names:
+        return ()
+    shown = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
+    return (f"{len(names)} entries beside the weights are no tensors and are left out: {shown}",)
 
 
 def _refuse_placeholders(path: Path, held: list[Entry]) -> None:

@@ -23,6 +23,7 @@ from reshard.files import SourceFiles, size_of
 from reshard.manifest import Chunk, Entry, SourceFile, contiguous
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_MAX_DIMS = 64  # torch's own limit
 _RANK = {dtype: index for index, dtype in enumerate(dtypes.ALL)}
 _DAMAGED = "the file is truncated or was altered: fetch it again"
 
@@ -70,22 +71,37 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
         header = json.loads(raw, object_pairs_hook=unique)
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptError(path, f"its header cannot be read: {error}", _DAMAGED) from error
-    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+    if not isinstance(header, dict):
         raise CorruptError(path, "its header is not a JSON object", _DAMAGED)
+    metadata = header.get("__metadata__", {})
+    texts = [*header, *metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
+    if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
+        raise CorruptError(path, "its header holds names or metadata that are no text", _DAMAGED)
     return header
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
     try:
         code, shape = value["dtype"], tuple(value["shape"])
         start, stop = value["data_offsets"]
-        sane = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        numbers = (*shape, start, stop)
+        sane = len(shape) <= _MAX_DIMS and all(type(n) is int and 0 <= n < 1 << 63 for n in numbers)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(path, f"the header's entry {name!r} is malformed", _DAMAGED) from error
+    if not sane or not isinstance(code, str):
+        raise CorruptError(path, f"the header's entry {name!r} is malformed", _DAMAGED)
     dtype = dtypes.BY_SAFETENSORS.get(code)
     if dtype is None:
         raise UnsupportedError(path, f"{name!r} has dtype {code!r}, which reshard does not know")
-    if not sane or stop - start != prod(shape) * dtype.itemsize:
+    if stop - start != prod(shape) * dtype.itemsize:
         raise CorruptError(
             path,
             f"{name!r}: {dtype} {shape} does not take the bytes {start} to {stop}",
@@ -110,6 +126,8 @@ def lay_out(
     path: str, tensors: Iterable[tuple[Entry, DType]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Entry], int]:
     """Header bytes, the entries as they will lie in ``path``, and the file's size in bytes."""
+    tensors = list(tensors)
+    _check_names(entry.fqn for entry, _ in tensors)
     ordered = sorted(tensors, key=lambda item: (_RANK[item[1]], item[0].fqn.encode()))
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     at = 0
@@ -135,6 +153,14 @@ def lay_out(
         for entry, dtype in ordered
     ]
     return struct.pack("<Q", len(text)) + text, placed, start + at
+
+
+def _check_names(names: Iterable[str]) -> None:
+    for name in names:
+        if name == "__metadata__" or not _is_utf8(name):
+            raise UnsupportedError(
+                repr(name), "is no name that safetensors can hold", "give it one with --rename"
+            )
 
 
 def _placed(path: str, entry: Entry, dtype: DType, byte_offset: int) -> Entry:

@@ -27,6 +27,7 @@ from reshard.manifest import Chunk, Record, SourceFile
 from reshard.unpickle import Builder, Global, Unpickled, loads
 
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
+_MAX_NUMEL = 1 << 63
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -34,6 +35,7 @@ _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 class Storage:
     """One stored buffer; ``byte_offset`` is -1 until its place in the file is known."""
 
+    file: str
     key: str
     dtype: DType
     nbytes: int
@@ -79,7 +81,8 @@ class TorchFile:
     def chunk(self, tensor: Tensor) -> Chunk:
         """The whole tensor as one chunk of itself."""
         size = tensor.dtype.itemsize
-        start = tensor.storage.byte_offset + tensor.offset * size
+        offset = tensor.offset if tensor.numel else 0  # an empty view may begin anywhere
+        start = tensor.storage.byte_offset + offset * size
         strides = tuple(stride * size for stride in tensor.strides)
         return Chunk(whole(tensor.shape), self.path, start, strides, tensor.dtype)
 
@@ -147,48 +150,73 @@ class _Storages:
     def __call__(self, pid: Any) -> Storage:
         tag, kind, key, _location, numel, *view = pid
         if tag != "storage" or not isinstance(kind, Global) or (view and view[0] is not None):
-            raise ValueError(f"persistent id {str(tag)[:20]!r} is not a storage")
+            raise ValueError("a persistent id that is not a storage")
+        if not isinstance(key, (str, int)) or not _is_size(numel):
+            raise ValueError("a storage without a key or of impossible size")
         name = kind.name.rsplit(".", 1)[-1]
         dtype = dtypes.UINT8 if name == "UntypedStorage" else dtypes.BY_STORAGE.get(name)
         if dtype is None:
             raise UnsupportedError(self.path, f"holds a {kind.name}, which has no plain dtype")
-        if not isinstance(numel, int) or numel < 0:
-            raise ValueError("a storage of negative size")
         key = str(key)
-        return self.by_key.setdefault(key, Storage(key, dtype, numel * dtype.itemsize))
+        made = Storage(self.path, key, dtype, numel * dtype.itemsize)
+        return self.by_key.setdefault(key, made)
 
 
-def _strided(storage: Storage, offset: int, shape: Any, strides: Any, dtype: DType) -> Tensor:
+def _is_size(number: Any) -> bool:
+    return isinstance(number, int) and 0 <= number < _MAX_NUMEL
+
+
+def _strided(
+    storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None = None
+) -> Tensor:
     """A tensor whose every element provably lies inside its storage."""
+    if not isinstance(storage, Storage):
+        raise TypeError("a tensor of what is no storage")
     shape, strides = tuple(shape), tuple(strides)
-    numbers = (offset, *shape, *strides)
-    if len(shape) != len(strides) or any(not isinstance(n, int) or n < 0 for n in numbers):
-        raise ValueError(f"shape {shape} with strides {strides}")
-    tensor = Tensor(storage, offset, shape, strides, dtype)
+    if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
+        raise ValueError("a tensor of impossible shape, strides or offset")
+    tensor = Tensor(storage, offset, shape, strides, dtype or storage.dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if tensor.numel and (last + 1) * dtype.itemsize > storage.nbytes:
-        raise ValueError(
-            f"a tensor of shape {shape} at element {offset} reaches past its storage"
-            f" of {storage.nbytes} bytes"
-        )
+    if tensor.numel and (last + 1) * tensor.dtype.itemsize > storage.nbytes:
+        raise ValueError(f"a tensor that reaches past its storage of {storage.nbytes} bytes")
     return tensor
 
 
-def _rebuild_v2(storage: Storage, offset: int, shape: Any, strides: Any, *_rest: Any) -> Tensor:
-    return _strided(storage, offset, shape, strides, storage.dtype)
+def _rebuild_v2(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    _requires_grad: Any = None,
+    _hooks: Any = None,
+    metadata: Any = None,
+) -> Tensor:
+    _refuse_lazy(storage, metadata)
+    return _strided(storage, offset, shape, strides)
 
 
 def _rebuild_v3(
-    storage: Storage,
-    offset: int,
+    storage: Any,
+    offset: Any,
     shape: Any,
     strides: Any,
-    _requires_grad: bool,
+    _requires_grad: Any,
     _hooks: Any,
     dtype: Global,
-    *_rest: Any,
+    metadata: Any = None,
 ) -> Tensor:
+    _refuse_lazy(storage, metadata)
     return _strided(storage, offset, shape, strides, _named_dtype(dtype))
+
+
+def _refuse_lazy(storage: Any, metadata: Any) -> None:
+    """A lazily conjugated or negated tensor is stored as the bits before, and a flag."""
+    if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
+        raise UnsupportedError(
+            getattr(storage, "file", "a tensor"),
+            "holds a tensor that is conjugated or negated lazily",
+            "save it with resolve_conj().resolve_neg()",
+        )
 
 
 def _named_dtype(dtype: Global) -> DType:
@@ -200,6 +228,8 @@ def _first(value: Any, *_rest: Any) -> Any:
 
 
 def _rebuild_typed(function: Global, _type: Any, args: tuple[Any, ...], _state: Any) -> Any:
+    if function.name.startswith("torch._tensor."):
+        raise ValueError("a rebuild of a rebuild")
     return TORCH_BUILDERS[function.name](*args)
 
 
@@ -263,11 +293,11 @@ def _read_legacy(
     done, end, keys = _legacy_structure(path, size, files, builders, storages)
     file = TorchFile(path, size, done.value, done.globals)
     for key in keys:
-        storage = storages.by_key.get(str(key))
+        storage = storages.by_key.get(key) if isinstance(key, str) else None
         if storage is None or end + 8 + storage.nbytes > size:
             raise CorruptError(
                 path,
-                f"storage {key} at byte {end} does not fit into the file of {size} bytes",
+                f"storage {str(key)[:40]} at byte {end} does not fit into the file of {size} bytes",
                 "the file is truncated: fetch it again",
             )
         numel = int.from_bytes(files.read(path, end, 8), "little", signed=True)
@@ -276,7 +306,7 @@ def _read_legacy(
         storage.byte_offset = end + 8
         file.records[str(key)] = Record(end + 8, storage.nbytes, None, f"storage {key}")
         end += 8 + storage.nbytes
-    if len(keys) != len(storages.by_key):
+    if len(keys) != len(storages.by_key) or len(file.records) != len(keys):
         raise CorruptError(path, f"{len(storages.by_key)} storages are named, {len(keys)} stored")
     return file
 

@@ -148,7 +148,7 @@ def _wide(path: str, extra: bytes, size: int, packed: int, offset: int) -> tuple
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<2H", extra, at)
-        if tag == 1:
+        if tag == 1 and at + 4 + length <= len(extra):
             wide = list(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
             values = []
             for value in (size, packed, offset):
