@@ -9,7 +9,8 @@ from typing import Any
 from reshard import trust
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.deepspeed import flat, partitioned, train, whole
+from reshard.files import size_of
+from reshard.formats.deepspeed import flat, partitioned, swap, train, whole
 from reshard.formats.deepspeed.directory import Census
 from reshard.formats.deepspeed.states import (
     MIXED,
@@ -28,6 +29,7 @@ from reshard.manifest import (
     Manifest,
     Origin,
     ParamGroup,
+    SourceFile,
     TrainState,
     keyed,
 )
@@ -109,7 +111,8 @@ def _assemble(
 ) -> Manifest:
     first = models[0]
     tied = first.aliases()
-    stage, optimizer, state, warnings = _optimizer(first, ranks, tied)
+    swapped = swap.find(place, first.shapes, ranks)
+    stage, optimizer, state, warnings = _optimizer(first, ranks, tied, swapped)
     module = _module_entries(models, tied, sharded=stage == 3)
     entries = _in_module_order(first, [*module, *optimizer])
     opened = [*(model.file for model in models), *(rank.file for rank in ranks)]
@@ -126,7 +129,7 @@ def _assemble(
             precision=_precision(first),
         ),
         entries=keyed(entries),
-        files={file.path: file.source() for file in opened},
+        files={file.path: file.source() for file in opened} | _swap_files(swapped),
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
         frozen=frozen,
@@ -136,6 +139,11 @@ def _assemble(
     )
 
 
+def _swap_files(swapped: partitioned.Swapped) -> dict[str, SourceFile]:
+    paths = {piece.file for piece in swapped.values()}
+    return {path: SourceFile(path, size_of(path)) for path in sorted(paths)}
+
+
 def _unknown(files: Iterable[TorchFile]) -> tuple[str, ...]:
     return trust.unknown(set().union(*(file.globals for file in files)))
 
@@ -143,13 +151,18 @@ def _unknown(files: Iterable[TorchFile]) -> tuple[str, ...]:
 Read = tuple[int | None, list[Entry], TrainState, list[str]]
 
 
-def _optimizer(first: ModelStates, ranks: Sequence[OptimizerStates], tied: dict[str, str]) -> Read:
+def _optimizer(
+    first: ModelStates,
+    ranks: Sequence[OptimizerStates],
+    tied: dict[str, str],
+    swapped: partitioned.Swapped,
+) -> Read:
     """(stage, optimizer entries, train state, warnings), by the form of the optimizer states."""
     if not ranks:
         return _stage0(first, tied)
     root = ranks[0].root
     if "fp32_flat_groups" in root:
-        entries = list(partitioned.read(first.shapes, ranks))
+        entries = list(partitioned.read(first.shapes, ranks, swapped))
         steps = train.sharded_steps(ranks, first.shapes, partitioned.sub_group_state)
         groups = train.sharded_groups(ranks, first.shapes, "optimizer_state_dict")
         stage = 3

@@ -8,7 +8,7 @@ last ranks' pieces are padded.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -19,25 +19,30 @@ from reshard.formats.deepspeed.states import (
     MIXED,
     ModelStates,
     OptimizerStates,
+    Piece,
     Shapes,
     agree,
+    piece_of,
 )
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_file import Tensor
 from reshard.layout import equal_piece, run_chunks
 from reshard.manifest import MASTER, PARAM, Chunk, Entry
 
-Held = tuple[TorchFile, Tensor]
+Swapped = Mapping[tuple[int, int, str], Piece]  # (rank, sub-group, kind) -> its place
 
 
-def read(shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Iterator[Entry]:
+def read(shapes: Shapes, ranks: Sequence[OptimizerStates], swapped: Swapped) -> Iterator[Entry]:
     """Master weights and every optimizer slot of every sub-group.
+
+    Args:
+        swapped: the pieces that lie in swap files instead of the optimizer states.
 
     Raises:
         CorruptError: sub-groups whose length is not that of their shapes.
     """
     flats = [_flat_groups(rank, len(shapes)) for rank in ranks]
     for index, members in enumerate(shapes):
-        yield from _split(MASTER, members, [flat[index] for flat in flats])
+        yield from _split(MASTER, members, _pieces(MASTER, index, ranks, flats, swapped))
         slots = [slots_of(sub_group_state(rank, index)) for rank in ranks]
         names = agree(
             f"the list of optimizer slots of sub-group {index}",
@@ -45,8 +50,22 @@ def read(shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Iterator[Entry]:
             MIXED,
         )
         for name in names:
-            held = [(rank.file, slot[name]) for rank, slot in zip(ranks, slots, strict=True)]
-            yield from _split(name, members, held)
+            held = [{index: slot[name]} for slot in slots]
+            yield from _split(name, members, _pieces(name, index, ranks, held, swapped))
+
+
+def _pieces(
+    kind: str,
+    index: int,
+    ranks: Sequence[OptimizerStates],
+    held: Sequence[Mapping[int, Tensor]],
+    swapped: Swapped,
+) -> list[Piece]:
+    """Every rank's piece of one sub-group, from its file or its swap file."""
+    return [
+        swapped.get((rank.rank, index, kind)) or piece_of(rank.file, tensors[index])
+        for rank, tensors in zip(ranks, held, strict=True)
+    ]
 
 
 def sub_group_state(rank: OptimizerStates, index: int) -> dict[str, Any]:
@@ -56,7 +75,7 @@ def sub_group_state(rank: OptimizerStates, index: int) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
-def _flat_groups(rank: OptimizerStates, count: int) -> list[Held]:
+def _flat_groups(rank: OptimizerStates, count: int) -> dict[int, Tensor]:
     groups = rank.root["fp32_flat_groups"]
     if not isinstance(groups, list) or not all(isinstance(group, Tensor) for group in groups):
         raise CorruptError(rank.file.path, "fp32_flat_groups is not a list of tensors", MIXED)
@@ -64,30 +83,34 @@ def _flat_groups(rank: OptimizerStates, count: int) -> list[Held]:
         raise CorruptError(
             rank.file.path, f"holds {len(groups)} sub-groups, param_shapes lists {count}", MIXED
         )
-    return [(rank.file, group) for group in groups]
+    return dict(enumerate(groups))
 
 
-def _split(kind: str, members: dict[str, Index], held: Sequence[Held]) -> Iterator[Entry]:
+def piece_numel(members: Mapping[str, Index], ranks: int) -> int:
+    """Elements of a sub-group that one rank holds, padding included."""
+    return sum(-(-prod(shape) // ranks) for shape in members.values())
+
+
+def _split(kind: str, members: Mapping[str, Index], held: Sequence[Piece]) -> Iterator[Entry]:
     """Entries of one sub-group from the ranks' flat tensors."""
     ranks = len(held)
-    steps = {fqn: -(-prod(shape) // ranks) for fqn, shape in members.items()}
-    expected = sum(steps.values())
+    expected = piece_numel(members, ranks)
     chunks: dict[str, list[Chunk]] = defaultdict(list)
-    for number, (file, flat) in enumerate(held):
-        if flat.numel != expected:
+    for number, piece in enumerate(held):
+        if piece.numel != expected:
             raise CorruptError(
-                file.path,
-                f"rank {number} holds {flat.numel} elements of {kind} in a sub-group whose"
+                piece.file,
+                f"rank {number} holds {piece.numel} elements of {kind} in a sub-group whose"
                 f" {len(members)} parameters take {expected} a rank at {ranks} ranks",
                 MIXED,
             )
-        offset = file.chunk(flat).byte_offset
+        offset = piece.byte_offset
         for fqn, shape in members.items():
             start, stop = equal_piece(prod(shape), ranks, number)
-            chunks[fqn] += run_chunks(file.path, offset, flat.dtype, shape, start, stop)
-            offset += steps[fqn] * flat.dtype.itemsize
+            chunks[fqn] += run_chunks(piece.file, offset, piece.dtype, shape, start, stop)
+            offset += piece_numel({fqn: shape}, ranks) * piece.dtype.itemsize
     for fqn, shape in members.items():
-        yield Entry(fqn, kind, held[0][1].dtype, shape, tuple(chunks[fqn]))
+        yield Entry(fqn, kind, held[0].dtype, shape, tuple(chunks[fqn]))
 
 
 def frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
@@ -95,15 +118,15 @@ def frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
     shapes: dict[str, Index] = models[0].mapping("frozen_param_shapes")
     for fqn, shape in shapes.items():
         fragments = [_fragment(model, fqn) for model in models]
-        if any(file is None for file in fragments):
-            continue  # saved with exclude_frozen_parameters: nothing of it is in the checkpoint
         held = [fragment for fragment in fragments if fragment is not None]
+        if len(held) < len(fragments):
+            continue  # saved with exclude_frozen_parameters: nothing of it is in the checkpoint
         if prod(shape):
             yield from _split(PARAM, {fqn: tuple(shape)}, held)
         else:
-            yield Entry(fqn, PARAM, held[0][1].dtype, tuple(shape), ())
+            yield Entry(fqn, PARAM, held[0].dtype, tuple(shape), ())
 
 
-def _fragment(model: ModelStates, fqn: str) -> Held | None:
+def _fragment(model: ModelStates, fqn: str) -> Piece | None:
     found = model.mapping("frozen_param_fragments").get(fqn)
-    return (model.file, found) if isinstance(found, Tensor) else None
+    return piece_of(model.file, found) if isinstance(found, Tensor) else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Index
+from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.formats import torch_file
 from reshard.formats.torch_file import Tensor, TorchFile
@@ -82,6 +83,21 @@ class OptimizerStates:
     root: dict[str, Any]
     rank: int
     ds_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rank's flat tensor of a group: contiguous elements in a file."""
+
+    file: str
+    byte_offset: int
+    numel: int
+    dtype: DType
+
+
+def piece_of(file: TorchFile, tensor: Tensor) -> Piece:
+    """A flat tensor of an opened file."""
+    return Piece(file.path, file.chunk(tensor).byte_offset, tensor.numel, tensor.dtype)
 
 
 def whole_entry(file: TorchFile, fqn: str, kind: str, tensor: Tensor) -> Entry:
