@@ -15,7 +15,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch._dynamo  # noqa: F401 - must be imported before zero.Init patches constructors
+import torch._dynamo
+
 import deepspeed  # isort: skip
 from transformers import LlamaConfig, LlamaForCausalLM
 

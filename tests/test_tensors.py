@@ -141,6 +141,20 @@ def test_narrow_columns_are_not_read_row_by_row_with_all_between(tmp_path, colum
     assert pool.nbytes < tensor.nbytes
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_narrow_block_of_many_short_rows_takes_few_reads(tmp_path, turned):
+    """Runs of 16 bytes, 256 bytes apart: read together, not one system call each."""
+    path = tmp_path / "w.pt"
+    tensor = torch.arange(640_000.0).view(10_000, 64)
+    torch.save({"w": tensor.t() if turned else tensor}, path)
+    pool = CountingFiles()
+    with reshard.open(path) as checkpoint:
+        lazy = LazyTensor(checkpoint.manifest.entries["param", "w"], pool)
+        block = lazy[3:7].t() if turned else lazy[:, 3:7]
+    assert torch.equal(block, tensor[:, 3:7])
+    assert len(pool.reads) < 500
+
+
 def test_opening_reads_headers_only(tmp_path):
     path = tmp_path / "big.pt"
     torch.save({"w": torch.zeros(1 << 20), "v": torch.ones(1 << 20)}, path)

@@ -3,8 +3,8 @@
 Rows that cannot exist in DeepSpeed 0.19.8, with the evidence:
 
 * MiCS: removed from the library. ``runtime/config.py`` refuses the key: "MiCS ZeRO-3 sharding has
-  been removed; 'zero_optimization.mics_shard_size' is no longer ..."; ``deepspeed.zero.MiCS_Init``
-  is not there.
+  been removed; 'zero_optimization.mics_shard_size' is no longer [supported]"; there is neither
+  ``deepspeed.zero.MiCS_Init`` nor ``runtime/zero/mics.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Case:
     world: int
     config: Config
     kind: str = "train"  # train, moe, pipeline, trainer, accelerate
-    model: str = "menagerie"  # menagerie, menagerie_{tied,vector}, llama, llama_tied
+    model: str = "menagerie"  # menagerie, menagerie_{tied,vector,wide}, llama, llama_tied
     groups: str = "one"  # see deepspeed_models.param_groups
     client_optimizer: str | None = None  # sgd, adamw: made by the caller, not by the config
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
@@ -50,11 +50,6 @@ class Case:
     overflow_at: int | None = None
     nvme: bool = False
     client_state: Config = field(default_factory=dict)
-
-    @property
-    def needs_fresh_name(self) -> bool:
-        """Whether the checkpoint lies below ``run`` under a name its trainer chose."""
-        return self.kind in {"trainer", "accelerate"}
 
 
 def ds_config(
@@ -188,12 +183,23 @@ def _stage_3() -> list[Case]:
 
 
 def _nvme() -> list[Case]:
-    """The swap folder is filled in by the worker. Skipped, loudly, where the aio op cannot build."""
-    zero = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 3000}
-    both = {**zero, "offload_param": {"device": "nvme"}}
+    """The swap folder is filled in by the worker. Skipped, loudly, without DeepSpeed's aio op.
+
+    DeepSpeed swaps only sub-groups of 1 MiB and more (MIN_AIO_BYTES), which needs a wider model; in
+    the small one everything stays in memory, whatever the config says.
+    """
+    optimizer = {"offload_optimizer": {"device": "nvme"}, "sub_group_size": 300_000}
+    both = {**optimizer, "offload_param": {"device": "nvme"}}
     return [
-        Case("z3_nvme_optimizer", 2, ds_config(3, "bf16", zero), nvme=True),
-        Case("z3_nvme_both", 2, ds_config(3, "bf16", both), nvme=True),
+        Case("z3_nvme_unswapped", 2, ds_config(3, "bf16", optimizer), nvme=True),
+        Case(
+            "z3_nvme_optimizer",
+            2,
+            ds_config(3, "bf16", optimizer),
+            model="menagerie_wide",
+            nvme=True,
+        ),
+        Case("z3_nvme_both", 2, ds_config(3, "bf16", both), model="menagerie_wide", nvme=True),
     ]
 
 

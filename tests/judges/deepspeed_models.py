@@ -6,7 +6,7 @@ The menagerie holds every kind of tensor that has broken a checkpoint tool somew
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ NEVER_STEPPED = "extras.unused"
 FROZEN = ("extras.frozen", "extras.frozen_vector")
 
 
-def llama(*, tied: bool) -> LlamaForCausalLM:
+def llama(*, tied: bool, hidden: int = 64) -> LlamaForCausalLM:
     """A 2-layer Llama. Attention is eager because fused CPU kernels lack float16."""
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=hidden,
+        intermediate_size=hidden * 3 // 2,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -71,6 +71,9 @@ class Hollow(nn.Module):
 class Extras(nn.Module):
     """The odd tensors. A submodule, so that ZeRO-3's module hooks gather them for its forward."""
 
+    scale: Tensor
+    calls: Tensor
+
     def __init__(self, scalar_shape: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.seven = nn.Parameter(torch.linspace(-1.0, 1.0, 7))
@@ -89,7 +92,7 @@ class Extras(nn.Module):
         self.register_buffer("scratch", torch.full((4,), 9.0), persistent=False)
 
     def forward(self) -> Tensor:
-        """A small loss that reaches every trainable one here but ``unused`` and ``hollow.empty``."""
+        """A small loss that reaches all that train here but ``unused`` and ``hollow.empty``."""
         self.calls += 1
         mixed = (self.seven @ self.frozen).square().mean() * self.frozen_vector.sum()
         curve = (self.thirteen * self.scalar).cos().mean() * self.scale.sum()
@@ -99,14 +102,15 @@ class Extras(nn.Module):
 class Menagerie(nn.Module):
     """A Llama with the odd tensors beside it."""
 
-    def __init__(self, *, tied: bool, scalar_shape: tuple[int, ...] = ()) -> None:
+    def __init__(self, *, tied: bool, scalar_shape: tuple[int, ...] = (), hidden: int = 64) -> None:
         super().__init__()
-        self.llama = llama(tied=tied)
+        self.llama = llama(tied=tied, hidden=hidden)
         self.extras = Extras(scalar_shape)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """The loss."""
-        return self.llama(input_ids=input_ids, labels=input_ids).loss.float() + self.extras()
+        loss: Tensor = self.llama(input_ids=input_ids, labels=input_ids).loss.float()
+        return loss + self.extras()
 
 
 class MoeToy(nn.Module):
@@ -140,7 +144,7 @@ def rank_share(batch: Tensor, rank: int, world: int) -> Tensor:
     return batch[rank * size : (rank + 1) * size]
 
 
-def param_groups(model: nn.Module, split: str) -> list[dict[str, object]]:
+def param_groups(model: nn.Module, split: str) -> list[dict[str, Any]]:
     """Trainable parameters in user groups: ``one``, ``decay`` or ``tiny``.
 
     ``tiny`` puts the single-element scalar in a group of its own, smaller than any number of ranks.
@@ -151,7 +155,7 @@ def param_groups(model: nn.Module, split: str) -> list[dict[str, object]]:
     lone = [p for name, p in named if split == "tiny" and name.endswith("scalar")]
     decay = [p for name, p in named if _decays(name) and not _holds(lone, p)]
     plain = [p for name, p in named if not _decays(name) and not _holds(lone, p)]
-    groups: list[dict[str, object]] = [
+    groups: list[dict[str, Any]] = [
         {"params": decay, "weight_decay": 0.1},
         {"params": plain, "weight_decay": 0.0},
         {"params": lone, "weight_decay": 0.05, "lr": 3e-3},

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 NEXT_STEPS = 2
 SKIPPED_EXIT = 77
 AIO_FAILURES: list[str] = []
-"""Why the disk op could not be built, filled by ``build_aio`` in the process that forks the ranks."""
+"""Why the disk op is not there; filled by ``load_aio`` in the process that forks the ranks."""
 
 
-class SkipCase(Exception):
+class CaseSkipped(Exception):  # noqa: N818 - not an error
     """The machine lacks what an optional case needs; the message says what."""
 
 
@@ -85,7 +85,8 @@ def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
         if family == "llama":
             return models.llama(tied=variant == "tied")
         shape = (1,) if variant == "vector" else ()
-        return models.Menagerie(tied=variant == "tied", scalar_shape=shape)
+        hidden = 256 if variant == "wide" else 64
+        return models.Menagerie(tied=variant == "tied", scalar_shape=shape, hidden=hidden)
 
 
 def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
     config["train_micro_batch_size_per_gpu"] = models.GLOBAL_BATCH // world
     if case.nvme:
         if AIO_FAILURES:
-            raise SkipCase(AIO_FAILURES[0])
+            raise CaseSkipped(AIO_FAILURES[0])
         config["aio"] = {"block_size": 4096, "queue_depth": 4}
         for key in ("offload_optimizer", "offload_param"):
             if key in config["zero_optimization"]:
@@ -104,15 +105,32 @@ def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
     return config
 
 
-def build_aio() -> None:
-    """Compile DeepSpeed's disk op, once, before the ranks would do it all at the same time."""
+def load_aio(*, compile_it: bool) -> None:
+    """Make DeepSpeed's disk op ready, once, before the ranks would all do it at the same time.
+
+    Compiling it takes minutes of CPU, so that happens only when asked for.
+    """
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
+    builders = [PinMemoryBuilder(), AsyncIOBuilder()]
+    if not compile_it and not all(_compiled(builder.name) for builder in builders):
+        AIO_FAILURES.append(
+            "DeepSpeed's aio op is not compiled here yet, and that takes minutes; name the case "
+            "explicitly to have it done (needs libaio-dev, ninja and a C++ compiler)"
+        )
+        return
     try:
-        PinMemoryBuilder().load(verbose=False)
-        AsyncIOBuilder().load(verbose=False)
+        for builder in builders:
+            builder.load(verbose=False)
     except Exception as error:  # noqa: BLE001 - a compiler's failure has no type of its own
         AIO_FAILURES.append(f"DeepSpeed's aio op needs libaio-dev, ninja and a compiler: {error!r}")
+
+
+def _compiled(op: str) -> bool:
+    """Whether torch has the op in its cache of extensions."""
+    from torch.utils import cpp_extension
+
+    return Path(cpp_extension._get_build_directory(op, verbose=False), f"{op}.so").exists()
 
 
 def start(case: Case, world: int, scratch: Path, seed: int = 7) -> Run:
@@ -122,7 +140,7 @@ def start(case: Case, world: int, scratch: Path, seed: int = 7) -> Run:
         model = build_model(case, config, seed)
     groups = models.param_groups(model, case.groups)
     members = [list(group["params"]) for group in groups]
-    optimizer = None
+    optimizer: torch.optim.Optimizer | None = None
     if case.client_optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.01)
     elif case.client_optimizer == "adamw":
@@ -149,7 +167,7 @@ def scalars_broadcast() -> Iterator[None]:
             tensor = view(tensor, 1)
         return view(tensor, *shape)
 
-    torch.Tensor.view = view_of_any_rank  # type: ignore[method-assign]
+    torch.Tensor.view = view_of_any_rank  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
@@ -171,7 +189,7 @@ def train_step(run: Run, step: int) -> float:
     return float(total) / dist.get_world_size()
 
 
-def _loss(engine: Any, share: torch.Tensor) -> torch.Tensor:
+def _loss(engine: Any, share: torch.Tensor) -> Any:
     if models.is_llama(engine.module):
         return engine(input_ids=share, labels=share).loss.float()
     return engine(share)
@@ -219,7 +237,9 @@ def load(case: Case, run_dir: Path, steps: int, out: Path) -> None:
     path, client_state = run.engine.load_checkpoint(str(run_dir))
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
-    loaded = describe(run, truth.snapshot(run.engine, case.slots), client_state)
+    # DeepSpeed returns all of its own keys that it does not consume together with the client's.
+    kept = {key: client_state[key] for key in case.client_state}
+    loaded = describe(run, truth.snapshot(run.engine, case.slots), kept)
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]
     params = truth.snapshot(run.engine, case.slots).params

@@ -20,8 +20,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 if TYPE_CHECKING:
@@ -111,12 +111,13 @@ def _cross_check(engine: DeepSpeedEngine, found: Snapshot) -> None:
     Not at all with round_robin_gradients: it walks the user's order while the flat buffer holds the
     permuted one. Without slots where stage 1 or 2 has several groups: ``step`` links all groups'
     slots after stepping the first, when the others have none yet, so asking for them raises
-    "ValueError: exp_avg not found in optimizer state fragment".
+    "ValueError: exp_avg not found in optimizer state fragment". Nor before any step after a load.
     """
     optimizer = engine.optimizer
     if getattr(optimizer, "round_robin_gradients", False):
         return
-    linked = isinstance(optimizer, BF16_Optimizer) or len(optimizer.param_groups) == 1
+    all_at_once = isinstance(optimizer, BF16_Optimizer) or len(optimizer.param_groups) == 1
+    linked = all_at_once and optimizer._hp_optimizer_states_linked
     by_api = _by_api(engine, tuple(found.slots) if linked else ())
     _same("safe_get_full_* against memory addresses", found, by_api)
 

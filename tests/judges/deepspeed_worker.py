@@ -96,10 +96,10 @@ def _become_rank(job: Job, rank: int) -> NoReturn:
     code = 0
     try:
         work(job, rank)
-    except deepspeed_train.SkipCase as skip:
+    except deepspeed_train.CaseSkipped as skip:
         Path(job.out, "skipped.txt").write_text(str(skip))
         code = deepspeed_train.SKIPPED_EXIT
-    except BaseException:  # the traceback is the report; the exit code carries the failure
+    except BaseException:  # noqa: BLE001 - the traceback is the report; the exit code carries the failure
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
@@ -158,7 +158,8 @@ def report(job: Job) -> dict[str, Any]:
 
 def serve(jobs: list[Job], ranks_at_once: int, reports: TextIO) -> None:
     """Run jobs in order, as many side by side as fit; one job may always run."""
-    parent, waiting, running = os.getppid(), list(jobs), []
+    parent, waiting = os.getppid(), list(jobs)
+    running: list[Job] = []
     while waiting or running:
         if os.getppid() != parent:
             for job in running:
@@ -188,14 +189,14 @@ def preload() -> None:
 
 
 def main() -> None:
-    """Read the jobs and serve them; compilers and DeepSpeed print, so stdout is kept for reports."""
+    """Serve the jobs. Compilers and DeepSpeed print, so stdout is kept apart for the reports."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     jobs = [Job(**job) for job in spec["jobs"]]
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     preload()
     if any(CASES[job.case].nvme for job in jobs):
-        deepspeed_train.build_aio()
+        deepspeed_train.load_aio(compile_it=spec["compile_aio"])
     serve(jobs, spec["ranks_at_once"], reports)
 
 
