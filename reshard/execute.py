@@ -11,21 +11,20 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
 from reshard.box import Index
 from reshard.checksum import crc32, join
-from reshard.errors import CorruptError, DifferentError, ReshardError, ResourceError
+from reshard.errors import DifferentError, ReshardError, ResourceError
 from reshard.files import SourceFiles
-from reshard.manifest import OutputFile, Record, Skeleton, SourceFile
+from reshard.manifest import OutputFile, Skeleton, SourceFile
 from reshard.plan import Copy, Plan, Window
+from reshard.records import Spans, check_record, crc_of, record_crc
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
@@ -113,7 +112,7 @@ def read_back(
 
         def check(item: tuple[tuple[str, int], tuple[int, int]]) -> None:
             (name, offset), (nbytes, crc) = item
-            if _crc_of(pool, str(directory / name), offset, nbytes) != crc:
+            if crc_of(pool, str(directory / name), offset, nbytes) != crc:
                 raise DifferentError(
                     directory / name,
                     f"bytes {offset} to {offset + nbytes} read back differ from those written",
@@ -139,21 +138,6 @@ def _create(file: OutputFile, directory: Path) -> None:
         raise _disk_error(path, error) from error
     for offset, data in file.literals:
         _write(path, memoryview(data), offset)
-
-
-def _store_checksums(
-    skeleton: Skeleton, outcome: Outcome, directory: Path, pool: SourceFiles
-) -> None:
-    """Write the CRCs that the output format keeps of its own records."""
-    spans = _Spans(
-        (name, offset, nbytes, crc) for (name, offset), (nbytes, crc) in outcome.windows.items()
-    )
-    for stored in skeleton.checksums:
-        path = directory / stored.file
-        held = spans.within(stored.file, stored.byte_offset, stored.nbytes)
-        crc = join(_tiles(pool, str(path), stored.byte_offset, stored.nbytes, held))
-        for place in stored.places:
-            _write(path, memoryview(crc.to_bytes(4, "little")), place)
 
 
 def _write(path: Path, data: memoryview, offset: int) -> None:
@@ -346,39 +330,6 @@ def _slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
     )
 
 
-Span = tuple[int, int, int]  # byte offset, nbytes, crc
-
-
-class _Spans:
-    """Byte ranges of files with their checksums, to be found by place."""
-
-    def __init__(self, ranges: Iterable[tuple[str, int, int, int]]) -> None:
-        self.by_file: dict[str, list[Span]] = defaultdict(list)
-        for file, offset, nbytes, crc in ranges:
-            self.by_file[file].append((offset, nbytes, crc))
-        self.starts: dict[str, list[int]] = {}
-        self.reaches: dict[str, list[int]] = {}
-        for file, spans in self.by_file.items():
-            spans.sort()
-            self.starts[file] = [span[0] for span in spans]
-            self.reaches[file] = list(accumulate((s[0] + s[1] for s in spans), max))
-
-    def touching(self, file: str, offset: int, nbytes: int) -> list[Span]:
-        """Those that share a byte with a range."""
-        first = bisect_right(self.reaches[file], offset)
-        last = bisect_left(self.starts[file], offset + nbytes)
-        return [s for s in self.by_file[file][first:last] if s[0] + s[1] > offset]
-
-    def within(self, file: str, offset: int, nbytes: int) -> list[Span]:
-        """Those that lie inside a range."""
-        if file not in self.by_file:
-            return []
-        stop = offset + nbytes
-        return [
-            s for s in self.touching(file, offset, nbytes) if offset <= s[0] and s[0] + s[1] <= stop
-        ]
-
-
 def _check_records(
     outcome: Outcome, sources: Mapping[str, SourceFile], pool: SourceFiles, workers: int
 ) -> None:
@@ -386,53 +337,31 @@ def _check_records(
 
     What the copies did not read of such a record (padding, tensors left out) is read here.
     """
-    reads = _Spans(outcome.reads)
+    reads = Spans(outcome.reads)
     touched = [
         (file, record)
         for file in reads.by_file
         for record in sources[file].records
         if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
     ]
-
-    def check(item: tuple[str, Record]) -> None:
-        file, record = item
-        held = reads.within(file, record.byte_offset, record.nbytes)
-        if join(_tiles(pool, file, record.byte_offset, record.nbytes, held)) != record.crc32:
-            raise CorruptError(
-                file,
-                f"{record.name} (bytes {record.byte_offset} to"
-                f" {record.byte_offset + record.nbytes}) does not match its stored CRC-32",
-                "the file was altered after it was saved: fetch it again",
-            )
-
-    _spread(touched, lambda: check, workers, lambda _item: None)
+    _spread(
+        touched,
+        lambda: lambda item: check_record(pool, *item, reads),
+        workers,
+        lambda _item: None,
+    )
 
 
-def _tiles(
-    pool: SourceFiles, file: str, start: int, nbytes: int, spans: Iterable[Span]
-) -> Iterator[tuple[int, int]]:
-    """(crc, nbytes) of parts that make up a range exactly.
-
-    Spans in order of their offsets, all inside the range; what they leave out or hold twice is
-    read.
-    """
-    at = start
-    for offset, size, crc in spans:
-        if offset < at:
-            continue
-        if offset > at:
-            yield _crc_of(pool, file, at, offset - at), offset - at
-        yield crc, size
-        at = offset + size
-    if start + nbytes > at:
-        yield _crc_of(pool, file, at, start + nbytes - at), start + nbytes - at
-
-
-def _crc_of(pool: SourceFiles, file: str, offset: int, nbytes: int) -> int:
-    crc = 0
-    buffer = memoryview(bytearray(min(nbytes, READ_BYTES)))
-    for start in range(0, nbytes, READ_BYTES):
-        piece = buffer[: min(READ_BYTES, nbytes - start)]
-        pool.read_into(file, offset + start, piece)
-        crc = crc32(piece, crc)
-    return crc
+def _store_checksums(
+    skeleton: Skeleton, outcome: Outcome, directory: Path, pool: SourceFiles
+) -> None:
+    """Write the CRCs that the output format keeps of its own records."""
+    written = Spans(
+        (str(directory / name), offset, nbytes, crc)
+        for (name, offset), (nbytes, crc) in outcome.windows.items()
+    )
+    for stored in skeleton.checksums:
+        path = directory / stored.file
+        crc = record_crc(pool, str(path), stored.byte_offset, stored.nbytes, written)
+        for place in stored.places:
+            _write(path, memoryview(crc.to_bytes(4, "little")), place)

@@ -19,6 +19,7 @@ LAYERS = (
     ("manifest", "files", "trust", "units", "cast"),
     ("unpickle", "layout", "keys"),
     ("formats", "plan"),
+    ("records",),
     ("execute",),
     ("commit", "tensors", "weights"),
     ("commands",),
