@@ -92,6 +92,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
 
     entries = [replace(entry, fqn=new_name(entry.fqn)) for entry in manifest.entries.values()]
     tied = {new_name(alias): new_name(kept) for alias, kept in manifest.tied.items()}
+    absent = tuple(map(new_name, manifest.absent))
     _refuse_collisions(names)
     include = compiled(edits.include, "--include")
     exclude = compiled(edits.exclude, "--exclude")
@@ -105,7 +106,9 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done.excluded = sorted({entry.fqn for entry in entries} - {entry.fqn for entry in kept})
     if entries and not kept:
         raise UsageError("--include/--exclude", f"none of {len(names)} tensors is left")
-    done.manifest = _renamed_manifest(manifest, kept, tied, new_name)
+    done.manifest = replace(
+        _renamed_manifest(manifest, kept, tied, new_name), absent=tuple(filter(wanted, absent))
+    )
     return done
 
 

@@ -147,6 +147,7 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias fqn -> kept fqn
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
+    absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
 

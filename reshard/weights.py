@@ -8,7 +8,7 @@ from typing import Literal
 
 from reshard import dtypes, keys
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, DifferentError, UsageError
+from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, MASTER, PARAM, Entry, Manifest
 from reshard.tensors import first_difference
@@ -119,7 +119,27 @@ def settle_ties(
             weights.dropped_aliases[alias] = kept
     if declared is True and policy != "keep":
         _drop_equal_head(weights, by_name, policy, pool)
+    _refuse_absent(weights, manifest, tied=declared is True)
     return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
+
+
+def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
+    """A weight without a value is an error, but for a head that the config ties.
+
+    Raises:
+        IncompleteError: there is one.
+    """
+    names = {entry.fqn for entry, _ in weights.tensors}
+    embedding = next((name for name in _EMBEDDINGS if name in names), None)
+    for fqn in manifest.absent:
+        if tied and fqn == _HEAD and embedding:
+            weights.dropped_aliases[fqn] = embedding
+            continue
+        raise IncompleteError(
+            manifest.origin.path,
+            f"lists {fqn!r}, but no rank holds a value for it",
+            f"if it is tied to another weight, or not needed, leave it out: --exclude '^{fqn}$'",
+        )
 
 
 def _drop_equal_head(

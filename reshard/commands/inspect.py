@@ -47,6 +47,7 @@ class Inspection:
             "logical_bytes": sum(entry.nbytes for entry in manifest.entries.values()),
             "tied": dict(manifest.tied),
             "frozen": sorted(manifest.frozen),
+            "absent": list(manifest.absent),
             "optimizer": manifest.has_optimizer,
             "param_groups": [
                 {"hyper": dict(group.hyper), "tensors": len(group.fqns)}
@@ -82,6 +83,9 @@ class Inspection:
         yield from self._training()
         yield from self._sizes()
         yield from self._names()
+        if self.manifest.absent:
+            shown = ", ".join(self.manifest.absent[:_SHOWN])
+            yield _row("warning", f"listed, but without a value on any rank: {shown}")
         for text in self.manifest.warnings:
             yield _row("warning", text)
         if self.manifest.unknown_globals:

@@ -132,7 +132,7 @@ def _prepare(manifest: Manifest, source: Path, destination: Path, options: Merge
         untied = weights.settle_ties(
             chosen,
             edited.manifest,
-            config=companions.config if is_directory else None,
+            config=companions.config,
             policy=options.tied,
             pool=pool,
         )

@@ -32,8 +32,9 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _COMPANIONS = re.compile(
     r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
     r"|processor_config|video_preprocessor_config|image_processor_config|chat_template.*)\.json"
-    r"|merges\.txt|vocab\.txt|.*\.(model|tiktoken|jinja)|[A-Za-z]\w*\.py"
+    r"|merges\.txt|vocab\.txt|.*\.(model|tiktoken|jinja)"
 )
+_MODEL_CODE = re.compile(r"(modeling|configuration|tokenization|processing|image_processing)_")
 _EMBEDDING = re.compile(
     r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared)\.weight"
 )
@@ -178,18 +179,23 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     for place in candidates:
         config = place / "config.json"
         if config.is_file():
+            parsed = _parse_config(config)
             others = [
                 child
                 for child in sorted(place.iterdir())
-                if child.is_file()
-                and child.name != "config.json"
-                and _COMPANIONS.fullmatch(child.name)
-                and not child.name.startswith("zero_to_")
+                if child.is_file() and _belongs(child.name, parsed)
             ]
-            return Companions(place, _parse_config(config), tuple(others))
+            return Companions(place, parsed, tuple(others))
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
     return Companions(None, None, ())
+
+
+def _belongs(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a file beside config.json is part of the model; code only where auto_map asks."""
+    if name.endswith(".py"):
+        return bool(config.get("auto_map")) and _MODEL_CODE.match(name) is not None
+    return name != "config.json" and _COMPANIONS.fullmatch(name) is not None
 
 
 def _parse_config(path: Path) -> dict[str, Any]:

@@ -230,6 +230,28 @@ def test_size_0_weights_name_the_real_ones(copied, refused):
     refused(run / "pytorch_model.bin", 1, "size 0", str(tag_of(run)))
 
 
+@pytest.fixture
+def without_shared_params(copied):
+    """Stage 3 as DeepSpeed before 0.9 wrote it: nothing says that two names are one weight."""
+    run = copied("hf_z3_tied")
+    for path in tag_of(run).glob("*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        del state["shared_params"]
+        torch.save(state, path)
+    return run
+
+
+def test_a_name_without_a_value_is_never_dropped_in_silence(without_shared_params, refused):
+    (without_shared_params / "config.json").unlink()
+    refused(without_shared_params, 1, "'lm_head.weight'", "no rank holds a value", "--exclude")
+
+
+def test_a_head_that_the_config_ties_needs_no_value(without_shared_params, tmp_path):
+    done = merge(without_shared_params, tmp_path / "x.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert "lm_head.weight = model.embed_tokens.weight" in done.stdout
+
+
 class Attack:
     def __reduce__(self):
         return os.system, ("touch pwned",)

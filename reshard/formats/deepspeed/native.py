@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,10 @@ def _assemble(
     trained = {fqn for group in state.param_groups for fqn in group.fqns}
     trained |= {fqn for group in first.shapes for fqn in group}
     frozen = _frozen(entries, trained, first)
+    absent = _absent(first, entries, tied)
+    if absent and _excluded_frozen(first, stage or 0):
+        warnings.append(f"without a value in this checkpoint: {', '.join(absent)}")
+        absent = ()
     return Manifest(
         origin=Origin(
             format="deepspeed",
@@ -133,6 +137,7 @@ def _assemble(
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
         frozen=frozen,
+        absent=absent,
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
         warnings=tuple(warnings + (_step_warnings(state) if stage else [])),
         unknown_globals=_unknown(opened),
@@ -277,6 +282,17 @@ def _frozen(entries: list[Entry], trained: set[str], first: ModelStates) -> froz
         for entry in entries
         if entry.kind == PARAM and entry.fqn not in trained and entry.numel
     ) | frozenset(fqn for fqn, shape in declared.items() if 0 not in shape)
+
+
+def _absent(
+    first: ModelStates, entries: Sequence[Entry], tied: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Placeholders of stage 3 that nothing fills.
+
+    DeepSpeed before 0.9 did not say which names are tied, and leaves a placeholder of each.
+    """
+    held = {entry.fqn for entry in entries}
+    return tuple(name for name in first.module if name not in held and name not in tied)
 
 
 def _precision(first: ModelStates) -> str:
