@@ -47,7 +47,7 @@ class SourceFiles:
         done = 0
         while done < len(target):
             try:
-                count = os.preadv(descriptor.number, [target[done:]], byte_offset + done)
+                count = _pread(descriptor.number, target[done:], byte_offset + done)
             except OSError as error:
                 raise ReshardError(path, f"cannot be read: {error.strerror}") from error
             if count == 0:
@@ -74,6 +74,15 @@ class SourceFiles:
             else:
                 self._descriptors.move_to_end(path)
             return descriptor
+
+
+def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
+    """Read into ``target``; how many bytes came. macOS lacks preadv and takes a copy more."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [target], byte_offset)
+    data = os.pread(descriptor, len(target), byte_offset)
+    target[: len(data)] = data
+    return len(data)
 
 
 class _Descriptor:

@@ -154,7 +154,7 @@ def _near(source: Path, manifest: Manifest) -> list[Path]:
 
 def _budget(options: MergeOptions) -> tuple[int, int]:
     """(workers, bytes a window): a worker holds one window and one read buffer."""
-    workers = options.workers or min(len(os.sched_getaffinity(0)), 8)
+    workers = options.workers or min(_cores(), 8)
     if workers < 1:
         raise UsageError(f"--workers {options.workers}", "at least one is needed")
     most = options.max_memory_bytes // (2 * _MIN_WINDOW)
@@ -165,6 +165,13 @@ def _budget(options: MergeOptions) -> tuple[int, int]:
         )
     workers = min(workers, most)
     return workers, min(WINDOW_BYTES, options.max_memory_bytes // (2 * workers))
+
+
+def _cores() -> int:
+    """Cores that this process may use, where the system says; else those of the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _lay_out(
