@@ -167,6 +167,8 @@ def _kill_session(worker: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()
+    if worker.stdout is not None:
+        worker.stdout.close()
 
 
 def _environment() -> dict[str, str]:
