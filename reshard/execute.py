@@ -39,6 +39,7 @@ def _unseen(_nbytes: int) -> None:
 
 
 T = TypeVar("T")
+ReadSpan = tuple[str, int, int, int]  # file, byte offset, nbytes, crc
 
 
 @dataclass(slots=True)
@@ -46,9 +47,7 @@ class Outcome:
     """What an execution saw; each worker keeps its own, and they are added up."""
 
     windows: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # -> nbytes, crc
-    reads: list[tuple[str, int, int, int]] = field(
-        default_factory=list
-    )  # file, offset, nbytes, crc
+    reads: list[ReadSpan] = field(default_factory=list)
     overflowed: Counter[str] = field(default_factory=Counter)  # fqn -> finite values made infinite
     flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
 

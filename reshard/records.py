@@ -6,6 +6,7 @@ whole records, and only what was not moved is read again.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.manifest import Record
 
-_PIECE = 4 << 20  # bytes read at a time
+_PIECE = 1 << 20  # bytes read at a time
 
 Span = tuple[int, int, int]  # byte offset, nbytes, crc
 
@@ -91,12 +92,16 @@ def _tiles(
         yield crc_of(pool, file, at, start + nbytes - at), start + nbytes - at
 
 
+_local = threading.local()
+
+
 def crc_of(pool: SourceFiles, file: str, offset: int, nbytes: int) -> int:
-    """CRC of a byte range, read piece by piece."""
+    """CRC of a byte range, read piece by piece into one buffer a thread."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(_PIECE))
     crc = 0
-    buffer = memoryview(bytearray(min(nbytes, _PIECE)))
     for start in range(0, nbytes, _PIECE):
-        piece = buffer[: min(_PIECE, nbytes - start)]
+        piece = _local.buffer[: min(_PIECE, nbytes - start)]
         pool.read_into(file, offset + start, piece)
         crc = crc32(piece, crc)
     return crc
