@@ -1,0 +1,136 @@
+"""Output appears whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from reshard import commit
+from reshard.errors import ExistsError, UsageError
+
+
+def stage(destination, *, is_directory, overwrite=False, content=b"new"):
+    with commit.staged(destination, is_directory=is_directory, overwrite=overwrite) as place:
+        name = "x.json" if is_directory else destination.name
+        (place / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_output_appears_under_its_name_and_nothing_else_does(tmp_path, is_directory):
+    stage(tmp_path / "out", is_directory=is_directory)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_an_exception_leaves_nothing(tmp_path, is_directory, error):
+    def fail():
+        with commit.staged(tmp_path / "out", is_directory=is_directory, overwrite=False) as place:
+            (place / "out").write_bytes(b"half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_leaves_the_file_that_was_to_be_replaced(tmp_path):
+    (tmp_path / "out").write_bytes(b"old")
+
+    def fail():
+        with commit.staged(tmp_path / "out", is_directory=False, overwrite=True) as place:
+            (place / "out").write_bytes(b"half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert (tmp_path / "out").read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_a_destination_that_appears_meanwhile_is_never_replaced(tmp_path, is_directory):
+    destination = tmp_path / "out"
+
+    def race():
+        with commit.staged(destination, is_directory=is_directory, overwrite=False) as place:
+            (place / ("x.json" if is_directory else "out")).write_bytes(b"ours")
+            if is_directory:
+                destination.mkdir()
+                (destination / "theirs.json").write_bytes(b"theirs")
+            else:
+                destination.write_bytes(b"theirs")
+
+    with pytest.raises(ExistsError):
+        race()
+    held = destination / "theirs.json" if is_directory else destination
+    assert held.read_bytes() == b"theirs"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_overwrite_replaces_a_whole_directory(tmp_path):
+    stage(tmp_path / "out", is_directory=True)
+    (tmp_path / "out" / "stale.safetensors").write_bytes(b"")
+    stage(tmp_path / "out", is_directory=True, overwrite=True, content=b"newer")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x.json"]
+    assert (tmp_path / "out" / "x.json").read_bytes() == b"newer"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_directory_gets_the_permissions_that_the_umask_leaves(tmp_path):
+    before = os.umask(0o027)
+    try:
+        stage(tmp_path / "out", is_directory=True)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_source_is_no_destination(tmp_path):
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ExistsError, match="inside the source"):
+        commit.check_destination(tmp_path / "run" / "x", [tmp_path / "run"], overwrite=True)
+
+
+def test_a_directory_that_holds_the_source_is_never_replaced(tmp_path):
+    (tmp_path / "out" / "run").mkdir(parents=True)
+    with pytest.raises(ExistsError, match="contains the source"):
+        commit.check_destination(tmp_path / "out", [tmp_path / "out" / "run"], overwrite=True)
+
+
+def test_a_link_out_of_the_way_does_not_hide_the_source(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(ExistsError, match="inside the source"):
+        commit.check_destination(tmp_path / "link" / "x", [tmp_path / "run"], overwrite=True)
+
+
+def test_a_missing_parent_is_named(tmp_path):
+    with pytest.raises(UsageError, match="no directory"):
+        commit.check_destination(tmp_path / "no" / "x", [], overwrite=False)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
+def test_a_signal_ends_a_merge_with_a_message_and_nothing_written(tmp_path, number, code):
+    save_file({"w": torch.zeros(64 << 20)}, tmp_path / "x.safetensors")
+    command = [sys.executable, "-m", "reshard", "merge", str(tmp_path / "x.safetensors")]
+    command += [str(tmp_path / "out.safetensors"), "--workers", "1", "--dtype", "fp16"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        deadline = time.monotonic() + 30
+        while not list(tmp_path.glob(".out.safetensors.partial-*")):
+            assert time.monotonic() < deadline
+            assert child.poll() is None
+            time.sleep(0.001)
+        child.send_signal(number)
+        out, err = child.communicate(timeout=60)
+    assert child.returncode == code
+    assert out == b""
+    assert b"interrupted; nothing was written" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]

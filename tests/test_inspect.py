@@ -1,0 +1,98 @@
+"""What inspect says, on the checkpoint of real DeepSpeed that the examples ship."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import reshard
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "llama-zero3-4ranks"
+
+
+@pytest.fixture(scope="module")
+def document():
+    return reshard.inspect(EXAMPLE, tensors=True).to_json()
+
+
+def test_it_says_who_wrote_what(document):
+    assert document["format"] == "deepspeed"
+    assert document["detail"] == "ZeRO stage 3"
+    assert document["versions"] == {"deepspeed": "0.19.8"}
+    assert document["mesh"] == {"world": 4, "dp": 4}
+    assert (document["step"], document["precision"]) == (4, "bfloat16")
+
+
+def test_it_counts_parameters_once(document):
+    wanted = sum(
+        tensor.numel()
+        for tensor in torch.nn.ModuleList(
+            [
+                torch.nn.Embedding(211, 32),
+                *(
+                    torch.nn.Linear(*dims, bias=False)
+                    for dims in 2 * [(32, 32), (32, 16), (32, 16), (32, 32), (32, 64), (32, 64)]
+                ),
+                *(torch.nn.Linear(64, 32, bias=False) for _ in range(2)),
+                *(torch.nn.RMSNorm(32) for _ in range(5)),
+            ]
+        ).parameters()
+    )
+    assert document["parameters"] == wanted
+
+
+def test_it_lists_kinds_with_bytes(document):
+    assert set(document["kinds"]) == {"master", "exp_avg", "exp_avg_sq"}
+    assert document["kinds"]["master"]["bytes"] == 4 * document["parameters"]
+    assert document["disk_bytes"] > document["logical_bytes"]
+
+
+def test_it_names_tied_weights_and_the_optimizer(document):
+    assert document["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert document["optimizer"] is True
+    assert document["scheduler"] == {"last_batch_iteration": 3}
+    assert document["client"] == {"epoch": 0}
+    assert document["complete"] is True
+
+
+def test_json_is_one_document():
+    command = [sys.executable, "-m", "reshard", "inspect", str(EXAMPLE), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["schema"] == 1
+    assert done.stderr == ""
+
+
+def test_repeated_layers_are_folded():
+    text = "\n".join(reshard.inspect(EXAMPLE, tensors=True).lines())
+    assert "model.layers.{0-1}.self_attn.q_proj.weight" in text
+    assert text.count("q_proj") == 1
+
+
+def test_layers_with_gaps_are_not_folded_into_a_range(tmp_path):
+    save_file({f"h.{i}.w": torch.ones(2) for i in (0, 1, 3)}, tmp_path / "x.safetensors")
+    text = "\n".join(reshard.inspect(tmp_path / "x.safetensors", tensors=True).lines())
+    assert "h.{0,1,3}.w" in text
+
+
+def test_layers_of_different_shapes_are_listed_apart(tmp_path):
+    save_file({"h.0.w": torch.ones(2), "h.1.w": torch.ones(3)}, tmp_path / "x.safetensors")
+    text = "\n".join(reshard.inspect(tmp_path / "x.safetensors", tensors=True).lines())
+    assert "h.0.w" in text
+    assert "h.1.w" in text
+
+
+class Config:
+    """A class of the user's own."""
+
+
+def test_unknown_classes_are_listed(tmp_path):
+    torch.save({"w": torch.ones(2), "mine": Config()}, tmp_path / "x.pt")
+    found = reshard.inspect(tmp_path / "x.pt")
+    assert found.to_json()["unknown_globals"] == [f"{Config.__module__}.Config"]
+    assert "no known framework writes" in "\n".join(found.lines())
