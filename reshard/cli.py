@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,41 +31,48 @@ _SETTINGS = {
 }
 
 
-def main() -> NoReturn:  # noqa: C901 - one branch an exit code
+def main() -> NoReturn:
     """Run the command line; every failure is one message and a documented exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)
-    verbose = "-v" in sys.argv or "--verbose" in sys.argv
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _interrupt)
     try:
         cli(standalone_mode=False)
         code = 0
-    except click.exceptions.Exit as request:
-        code = request.exit_code
-    except click.ClickException as error:
-        error.show()
-        code = 2
-    except ReshardError as error:
-        if verbose:
-            raise
-        code = _fail(str(error), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
-        code = _fail("interrupted; nothing was written", 130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 0
-    except MemoryError:
-        code = _fail("out of memory; give a smaller --max-memory or fewer --workers", 4)
-    except OSError as error:
-        if verbose:
-            raise
-        code = _fail(f"{error.filename or 'system'}: {error.strerror or error}", 2)
-    except Exception as error:
-        if verbose:
-            raise
-        code = _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", 70)
+    except BaseException as error:  # noqa: BLE001 - nothing leaves without its message and code
+        if "-v" in sys.argv or "--verbose" in sys.argv:
+            traceback.print_exc()
+        code = _explain(error)
     sys.exit(code)
 
 
+def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit code
+    """Print what went wrong; the exit code."""
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        error.show()
+        return 2
+    if isinstance(error, ReshardError):
+        return _fail(str(error), error.exit_code)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        return _fail("interrupted; nothing was written", 130)
+    if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
+        return 0
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, MemoryError):
+        return _fail("out of memory; give a smaller --max-memory or fewer --workers", 4)
+    if isinstance(error, OSError):
+        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", 2)
+    return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", 70)
+
+
 def _interrupt(_number: int, _frame: object) -> NoReturn:
+    """End with the cleaning-up done; a second signal must not end that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -158,7 +167,7 @@ def merge(source: Path, destination: Path, **options: Any) -> None:
     """
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
     chosen = _merge_options(options)
-    show = sys.stderr.isatty() and not quiet
+    show = sys.stderr is not None and sys.stderr.isatty() and not quiet
     report = run_merge(source, destination, chosen, _bar if show else None)
     if not quiet or as_json:
         _print(report, as_json=as_json)

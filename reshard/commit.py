@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What a directory may hold to be replaced by --overwrite: the files of a model export.
 _EXPORT_SUFFIXES = frozenset(
     [
@@ -29,12 +30,14 @@ _EXPORT_SUFFIXES = frozenset(
 )
 
 
-def check_destination(destination: Path, sources: list[Path], *, overwrite: bool) -> None:
+def check_destination(
+    destination: Path, sources: list[Path], *, is_directory: bool, overwrite: bool
+) -> None:
     """Refuse a destination before any work is done.
 
     Raises:
-        ExistsError: it exists (and ``overwrite`` is off or would delete other things), or lies
-            inside a source.
+        ExistsError: it exists (and ``overwrite`` is off or would delete other things), is of the
+            other kind, or lies inside a source.
         UsageError: its parent directory does not exist.
     """
     real = destination.resolve()
@@ -50,8 +53,12 @@ def check_destination(destination: Path, sources: list[Path], *, overwrite: bool
             raise ExistsError(destination, f"contains the source {source}", "choose another place")
     if not real.parent.is_dir():
         raise UsageError(destination, f"there is no directory {real.parent}", "create it first")
-    if destination.is_dir():
+    if destination.is_dir() and is_directory:
         _check_directory(destination, overwrite=overwrite)
+    elif destination.is_dir():
+        raise ExistsError(destination, "is a directory, and the output is one file", "remove it")
+    elif os.path.lexists(destination) and (is_directory or not destination.is_file()):
+        raise ExistsError(destination, "exists and is no directory", "choose another name")
     elif os.path.lexists(destination) and not overwrite:
         raise ExistsError(destination, "exists already", "remove it, or give --overwrite")
 
@@ -64,7 +71,9 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
             f"exists and is not empty ({children[0].name}, ...)",
             "remove it, or give --overwrite",
         )
-    foreign = [c.name for c in children if c.is_dir() or c.suffix not in _EXPORT_SUFFIXES]
+    foreign = [c.name for c in children if c.is_dir() or not _is_export(c.name)]
+    if children and not foreign and not any(c.suffix in _WEIGHTS for c in children):
+        foreign = [children[0].name]
     if foreign:
         raise ExistsError(
             destination,
@@ -88,6 +97,10 @@ def check_space(destination: Path, nbytes: int) -> None:
         )
 
 
+def _is_export(name: str) -> bool:
+    return Path(name).suffix in _EXPORT_SUFFIXES and not name.endswith("_states.pt")
+
+
 @contextlib.contextmanager
 def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterator[Path]:
     """A temporary directory whose content becomes ``destination`` when the block ends well.
@@ -96,11 +109,12 @@ def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterato
     the temporary directory goes and the destination is untouched.
     """
     parent = destination.resolve().parent
-    try:
-        place = Path(tempfile.mkdtemp(prefix=f".{destination.name}.partial-", dir=parent))
-    except OSError as error:
-        raise ReshardError(parent, f"cannot be written to: {error.strerror}") from error
-    try:
+    place = parent / f".{destination.name}.partial-{secrets.token_hex(8)}"
+    try:  # a signal may come at any time: the name is known before the directory is made
+        try:
+            place.mkdir(mode=0o700)
+        except OSError as error:
+            raise ReshardError(parent, f"cannot be written to: {error.strerror}") from error
         yield place
         _sync(place)
         if is_directory:
@@ -145,17 +159,19 @@ def _publish_directory(place: Path, destination: Path, *, overwrite: bool) -> No
     umask = os.umask(0)
     os.umask(umask)
     place.chmod(0o777 & ~umask)
-    retired = None
-    if overwrite and destination.exists():
-        retired = Path(tempfile.mkdtemp(prefix=f".{destination.name}.old-", dir=place.parent))
-        destination.rename(retired)
+    retired = place.parent / f".{destination.name}.old-{secrets.token_hex(8)}"
+    replacing = overwrite and destination.exists()
     try:
+        if replacing:
+            destination.rename(retired)
         place.rename(destination)
-    except OSError as error:
-        if retired:
+    except BaseException as error:
+        if replacing and retired.exists() and not destination.exists():
             retired.rename(destination)
+        if not isinstance(error, OSError):
+            raise
         raise ExistsError(
             destination, f"could not be put in place: {error.strerror}", "nothing was changed"
         ) from error
-    if retired:
+    if replacing:
         shutil.rmtree(retired)

@@ -93,7 +93,6 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     entries = [replace(entry, fqn=new_name(entry.fqn)) for entry in manifest.entries.values()]
     tied = {new_name(alias): new_name(kept) for alias, kept in manifest.tied.items()}
     absent = tuple(map(new_name, manifest.absent))
-    _refuse_collisions(names)
     include = compiled(edits.include, "--include")
     exclude = compiled(edits.exclude, "--exclude")
 
@@ -102,14 +101,36 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
             p.search(fqn) for p in exclude
         )
 
+    _refuse_collisions({old: new for old, new in names.items() if wanted(new)})
+    heirs, tied = _inherit(tied, wanted)
+    done.excluded = sorted({e.fqn for e in entries if not wanted(e.fqn)})
+    entries = [replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in entries]
     kept = [entry for entry in entries if wanted(entry.fqn)]
-    done.excluded = sorted({entry.fqn for entry in entries} - {entry.fqn for entry in kept})
     if entries and not kept:
         raise UsageError("--include/--exclude", f"none of {len(names)} tensors is left")
     done.manifest = replace(
         _renamed_manifest(manifest, kept, tied, new_name), absent=tuple(filter(wanted, absent))
     )
     return done
+
+
+def _inherit(
+    tied: dict[str, str], wanted: Callable[[str], bool]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Tied names under a selection: kept name -> the alias that takes its place, and the rest.
+
+    A value stays as long as one of its names is wanted; an alias that is not wanted goes.
+    """
+    heirs: dict[str, str] = {}
+    rest: dict[str, str] = {}
+    for alias, kept in tied.items():
+        if not wanted(alias):
+            continue
+        if wanted(kept):
+            rest[alias] = kept
+        elif heirs.setdefault(kept, alias) != alias:
+            rest[alias] = heirs[kept]
+    return heirs, rest
 
 
 def _renamed(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]]) -> str:

@@ -50,7 +50,7 @@ _EXPECTED = re.compile(
     | numpy\._?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)
     | numpy\.random\._pickle\.__\w+_ctor | numpy\.random\._\w+\.[A-Z]\w*
     | numpy\.dtypes\.\w+
-    | argparse\.Namespace | types\.SimpleNamespace
+    | signal\.Signals | argparse\.Namespace | types\.SimpleNamespace
     | datetime\.(datetime|timedelta|date|timezone)
     | pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path
     | omegaconf\.([\w.]+\.)?[A-Z]\w*

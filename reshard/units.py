@@ -7,6 +7,7 @@ import re
 from reshard.errors import UsageError
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_LONGEST = 24  # characters
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
@@ -20,7 +21,7 @@ def parse_bytes(text: str, option: str) -> int:
         UsageError: not a size.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or float(match[1]) <= 0:
+    if match is None or len(text) > _LONGEST or float(match[1]) <= 0:
         raise UsageError(f"{option} {text}", "is not a size", "write e.g. 5GB or 512MiB")
     factor = _FACTORS[match[2].upper()]
     if match[3]:

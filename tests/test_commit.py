@@ -96,33 +96,46 @@ def test_a_directory_gets_the_permissions_that_the_umask_leaves(tmp_path):
 def test_a_source_is_no_destination(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(ExistsError, match="inside the source"):
-        commit.check_destination(tmp_path / "run" / "x", [tmp_path / "run"], overwrite=True)
+        commit.check_destination(
+            tmp_path / "run" / "x", [tmp_path / "run"], is_directory=False, overwrite=True
+        )
 
 
 def test_a_directory_that_holds_the_source_is_never_replaced(tmp_path):
     (tmp_path / "out" / "run").mkdir(parents=True)
     with pytest.raises(ExistsError, match="contains the source"):
-        commit.check_destination(tmp_path / "out", [tmp_path / "out" / "run"], overwrite=True)
+        commit.check_destination(
+            tmp_path / "out", [tmp_path / "out" / "run"], is_directory=True, overwrite=True
+        )
 
 
 def test_a_link_out_of_the_way_does_not_hide_the_source(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with pytest.raises(ExistsError, match="inside the source"):
-        commit.check_destination(tmp_path / "link" / "x", [tmp_path / "run"], overwrite=True)
+        commit.check_destination(
+            tmp_path / "link" / "x", [tmp_path / "run"], is_directory=False, overwrite=True
+        )
 
 
 def test_a_missing_parent_is_named(tmp_path):
     with pytest.raises(UsageError, match="no directory"):
-        commit.check_destination(tmp_path / "no" / "x", [], overwrite=False)
+        commit.check_destination(tmp_path / "no" / "x", [], is_directory=False, overwrite=False)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGHUP, 130)]
+)
 def test_a_signal_ends_a_merge_with_a_message_and_nothing_written(tmp_path, number, code):
     save_file({"w": torch.zeros(64 << 20)}, tmp_path / "x.safetensors")
     command = [sys.executable, "-m", "reshard", "merge", str(tmp_path / "x.safetensors")]
     command += [str(tmp_path / "out.safetensors"), "--workers", "1", "--dtype", "fp16"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+
+    def default() -> None:  # a runner under nohup hands signals down as ignored
+        signal.signal(number, signal.SIG_DFL)
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, preexec_fn=default) as child:  # noqa: PLW1509
         deadline = time.monotonic() + 30
         while not list(tmp_path.glob(".out.safetensors.partial-*")):
             assert time.monotonic() < deadline

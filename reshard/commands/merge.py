@@ -8,12 +8,18 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from reshard import commit, execute, formats, keys, units, weights
 from reshard.commands.merge_report import MergeReport, describe
 from reshard.dtypes import DType
-from reshard.errors import DifferentError, ResourceError, UnsafeError, UsageError
+from reshard.errors import (
+    CorruptError,
+    DifferentError,
+    ResourceError,
+    UnsafeError,
+    UsageError,
+)
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, torch_writer
 from reshard.manifest import Entry, Manifest, Origin, Skeleton, SourceFile, check, keyed
@@ -46,6 +52,19 @@ class MergeOptions:
     verify: bool = True
     dry_run: bool = False
 
+    def __post_init__(self) -> None:
+        """Refuse a choice that there is not.
+
+        Raises:
+            UsageError: naming the choices.
+        """
+        for name, value, choices in (
+            ("tied", self.tied, get_args(weights.Tied)),
+            ("on_overflow", self.on_overflow, get_args(OnOverflow)),
+        ):
+            if value not in choices:
+                raise UsageError(f"{name}={value!r}", f"must be one of {', '.join(choices)}")
+
 
 def merge(
     source: str | Path,
@@ -65,17 +84,20 @@ def merge(
     """
     options = options or MergeOptions()
     began = time.perf_counter()
-    source, destination = Path(source), Path(destination)
+    report_as, source = str(destination), Path(source)
+    is_directory = Path(destination).suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
+    destination = Path(destination).resolve()  # a link is followed once, here
     manifest = formats.read(source, force=options.source_format, tag=options.tag, key=options.key)
     _check_trust(manifest, options.allow_pickle)
     commit.check_destination(
         destination,
-        [path for path in (source, Path(manifest.origin.path)) if path.is_dir()],
+        [source, Path(manifest.origin.path)],
+        is_directory=is_directory,
         overwrite=options.overwrite,
     )
-    job = _prepare(manifest, source, destination, options)
+    job = _prepare(manifest, source, destination, options, is_directory=is_directory)
     report = describe(manifest, job.edited, job.weights, job.skeleton, job.plan)
-    report.destination = str(destination)
+    report.destination = report_as
     report.peak_buffer_bytes = job.workers * 2 * job.window_bytes
     report.changes = job.changes
     if options.dry_run:
@@ -122,12 +144,23 @@ class _Job:
     window_bytes: int
 
 
-def _prepare(manifest: Manifest, source: Path, destination: Path, options: MergeOptions) -> _Job:
+def _prepare(
+    manifest: Manifest,
+    source: Path,
+    destination: Path,
+    options: MergeOptions,
+    *,
+    is_directory: bool,
+) -> _Job:
     edited = keys.edit(manifest, options.edits)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
-    is_directory = destination.suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
     near = _near(source, manifest)
-    companions = huggingface.companions(options.hf_dir, near)
+    try:
+        companions = huggingface.companions(options.hf_dir, near)
+    except CorruptError:
+        if is_directory:
+            raise
+        companions = huggingface.Companions(None, None, ())  # a file needs no config
     with SourceFiles() as pool:
         untied = weights.settle_ties(
             chosen,

@@ -47,6 +47,11 @@ def detect(path: Path) -> bool:
     return _index_of(path) is not None or any(path.glob("*.safetensors"))
 
 
+def has_index(path: Path) -> bool:
+    """Whether a directory has an index of shards."""
+    return _index_of(path) is not None
+
+
 def _index_of(path: Path) -> Path | None:
     for name in _INDEXES:
         if (path / name).is_file():
@@ -63,8 +68,11 @@ def read(path: Path) -> Manifest:
         CorruptError: shards and index contradict each other.
     """
     index = path if path.name in _INDEXES else _index_of(path) if path.is_dir() else None
-    if index is not None:
+    single = path / "model.safetensors"
+    if index is not None and not (index.parent == path and single.is_file()):
         return _read_indexed(index)
+    if path.is_dir() and single.is_file():
+        path = single  # as transformers chooses, before any index of .bin files
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
         if len(found) != 1:
@@ -72,7 +80,7 @@ def read(path: Path) -> Manifest:
                 path,
                 f"holds {len(found)} safetensors files and no index that says how they belong"
                 f" together: {', '.join(file.name for file in found[:4])}",
-                "give one of the files",
+                "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
             )
         path = found[0]
     entries, source, globals_ = _read_shard(path)
@@ -180,6 +188,8 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         config = place / "config.json"
         if config.is_file():
             parsed = _parse_config(config)
+            if not hf_dir and not {"model_type", "architectures"} & parsed.keys():
+                continue  # some other program's config.json
             others = [
                 child
                 for child in sorted(place.iterdir())

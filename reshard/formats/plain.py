@@ -28,8 +28,13 @@ _NESTS = ("state_dict", "model_state_dict", "model", "module")
 
 
 def detect(path: Path) -> bool:
-    """Whether the path is one ``torch.save`` file."""
+    """Whether the path is one ``torch.save`` file, or a directory of a ``pytorch_model.bin``."""
+    path = _file_of(path)
     return path.is_file() and torch_file.is_torch_file(path)
+
+
+def _file_of(path: Path) -> Path:
+    return path / "pytorch_model.bin" if path.is_dir() else path
 
 
 def read(path: Path, key: str | None = None) -> Manifest:
@@ -39,6 +44,7 @@ def read(path: Path, key: str | None = None) -> Manifest:
         UnrecognisedError: no state dict in it, or several.
         IncompleteError: its weights are placeholders of size 0.
     """
+    path = _file_of(path)
     file, state = open_state_dict(path, key)
     held = entries(file, state)
     _refuse_placeholders(path, held)

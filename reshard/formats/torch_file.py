@@ -24,7 +24,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import SourceFiles, size_of
 from reshard.formats.zip_directory import Member, read_directory
 from reshard.manifest import Chunk, Record, SourceFile
-from reshard.unpickle import Builder, Global, Unpickled, loads
+from reshard.unpickle import Builder, Call, Global, Unpickled, loads
 
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
@@ -230,7 +230,8 @@ def _first(value: Any, *_rest: Any) -> Any:
 def _rebuild_typed(function: Global, _type: Any, args: tuple[Any, ...], _state: Any) -> Any:
     if function.name.startswith("torch._tensor."):
         raise ValueError("a rebuild of a rebuild")
-    return TORCH_BUILDERS[function.name](*args)
+    builder = TORCH_BUILDERS.get(function.name)
+    return builder(*args) if builder else Call(function.name, args)
 
 
 TORCH_BUILDERS: dict[str, Builder] = {

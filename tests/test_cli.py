@@ -1,0 +1,313 @@
+"""The command line is a promise: commands, options, exit codes and JSON keys are frozen here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from reshard.cli import cli
+
+SOURCE_OPTIONS = {"--from", "--tag", "--step", "--key", "--json", "-v", "--verbose"}
+OPTIONS = {
+    "inspect": SOURCE_OPTIONS | {"--tensors"},
+    "merge": SOURCE_OPTIONS
+    | {
+        "--dtype",
+        "--keep-fp32",
+        "--on-overflow",
+        "--max-shard-size",
+        "--hf-dir",
+        "--tied",
+        "--no-strip",
+        "--rename",
+        "--include",
+        "--exclude",
+        "--allow-pickle",
+        "--workers",
+        "--max-memory",
+        "--overwrite",
+        "--no-verify",
+        "--dry-run",
+        "-q",
+        "--quiet",
+    },
+}
+MERGE_KEYS = set(
+    "schema command source format destination done verified files tensors parameters dtypes"
+    " trained_in from_master from_copy buffers kept_fp32 dropped_aliases written_aliases stripped"
+    " renamed excluded optimizer_tensors_left overflowed flushed changes warnings bytes_read"
+    " bytes_written peak_buffer_bytes seconds".split()
+)
+INSPECT_KEYS = set(
+    "schema command path format detail versions precision mesh step parameters kinds files"
+    " disk_bytes logical_bytes tied frozen optimizer param_groups scheduler scaler complete".split()
+)
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "reshard", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        **options,
+    )
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    path = tmp_path / "source.safetensors"
+    save_file({"layer.0.weight": torch.ones(4, 3), "layer.0.bias": torch.zeros(4)}, path)
+    return path
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return tmp_path / "target.safetensors"
+
+
+def held(directory: Path) -> set[str]:
+    return {path.name for path in directory.rglob("*")}
+
+
+def test_every_frozen_command_is_there():
+    assert set(cli.commands) >= set(OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_frozen_option_is_there(command):
+    params = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    names = {name for param in params for name in (*param.opts, *param.secondary_opts)}
+    assert names >= OPTIONS[command]
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_has_help(command):
+    params = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    assert [param.name for param in params if not param.help] == []
+
+
+def test_frozen_defaults():
+    defaults = {param.name: param.default for param in cli.commands["merge"].params}
+    frozen = {
+        "on_overflow": "error",
+        "max_shard_size": "5GB",
+        "tied": "auto",
+        "max_memory": "256MiB",
+        "workers": 0,
+    }
+    assert {name: defaults[name] for name in frozen} == frozen
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("-h",), ("merge", "-h"), ("--version",)])
+def test_help_and_version_succeed_on_stdout(arguments):
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("frobnicate",),
+        ("merge",),
+        ("merge", "only-one"),
+        ("merge", "a", "b", "c"),
+        ("merge", "a", "b", "--no-such-option"),
+        ("merge", "a", "b", "--tied", "maybe"),
+        ("merge", "a", "b", "--on-overflow", "CLAMP"),
+        ("merge", "a", "b", "--workers", "many"),
+        ("inspect", "a", "--from", "nowhere"),
+        ("inspect", "a", "--dry-run"),
+    ],
+)
+def test_misuse_is_2_and_says_nothing_on_stdout(arguments):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Usage" in done.stderr
+
+
+def test_0_for_a_merge(source, target):
+    done = run("merge", source, target)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert load_file(target).keys() == {"layer.0.weight", "layer.0.bias"}
+
+
+def test_1_for_what_differs(tmp_path, target):
+    save_file({"w": torch.tensor([1e6])}, tmp_path / "x.safetensors")
+    done = run("merge", tmp_path / "x.safetensors", target, "--dtype", "fp16")
+    assert (done.returncode, done.stdout, target.exists()) == (1, "", False)
+
+
+def test_2_for_no_such_file(tmp_path, target):
+    done = run("merge", tmp_path / "nowhere", target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert str(tmp_path / "nowhere") in done.stderr
+
+
+def test_3_for_a_truncated_file(source, target):
+    source.write_bytes(source.read_bytes()[:-4])
+    done = run("merge", source, target)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert str(source) in done.stderr
+
+
+def test_4_for_too_little_memory(source, target):
+    done = run("merge", source, target, "--max-memory", "1KiB")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert "--max-memory" in done.stderr
+
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_5_for_a_pickle_that_asks_for_code(tmp_path, target):
+    torch.save({"w": Attack()}, tmp_path / "x.pt")
+    done = run("merge", tmp_path / "x.pt", target)
+    assert (done.returncode, done.stdout) == (5, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["merge", "nowhere", "x.pt"], 2),
+        (["merge", "nowhere", "x.pt", "--json"], 2),
+        (["inspect", "nowhere", "--json"], 2),
+        (["merge", "broken.safetensors", "x.pt", "--json"], 3),
+        (["merge", "broken.safetensors", "x.pt", "-q"], 3),
+    ],
+)
+def test_errors_are_one_message_on_stderr_alone(tmp_path, arguments, code):
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
+    done = run(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("reshard: ")
+    assert "Traceback" not in done.stderr
+    assert held(tmp_path) == {"broken.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["inspect", "nowhere"], 2), (["inspect", "broken.safetensors"], 3)],
+)
+def test_verbose_shows_where_and_keeps_the_exit_code(tmp_path, arguments, code):
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 40)
+    done = run(*arguments, "-v", cwd=tmp_path)
+    assert done.returncode == code
+    assert "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "merge"])
+def test_from_a_format_that_it_is_not_is_an_error_of_the_user(source, target, command):
+    arguments = [source, target] if command == "merge" else [source]
+    done = run(command, *arguments, "--from", "deepspeed")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("size", ["lots", "-1", "0", "5XB", "", "9" * 400 + "TB"])
+def test_what_is_no_size_is_an_error_of_the_user(source, target, size):
+    done = run("merge", source, target, "--max-memory", size)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--max-memory" in done.stderr
+
+
+def test_json_of_a_merge_is_one_document_with_these_keys(source, target):
+    done = run("merge", source, target, "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert document.keys() >= MERGE_KEYS
+    assert (document["schema"], document["command"], document["done"]) == (1, "merge", True)
+    assert document["files"] == [{"name": target.name, "bytes": target.stat().st_size}]
+    assert (document["tensors"], document["parameters"]) == (2, 16)
+    assert document["bytes_written"] == target.stat().st_size
+
+
+def test_json_of_inspect_is_one_document_with_these_keys(source):
+    done = run("inspect", source, "--json")
+    document = json.loads(done.stdout)
+    assert document.keys() >= INSPECT_KEYS
+    assert (document["schema"], document["command"]) == (1, "inspect")
+    assert document["parameters"] == 16
+
+
+def test_json_survives_quiet_and_names_in_any_script(tmp_path):
+    save_file({"größe.模型": torch.ones(2)}, tmp_path / "x.safetensors")
+    out = tmp_path / "模型.safetensors"
+    done = run("merge", tmp_path / "x.safetensors", out, "--json", "-q")
+    assert json.loads(done.stdout)["destination"] == str(out)
+
+
+def test_quiet_says_nothing(source, target):
+    done = run("merge", source, target, "-q")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert target.is_file()
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "model"])
+def test_dry_run_writes_nothing(source, tmp_path, name):
+    before = held(tmp_path)
+    done = run("merge", source, tmp_path / name, "--dry-run", "--json")
+    document = json.loads(done.stdout)
+    assert (done.returncode, document["done"], document["verified"]) == (0, False, False)
+    assert held(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "model"])
+def test_dry_run_tells_the_sizes_that_are_written(source, tmp_path, name):
+    planned = json.loads(run("merge", source, tmp_path / name, "--dry-run", "--json").stdout)
+    written = json.loads(run("merge", source, tmp_path / name, "--json").stdout)
+    for key in ("files", "bytes_written", "bytes_read", "dtypes", "tensors"):
+        assert planned[key] == written[key], key
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(source, target):
+    target.write_bytes(b"precious")
+    assert run("merge", source, target, "--dry-run").returncode == 2
+    assert target.read_bytes() == b"precious"
+
+
+def test_underscores_spell_options_too(source, tmp_path):
+    done = run(
+        *("merge", source, tmp_path / "m", "--max_shard_size=1GB", "--keep_fp32", "layer"),
+        *("--on_overflow", "clamp", "--no_strip", "--max_memory=1MiB", "--no_verify", "--dry_run"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_underscores_in_values_stay(tmp_path):
+    save_file({"a_b": torch.ones(2), "c-d": torch.ones(2)}, tmp_path / "x_y.safetensors")
+    out = tmp_path / "out_put.safetensors"
+    done = run("merge", tmp_path / "x_y.safetensors", out, "--include", "a_b")
+    assert done.returncode == 0
+    assert load_file(out).keys() == {"a_b"}
+
+
+def test_the_script_and_the_module_are_the_same(source):
+    script = Path(sys.executable).with_name("reshard")
+    if not script.exists():
+        pytest.skip("the package is on the path, not installed")
+    done = subprocess.run([script, "inspect", source], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, run("inspect", source).stdout)
+
+
+def test_relative_paths_mean_the_working_directory(source, tmp_path):
+    done = run("merge", source.name, "./out.safetensors", cwd=tmp_path)
+    assert done.returncode == 0
+    assert (tmp_path / "out.safetensors").is_file()
+
+
+def test_a_reader_that_stops_early_sees_no_traceback(source):
+    command = f"{sys.executable} -m reshard inspect --tensors {source} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("", "")

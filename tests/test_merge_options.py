@@ -1,0 +1,712 @@
+"""Every option of a merge, on small files that real torch and safetensors wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.errors import (
+    CorruptError,
+    DifferentError,
+    ExistsError,
+    IncompleteError,
+    ResourceError,
+    UsageError,
+)
+from reshard.keys import Edits
+
+EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+CONFIG = {"model_type": "llama", "torch_dtype": "float32", "vocab_size": 99, "hidden_size": 4}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    """Float weights, an integer and a bool, in an order that is not the alphabet's."""
+    torch.manual_seed(0)
+    return {
+        "z.weight": torch.randn(33, 17),
+        "a.weight": torch.randn(5, 2, 3),
+        "a.bias": torch.randn(7),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "steps": torch.arange(9),
+        "mask": torch.tensor([True, False]),
+    }
+
+
+@pytest.fixture
+def plain(tmp_path) -> Path:
+    path = tmp_path / "plain.safetensors"
+    save_file(weights(), path, metadata={"format": "pt"})
+    return path
+
+
+@pytest.fixture
+def tied(tmp_path) -> Path:
+    """A head that is the embedding's storage, in a directory of its own."""
+    shared = torch.arange(32.0).reshape(8, 4)
+    path = tmp_path / "tied" / "x.pt"
+    path.parent.mkdir()
+    torch.save({EMBED: shared, NORM: torch.ones(4), HEAD: shared}, path)
+    return path
+
+
+@pytest.fixture
+def hf(tmp_path):
+    """Make a model directory with that config, a tokenizer, and things that are not its own."""
+
+    def make(**config) -> Path:
+        place = tmp_path / "hf"
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps(CONFIG | config))
+        (place / "tokenizer.json").write_text('{"version": "1.0"}')
+        (place / "merges.txt").write_text("a b\n")
+        (place / "train.py").write_text("raise SystemExit\n")
+        (place / "optimizer.pt").write_bytes(b"not for export")
+        (place / "runs").mkdir()
+        return place
+
+    return make
+
+
+def config_of(directory: Path):
+    return json.loads((directory / "config.json").read_text())
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: tensor
+        for path in directory.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def same(found, wanted) -> bool:
+    """Equal names, shapes, dtypes and bits."""
+    return found.keys() == wanted.keys() and all(
+        found[k].dtype == wanted[k].dtype
+        and found[k].shape == wanted[k].shape
+        and torch.equal(found[k].flatten().view(torch.uint8), wanted[k].flatten().view(torch.uint8))
+        for k in wanted
+    )
+
+
+# --------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin", ".pth"])
+def test_every_kind_of_file_holds_the_same_tensors(plain, tmp_path, suffix):
+    out = tmp_path / f"out{suffix}"
+    reshard.merge(plain, out)
+    loaded = load_file(out) if suffix == ".safetensors" else torch.load(out, weights_only=True)
+    assert same(loaded, weights())
+
+
+def test_one_safetensors_file_is_what_save_file_writes(tmp_path):
+    torch.save(weights(), tmp_path / "x.pt")
+    reshard.merge(tmp_path / "x.pt", tmp_path / "out.safetensors")
+    save_file(weights(), tmp_path / "wanted.safetensors", metadata={"format": "pt"})
+    wanted = (tmp_path / "wanted.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == wanted
+
+
+def test_a_shard_of_a_directory_is_what_save_file_writes(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "model")
+    save_file(weights(), tmp_path / "wanted.safetensors", metadata={"format": "pt"})
+    made = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert made == (tmp_path / "wanted.safetensors").read_bytes()
+
+
+def test_a_torch_file_has_the_right_crc_of_every_member(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out.pt", dtype="bf16")
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None
+        assert len(archive.namelist()) > len(weights())
+
+
+def test_a_torch_file_can_be_mapped(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out.pt")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True, mmap=True), weights())
+
+
+def test_a_torch_file_keeps_the_order_of_names(tmp_path):
+    torch.save(weights(), tmp_path / "x.pt")
+    reshard.merge(tmp_path / "x.pt", tmp_path / "out.pt")
+    assert list(torch.load(tmp_path / "out.pt")) == list(weights())
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "model"])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_bytes_do_not_depend_on_workers_or_memory(plain, tmp_path, name, dtype):
+    made = set()
+    for number, (workers, memory) in enumerate([(1, 128 << 10), (3, 1 << 20), (64, 256 << 20)]):
+        (tmp_path / str(number)).mkdir()
+        out = tmp_path / str(number) / name
+        reshard.merge(plain, out, workers=workers, max_memory_bytes=memory, dtype=dtype)
+        files = sorted(out.iterdir()) if out.is_dir() else [out]
+        made.add(b"".join(path.read_bytes() for path in files))
+    assert len(made) == 1
+
+
+def test_merging_twice_changes_nothing(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "one.pt")
+    reshard.merge(tmp_path / "one.pt", tmp_path / "two.safetensors")
+    assert same(load_file(tmp_path / "two.safetensors"), weights())
+
+
+def test_no_verify_writes_the_same(plain, tmp_path):
+    checked = reshard.merge(plain, tmp_path / "a.safetensors")
+    unchecked = reshard.merge(plain, tmp_path / "b.safetensors", verify=False)
+    assert (checked.verified, unchecked.verified) == (True, False)
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "model"])
+def test_new_files_have_the_permissions_of_the_umask(plain, tmp_path, name):
+    umask = os.umask(0o027)
+    try:
+        reshard.merge(plain, tmp_path / name)
+    finally:
+        os.umask(umask)
+    out = tmp_path / name
+    for path in [out, *(out.iterdir() if out.is_dir() else ())]:
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
+
+
+# --------------------------------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)],
+)
+def test_a_cast_is_that_of_torch_and_spares_integers(plain, tmp_path, dtype, wanted):
+    reshard.merge(plain, tmp_path / "out.safetensors", dtype=dtype)
+    expected = {k: v.to(wanted) if v.is_floating_point() else v for k, v in weights().items()}
+    assert same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+@pytest.mark.parametrize("dtype", [None, "keep"])
+def test_mixed_dtypes_stay_as_they_are(tmp_path, dtype):
+    mixed = {"a": torch.ones(3).bfloat16(), "b": torch.ones(3), "c": torch.ones(3).half()}
+    save_file(mixed, tmp_path / "x.safetensors")
+    reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors", dtype=dtype)
+    assert same(load_file(tmp_path / "out.safetensors"), mixed)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nonsense", "", "bool"])
+def test_a_dtype_that_is_no_float_is_refused(plain, tmp_path, dtype):
+    with pytest.raises(UsageError):
+        reshard.merge(plain, tmp_path / "out.safetensors", dtype=dtype)
+
+
+def test_keep_fp32_spares_what_it_names(plain, tmp_path):
+    report = reshard.merge(
+        plain, tmp_path / "out.safetensors", dtype="bf16", keep_fp32=[r"\.bias$", "^scalar$"]
+    )
+    found = {k: v.dtype for k, v in load_file(tmp_path / "out.safetensors").items()}
+    assert sorted(report.kept_fp32) == ["a.bias", "scalar"]
+    assert {k for k, v in found.items() if v == torch.float32} == {"a.bias", "scalar"}
+
+
+def test_keep_fp32_widens_what_is_stored_narrow(tmp_path):
+    save_file({"a": torch.ones(3).bfloat16(), "n": torch.arange(2)}, tmp_path / "x.safetensors")
+    reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors", keep_fp32=["."])
+    found = load_file(tmp_path / "out.safetensors")
+    assert (found["a"].dtype, found["n"].dtype) == (torch.float32, torch.int64)
+
+
+def test_keep_fp32_that_matches_nothing_is_refused(plain, tmp_path):
+    with pytest.raises(UsageError, match="matches no weight"):
+        reshard.merge(plain, tmp_path / "out.safetensors", keep_fp32=["nothing"])
+
+
+LARGE = {"big": torch.tensor([1.0, 7e4, -1e9, float("inf"), float("-inf"), float("nan")])}
+
+
+@pytest.fixture
+def large(tmp_path) -> Path:
+    save_file(LARGE | {"fine": torch.ones(2)}, tmp_path / "large.safetensors")
+    return tmp_path / "large.safetensors"
+
+
+def test_overflow_is_an_error_that_names_and_counts(large, tmp_path):
+    with pytest.raises(DifferentError, match=r"2 finite values .* big \(2\)") as caught:
+        reshard.merge(large, tmp_path / "out.safetensors", dtype="fp16")
+    assert "fine" not in str(caught.value)
+    assert names_in(tmp_path) == {"large.safetensors"}
+
+
+def test_overflow_clamps_to_the_largest_finite_value(large, tmp_path):
+    report = reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", on_overflow="clamp")
+    found = load_file(tmp_path / "o.safetensors")["big"]
+    assert found[:5].tolist() == [1.0, 65504.0, -65504.0, float("inf"), float("-inf")]
+    assert found[5].isnan()
+    assert report.overflowed == {"big": 2}
+
+
+def test_overflow_allowed_is_what_torch_writes(large, tmp_path):
+    report = reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", on_overflow="allow")
+    found = load_file(tmp_path / "o.safetensors")["big"]
+    assert torch.equal(found[:5], LARGE["big"].half()[:5])
+    assert report.overflowed == {"big": 2}
+
+
+def test_overflow_is_spared_by_keep_fp32(large, tmp_path):
+    reshard.merge(large, tmp_path / "o.safetensors", dtype="fp16", keep_fp32=["^big$"])
+    assert torch.equal(load_file(tmp_path / "o.safetensors")["big"][:5], LARGE["big"][:5])
+
+
+def test_values_that_become_zero_are_counted(tmp_path):
+    save_file({"w": torch.tensor([1e-9, 1.0, 0.0])}, tmp_path / "x.safetensors")
+    report = reshard.merge(tmp_path / "x.safetensors", tmp_path / "o.safetensors", dtype="fp16")
+    assert report.flushed == {"w": 1}
+
+
+# ---------------------------------------------------------------------------------------- names
+
+
+WRAPPED = {
+    "module.model._orig_mod.layers.0._checkpoint_wrapped_module.w": torch.ones(2),
+    "module.model.module": torch.zeros(3),
+}
+
+
+@pytest.fixture
+def wrapped(tmp_path) -> Path:
+    save_file(WRAPPED, tmp_path / "wrapped.safetensors")
+    return tmp_path / "wrapped.safetensors"
+
+
+def test_wrappers_go_at_any_depth_and_are_reported(wrapped, tmp_path):
+    report = reshard.merge(wrapped, tmp_path / "o.safetensors")
+    assert load_file(tmp_path / "o.safetensors").keys() == {"model.layers.0.w", "model.module"}
+    assert dict(report.stripped).keys() == WRAPPED.keys()
+
+
+def test_no_strip_keeps_every_name(wrapped, tmp_path):
+    reshard.merge(wrapped, tmp_path / "o.safetensors", edits=Edits(strip_wrappers=False))
+    assert load_file(tmp_path / "o.safetensors").keys() == WRAPPED.keys()
+
+
+@pytest.fixture
+def colliding(tmp_path) -> Path:
+    save_file({"module.a.w": torch.ones(2), "a.w": torch.zeros(3)}, tmp_path / "c.safetensors")
+    return tmp_path / "c.safetensors"
+
+
+def test_a_collision_by_stripping_is_refused(colliding, tmp_path):
+    with pytest.raises(UsageError, match=r"(?s)'module.a.w' and 'a.w'|'a.w' and 'module.a.w'"):
+        reshard.merge(colliding, tmp_path / "o.safetensors")
+    assert names_in(tmp_path) == {"c.safetensors"}
+
+
+def test_a_collision_is_solved_by_no_strip(colliding, tmp_path):
+    reshard.merge(colliding, tmp_path / "o.safetensors", edits=Edits(strip_wrappers=False))
+    assert len(load_file(tmp_path / "o.safetensors")) == 2
+
+
+def test_a_collision_by_renaming_is_refused(plain, tmp_path):
+    with pytest.raises(UsageError, match="would get this name"):
+        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(rename=[("^[az]", "b")]))
+
+
+def test_a_rename_onto_a_tied_name_is_refused(tied, tmp_path):
+    with pytest.raises(UsageError, match="would get this name"):
+        reshard.merge(tied, tmp_path / "o.safetensors", edits=Edits(rename=[(f"^{NORM}$", HEAD)]))
+
+
+def test_renames_apply_in_order_with_groups(plain, tmp_path):
+    edits = Edits(rename=[(r"^(a|z)\.", r"layer.\1."), ("layer.z", "last")])
+    report = reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
+    found = load_file(tmp_path / "o.safetensors")
+    assert {"layer.a.weight", "layer.a.bias", "last.weight"} <= found.keys()
+    assert ("z.weight", "last.weight") in report.renamed
+
+
+@pytest.mark.parametrize("rename", [("(", "x"), ("a", r"\9"), ("^.*$", "")])
+def test_a_rename_that_makes_no_sense_is_refused(plain, tmp_path, rename):
+    with pytest.raises(UsageError):
+        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(rename=[rename]))
+    assert names_in(tmp_path) == {"plain.safetensors"}
+
+
+@pytest.mark.parametrize("name", ["__metadata__"])
+def test_a_name_that_safetensors_cannot_hold_is_refused(plain, tmp_path, name):
+    edits = Edits(rename=[(r"^scalar$", name)])
+    with pytest.raises(UsageError, match="safetensors can hold"):
+        reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
+
+
+def test_include_and_exclude_choose_by_the_new_names(plain, tmp_path):
+    edits = Edits(rename=[("^z", "layer")], include=["weight$", "^layer"], exclude=["^a"])
+    report = reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
+    assert load_file(tmp_path / "o.safetensors").keys() == {"layer.weight"}
+    assert set(report.excluded) == weights().keys() - {"z.weight"}
+
+
+def test_excluding_everything_is_refused(plain, tmp_path):
+    with pytest.raises(UsageError, match="none of 7 tensors"):
+        reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(exclude=["."]))
+
+
+# ----------------------------------------------------------------------------------------- tied
+
+
+@pytest.mark.parametrize("policy", ["auto", "drop"])
+def test_an_alias_goes_and_the_file_says_so(tied, tmp_path, policy):
+    report = reshard.merge(tied, tmp_path / "o.safetensors", tied=policy)
+    assert load_file(tmp_path / "o.safetensors").keys() == {EMBED, NORM}
+    assert report.dropped_aliases == {HEAD: EMBED}
+    with safe_open(tmp_path / "o.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", HEAD: EMBED}
+
+
+@pytest.mark.parametrize("name", ["o.safetensors", "o.pt", "model"])
+def test_an_alias_kept_is_a_copy(tied, tmp_path, name):
+    report = reshard.merge(tied, tmp_path / name, tied="keep")
+    out = tmp_path / name
+    found = tensors_of(out) if out.is_dir() else None
+    found = found or (torch.load(out) if out.suffix == ".pt" else load_file(out))
+    assert found.keys() == {EMBED, NORM, HEAD}
+    assert torch.equal(found[HEAD], found[EMBED])
+    assert report.written_aliases == {HEAD: EMBED}
+
+
+@pytest.mark.parametrize(
+    ("declared", "policy", "head", "after"),
+    [
+        (True, "auto", False, True),
+        (True, "drop", False, True),
+        (True, "keep", True, False),
+        (False, "auto", True, False),
+        (False, "keep", True, False),
+        (False, "drop", False, False),
+    ],
+)
+def test_the_config_says_whether_the_head_is_written(
+    tied, tmp_path, hf, declared, policy, head, after
+):
+    model = hf(tie_word_embeddings=declared)
+    reshard.merge(tied, tmp_path / "out", hf_dir=model, tied=policy)
+    assert (HEAD in tensors_of(tmp_path / "out")) == head
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] == after
+
+
+def separate_head(tmp_path, head: torch.Tensor) -> Path:
+    """A head with a storage of its own."""
+    path = tmp_path / "separate.safetensors"
+    save_file({EMBED: torch.arange(32.0).reshape(8, 4), HEAD: head}, path)
+    return path
+
+
+def test_a_declared_tie_drops_an_equal_head(tmp_path, hf):
+    source = separate_head(tmp_path, torch.arange(32.0).reshape(8, 4))
+    model = hf(tie_word_embeddings=True)
+    report = reshard.merge(source, tmp_path / "out", hf_dir=model)
+    assert tensors_of(tmp_path / "out").keys() == {EMBED}
+    assert report.dropped_aliases == {HEAD: EMBED}
+
+
+def test_a_declared_tie_of_different_heads_is_refused(tmp_path, hf):
+    head = torch.arange(32.0).reshape(8, 4)
+    head[1, 1] = -1
+    source, model = separate_head(tmp_path, head), hf(tie_word_embeddings=True)
+    with pytest.raises(DifferentError, match="element 5"):
+        reshard.merge(source, tmp_path / "out", hf_dir=model)
+    assert not (tmp_path / "out").exists()
+
+
+def test_different_heads_can_both_be_kept(tmp_path, hf):
+    source, model = separate_head(tmp_path, torch.zeros(8, 4)), hf(tie_word_embeddings=True)
+    reshard.merge(source, tmp_path / "out", hf_dir=model, tied="keep")
+    assert tensors_of(tmp_path / "out").keys() == {EMBED, HEAD}
+    assert config_of(tmp_path / "out")["tie_word_embeddings"] is False
+
+
+def test_a_different_head_can_be_dropped_on_demand(tmp_path, hf):
+    source, model = separate_head(tmp_path, torch.zeros(8, 4)), hf(tie_word_embeddings=True)
+    reshard.merge(source, tmp_path / "out", hf_dir=model, tied="drop")
+    assert tensors_of(tmp_path / "out").keys() == {EMBED}
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep", "drop"])
+def test_an_excluded_alias_is_never_written(tied, tmp_path, policy):
+    edits = Edits(exclude=["^lm_head"])
+    reshard.merge(tied, tmp_path / "o.safetensors", tied=policy, edits=edits)
+    assert load_file(tmp_path / "o.safetensors").keys() == {EMBED, NORM}
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep", "drop"])
+def test_an_alias_is_not_lost_with_the_name_that_held_its_value(tied, tmp_path, policy):
+    edits = Edits(exclude=["embed_tokens"])
+    reshard.merge(tied, tmp_path / "o.safetensors", tied=policy, edits=edits)
+    found = load_file(tmp_path / "o.safetensors")
+    assert found.keys() == {HEAD, NORM}
+    assert torch.equal(found[HEAD], torch.arange(32.0).reshape(8, 4))
+
+
+# --------------------------------------------------------------------------- the model directory
+
+
+def test_one_shard_has_no_index(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out")
+    assert names_in(tmp_path / "out") == {"model.safetensors"}
+
+
+def test_shards_stay_below_the_limit_and_the_index_is_right(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out", max_shard_bytes=300)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    found = {}
+    for name in set(index["weight_map"].values()):
+        shard = load_file(tmp_path / "out" / name)
+        sizes = [t.nbytes for t in shard.values()]
+        assert sum(sizes) <= 300 or len(sizes) == 1
+        assert all(index["weight_map"][fqn] == name for fqn in shard)
+        found |= shard
+    assert same(found, weights())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights().values())
+    assert index["metadata"]["total_parameters"] == sum(t.numel() for t in weights().values())
+    total = len(set(index["weight_map"].values()))
+    numbered = {f"model-{n:05d}-of-{total:05d}.safetensors" for n in range(1, total + 1)}
+    assert names_in(tmp_path / "out") == {*numbered, "model.safetensors.index.json"}
+
+
+def test_shards_are_read_back_as_one_model(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out", max_shard_bytes=1)
+    reshard.merge(tmp_path / "out", tmp_path / "again.safetensors")
+    assert same(load_file(tmp_path / "again.safetensors"), weights())
+
+
+def test_a_shard_that_is_missing_is_named(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out", max_shard_bytes=300)
+    gone = min((tmp_path / "out").glob("*.safetensors"))
+    gone.unlink()
+    with pytest.raises(IncompleteError, match=gone.name):
+        reshard.merge(tmp_path / "out", tmp_path / "again.safetensors")
+
+
+def test_a_shard_without_its_index_is_not_taken_for_the_model(tmp_path):
+    (tmp_path / "half").mkdir()
+    save_file({"a": torch.ones(2)}, tmp_path / "half" / "model-00001-of-00002.safetensors")
+    with pytest.raises((UsageError, IncompleteError), match="of-00002"):
+        reshard.merge(tmp_path / "half", tmp_path / "o.safetensors")
+
+
+def test_hf_dir_gives_the_files_of_a_model_and_nothing_else(tied, tmp_path, hf):
+    reshard.merge(tied, tmp_path / "out", hf_dir=hf())
+    made = names_in(tmp_path / "out")
+    assert made == {"config.json", "tokenizer.json", "merges.txt", "model.safetensors"}
+    assert (tmp_path / "out" / "merges.txt").read_text() == "a b\n"
+
+
+def test_config_follows_what_was_written(tied, tmp_path, hf):
+    model = hf(tie_word_embeddings=True)
+    report = reshard.merge(tied, tmp_path / "out", hf_dir=model, dtype="bf16")
+    wanted = CONFIG | {"torch_dtype": "bfloat16", "vocab_size": 8, "tie_word_embeddings": True}
+    assert config_of(tmp_path / "out") == wanted
+    assert len(report.changes) == 2
+    assert config_of(model) == CONFIG | {"tie_word_embeddings": True}
+
+
+def test_config_that_is_right_is_not_changed(tied, tmp_path, hf):
+    model = hf(vocab_size=8, tie_word_embeddings=True)
+    report = reshard.merge(tied, tmp_path / "out", hf_dir=model)
+    assert (report.changes, config_of(tmp_path / "out")) == ([], config_of(model))
+
+
+def test_config_beside_the_checkpoint_is_found(tied, tmp_path):
+    (tied.parent / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 8}))
+    reshard.merge(tied, tmp_path / "out")
+    assert config_of(tmp_path / "out")["model_type"] == "llama"
+
+
+def test_a_broken_config_does_not_stop_a_merge_to_one_file(tied, tmp_path):
+    (tied.parent / "config.json").write_text("// not JSON")
+    reshard.merge(tied, tmp_path / "o.safetensors")
+    assert (tmp_path / "o.safetensors").is_file()
+
+
+def test_a_broken_config_stops_a_merge_to_a_directory(tied, tmp_path):
+    (tied.parent / "config.json").write_text("// not JSON")
+    with pytest.raises(CorruptError, match=r"config\.json"):
+        reshard.merge(tied, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["nowhere", "tied"])
+def test_hf_dir_without_a_config_is_refused(tied, tmp_path, place):
+    with pytest.raises(UsageError, match=r"config\.json"):
+        reshard.merge(tied, tmp_path / "out", hf_dir=tmp_path / place)
+
+
+def test_a_model_directory_becomes_itself_in_another_dtype(tied, tmp_path, hf):
+    model = hf(vocab_size=8, tie_word_embeddings=True)
+    reshard.merge(tied, tmp_path / "one", hf_dir=model, dtype="fp32")
+    reshard.merge(tmp_path / "one", tmp_path / "two", dtype="bf16")
+    assert names_in(tmp_path / "one") == names_in(tmp_path / "two")
+    assert config_of(tmp_path / "two")["torch_dtype"] == "bfloat16"
+    wanted = {k: v.bfloat16() for k, v in tensors_of(tmp_path / "one").items()}
+    assert same(tensors_of(tmp_path / "two"), wanted)
+
+
+def test_a_directory_of_one_torch_file_is_read(tmp_path):
+    (tmp_path / "old").mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "old" / "pytorch_model.bin")
+    reshard.merge(tmp_path / "old", tmp_path / "o.safetensors")
+    assert load_file(tmp_path / "o.safetensors").keys() == {"w"}
+
+
+# ---------------------------------------------------------------------------------- destinations
+
+
+def test_an_existing_file_stays(plain, tmp_path):
+    (tmp_path / "o.safetensors").write_bytes(b"precious")
+    with pytest.raises(ExistsError):
+        reshard.merge(plain, tmp_path / "o.safetensors")
+    assert (tmp_path / "o.safetensors").read_bytes() == b"precious"
+
+
+def test_overwrite_replaces_a_file(plain, tmp_path):
+    (tmp_path / "o.safetensors").write_bytes(b"old")
+    reshard.merge(plain, tmp_path / "o.safetensors", overwrite=True)
+    assert same(load_file(tmp_path / "o.safetensors"), weights())
+    assert names_in(tmp_path) == {"plain.safetensors", "o.safetensors"}
+
+
+def test_overwrite_that_fails_leaves_the_old_file(large, tmp_path):
+    (tmp_path / "o.safetensors").write_bytes(b"old")
+    with pytest.raises(DifferentError):
+        reshard.merge(large, tmp_path / "o.safetensors", overwrite=True, dtype="fp16")
+    assert (tmp_path / "o.safetensors").read_bytes() == b"old"
+    assert names_in(tmp_path) == {"large.safetensors", "o.safetensors"}
+
+
+def test_overwrite_replaces_a_whole_directory(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out", max_shard_bytes=300)
+    reshard.merge(plain, tmp_path / "out", overwrite=True)
+    assert names_in(tmp_path / "out") == {"model.safetensors"}
+    assert names_in(tmp_path) == {"plain.safetensors", "out"}
+
+
+def test_an_empty_directory_is_a_destination(plain, tmp_path):
+    (tmp_path / "out").mkdir()
+    reshard.merge(plain, tmp_path / "out")
+    assert names_in(tmp_path / "out") == {"model.safetensors"}
+
+
+def test_overwrite_never_deletes_a_training_checkpoint(plain, tmp_path):
+    (tmp_path / "global_step9").mkdir()
+    rank = tmp_path / "global_step9" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    rank.write_bytes(b"weeks of training")
+    with pytest.raises(ExistsError):
+        reshard.merge(plain, tmp_path / "global_step9", overwrite=True)
+    assert rank.read_bytes() == b"weeks of training"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_with_the_name_of_a_file_is_refused(plain, tmp_path, overwrite):
+    (tmp_path / "o.safetensors").mkdir()
+    with pytest.raises(ExistsError, match="is a directory"):
+        reshard.merge(plain, tmp_path / "o.safetensors", overwrite=overwrite)
+    assert names_in(tmp_path) == {"plain.safetensors", "o.safetensors"}
+
+
+def test_a_file_with_the_name_of_a_directory_leaves_nothing_behind(plain, tmp_path):
+    (tmp_path / "out").write_bytes(b"precious")
+    with pytest.raises(ExistsError):
+        reshard.merge(plain, tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").read_bytes() == b"precious"
+    assert names_in(tmp_path) == {"plain.safetensors", "out"}
+
+
+@pytest.mark.parametrize("name", ["o.safetensors", "out"])
+def test_a_link_is_followed_to_where_it_points(plain, tmp_path, name):
+    """Or refused; never is something made beside its target, under the link's name."""
+    there = tmp_path / "there"
+    there.mkdir()
+    (tmp_path / name).symlink_to(there / f"real-{name}")
+    if name == "out":
+        (there / "real-out").mkdir()
+    try:
+        reshard.merge(plain, tmp_path / name, overwrite=True)
+    except ExistsError:
+        assert names_in(there) <= {"real-out"}
+    else:
+        assert (tmp_path / name).exists()
+        assert names_in(there) <= {f"real-{name}"}
+
+
+@pytest.mark.parametrize("name", ["", "."])
+def test_the_working_directory_is_written_or_refused_at_once(plain, tmp_path, monkeypatch, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    try:
+        reshard.merge(plain, name)
+    except ExistsError as error:
+        assert "not empty" not in str(error)  # noqa: PT017 - it is empty
+    assert names_in(tmp_path) == {"plain.safetensors", "here"}
+
+
+def test_the_source_file_itself_is_never_replaced(plain):
+    before = plain.read_bytes()
+    with pytest.raises(ExistsError):
+        reshard.merge(plain, plain, dtype="bf16", overwrite=True)
+    assert plain.read_bytes() == before
+
+
+def test_the_source_directory_itself_is_never_replaced(plain, tmp_path):
+    reshard.merge(plain, tmp_path / "out")
+    with pytest.raises(ExistsError, match="inside the source"):
+        reshard.merge(tmp_path / "out", tmp_path / "out", dtype="bf16", overwrite=True)
+
+
+@pytest.mark.parametrize("name", ["o.safetensors", "o.pt", "out"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_dry_run_touches_nothing(plain, tmp_path, name, exists):
+    if exists:
+        reshard.merge(plain, tmp_path / name)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    report = reshard.merge(plain, tmp_path / name, dry_run=True, overwrite=True, dtype="bf16")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    assert (report.done, report.verified, report.seconds) == (False, False, 0.0)
+    assert report.dtypes == {"bfloat16": 5, "int64": 1, "bool": 1}
+
+
+def test_too_little_memory_is_refused_before_anything_is_written(plain, tmp_path):
+    with pytest.raises(ResourceError):
+        reshard.merge(plain, tmp_path / "o.safetensors", max_memory_bytes=1000)
+    assert names_in(tmp_path) == {"plain.safetensors"}
+
+
+def test_buffers_stay_within_the_memory_that_was_given(plain, tmp_path):
+    for workers in (0, 1, 3, 64):
+        report = reshard.merge(
+            plain, tmp_path / "o.pt", workers=workers, max_memory_bytes=1 << 20, dry_run=True
+        )
+        assert 0 < report.peak_buffer_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize("option", [{"tied": "maybe"}, {"on_overflow": "ignore"}])
+def test_a_value_that_no_option_has_is_refused(plain, tmp_path, option):
+    with pytest.raises(UsageError):
+        reshard.merge(plain, tmp_path / "o.safetensors", **option)
+
+
+def test_a_state_dict_deep_in_a_file_is_found_by_key(tmp_path):
+    torch.save({"a": {"b": {"w": torch.ones(2)}}, "c": {"v": torch.ones(1)}}, tmp_path / "x.pt")
+    reshard.merge(tmp_path / "x.pt", tmp_path / "o.safetensors", key="a.b")
+    assert load_file(tmp_path / "o.safetensors").keys() == {"w"}
+    with pytest.raises(UsageError, match="it has"):
+        reshard.merge(tmp_path / "x.pt", tmp_path / "p.safetensors", key="a.nothing")
