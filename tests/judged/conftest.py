@@ -1,4 +1,4 @@
-"""Checkpoints that real frameworks wrote, made once a session (or kept by --checkpoints DIR)."""
+"""Checkpoints that real frameworks wrote, made once a session (or kept by --checkpoints=DIR)."""
 
 from __future__ import annotations
 

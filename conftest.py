@@ -1,0 +1,19 @@
+"""Options of the test run; pytest reads them here whatever it is asked to run."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where real frameworks' checkpoints are kept, and whether to make the slow ones."""
+    parser.addoption(
+        "--checkpoints",
+        metavar="DIR",
+        help="keep the checkpoints that real frameworks make in DIR, and use those already there",
+    )
+    parser.addoption(
+        "--nvme",
+        action="store_true",
+        help="also make the runs that offload to disk (libaio-dev, minutes of compiling)",
+    )
