@@ -113,7 +113,8 @@ class Inspection:
             yield _row(f"group {number}", f"{len(group.fqns)} tensors; {shown}")
         for name, value in (("scheduler", train.scheduler), ("scaler", train.scaler)):
             if value:
-                yield _row(name, ", ".join(f"{k} {v}" for k, v in value.items())[:100])
+                words = [str(v) if k == "class" else f"{k} {v}" for k, v in value.items()]
+                yield _row(name, ", ".join(words)[:100])
         if train.client:
             yield _row("client", ", ".join(train.client)[:100])
 
@@ -122,8 +123,8 @@ class Inspection:
         count = parameters(manifest)
         weights = sum(1 for _ in _weights(manifest))
         frozen = sum(e.numel for e in _weights(manifest) if e.fqn in manifest.frozen)
-        shown = f"; {units.show_count(frozen)} frozen" if frozen else ""
-        yield _row("parameters", f"{units.show_count(count)} in {weights} tensors{shown}")
+        shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
+        yield _row("parameters", f"{units.show_count(count)}{shown}, in {weights} tensors")
         for kind, held in kinds(manifest).items():
             text = f"{held['tensors']} tensors, {units.show_bytes(held['bytes'])}"
             yield _row(kind, f"{text} ({', '.join(held['dtypes'])})")

@@ -98,7 +98,7 @@ def merge(
     job = _prepare(manifest, source, destination, options, is_directory=is_directory)
     report = describe(manifest, job.edited, job.weights, job.skeleton, job.plan)
     report.destination = report_as
-    report.peak_buffer_bytes = job.workers * 2 * job.window_bytes
+    report.peak_buffer_bytes = job.workers * 2 * job.plan.window_bytes
     report.changes = job.changes
     if options.dry_run:
         return report
