@@ -113,9 +113,3 @@ def size_of(path: str | Path) -> int:
         raise IncompleteError(path, "is not there") from error
     except OSError as error:
         raise ReshardError(path, f"cannot be read: {error.strerror}") from error
-
-
-def read_header(path: str | Path, byte_offset: int, nbytes: int) -> bytes:
-    """A piece of a file outside any pool; errors as in `SourceFiles.read_into`."""
-    with SourceFiles() as files:
-        return files.read(str(path), byte_offset, nbytes)

@@ -35,11 +35,8 @@ def show_bytes(nbytes: float) -> str:
     >>> show_bytes(1_234_000)
     '1.23 MB'
     """
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if nbytes < 1000 or unit == "TB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.3g} {unit}"
+    number, unit = _scaled(nbytes, ("B", "KB", "MB", "GB", "TB"))
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
 
 
 def show_count(count: float) -> str:
@@ -48,8 +45,15 @@ def show_count(count: float) -> str:
     >>> show_count(1_234_000_000)
     '1.23 B'
     """
-    for unit in ("", "K", "M", "B", "T"):
-        if count < 1000 or unit == "T":
-            break
-        count /= 1000
-    return f"{count:.3g} {unit}".strip()
+    number, unit = _scaled(count, ("", "K", "M", "B", "T"))
+    return f"{number:.3g} {unit}".strip()
+
+
+def _scaled(value: float, names: tuple[str, ...]) -> tuple[float, str]:
+    """A value below a thousand of the unit that is named, each a thousand of the one before."""
+    *small, largest = names
+    for name in small:
+        if value < 1000:
+            return value, name
+        value /= 1000
+    return value, largest

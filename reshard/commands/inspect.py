@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ class Inspection:
 
     manifest: Manifest
     with_tensors: bool = False
-    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """One document with a stable schema."""

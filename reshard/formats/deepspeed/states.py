@@ -14,7 +14,7 @@ from reshard.formats import torch_file
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import BUFFER, PARAM, Entry
 
-_BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
+BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
 Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
 
@@ -111,7 +111,7 @@ def open_model(path: Path) -> ModelStates:
     Raises:
         CorruptError: it is not what its name says.
     """
-    file = torch_file.read(path, builders=_BUILDERS)
+    file = torch_file.read(path, builders=BUILDERS)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
     return ModelStates(file, file.root)
@@ -119,7 +119,7 @@ def open_model(path: Path) -> ModelStates:
 
 def open_optimizer(path: Path, rank: int) -> OptimizerStates:
     """Open one optimizer states file; errors as in `open_model`."""
-    file = torch_file.read(path, builders=_BUILDERS)
+    file = torch_file.read(path, builders=BUILDERS)
     inner = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
     if not isinstance(inner, dict):
         raise CorruptError(

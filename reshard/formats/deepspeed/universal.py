@@ -16,7 +16,7 @@ from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import partitioned, train
-from reshard.formats.deepspeed.states import ModelStates, open_model, whole_entry
+from reshard.formats.deepspeed.states import BUILDERS, ModelStates, open_model, whole_entry
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import (
     BUFFER,
@@ -29,8 +29,6 @@ from reshard.manifest import (
     contiguous,
     keyed,
 )
-
-_ENUM = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
 
 def read(place: Path) -> Manifest:
@@ -114,7 +112,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, TorchFile, Tensor]]:
     if not any(path.name == "fp32.pt" for path in paths):
         raise IncompleteError(folder, "has no fp32.pt", "the conversion was interrupted: repeat it")
     for path in paths:
-        file = torch_file.read(path, builders=_ENUM)
+        file = torch_file.read(path, builders=BUILDERS)
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
         if isinstance(value, (int, float)) and path.stem == "step":
             continue
@@ -139,7 +137,7 @@ def _optimizer_root(place: Path, files: dict[str, TorchFile]) -> dict[str, Any]:
     path = place / "zero" / "optimizer_state.pt"
     if not path.is_file():
         return {}
-    file = torch_file.read(path, builders=_ENUM)
+    file = torch_file.read(path, builders=BUILDERS)
     files[file.path] = file
     return file.root if isinstance(file.root, dict) else {}
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.box import Index, whole
 from reshard.errors import CorruptError
+from reshard.formats.deepspeed.flat import slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.formats.torch_file import Tensor
 from reshard.manifest import MASTER, Entry, contiguous
@@ -134,19 +135,11 @@ def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator
     state = torch_optimizer(model).get("state", {})
     flats = optimizer.get("fp32_groups_flat") or []
     for number, (names, flat) in enumerate(zip(groups, flats, strict=False)):
-        slots = {MASTER: flat} | _flat_slots(state.get(number, {}))
+        slots = {MASTER: flat} | slots_of(state.get(number, {}))
         yield from _flat(model, [fqn for fqn in names if fqn is not None], shapes, slots)
     if not flats:
         fqns = [fqn for names in groups for fqn in names]
         yield from _indexed(model, fqns, shapes, state)
-
-
-def _flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        key: value
-        for key, value in state.items()
-        if isinstance(value, Tensor) and len(value.shape) == 1
-    }
 
 
 def _flat(
