@@ -1,0 +1,200 @@
+"""One process becomes N, and however one of them ends, the others end soon and one says why."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In place of the trainer's loop: in the fourth step, rank WHO does WHAT.
+LOOP = """
+import os, signal, time
+import torch, torch.distributed as dist
+from trainer.errors import CheckpointError, TrainingError
+
+def run(settings, ranks):
+    what, who = os.environ["SCENE"].split(":")
+    for step in range(settings.steps):
+        if step == 3 and who in (str(ranks.rank), "all"):
+            if what == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if what == "ended":
+                os._exit(7)
+            if what == "stuck":
+                time.sleep(60)
+            if what == "bug":
+                raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+            if what == "alone":
+                raise TrainingError("the disk is full", "free some", one_rank=True)
+            if what == "together":
+                raise CheckpointError("no such checkpoint", "look")
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        if step == 2 and ranks.first:
+            print("running", flush=True)
+        time.sleep(0.05)
+    if ranks.first:
+        print("sum", ones[0].item(), "threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
+"""
+SITE = """
+import importlib.util, pathlib, sys
+
+class Stand:
+    def find_spec(name, path=None, target=None):
+        if name == "trainer.loop":
+            place = pathlib.Path(__file__).with_name("loop.py")
+            return importlib.util.spec_from_file_location(name, place)
+
+sys.meta_path.insert(0, Stand)
+"""
+OURS = [sys.executable, "-m", "trainer", "--nproc", "2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trainer"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+ACCELERATE += [str(ROOT / "examples/configs/accelerate_fsdp.yaml"), "-m", "trainer"]
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Start a command with the stand-in loop; nothing of it is left afterwards."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    started = []
+
+    def begin(scene, *flags, command=OURS):
+        process = subprocess.Popen(
+            [*command, "--device", "cpu", "--steps", "8", *flags],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(tmp_path), "SCENE": scene},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def run(begin):
+    """Run a scene to its end: exit code, stdout, stderr."""
+
+    def run(scene, *flags, command=OURS):
+        process = begin(scene, *flags, command=command)
+        out, err = process.communicate(timeout=120)
+        return process.returncode, out, err
+
+    return run
+
+
+def test_ranks_run_together_and_nothing_else_is_said(run):
+    code, out, err = run("none:0", "--threads", "1")
+    assert (code, err) == (0, "")
+    assert out == "running\nsum 2.0 threads 1\n"
+
+
+def test_one_rank_runs_in_this_process(run):
+    code, out, err = run("none:0", command=[sys.executable, "-m", "trainer"])
+    assert (code, err) == (0, "")
+    assert "sum 1.0" in out
+
+
+@pytest.mark.parametrize(
+    ("scene", "code", "message"),
+    [
+        ("killed:1", 1, "error: rank 1 died (SIGKILL); the other ranks were stopped\n"),
+        ("ended:1", 7, "error: rank 1 ended with exit code 7; the other ranks were stopped\n"),
+        ("alone:1", 1, "rank 1: the disk is full\n  -> free some\n"),
+        ("together:all", 3, "error: no such checkpoint\n  -> look\n"),
+        ("together:1", 3, "rank 1: no such checkpoint\n  -> look\n"),
+    ],
+)
+def test_a_failure_ends_all_ranks_with_one_message(run, scene, code, message):
+    assert run(scene) == (code, "running\n", message)
+
+
+def test_a_bug_keeps_its_traceback_once(run):
+    code, _, err = run("bug:all")
+    assert code == 1
+    assert err.startswith("error: a bug\nTraceback")
+    assert err.endswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied\n")
+    assert err.count("Traceback") == 1
+
+
+def test_a_rank_that_answers_no_more_is_given_up_after_the_timeout(run):
+    code, _, err = run("stuck:1", "--timeout", "3")
+    assert code == 1
+    assert err.startswith("rank 0: lost the other ranks in ")
+    assert "Timed out waiting 3000ms" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_a_signal_stops_all_ranks(begin, number, code, word):
+    process = begin("none:0", "--steps", "1000")
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(getattr(signal, number))
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, f"error: {word}; all ranks were stopped\n")
+
+
+def test_ranks_end_with_the_process_that_started_them(begin):
+    process = begin("none:0", "--steps", "1000")
+    assert process.stdout.readline() == "running\n"
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        pytest.skip("needs /proc")
+    ranks = [int(each) for each in children.read_text().split()]
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(map(_runs, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not any(map(_runs, ranks))
+
+
+def _runs(pid):
+    """Not ended, and not a zombie that nobody asked for yet."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_bad_settings_start_no_ranks(run):
+    begun = time.monotonic()
+    code, out, err = run("none:0", "--lr", "-1")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: lr is -1.0")
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
+@pytest.mark.parametrize(
+    ("scene", "code", "said"),
+    [("none:0", 0, ""), ("killed:1", 1, "SIGKILL")],
+)
+def test_real_launchers_start_and_end_the_ranks(run, command, scene, code, said):
+    if "accelerate" in command[2] and not importlib.util.find_spec("accelerate"):
+        pytest.skip("needs accelerate")
+    begun = time.monotonic()
+    done, out, err = run(scene, command=command)
+    assert done == code
+    assert ("sum 2.0" in out) == (code == 0)
+    assert said in err
+    assert time.monotonic() - begun < 90

@@ -1,0 +1,142 @@
+"""Canonical reduction: the same bits at any number of ranks, by any strategy, through a resume."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer import worlds
+
+WORLDS = (1, 2, 3, 4, 6)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+COMMON = {
+    "global_batch": 12,
+    "micro_batch": 1,
+    "seq_len": 16,
+    "steps": 6,
+    "dropout": 0.1,
+    "clip": 0.5,
+    "schedule": "WarmupDecayLR",
+    "warmup_steps": 3,
+    "reduce_bucket_size": 20_000,
+    "sub_group_size": 20_000,
+}
+MODELS = {
+    "bf16": {"precision": "bf16", "tie_embeddings": True, "freeze": (r"layers\.0\.mlp\.up",)},
+    "fp32-gpt2": {"precision": "fp32", "model": "tiny-gpt2", "param_groups": "single"},
+    "fp16-overflowing": {
+        "precision": "fp16",
+        "initial_scale_power": 17,
+        "loss_scale_window": 1,
+        "hysteresis": 1,
+        "activation_checkpointing": True,
+    },
+    "bf16-sums": {
+        "precision": "bf16",
+        "grad_dtype": "bf16",
+        "freeze": (r"layers\.1\.", "embed"),
+        "persistence_threshold": 3000,
+    },
+}
+JOBS = [(model, strategy) for model in MODELS for strategy in STRATEGIES]
+
+
+def job(directory, model, **changes):
+    name = "-".join(str(value).replace("/", "_") for value in (model, *changes.values()))
+    chosen = {**COMMON, **MODELS.get(model, {}), **changes}
+    return {**chosen, "save": f"{directory}/{name}", "log": f"{directory}/{name}.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(model, strategy, world) -> what an unbroken run of six steps told."""
+    results = {}
+    for world in WORLDS:
+        directory = tmp_path_factory.mktemp(f"world-{world}")
+        jobs = [job(directory, model, strategy=strategy) for model, strategy in JOBS]
+        told = worlds.run(world, worlds.train, jobs)[0]
+        results |= {(*key, world): run for key, run in zip(JOBS, told, strict=True)}
+    return results
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_norms_scales_and_parameters_have_the_same_bits_everywhere(trained, model):
+    one = trained[model, "ddp", 1]
+    assert len(set(one.losses)) == COMMON["steps"], "it trains"
+    for strategy in STRATEGIES:
+        for world in WORLDS:
+            assert trained[model, strategy, world] == one, (strategy, world)
+
+
+def test_the_fp16_case_overflows_backs_off_and_grows_again(trained):
+    run = trained["fp16-overflowing", "zero3", 4]
+    assert any(run.skipped)
+    assert not all(run.skipped)
+    assert any(later > earlier for earlier, later in zip(run.scales, run.scales[1:], strict=False))
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """(model, strategy) -> the first three steps on two ranks, and where they were saved."""
+    directory = tmp_path_factory.mktemp("halves")
+    jobs = [
+        job(directory, model, strategy=strategy, steps=3, schedule_steps=COMMON["steps"])
+        for model, strategy in JOBS
+    ]
+    told = worlds.run(2, worlds.train, jobs)[0]
+    return {key: (run, chosen["save"]) for key, chosen, run in zip(JOBS, jobs, told, strict=True)}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_resumed_run_ends_as_the_unbroken_one_from_any_stage_to_any(
+    trained, halves, tmp_path, world
+):
+    routes = [(m, s, STRATEGIES[(i + world) % 4]) for i, (m, s) in enumerate(JOBS)]
+    if world == 2:
+        routes = [(model, strategy, strategy) for model, strategy in JOBS]
+    jobs = []
+    for model, strategy, into in routes:
+        name = f"{tmp_path}/{model}-{strategy}-{into}"
+        source = halves[model, strategy][1]
+        jobs.append(
+            {
+                "resume": source,
+                "steps": COMMON["steps"],
+                "strategy": into,
+                "save": name,
+                "log": f"{name}.jsonl",
+            }
+        )
+    told = worlds.run(world, worlds.train, jobs)[0]
+    for (model, strategy, into), rest in zip(routes, told, strict=True):
+        whole = halves[model, strategy][0] + rest
+        assert whole == trained[model, "ddp", 1], (model, strategy, into)
+
+
+OFFLOAD = [
+    {"strategy": "zero1", "offload_optimizer": "cpu"},
+    {"strategy": "zero2", "offload_optimizer": "nvme"},
+    {"strategy": "zero3", "offload_optimizer": "nvme", "offload_param": "nvme"},
+    {"strategy": "zero3", "offload_optimizer": "cpu", "offload_param": "cpu"},
+]
+
+
+def test_offload_changes_where_things_are_and_nothing_else(trained, tmp_path):
+    nvme = tmp_path / "nvme"
+    jobs = [
+        job(
+            tmp_path, "bf16", **changes, nvme_path=str(nvme) if "nvme" in changes.values() else None
+        )
+        for changes in OFFLOAD
+    ]
+    for run in worlds.run(2, worlds.train, jobs)[0]:
+        assert run == trained["bf16", "ddp", 1]
+    assert list(nvme.iterdir()) == [], "a run leaves nothing behind"
+
+
+def test_fast_reduction_is_near_but_need_not_be_equal(trained, tmp_path):
+    jobs = [
+        job(tmp_path, "fp32-gpt2", strategy=strategy, reduction="fast") for strategy in STRATEGIES
+    ]
+    canonical = trained["fp32-gpt2", "ddp", 1].values()
+    for run in worlds.run(3, worlds.train, jobs)[0]:
+        assert run.values() == pytest.approx(canonical, rel=1e-5)

@@ -1,0 +1,280 @@
+"""The parts of ZeRO without processes: partition, norm, offload, scaling, schedule, data."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from unittest import mock
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data import Corpus, counter_seed
+from trainer.errors import SettingsError, TrainingError
+from trainer.optimizer import adamw, hyperparameters
+from trainer.scaling import LossScaler, loss_scaler
+from trainer.schedule import learning_rate
+from trainer.settings import Settings, resolve
+from trainer.zero.norm import norm
+from trainer.zero.offload import Home
+from trainer.zero.partition import by_parameter, contiguous
+
+SHAPES = st.lists(
+    st.one_of(
+        st.just(()), st.tuples(st.integers(0, 7)), st.tuples(st.integers(1, 5), st.integers(1, 7))
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(SHAPES, st.integers(1, 7), st.integers(1, 3), st.sampled_from([None, 1, 10]), st.booleans())
+def test_every_element_has_one_owner_and_no_two_share_a_place(shapes, world, groups, limit, whole):
+    named = {f"p{i}": shape for i, shape in enumerate(shapes)}
+    split = [[n for i, n in enumerate(named) if i % groups == g] for g in range(groups)]
+    split = [names for names in split if names]
+    if whole:
+        partition = contiguous(split, named, world)
+    else:
+        partition = by_parameter(split, named, world, limit)
+    places = set()
+    for name, shape in named.items():
+        covered = []
+        for run in partition.runs[name]:
+            covered += range(run.start, run.stop)
+            assert run.offset + run.numel <= partition.flats[run.flat].numel
+            assert name in partition.flats[run.flat].names
+            taken = {(run.rank, run.flat, run.offset + i) for i in range(run.numel)}
+            assert not taken & places
+            places |= taken
+        assert covered == list(range(math.prod(shape)))
+    assert partition.numel == len(places)
+
+
+def test_stage_1_pads_to_twice_the_ranks_and_says_where():
+    partition = contiguous([["a"]], {"a": (9,)}, 4)
+    assert partition.flats[0].numel == 4
+    assert partition.flats[0].paddings == (0, 0, 3, 4)
+
+
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=50),
+    st.randoms(use_true_random=False),
+)
+def test_the_norm_has_the_same_bits_in_any_order_and_cut(values, random):
+    whole = torch.tensor(values)
+    expected = norm([whole], len(values), across_ranks=False)
+    random.shuffle(values)
+    cut = random.randint(0, len(values))
+    pieces = [torch.tensor(values[:cut]), torch.tensor(values[cut:]), torch.zeros(5)]
+    assert norm(pieces, len(values), across_ranks=False) == expected
+    exact = math.sqrt(math.fsum(float(v) ** 2 for v in whole.double()))
+    assert expected == pytest.approx(exact, rel=1e-12)
+
+
+def test_the_norm_is_exact_where_plain_summation_loses_everything_small():
+    values = torch.cat([torch.tensor([1e6]), torch.full((1 << 21,), 1e-4)])
+    exact = math.sqrt(1e12 + (1 << 21) * float(torch.tensor(1e-4)) ** 2)
+    assert norm([values], values.numel(), across_ranks=False) == pytest.approx(exact, rel=1e-15)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_norm_of_what_is_not_finite_is_inf(bad):
+    assert norm([torch.tensor([1.0, bad])], 2, across_ranks=False) == math.inf
+
+
+def test_the_norm_of_nothing_is_zero():
+    assert norm([], 0, across_ranks=False) == 0.0
+    assert norm([torch.zeros(3), torch.empty(0)], 3, across_ranks=False) == 0.0
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7, 8, 13, 64, 1001])
+def test_adamw_gives_an_element_the_same_bits_wherever_it_lies(cut):
+    """What the equality across world sizes stands on: torch's kernels are elementwise exactly."""
+    generator = torch.Generator().manual_seed(0)
+    state = [torch.rand(4099, generator=generator) for _ in range(4)]
+    group = hyperparameters(Settings(), 0.1, 1e-3)
+
+    def update(master, gradient, first, second):
+        adamw(master, gradient, (first, second), torch.tensor(3.0), group)
+        return [master, first, second]
+
+    whole = update(*(tensor.clone() for tensor in state))
+    parts = [update(*(t[s].clone() for t in state)) for s in (slice(None, cut), slice(cut, None))]
+    for expected, low, high in zip(whole, *parts, strict=True):
+        assert torch.equal(expected, torch.cat([low, high]))
+
+
+def test_our_adamw_is_torch_optim_adamw():
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 101))
+    master, moments = parameter.detach().clone(), (torch.zeros(101), torch.zeros(101))
+    step = torch.zeros(())
+    group = hyperparameters(Settings(), 0.1, 1e-3)
+    theirs = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
+    for index in range(3):
+        parameter.grad = torch.sin(parameter.detach() * (index + 1))
+        adamw(master, parameter.grad.clone(), moments, step, group)
+        theirs.step()
+        assert torch.equal(master, parameter.detach())
+    saved = theirs.state_dict()["param_groups"][0]
+    assert set(saved) == {*group, "params"}, "the keys that torch keeps"
+
+
+@pytest.mark.parametrize("place", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slot_keeps_its_tensor_wherever_it_lives(tmp_path, place, dtype):
+    home = Home(place, torch.device("cpu"), str(tmp_path / "offload"))
+    tensor = torch.arange(10, dtype=dtype)
+    slot = home.slot(tensor)
+    tensor.zero_()
+    assert slot.get().tolist() == list(range(10))
+    assert slot.piece(3, 5).tolist() == [3, 4]
+    slot.put(torch.full((10,), 2, dtype=dtype))
+    assert slot.piece(9, 10).tolist() == [2]
+    assert home.slot(torch.empty(0, dtype=dtype)).get().numel() == 0
+
+
+def test_offload_to_a_place_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match="nvme_path"):
+        Home("nvme", torch.device("cpu"), str(tmp_path / "file" / "x"))
+
+
+# Scaling and schedule, against DeepSpeed itself
+
+
+@pytest.mark.judge
+@hypothesis.settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 4), st.integers(1, 3))
+def test_the_loss_scale_follows_deepspeed(overflows, window, hysteresis):
+    importlib.import_module("torch._dynamo")  # deepspeed needs it before itself
+    scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    theirs = scalers.DynamicLossScaler(2.0**8, window, 1.0, hysteresis, False)
+    settings = Settings(
+        precision="fp16", initial_scale_power=8, loss_scale_window=window, hysteresis=hysteresis
+    )
+    ours = loss_scaler(settings)
+    for overflow in overflows:
+        try:
+            # Rank 0 logs, and there is no process group here.
+            with mock.patch.object(scalers.dist, "get_rank", return_value=1):
+                theirs.update_scale(overflow)
+        except Exception as error:
+            if "already at minimum" not in str(error):
+                raise
+            with pytest.raises(TrainingError, match="smallest loss scale"):
+                ours.update(overflow=overflow)
+            return
+        ours.update(overflow=overflow)
+        assert (ours.scale, ours.iteration, ours.last_overflow, ours.patience) == (
+            theirs.cur_scale,
+            theirs.cur_iter,
+            theirs.last_overflow_iter,
+            theirs.cur_hysteresis,
+        )
+
+
+def test_a_fixed_scale_never_moves():
+    scaler = loss_scaler(Settings(precision="fp16", loss_scale=128.0))
+    scaler.update(overflow=True)
+    assert scaler.scale == 128.0
+    assert loss_scaler(Settings(precision="bf16")) == LossScaler()
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("schedule", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_the_learning_rate_follows_deepspeed(schedule, warmup_type):
+    importlib.import_module("torch._dynamo")  # deepspeed needs it before itself
+    schedulers = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    settings = Settings(
+        schedule=schedule, lr=3e-4, warmup_steps=5, warmup_type=warmup_type, schedule_steps=12
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=settings.lr)
+    arguments = {"warmup_num_steps": 5, "warmup_type": warmup_type}
+    if schedule != "WarmupCosineLR":
+        arguments |= {"warmup_min_lr": 0.0, "warmup_max_lr": settings.lr}
+    if schedule != "WarmupLR":
+        arguments["total_num_steps"] = 12
+    theirs = getattr(schedulers, schedule)(optimizer, **arguments)
+    for updates in range(20):
+        assert learning_rate(settings, updates) == optimizer.param_groups[0]["lr"], updates
+        theirs.step()
+
+
+# Data
+
+
+def test_samples_are_numbered_globally_and_every_epoch_has_each_once():
+    corpus = Corpus(None, 64, seed=3)
+    epoch = corpus.samples(0, len(corpus))
+    later = corpus.samples(len(corpus), len(corpus))
+    assert not torch.equal(epoch, later), "shuffled anew"
+    assert torch.equal(torch.unique(epoch, dim=0), torch.unique(later, dim=0))
+    across = corpus.samples(len(corpus) - 1, 2)
+    assert torch.equal(across, torch.stack([epoch[-1], later[0]]))
+
+
+def test_a_text_too_short_for_a_sample_is_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("abc")
+    with pytest.raises(SettingsError, match="no sample of 64"):
+        Corpus(str(short), 64, 0)
+    with pytest.raises(SettingsError, match="cannot read"):
+        Corpus(str(tmp_path / "none.txt"), 64, 0)
+
+
+def test_counter_seeds_differ_in_every_coordinate():
+    seeds = {counter_seed(a, b) for a in range(30) for b in range(30)}
+    assert len(seeds) == 900
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("chosen", "world", "expected"),
+    [
+        ({}, 1, (1, 1, 1)),
+        ({"global_batch": 12}, 3, (12, 4, 1)),
+        ({"global_batch": 12, "micro_batch": 2}, 3, (12, 2, 2)),
+        ({"accumulation": 4}, 2, (8, 1, 4)),
+        ({"global_batch": 12, "accumulation": 2}, 2, (12, 3, 2)),
+        ({"global_batch": 8, "micro_batch": 2, "accumulation": 2}, 2, (8, 2, 2)),
+    ],
+)
+def test_the_batch_identity_fills_in_what_is_not_given(chosen, world, expected):
+    s = resolve(chosen, world)
+    assert (s.global_batch, s.micro_batch, s.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "world", "message"),
+    [
+        ({"global_batch": 7}, 2, "global batch 7"),
+        ({"global_batch": 8, "micro_batch": 2, "accumulation": 1}, 2, "x 2 ranks"),
+        ({"micro_batch": -1}, 1, "micro_batch is -1"),
+        ({"steps": 0}, 1, "steps is 0"),
+        ({"lr": -1.0}, 1, "lr is -1"),
+        ({"seq_len": 1}, 1, "seq_len is 1"),
+        ({"strategy": "fsdp", "reduction": "canonical"}, 1, "canonical"),
+        ({"strategy": "zero2", "offload_param": "cpu"}, 1, "needs zero3"),
+        ({"strategy": "ddp", "offload_optimizer": "cpu"}, 1, "offload_optimizer"),
+        ({"strategy": "zero3", "offload_param": "nvme"}, 1, "nvme-path"),
+        ({"precision": "bf16", "grad_dtype": "fp16"}, 1, "gradients in fp16"),
+        ({"engine": "deepspeed", "strategy": "fsdp"}, 1, "no strategy fsdp"),
+        ({"tag": "x"}, 1, "--tag without"),
+    ],
+)
+def test_contradictions_are_refused_by_name(chosen, world, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve(chosen, world)
+
+
+def test_settings_say_what_they_mean():
+    for field in dataclasses.fields(Settings):
+        assert len(field.metadata["help"]) > 5, field.name

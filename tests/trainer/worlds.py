@@ -1,0 +1,131 @@
+"""Real process groups for tests: ``run(n, function, ...)`` on n ranks over gloo.
+
+Ranks are forked from a server that has imported torch and transformers once, so a world costs a
+fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+PRELOAD = ["torch", "torch.optim.adamw", "transformers.models.llama.modeling_llama", "trainer.loop"]
+
+
+def run(world, function, *args):
+    """What ``function(ranks, *args)`` returns on each rank, in rank order.
+
+    Raises:
+        AssertionError: with the traceback of the first rank that failed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(world):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(there, rank, world, port, function, args))
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    results = [_receive(pipe) for pipe in pipes]
+    for process in processes:
+        process.join(30)
+    failed = [text for ok, text in results if not ok]
+    # A rank that lost the others only says so; show the one that knows why.
+    failed.sort(key=lambda text: "Connection" in text or "gloo" in text)
+    assert not failed, failed[0]
+    return [value for _, value in results]
+
+
+def _receive(pipe):
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, "the rank died"
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank(pipe, rank, world, port, function, args):
+    from trainer.ranks import process_group
+
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    try:
+        with process_group("cpu", 120, 1) as ranks:
+            pipe.send((True, function(ranks, *args)))
+    except BaseException:  # noqa: BLE001
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+
+
+@dataclass
+class Trained:
+    """What a run told: hex losses, hex norms and scales by step, and the final hash."""
+
+    losses: list
+    norms: list
+    scales: list
+    skipped: list
+    digest: str
+
+    def __add__(self, later):
+        """The same run in two parts."""
+        return Trained(
+            self.losses + later.losses,
+            self.norms + later.norms,
+            self.scales + later.scales,
+            self.skipped + later.skipped,
+            later.digest,
+        )
+
+    def values(self):
+        return [float.fromhex(loss) for loss in self.losses]
+
+
+def train(ranks, jobs):
+    """Run several trainings, each a dict of chosen settings, one after the other."""
+    return [_train(ranks, dict(job)) for job in jobs]
+
+
+def _train(ranks, chosen):
+    from trainer import loop
+    from trainer.checkpoint import state
+    from trainer.settings import resolve
+
+    if "resume" in chosen:
+        chosen = {**state.inherited(chosen["resume"], chosen.get("tag")), **chosen}
+    settings = resolve({"progress": False, **chosen}, ranks.world)
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
+        loop.run(settings, ranks)
+    ranks.wait()
+    return read_log(Path(settings.log))
+
+
+def read_log(path):
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    steps = [line for line in lines if "step" in line]
+    return Trained(
+        [line["loss_hex"] for line in steps],
+        [line["grad_norm_hex"] for line in steps],
+        [line["loss_scale"] for line in steps],
+        [line["skipped"] for line in steps],
+        lines[-1].get("parameter_hash"),
+    )

@@ -1,0 +1,17 @@
+"""A minimal sharded trainer: ZeRO 0-3 and FSDP, per-rank checkpoints, bit-exact resume.
+
+It writes what DeepSpeed and PyTorch write, imports neither DeepSpeed nor ``reshard``, and is short
+enough to read in an evening. Start at ``loop.py``; each file has one idea:
+
+=================  =========================================================================
+settings           every choice, with its flag, default and meaning
+config/            ds_config.json and accelerate.yaml read into settings
+launch, ranks      one process becomes N; what a rank knows of the others
+model, data        a causal LM; samples numbered globally, drawn by counter
+schedule, scaling  learning rate and loss scale, as pure functions of few numbers
+engines/           how a model is trained on N ranks: ddp, zero1-3, fsdp, fsdp2, deepspeed
+zero/              the parts of ZeRO: partition, reduction, norm, shard, gathering, offload
+checkpoint/        what goes to disk, in whose layout, and how it appears whole or not at all
+loop, log          a step, and what is told about it
+=================  =========================================================================
+"""

@@ -1,0 +1,1 @@
+"""What goes to disk, in whose layout, and how it appears whole or not at all."""

@@ -1,0 +1,131 @@
+"""A run directory: ``<tag>/`` for each checkpoint, and ``latest``, which names one that is whole.
+
+A checkpoint is written under a hidden name, flushed, and renamed when every rank is done; only then
+does ``latest`` name it. A kill at any moment leaves the checkpoint before, and ``latest`` true.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.errors import CheckpointError, SettingsError
+
+LATEST = "latest"
+STATE = "trainer_state.json"
+_STEP = re.compile(r"global_step(\d+)")
+
+
+def tag_of(step: int) -> str:
+    """DeepSpeed's name for the checkpoint after ``step`` steps."""
+    return f"global_step{step}"
+
+
+def first_free(stem: str = "run") -> Path:
+    """``run-1``, or the first that does not exist."""
+    number = 1
+    while Path(f"{stem}-{number}").exists():
+        number += 1
+    return Path(f"{stem}-{number}")
+
+
+def find(path: Path, tag: str | None) -> Path:
+    """The checkpoint directory that ``--resume path --tag tag`` means.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory", "give a run directory or a checkpoint")
+    if tag is None and not (path / LATEST).exists():
+        if (path / STATE).exists() or any(path.glob("*_model_states.pt")):
+            return path
+        tags = ", ".join(tags_in(path)) or "none"
+        raise CheckpointError(
+            f"{path} has no file 'latest', and is no checkpoint itself (tags in it: {tags})",
+            "give --tag, or the checkpoint directory",
+        )
+    name = tag or (path / LATEST).read_text().strip()
+    if not (path / name).is_dir():
+        tags = ", ".join(tags_in(path)) or "none"
+        said = "asked for" if tag else "named by 'latest'"
+        raise CheckpointError(f"{path} has no checkpoint {name}, {said}; it has: {tags}")
+    return path / name
+
+
+def tags_in(path: Path) -> list[str]:
+    """Finished checkpoints by step."""
+    found = [
+        (int(match[1]), match[0]) for p in path.glob("*") if (match := _STEP.fullmatch(p.name))
+    ]
+    return [name for _, name in sorted(found)]
+
+
+class RunDirectory:
+    """Where one run saves. Rank 0 makes, renames and removes; every rank writes its files.
+
+    Args:
+        continues: the checkpoint that the run goes on from, if any.
+
+    Raises:
+        SettingsError: it holds checkpoints of another run, and ``overwrite`` is off.
+    """
+
+    def __init__(self, path: Path, *, continues: Path | None, overwrite: bool, keep: int) -> None:
+        self.path = path
+        self._keep = keep
+        same_run = continues is not None and continues.parent.resolve() == path.resolve()
+        self._stale = [] if same_run else tags_in(path)
+        self._good = continues.name if same_run and continues else None
+        if self._stale and not overwrite:
+            raise SettingsError(
+                f"{path} already holds {self._stale[-1]}",
+                f"go on with --resume {path}, choose another --save, or give --overwrite",
+            )
+
+    def prepare(self, step: int) -> Path:
+        """Make an empty hidden directory for the checkpoint (rank 0)."""
+        partial = self.partial(step)
+        self.path.mkdir(parents=True, exist_ok=True)
+        for left_over in self.path.glob(".global_step*"):
+            shutil.rmtree(left_over)
+        partial.mkdir()
+        return partial
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint is written."""
+        return self.path / f".{tag_of(step)}.partial"
+
+    def publish(
+        self, step: int, sync: Callable[[Path], None], write: Callable[[Path, str], None]
+    ) -> Path:
+        """Give the finished checkpoint its name, then let ``latest`` say so (rank 0)."""
+        partial, final = self.partial(step), self.path / tag_of(step)
+        for directory in (partial, *(p for p in partial.rglob("*") if p.is_dir())):
+            sync(directory)
+        if final.exists():
+            # A run that went back to an earlier tag writes this one again. Never let ``latest``
+            # name what is about to go.
+            if self._good and self._good != final.name:
+                write(self.path / LATEST, self._good)
+            final.rename(self.path / f".{final.name}.old")
+        partial.rename(final)
+        sync(self.path)
+        write(self.path / LATEST, final.name)
+        self._good = final.name
+        self._prune(final.name)
+        return final
+
+    def _prune(self, newest: str) -> None:
+        """Remove what is replaced, and all but the newest ``keep``."""
+        doomed = [self.path / name for name in self._stale if name != newest]
+        self._stale = []
+        doomed += list(self.path.glob(".global_step*.old"))
+        if self._keep:
+            kept = tags_in(self.path)
+            # By step, but never the one just written, which a run that went back may number lower.
+            doomed += [self.path / n for n in kept[: -self._keep] if n != newest]
+        for directory in doomed:
+            shutil.rmtree(directory, ignore_errors=not directory.exists())

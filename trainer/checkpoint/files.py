@@ -1,0 +1,68 @@
+"""Files that are on the disk when the call returns, and are read without running their code."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import CheckpointError
+
+
+def save(value: Any, path: Path, *, pickle_module: Any = pickle) -> None:
+    """``torch.save``, then flush to the disk."""
+    with path.open("wb") as file:
+        torch.save(value, file, pickle_module=pickle_module)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path) -> Any:
+    """``torch.load`` onto the CPU, lazily where the format allows.
+
+    Only torch's allow-list of classes is made; extend it around the call.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or asks for other classes.
+    """
+    try:
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing", "copy it from where the run was saved", one_rank=True
+        ) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} cannot be read: {reason}", one_rank=True) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file's content, whole or not at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace the file by this value."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def sync_directory(path: Path) -> None:
+    """Make names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

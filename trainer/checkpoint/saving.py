@@ -1,0 +1,56 @@
+"""Saving and resuming: the engine's own files, and beside them what a run needs to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from trainer import tokenizer
+from trainer.checkpoint import directory, files, state
+from trainer.checkpoint.directory import RunDirectory
+from trainer.checkpoint.state import Progress
+from trainer.engines.base import Engine
+from trainer.model import configuration
+from trainer.ranks import Ranks
+from trainer.settings import Settings
+
+
+def save(
+    run: RunDirectory, settings: Settings, ranks: Ranks, engine: Engine, progress: Progress
+) -> Path:
+    """Write a checkpoint; it has its name when this returns, on every rank.
+
+    Raises:
+        TrainingError: a rank could not write; the checkpoint before is still there.
+    """
+    with ranks.together("make the checkpoint directory"):
+        if ranks.first:
+            run.prepare(progress.step)
+    partial = run.partial(progress.step)
+    with ranks.together("write its part of the checkpoint"):
+        engine.save(partial, dataclasses.asdict(progress))
+        if ranks.first:
+            configuration(settings).save_pretrained(partial)
+            tokenizer.save(partial)
+            document = state.document(settings, progress, engine.scaler)
+            files.write_json(partial / directory.STATE, document)
+    with ranks.together("give the checkpoint its name"):
+        if ranks.first:
+            run.publish(progress.step, files.sync_directory, files.write_text)
+    return run.path / directory.tag_of(progress.step)
+
+
+def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Progress:
+    """Load a checkpoint into the engine.
+
+    Raises:
+        CheckpointError: it does not fit; the message says how.
+    """
+    told = engine.load(checkpoint)
+    document = state.read(checkpoint)
+    if document is not None:
+        if settings.precision == "fp16" and engine.scaler.dynamic:
+            for name, value in document["scaler"].items():
+                setattr(engine.scaler, name, value)
+        return Progress(**document["progress"])
+    return Progress(**(told or {}))

@@ -1,0 +1,92 @@
+"""``trainer_state.json``: what a checkpoint says beside the frameworks' own files.
+
+=============  ==================================================================
+``format``     1
+``world_size`` ranks that wrote it
+``progress``   ``step`` (optimizer steps, skipped ones included), ``skipped``,
+               ``updates`` (steps that changed the weights: the schedule's position),
+               ``samples`` (drawn so far: the data position)
+``scaler``     the loss scaler's fields
+``settings``   the resolved settings of the run
+=============  ==================================================================
+
+There is no state of random generators to save: the data order and dropout are functions of
+``settings.seed`` and the sample number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.directory import STATE, find
+from trainer.errors import CheckpointError
+from trainer.scaling import LossScaler
+from trainer.settings import Settings, default_reduction
+
+OF_THE_CALL = frozenset(
+    "nproc device threads timeout accumulation nvme_path save overwrite keep resume tag log "
+    "progress wall_clock_breakdown parameter_hash save_16bit_model".split()
+)
+"""Settings that belong to one start of the trainer; a resumed run inherits all others."""
+
+
+@dataclasses.dataclass
+class Progress:
+    """How far a run has come; see the table above."""
+
+    step: int = 0
+    skipped: int = 0
+    updates: int = 0
+    samples: int = 0
+
+
+def document(settings: Settings, progress: Progress, scaler: LossScaler) -> dict[str, Any]:
+    """The content of the file."""
+    return {
+        "format": 1,
+        "world_size": settings.nproc,
+        "progress": dataclasses.asdict(progress),
+        "scaler": dataclasses.asdict(scaler),
+        "settings": dataclasses.asdict(settings),
+    }
+
+
+def read(checkpoint: Path) -> dict[str, Any] | None:
+    """The document, or None for a checkpoint that another program wrote.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = checkpoint / STATE
+    if not path.exists():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        Progress(**state["progress"])
+        LossScaler(**state["scaler"])
+        dict(state["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", "resume from another --tag"
+        ) from error
+    return dict(state)
+
+
+def inherited(resume: str, tag: str | None) -> dict[str, Any]:
+    """The settings that a resumed run takes over unless others are chosen.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    state = read(find(Path(resume), tag))
+    if state is None:
+        return {}
+    known = {field.name for field in dataclasses.fields(Settings)} - OF_THE_CALL
+    settings = {name: value for name, value in state["settings"].items() if name in known}
+    if settings.get("reduction") == default_reduction(settings["strategy"], settings["engine"]):
+        del settings["reduction"]  # follows the strategy, also another one
+    plain = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    return {**plain, "nproc": state["world_size"]}

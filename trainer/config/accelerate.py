@@ -1,0 +1,335 @@
+"""The YAML file that ``accelerate config`` writes: what each of its fields means here.
+
+Fields that the file leaves out are what Accelerate 1.x makes of that, unless a flag says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import deepspeed
+from trainer.config.choices import Choices
+from trainer.config.rules import (
+    OFF,
+    Into,
+    Kind,
+    Only,
+    Table,
+    Walk,
+    boolean,
+    integer,
+    into,
+    number,
+    one_of,
+    positive,
+    read_text,
+    refused,
+    text,
+    without_effect,
+)
+from trainer.errors import SettingsError
+from trainer.settings import FSDP, ZERO
+
+_SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+_WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PREFETCH = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_STATE_DICTS = ("full", "local", "sharded")
+
+
+def _loosely(kind: Kind) -> Kind:
+    """Accelerate passes its fields on as environment variables, so their types do not matter."""
+    words = {"true": True, "yes": True, "on": True, "y": True, "t": True}
+    words |= {"false": False, "no": False, "off": False, "n": False, "f": False}
+
+    def loose(value: Any) -> Any:
+        if kind is boolean:
+            plain = str(value).lower()
+            return kind(words.get(plain, {"1": True, "0": False}.get(plain, value)))
+        if isinstance(value, str) and kind in (integer, positive, number):
+            with contextlib.suppress(ValueError):  # the kind says what was expected
+                value = float(value)
+        return kind(value)
+
+    return loose
+
+
+_flag, _count, _rate = _loosely(boolean), _loosely(positive), _loosely(number)
+
+
+def _named(values: tuple[str, ...], suffix: str = "") -> Kind:
+    """One of ``values`` by its name, in any case, or by its number from 1."""
+    known: dict[Any, str] = {}
+    for position, value in enumerate(values, 1):
+        spelled = value.lstrip("_").upper() + suffix
+        known |= dict.fromkeys((spelled, value, position, str(position)), value)
+
+    def kind(value: Any) -> str:
+        found = known.get(value.upper() if isinstance(value, str) else value)
+        if found is None or isinstance(value, bool):
+            names = [each.lstrip("_").upper() + suffix for each in values]
+            raise ValueError("one of " + ", ".join(names))
+        return found
+
+    return kind
+
+
+_strategy = _named(_SHARDING)
+
+
+def _reshard(value: Any) -> str:
+    """FSDP 2 asks whether to reshard, FSDP 1 asks for the strategy's name."""
+    try:
+        return "FULL_SHARD" if _flag(value) else "SHARD_GRAD_OP"
+    except ValueError:
+        return str(_strategy(value))
+
+
+def _classes(value: Any) -> tuple[str, ...]:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("class names, separated by commas")
+    return tuple(name.strip() for name in names if name.strip())
+
+
+_PRECISION: Mapping[Any, str] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+
+def _precision(value: Any) -> str:
+    """YAML reads an unquoted no as false."""
+    return str(one_of(_PRECISION)("no" if value is False else value))
+
+
+def _world(value: Any) -> int:
+    return -1 if value in (-1, "-1") else int(_count(value))
+
+
+_DEVICE = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
+
+_DEEPSPEED: Table = {
+    "deepspeed_config_file": Into(text),
+    "zero_stage": into("strategy", one_of({n: s for i, s in enumerate(ZERO) for n in (i, str(i))})),
+    "gradient_accumulation_steps": into("accumulation", _count),
+    "gradient_clipping": into("clip", _rate),
+    "offload_optimizer_device": into("offload_optimizer", _DEVICE),
+    "offload_param_device": into("offload_param", _DEVICE),
+    "offload_optimizer_nvme_path": Into(text),
+    "offload_param_nvme_path": Into(text),
+    "zero3_save_16bit_model": into("save_16bit_model", _flag),
+    **without_effect(
+        "zero3_init_flag deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter"
+        " deepspeed_multinode_launcher deepspeed_moe_layer_cls_names"
+    ),
+}
+
+_FSDP: Table = {
+    "fsdp_version": into("strategy", one_of({1: "fsdp", 2: "fsdp2", "1": "fsdp", "2": "fsdp2"})),
+    "fsdp_sharding_strategy": into("fsdp_sharding_strategy", _strategy),
+    "fsdp_reshard_after_forward": into("fsdp_sharding_strategy", _reshard),
+    "fsdp_auto_wrap_policy": into("fsdp_auto_wrap_policy", _named(_WRAPPING)),
+    "fsdp_transformer_layer_cls_to_wrap": into("fsdp_transformer_layer_cls_to_wrap", _classes),
+    "fsdp_min_num_params": into("fsdp_min_num_params", _loosely(integer)),
+    **dict.fromkeys(
+        ("fsdp_backward_prefetch", "fsdp_backward_prefetch_policy"),  # the second is its old name
+        into("fsdp_backward_prefetch", _named(_PREFETCH)),
+    ),
+    **{
+        name: into(name, _flag)
+        for name in (
+            "fsdp_forward_prefetch",
+            "fsdp_use_orig_params",
+            "fsdp_sync_module_states",
+            "fsdp_cpu_ram_efficient_loading",
+            "fsdp_offload_params",
+            "fsdp_limit_all_gathers",
+        )
+    },
+    "fsdp_state_dict_type": into("state_dict_type", _named(_STATE_DICTS, "_STATE_DICT")),
+    "fsdp_activation_checkpointing": into("activation_checkpointing", _flag),
+    "fsdp_ignored_modules": Only("every module is sharded here"),
+    **without_effect("fsdp_activation_checkpointing_offload"),
+}
+
+_TYPES = ("DEEPSPEED", "FSDP", "MULTI_CPU", "MULTI_GPU", "NO")
+
+
+def _type(value: Any) -> str:
+    return str(one_of(dict(zip(_TYPES, _TYPES, strict=True)))("NO" if value is False else value))
+
+
+TABLE: Table = {
+    "compute_environment": Only(
+        "only this machine is used", (None, "LOCAL_MACHINE", "LOCAL_CLUSTER")
+    ),
+    "distributed_type": Into(_type),
+    "num_processes": Into(_world),
+    "num_machines": Into(_count),
+    "mixed_precision": Into(_precision),
+    "fp16": Into(_flag),  # the old form of mixed_precision
+    "use_cpu": Into(_flag),
+    "gpu_ids": Only("name the GPUs in CUDA_VISIBLE_DEVICES", (*OFF, "all")),
+    "deepspeed_config": _DEEPSPEED,
+    "fsdp_config": _FSDP,
+    "parallelism_config": {
+        **dict.fromkeys(
+            (f"parallelism_config_{kind}_size" for kind in ("dp_replicate", "tp", "cp", "sp")),
+            Only("ranks are data parallel only, in one mesh", (*OFF, 1)),
+        ),
+        **without_effect(
+            "parallelism_config_dp_shard_size parallelism_config_cp_backend"
+            " parallelism_config_cp_comm_strategy parallelism_config_sp_backend"
+            " parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable"
+            " parallelism_config_sp_attn_implementation"
+        ),
+    },
+    **refused("fp8 and Megatron-LM are not done here", "fp8_config megatron_lm_config"),
+    **{
+        name: Only("nothing is compiled here", (*OFF, "no", "NO", {"dynamo_backend": "NO"}))
+        for name in ("dynamo_config", "dynamo_backend")
+    },
+    **without_effect(
+        "debug machine_rank main_process_ip main_process_port main_training_function rdzv_backend"
+        " same_network enable_cpu_affinity downcast_bf16 mpirun_config ipex_config tpu_name"
+        " tpu_zone tpu_use_cluster tpu_use_sudo tpu_env tpu_vm command_file commands",
+        *OFF,
+        *("no", "main", "static", True),  # as the questionnaire writes them unasked
+    ),
+}
+
+# What Accelerate does where the field is missing: field -> setting, value
+_FSDP_DEFAULTS = {
+    "fsdp_version": ("strategy", "fsdp"),
+    "fsdp_auto_wrap_policy": ("fsdp_auto_wrap_policy", "NO_WRAP"),
+    "fsdp_min_num_params": ("fsdp_min_num_params", 100_000_000),
+    "fsdp_backward_prefetch": ("fsdp_backward_prefetch", "NO_PREFETCH"),
+    "fsdp_state_dict_type": ("state_dict_type", "full"),
+}
+
+
+def read(
+    file: Path, choices: Choices, *, world: int | None = None, ignore_unknown: bool = False
+) -> None:
+    """Add what ``file``, and the DeepSpeed file that it names, say to ``choices``.
+
+    Args:
+        file: a YAML file.
+        choices: what other sources said.
+        world: the number of ranks, when a launcher has started them already.
+        ignore_unknown: go on without fields that are unknown.
+
+    Raises:
+        SettingsError: it cannot be read, says something unknown, or asks for something else than
+            another source, or for what is not done here.
+    """
+    walk = Walk(file, choices, TABLE, ignore_unknown)
+    document = _load(file)
+    if not isinstance(document, dict) or "distributed_type" not in document:
+        raise SettingsError(f"{file}: no distributed_type", "make the file with accelerate config")
+    kind = document["distributed_type"] or "NO"
+    for name, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
+        if kind != owner and document.pop(name, None):
+            choices.note(f"{file.name}: no effect with {kind}", name)
+    if isinstance(document.get("fsdp_config"), dict):  # Accelerate adds the prefix, too
+        document["fsdp_config"] = {
+            name if str(name).startswith("fsdp") else f"fsdp_{name}": value
+            for name, value in document["fsdp_config"].items()
+        }
+    walk.fields(document, TABLE)
+    _ranks(document, walk, world)
+    if kind == "MULTI_CPU" or ("use_cpu" in document and _flag(document["use_cpu"])):
+        choices.state("device", "cpu", walk.origin("use_cpu"))
+    if kind == "DEEPSPEED":
+        choices.limit("strategy", ZERO, walk.origin("distributed_type"))
+        _deepspeed(document, walk)
+    else:
+        _mixed_precision(document, walk)
+    if kind == "FSDP":
+        choices.limit("strategy", FSDP, walk.origin("distributed_type"))
+        _fsdp(document.get("fsdp_config") or {}, walk)
+    elif kind != "DEEPSPEED":
+        choices.state("strategy", "ddp", walk.origin("distributed_type"))
+
+
+def _load(file: Path) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise SettingsError(f"{file}: reading YAML needs PyYAML", "pip install pyyaml") from None
+    try:
+        return yaml.safe_load(read_text(file))
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def _ranks(document: dict[str, Any], walk: Walk, world: int | None) -> None:
+    """How many ranks; a launcher that started them knows better."""
+    processes = _world(document.get("num_processes") or -1)
+    if world is None and _count(document.get("num_machines") or 1) > 1:
+        raise SettingsError(
+            f"{walk.origin('num_machines')} is {document['num_machines']}, and only one is started",
+            "on each machine: torchrun --nnodes N --nproc-per-node N --rdzv-endpoint HOST:PORT"
+            " -m trainer ...",
+        )
+    if processes == -1:
+        return
+    if world is None:
+        walk.choices.state("nproc", processes, walk.origin("num_processes"))
+    elif processes != world:
+        walk.choices.note(
+            f"{walk.file.name}: no effect with a launcher of {world} ranks", "num_processes"
+        )
+
+
+def _mixed_precision(document: dict[str, Any], walk: Walk, *, decides: bool = True) -> None:
+    """Accelerate's precision.
+
+    Args:
+        document: the file.
+        walk: the way through it.
+        decides: whether "no" is a statement; with a DeepSpeed file it is not, and that decides.
+    """
+    value = document.get("mixed_precision")
+    if value is None and "fp16" in document:
+        value = "fp16" if _flag(document["fp16"]) else "no"
+    if value is None:
+        walk.choices.assume("precision", "fp32", f"no mixed_precision in {walk.file.name}")
+        return
+    precision = _precision(value)
+    choose = walk.choices.state if decides or precision != "fp32" else walk.choices.assume
+    choose("precision", precision, walk.origin("mixed_precision"))
+
+
+def _deepspeed(document: dict[str, Any], walk: Walk) -> None:
+    section = document.get("deepspeed_config") or {}
+    named = str(section.get("deepspeed_config_file") or "none")
+    has_file = named != "none"
+    _mixed_precision(document, walk, decides=not has_file)
+    for what in ("optimizer", "param"):
+        field = f"offload_{what}_nvme_path"
+        if section.get(field) not in OFF:
+            walk.choices.state(
+                "nvme_path", section[field], walk.origin(f"deepspeed_config.{field}")
+            )
+    if has_file:
+        places = (walk.file.parent / named, Path(named))
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise SettingsError(
+                f"{walk.origin('deepspeed_config.deepspeed_config_file')} is {named}: no such file"
+                f" beside {walk.file.name} or here"
+            )
+        deepspeed.read(found, walk.choices, ignore_unknown=walk.ignore_unknown)
+    elif "zero_stage" not in section:
+        walk.choices.assume(
+            "strategy", "zero2", f"no deepspeed_config.zero_stage in {walk.file.name}"
+        )
+
+
+def _fsdp(section: dict[str, Any], walk: Walk) -> None:
+    if str(section.get("fsdp_version")) == "2" and "fsdp_state_dict_type" not in section:
+        walk.choices.assume("state_dict_type", "sharded", walk.origin("fsdp_config.fsdp_version 2"))
+    for field, (setting, value) in _FSDP_DEFAULTS.items():
+        if field not in section:
+            walk.choices.assume(setting, value, f"no fsdp_config.{field} in {walk.file.name}")

@@ -1,0 +1,154 @@
+"""What is told: a progress bar for people, a JSON line a step for programs, a summary at the end.
+
+A line of the log: ``step``, ``loss`` (mean over the micro batches), ``loss_hex`` (its float.hex),
+``lr``, ``grad_norm``, ``grad_norm_hex``, ``loss_scale`` (of the next step), ``skipped``,
+``samples``, ``tokens_per_s``, ``peak_memory`` (bytes, the largest of the ranks), ``seconds`` by
+activity with --wall-clock-breakdown. The last line has ``parameter_hash``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from tqdm import tqdm
+
+from trainer.checkpoint.state import Progress
+from trainer.engines.base import Engine, Update
+from trainer.errors import SettingsError
+from trainer.ranks import Ranks
+from trainer.settings import Settings
+
+
+class StepLog:
+    """Rank 0 tells; the others only measure.
+
+    Args:
+        resumed_at: steps that were done before.
+
+    Raises:
+        SettingsError: the log file exists and belongs to another run, or cannot be opened.
+    """
+
+    def __init__(self, settings: Settings, ranks: Ranks, *, resumed_at: int) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._file: IO[str] | None = None
+        self._bar: Any = None
+        self._begin = time.perf_counter()
+        self._losses: list[float] = []
+        if ranks.first:
+            self._file = _open(settings)
+            on_terminal = settings.progress and sys.stderr.isatty()
+            if on_terminal:
+                self._bar = tqdm(total=settings.steps, initial=resumed_at, unit="step")
+
+    def step(
+        self, progress: Progress, losses: list[float], rate: float, update: Update, engine: Engine
+    ) -> None:
+        """Tell one step. Every rank calls it."""
+        seconds = time.perf_counter() - self._begin
+        self._begin += seconds
+        breakdown = engine.timer.take()
+        peak = max(self._ranks.gather(peak_memory(self._ranks.device)))
+        # fsum does not depend on the order of its terms, so neither on the number of ranks.
+        loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
+        self._losses.append(loss)
+        line: dict[str, Any] = {
+            "step": progress.step,
+            "loss": loss,
+            "loss_hex": loss.hex(),
+            "lr": rate,
+            "grad_norm": update.grad_norm,
+            "grad_norm_hex": update.grad_norm.hex(),
+            "loss_scale": engine.scaler.scale,
+            "skipped": update.skipped,
+            "samples": progress.samples,
+            "tokens_per_s": self._settings.global_batch * self._settings.seq_len / seconds,
+            "peak_memory": peak,
+        }
+        if self._settings.wall_clock_breakdown:
+            line["seconds"] = {"step_total": seconds, **breakdown}
+        self._write(line)
+        self._show(line, breakdown)
+
+    def say(self, text: str) -> None:
+        """One line for people."""
+        if self._ranks.first:
+            tqdm.write(text, file=sys.stdout)
+
+    def finish(self, digest: str) -> None:
+        """Tell the hash of the final parameters."""
+        self._write({"parameter_hash": digest})
+        self.say(f"parameters sha256 {digest}")
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file:
+            # JSON has no word for nan and inf.
+            plain = {
+                k: None if isinstance(v, float) and not math.isfinite(v) else v
+                for k, v in line.items()
+            }
+            self._file.write(json.dumps(plain) + "\n")
+            self._file.flush()
+
+    def _show(self, line: dict[str, Any], breakdown: dict[str, float]) -> None:
+        if not self._ranks.first:
+            return
+        skipped = "  skipped: not finite" if line["skipped"] else ""
+        if self._bar is not None:
+            self._bar.update()
+            self._bar.set_postfix_str(f"loss {line['loss']:.4f} lr {line['lr']:.2e}{skipped}")
+        every = max(1, self._settings.steps // 10)
+        plain = self._bar is None and self._settings.progress
+        if plain and (line["step"] % every == 0 or line["step"] == 1 or line["skipped"]):
+            self.say(
+                f"step {line['step']}/{self._settings.steps}  loss {line['loss']:.4f}  "
+                f"lr {line['lr']:.3e}  norm {line['grad_norm']:.3f}  "
+                f"{line['tokens_per_s']:.0f} tokens/s{skipped}"
+            )
+        if self._settings.wall_clock_breakdown:
+            parts = "  ".join(f"{name} {s * 1e3:.1f}" for name, s in breakdown.items())
+            self.say(f"step {line['step']} ms: {parts}")
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._file:
+            self._file.close()
+
+
+def _open(settings: Settings) -> IO[str] | None:
+    """The log file: new, or continued by a resumed run."""
+    if settings.log is None:
+        return None
+    path = Path(settings.log)
+    if path.exists() and not settings.resume and not settings.overwrite:
+        raise SettingsError(f"{path} exists", "choose another --log, or give --overwrite")
+    try:
+        return path.open("a" if settings.resume else "w")
+    except OSError as error:
+        raise SettingsError(f"cannot write the log: {error}", one_rank=True) from error
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the process's largest resident set, or what CUDA had allocated at most."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -1,0 +1,91 @@
+"""AdamW and its param groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainer.settings import Settings
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """Parameters that share hyper-parameters, in model order."""
+
+    names: tuple[str, ...]
+    weight_decay: float
+
+
+def param_groups(
+    shapes: Iterable[tuple[str, tuple[int, ...]]], settings: Settings
+) -> list[ParamGroup]:
+    """Split trainable parameters into decayed matrices and undecayed biases and norms.
+
+    Args:
+        shapes: (fqn, shape) of the trainable parameters, in model order.
+    """
+    shapes = list(shapes)
+    if settings.param_groups == "single":
+        return [ParamGroup(tuple(name for name, _ in shapes), settings.weight_decay)]
+    matrices = tuple(name for name, shape in shapes if len(shape) > 1)
+    vectors = tuple(name for name, shape in shapes if len(shape) <= 1)
+    groups = [ParamGroup(matrices, settings.weight_decay), ParamGroup(vectors, 0.0)]
+    return [group for group in groups if group.names]
+
+
+def hyperparameters(settings: Settings, weight_decay: float, lr: float) -> dict[str, Any]:
+    """One of ``param_groups`` as torch.optim.AdamW keeps it (torch 2.13), without ``params``."""
+    return {
+        "lr": lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "weight_decay": weight_decay,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    }
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(fqn, parameter) of those that train, in model order, tied ones once."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def adamw(
+    master: Tensor,
+    gradient: Tensor,
+    moments: tuple[Tensor, Tensor],
+    step: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """One AdamW update in place, of flat float32 tensors; the arithmetic is torch's own.
+
+    Args:
+        step: 0-d float32, updates done before; incremented.
+        group: what ``hyperparameters`` returns.
+    """
+    from torch.optim.adamw import adamw as torch_adamw
+
+    torch_adamw(
+        [master],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        foreach=False,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )

@@ -1,0 +1,73 @@
+"""Loss scaling for fp16, as DeepSpeed counts it (deepspeed/runtime/fp16/loss_scaler.py, 0.19.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.errors import TrainingError
+from trainer.settings import Settings
+
+
+@dataclass
+class LossScaler:
+    """The scale of the next backward pass.
+
+    Dynamic: doubled after ``window`` steps without overflow; halved at an overflow, once
+    ``hysteresis`` overflows have used up the patience (refilled when the scale doubles).
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    minimum: float = 1.0
+    hysteresis: int = 2
+    iteration: int = 0
+    last_overflow: int = -1
+    patience: int = 2
+
+    def update(self, *, overflow: bool) -> None:
+        """Count one step.
+
+        Raises:
+            TrainingError: an overflow at the smallest scale.
+        """
+        if self.dynamic:
+            if overflow:
+                self._back_off()
+            else:
+                self._grow()
+        self.iteration += 1
+
+    def _grow(self) -> None:
+        good_steps = self.iteration - self.last_overflow - 1
+        if good_steps > 0 and good_steps % self.window == 0:
+            self.patience = self.hysteresis
+            self.scale *= 2
+
+    def _back_off(self) -> None:
+        if self.patience > 1:
+            self.patience -= 1
+        elif self.scale <= self.minimum:
+            raise TrainingError(
+                f"fp16 gradients overflow at the smallest loss scale ({self.scale:g})",
+                "lower the learning rate, or use --precision bf16",
+            )
+        else:
+            self.scale = max(self.scale / 2, self.minimum)
+        self.last_overflow = self.iteration
+
+
+def loss_scaler(settings: Settings) -> LossScaler:
+    """The scaler that the settings ask for; scale 1 outside fp16."""
+    if settings.precision != "fp16":
+        return LossScaler()
+    if settings.loss_scale:
+        return LossScaler(scale=settings.loss_scale)
+    return LossScaler(
+        scale=2.0**settings.initial_scale_power,
+        dynamic=True,
+        window=settings.loss_scale_window,
+        minimum=settings.min_loss_scale,
+        hysteresis=settings.hysteresis,
+        patience=settings.hysteresis,
+    )

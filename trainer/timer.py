@@ -1,0 +1,48 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Timer:
+    """Seconds by activity since the last ``take``; an activity inside another is not its time too.
+
+    >>> timer = Timer()
+    >>> with timer("backward"), timer("reduce"):
+    ...     pass
+    >>> sorted(timer.take())
+    ['backward', 'reduce']
+    """
+
+    def __init__(self, *, synchronize: bool = False) -> None:
+        self._seconds: dict[str, float] = {}
+        self._inner = [0.0]
+        self._synchronize = synchronize
+
+    @contextmanager
+    def __call__(self, activity: str) -> Iterator[None]:
+        """Count the body as ``activity``: forward, backward, reduce, gather or step."""
+        begin = self._now()
+        self._inner.append(0.0)
+        try:
+            yield
+        finally:
+            spent = self._now() - begin
+            own = spent - self._inner.pop()
+            self._inner[-1] += spent
+            self._seconds[activity] = self._seconds.get(activity, 0.0) + own
+
+    def take(self) -> dict[str, float]:
+        """Seconds by activity; the count starts anew."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _now(self) -> float:
+        if self._synchronize:
+            torch.cuda.synchronize()
+        return time.perf_counter()

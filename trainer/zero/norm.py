@@ -1,0 +1,63 @@
+"""A sum of squares with the same bits in any order, over any cut into ranks.
+
+Floating-point addition depends on order only through rounding. So the squares (exact in float64)
+are split into multiples of a common quantum, small enough in number of bits that no sum of them
+rounds: each level's sum is exact, whoever adds what first. (The idea of pre-rounding: Demmel and
+Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LEVELS = 3
+"""Of 52 - log2(elements) bits each: 66 bits below the largest square at 1e9 elements."""
+CHUNK = 1 << 20
+"""Elements squared at a time."""
+
+
+def norm(pieces: Sequence[Tensor], numel: int, *, across_ranks: bool) -> float:
+    """The 2-norm of all ranks' pieces together; inf when an element is not finite.
+
+    Args:
+        pieces: this rank's float tensors, 1-D.
+        numel: elements of all ranks together, padding aside; the same at any number of ranks.
+        across_ranks: False when the pieces already are everything.
+    """
+    device = pieces[0].device if pieces else torch.device("cpu")
+    # Padding is zero, so it neither moves the largest element nor any sum.
+    peaks = [piece.abs().amax().double() for piece in pieces if piece.numel()]
+    largest = torch.stack([*peaks, torch.zeros((), dtype=torch.float64, device=device)])
+    peak = torch.where(largest.isfinite(), largest, math.inf).amax()
+    if across_ranks:
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+    top = peak.item()
+    if top == 0.0 or math.isinf(top):
+        return top
+    sums = _level_sums(pieces, top, numel, device)
+    if across_ranks:
+        dist.all_reduce(sums)
+    return math.sqrt(math.fsum(sums.tolist()))
+
+
+def _level_sums(pieces: Sequence[Tensor], top: float, numel: int, device: torch.device) -> Tensor:
+    """This rank's sum of each level of the squares, float64 of length LEVELS."""
+    bits = 52 - max(1, math.ceil(math.log2(numel + 1)))
+    exponent = math.frexp(top * top)[1]
+    quanta = [math.ldexp(1.0, exponent - bits * level) for level in range(1, LEVELS + 1)]
+    sums = torch.zeros(LEVELS, dtype=torch.float64, device=device)
+    for piece in pieces:
+        for chunk in piece.split(CHUNK):
+            rest = chunk.double().square_()
+            for level, quantum in enumerate(quanta):
+                # Adding and subtracting 1.5 x 2^52 quanta rounds to a multiple of the quantum.
+                shift = 1.5 * 2.0**52 * quantum
+                part = (rest + shift).sub_(shift)
+                rest.sub_(part)
+                sums[level] += part.sum()
+    return sums

@@ -1,0 +1,140 @@
+"""ZeRO 3: parameters that exist whole only while a layer uses them.
+
+A unit is a layer of the model, or what is left outside the layers. Between uses this rank keeps
+1/world of each of its parameters; the full tensors' storages have size zero, so that every view
+autograd has saved of them comes back to life when they are gathered again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainer.ranks import Ranks
+from trainer.timer import Timer
+from trainer.zero.offload import Home
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter of a unit: its piece is [offset, offset + piece) of the unit's shard."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int
+    piece: int
+    """ceil(numel / world) elements; the last ranks' are padded with zeros."""
+
+
+class Unit:
+    """Parameters that are gathered and released together.
+
+    Args:
+        parameters: (fqn, parameter), full values; released on return.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        ranks: Ranks,
+        home: Home,
+        timer: Timer,
+    ) -> None:
+        self.members: list[Member] = []
+        self.gathered = True
+        self._ranks = ranks
+        self._timer = timer
+        pieces = []
+        offset = 0
+        for name, parameter in parameters:
+            # A storage of its own, that can be released alone.
+            parameter.data = parameter.data.detach().clone(memory_format=torch.contiguous_format)
+            member = Member(name, parameter, offset, math.ceil(parameter.numel() / ranks.world))
+            pieces.append(_own_piece(parameter.data, ranks.rank, member.piece))
+            self.members.append(member)
+            offset += member.piece
+        self.trainable = [m.parameter for m in self.members if m.parameter.requires_grad]
+        self._numel = offset
+        self._shard = home.slot(torch.cat(pieces))
+        self.release()
+
+    def gather(self) -> None:
+        """Make the parameters whole."""
+        if self.gathered:
+            return
+        with self._timer("gather"), torch.no_grad():
+            world = self._ranks.world
+            shard = self._shard.get().to(self._ranks.device)
+            rows = shard.new_empty(world * self._numel)
+            self._ranks.all_gather(rows, shard)
+            rows = rows.view(world, self._numel)
+            for member in self.members:
+                whole = member.parameter.data
+                whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+                part = rows[:, member.offset : member.offset + member.piece].reshape(-1)
+                whole.view(-1).copy_(part[: whole.numel()])
+        self.gathered = True
+
+    def release(self) -> None:
+        """Keep only this rank's pieces."""
+        if self.gathered:
+            for member in self.members:
+                member.parameter.data.untyped_storage().resize_(0)
+            self.gathered = False
+
+    def update(self, masters: dict[str, Tensor]) -> None:
+        """Take new values of this rank's pieces (without padding), by name; others stay."""
+        shard = self._shard.get()
+        for member in self.members:
+            if member.name in masters:
+                new = masters[member.name]
+                shard[member.offset : member.offset + new.numel()].copy_(new)
+        self._shard.put(shard)
+
+    def piece(self, member: Member) -> Tensor:
+        """This rank's piece, padding included."""
+        return self._shard.piece(member.offset, member.offset + member.piece)
+
+    @property
+    def resident(self) -> int:
+        """Bytes kept in memory, with what is gathered now."""
+        whole = sum(member.parameter.data.untyped_storage().nbytes() for member in self.members)
+        return self._shard.resident + whole
+
+
+def _own_piece(whole: Tensor, rank: int, piece: int) -> Tensor:
+    padded = whole.new_zeros(piece)
+    mine = whole.reshape(-1)[rank * piece : (rank + 1) * piece]
+    padded[: mine.numel()] = mine
+    return padded
+
+
+def split_into_units(
+    model: nn.Module, layers: set[type[nn.Module]]
+) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
+    """(module, its parameters): each layer, then the model with all that is left.
+
+    A parameter that is shared with anything outside its layer belongs to the rest.
+    """
+    owners: dict[nn.Parameter, set[nn.Module]] = {}
+    inside = {
+        part: module
+        for module in model.modules()
+        if type(module) in layers
+        for part in module.modules()
+    }
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(inside.get(module, model))
+    named = list(model.named_parameters())
+    for module in model.modules():
+        if type(module) in layers:
+            own = [(name, p) for name, p in named if owners[p] == {module}]
+            if own:
+                yield module, own
+    rest = [(name, p) for name, p in named if owners[p] == {model} or len(owners[p]) > 1]
+    yield model, rest
