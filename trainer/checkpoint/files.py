@@ -17,7 +17,13 @@ from trainer.errors import CheckpointError
 def save(value: Any, path: Path, *, pickle_module: Any = pickle) -> None:
     """``torch.save``, then flush to the disk."""
     with path.open("wb") as file:
-        torch.save(value, file, pickle_module=pickle_module)
+        try:
+            torch.save(value, file, pickle_module=pickle_module)
+        except RuntimeError as error:
+            # A write that fails leaves torch's archive unfinished; that is told, not the reason.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 

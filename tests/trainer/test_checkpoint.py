@@ -1,0 +1,412 @@
+"""Saving whole or not at all; finding; refusing what does not fit, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.trainer import worlds
+from trainer.checkpoint import directory, files, state
+from trainer.checkpoint.directory import RunDirectory
+from trainer.errors import CheckpointError, SettingsError, TrainerError, TrainingError
+
+TINY = {"seq_len": 8, "global_batch": 2, "micro_batch": 1, "precision": "fp32"}
+
+
+def tell(ranks, jobs):
+    """What each training says when it fails: (class, message) on every rank."""
+    said = []
+    for job in jobs:
+        try:
+            worlds.train(ranks, [job])
+            said.append(None)
+        except TrainerError as error:
+            said.append((type(error).__name__, str(error)))
+    return said
+
+
+# The run directory, without training
+
+
+def save_step(run, step):
+    (run.prepare(step) / "data").write_text(f"weights after {step}")
+    run.publish(step, files.sync_directory, files.write_text)
+
+
+def assert_usable(path, steps):
+    """``latest`` names a whole checkpoint, of one of these steps."""
+    tag = (path / "latest").read_text().strip()
+    assert tag in {directory.tag_of(step) for step in steps}
+    assert (path / tag / "data").read_text() == f"weights after {tag.removeprefix('global_step')}"
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next step", "a step that is there"])
+@pytest.mark.parametrize("keep", [0, 1])
+def test_a_kill_between_any_two_file_operations_leaves_a_whole_checkpoint(
+    tmp_path, monkeypatch, again, keep
+):
+    watched = [
+        (os, "fsync"),
+        (Path, "rename"),
+        (Path, "replace"),
+        (Path, "mkdir"),
+        (shutil, "rmtree"),
+    ]
+    originals = {(owner, name): getattr(owner, name) for owner, name in watched}
+    died = 0
+    for allowed in range(40):
+        path = tmp_path / f"{allowed}"
+        first = RunDirectory(path, continues=None, overwrite=False, keep=0)
+        save_step(first, 1)
+        save_step(first, 2)
+        left = [allowed]
+
+        def counted(owner, name, left=left):
+            def call(*args, **kwargs):
+                if not left[0]:
+                    raise Killed
+                left[0] -= 1
+                return originals[owner, name](*args, **kwargs)
+
+            return call
+
+        for owner, name in watched:
+            monkeypatch.setattr(owner, name, counted(owner, name))
+        new = 2 if again else 3
+        try:
+            back = RunDirectory(path, continues=path / "global_step1", overwrite=False, keep=keep)
+            save_step(back, new)
+            finished = True
+        except Killed:
+            finished = False
+        monkeypatch.undo()
+        assert_usable(path, [1, 2, 3])
+        # Whoever resumes after it can save as if nothing had been.
+        tag = (path / "latest").read_text().strip()
+        save_step(RunDirectory(path, continues=path / tag, overwrite=False, keep=0), 4)
+        assert_usable(path, [4])
+        assert not list(path.glob(".global_step*"))
+        if finished:
+            break
+        died += 1
+    else:
+        pytest.fail("never finished")
+    assert died > 3
+
+
+def test_keep_removes_the_oldest_and_never_the_newest(tmp_path):
+    run = RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=2)
+    for step in (2, 9, 10, 11):
+        save_step(run, step)
+    assert directory.tags_in(tmp_path / "run") == ["global_step10", "global_step11"]
+    back = RunDirectory(
+        tmp_path / "run", continues=tmp_path / "run/global_step10", overwrite=False, keep=1
+    )
+    save_step(back, 5)
+    assert (tmp_path / "run/global_step5/data").exists()
+    assert_usable(tmp_path / "run", [5])
+
+
+def test_another_runs_checkpoints_are_kept_unless_asked_and_go_only_after_the_new_one(tmp_path):
+    save_step(RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=0), 7)
+    with pytest.raises(SettingsError, match="already holds global_step7"):
+        RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=0)
+    run = RunDirectory(tmp_path / "run", continues=None, overwrite=True, keep=0)
+    assert directory.tags_in(tmp_path / "run") == ["global_step7"]
+    save_step(run, 2)
+    assert directory.tags_in(tmp_path / "run") == ["global_step2"]
+
+
+def test_a_checkpoint_is_found_from_the_run_or_by_itself(tmp_path):
+    run = RunDirectory(tmp_path, continues=None, overwrite=False, keep=0)
+    save_step(run, 1)
+    save_step(run, 2)
+    assert directory.find(tmp_path, None) == tmp_path / "global_step2"
+    assert directory.find(tmp_path, "global_step1") == tmp_path / "global_step1"
+    (tmp_path / "global_step1" / directory.STATE).write_text("{}")
+    assert directory.find(tmp_path / "global_step1", None) == tmp_path / "global_step1"
+
+
+@pytest.mark.parametrize(
+    ("make", "tag", "message"),
+    [
+        (shutil.rmtree, None, "no such directory"),
+        (lambda p: None, None, "no file 'latest'.*tags in it: global_step1"),
+        (lambda p: None, "global_step5", "no checkpoint global_step5, asked for; it has"),
+        (lambda p: (p / "latest").write_text("gone"), None, "gone, named by 'latest'"),
+    ],
+)
+def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, make, tag, message):
+    run = tmp_path / "run"
+    (run / "global_step1").mkdir(parents=True)
+    make(run)
+    with pytest.raises(CheckpointError, match=message):
+        directory.find(run, tag)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"progress": {"step": 1, "x": 2}}', "\x00"])
+def test_a_damaged_state_file_is_refused_by_name(tmp_path, text):
+    (tmp_path / directory.STATE).write_text(text)
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json cannot be read"):
+        state.read(tmp_path)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (os.system, (f"touch {tmp_path}/pwned",))
+
+    path = tmp_path / "evil.pt"
+    torch.save({"x": Evil()}, path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.load(path)
+    path.write_bytes(pickle.dumps(Evil(), protocol=2))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.load(path)
+    assert not (tmp_path / "pwned").exists()
+
+
+# With training
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two steps of two ranks in each strategy, by name."""
+    base = tmp_path_factory.mktemp("saved")
+    jobs = [
+        {
+            **TINY,
+            "strategy": strategy,
+            "steps": 2,
+            "save": f"{base}/{strategy}",
+            "log": f"{base}/{strategy}.jsonl",
+            "freeze": (r"layers\.0\.mlp\.up",),
+        }
+        for strategy in ("ddp", "zero2", "zero3")
+    ]
+    worlds.run(2, worlds.train, jobs)
+    return base
+
+
+def break_file(path, how):
+    if how == "missing":
+        path.unlink()
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[:-2000])
+    elif how == "extra":
+        shutil.copy(path, path.with_name(path.name.replace("rank_1", "rank_2")))
+    elif how == "model parallel":
+        shutil.copy(path, path.with_name(path.name.replace("mp_rank_00", "mp_rank_01")))
+
+
+BREAKS = [
+    (
+        "zero2",
+        "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        "missing",
+        "rank_1.*is missing: 2 ranks",
+    ),
+    ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "cut", "rank_1.* cannot be read"),
+    ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "extra", "3 optimizer files"),
+    ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "model parallel", "model-parallel"),
+    ("zero2", "mp_rank_00_model_states.pt", "missing", "model_states.pt is missing"),
+    ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt", "missing", "rank_1.*is missing"),
+    ("zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt", "cut", "cannot be read"),
+    ("ddp", "mp_rank_00_model_states.pt", "missing", "missing|no checkpoint"),
+]
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank_and_no_hang(saved, tmp_path):
+    jobs, wanted = [], []
+    for number, (strategy, name, how, message) in enumerate(BREAKS):
+        source = tmp_path / f"{number}"
+        shutil.copytree(saved / strategy, source)
+        break_file(source / "global_step2" / name, how)
+        jobs.append({"resume": str(source)})
+        wanted.append(("CheckpointError", message))
+    for change, message in [
+        ({"model": "tiny-gpt2", "freeze": ()}, "absent"),
+        ({"tie_embeddings": True}, "lm_head.weight is"),
+        ({"freeze": ()}, "in this run"),
+        ({"strategy": "fsdp", "reduction": "fast"}, "reshard"),
+    ]:
+        jobs.append({"resume": str(saved / "zero2"), **change})
+        wanted.append(("CheckpointError", message))
+    common = {
+        "steps": 4,
+        "save": str(tmp_path / "out"),
+        "log": str(tmp_path / "log"),
+        "timeout": 60,
+    }
+    told = worlds.run(2, tell, [{**job, **common} for job in jobs])
+    for job, (kind, message), *said in zip(jobs, wanted, *told, strict=True):
+        for each in said:
+            assert each is not None, job
+            assert each[0] == kind, each
+            assert re.search(message, each[1].replace("\n", " ")), each
+    assert not (tmp_path / "out").exists()
+
+
+def nan_jobs(base):
+    common = {**TINY, "lr": 1e30, "clip": 0.0, "steps": 4, "strategy": "zero2"}
+    return [
+        {**common, "save": f"{base}/{mode}", "log": f"{base}/{mode}.jsonl", "on_nan": mode}
+        for mode in ("stop", "skip")
+    ]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_or_skips_the_step(tmp_path):
+    jobs = nan_jobs(tmp_path)
+    for stopped, skipped in worlds.run(2, tell, jobs):
+        assert stopped[0] == "TrainingError"
+        assert "of step 2 " in stopped[1]
+        assert "--on-nan skip" in stopped[1]
+        assert skipped is None
+    run = worlds.read_log(Path(jobs[1]["log"]))
+    assert run.skipped[0] is False
+    assert run.skipped[-1] is True
+    progress = state.read(tmp_path / "skip/global_step4")["progress"]
+    assert progress["skipped"] + progress["updates"] == progress["step"] == 4
+    assert progress["samples"] == 8, "what was skipped is not drawn again"
+
+
+def full_disk(ranks, job):
+    if ranks.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    return tell(ranks, [job])
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing_half(tmp_path):
+    job = {
+        **TINY,
+        "strategy": "zero1",
+        "steps": 1,
+        "save": f"{tmp_path}/run",
+        "log": f"{tmp_path}/l",
+    }
+    for said in worlds.run(2, full_disk, job):
+        assert said[0][0] == "TrainingError"
+        assert "rank 1 could not write its part" in said[0][1]
+    assert not (tmp_path / "run/latest").exists()
+    assert directory.tags_in(tmp_path / "run") == []
+
+
+def sixteen_bits(ranks, job):
+    worlds.train(ranks, [job])
+    from trainer import engines
+    from trainer.checkpoint import saving
+    from trainer.settings import resolve
+
+    settings = resolve({**job, "resume": job["save"]}, ranks.world)
+    engine = engines.build(settings, ranks)
+    saving.resume(directory.find(Path(job["save"]), None), settings, engine)
+    return {name: value.half().numpy() for name, value in engine.parameters()}
+
+
+def test_the_16_bit_model_loads_in_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    job = {
+        **TINY,
+        "precision": "fp16",
+        "strategy": "zero3",
+        "steps": 2,
+        "tie_embeddings": True,
+        "save_16bit_model": True,
+        "save": f"{tmp_path}/run",
+        "log": f"{tmp_path}/log",
+    }
+    masters = worlds.run(2, sixteen_bits, job)[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
+    assert model.dtype == torch.float16
+    for name, parameter in model.named_parameters():
+        assert parameter.detach().numpy().tolist() == masters[name].tolist(), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
+    assert tokenizer.decode(tokenizer("wörld")["input_ids"]) == "wörld"
+
+
+def memory(ranks, strategies):
+    from trainer import memory
+    from trainer.settings import resolve
+
+    common = {"precision": "bf16", "grad_dtype": "bf16"}
+    return [
+        memory.measure(resolve({"strategy": strategy, **common}, ranks.world), ranks)
+        for strategy in strategies
+    ]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_memory_is_what_the_textbook_says(world):
+    wanted = {"ddp": 16, "zero1": 4 + 12 / world, "zero2": 2 + 14 / world, "zero3": 16 / world}
+    told = worlds.run(world, memory, list(wanted))[0]
+    for (strategy, factor), (numel, measured) in zip(wanted.items(), told, strict=True):
+        total = measured.parameters + measured.gradients + measured.optimizer
+        assert total == pytest.approx(factor * numel, rel=2e-3), strategy
+
+
+def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
+    """Real SIGKILLs, wherever they fall."""
+    flags = "--steps 16 --seq-len 8 --nproc 1 --save-every 1 --keep 2 --strategy zero3"
+    flags += " --no-parameter-hash --no-progress"
+
+    def start(name, more=()):
+        command = [sys.executable, "-m", "trainer", *flags.split(), *more]
+        command += ["--save", str(tmp_path / name), "--log", str(tmp_path / f"{name}.jsonl")]
+        return subprocess.Popen(command, cwd=Path(__file__).parents[2], text=True)
+
+    assert start("whole").wait() == 0
+    kills = 0
+    for pause in (0.0, 0.11):
+        going = (tmp_path / "killed/latest").exists()
+        process = start("killed", ("--resume", str(tmp_path / "killed")) if going else ())
+        before = (tmp_path / "killed/latest").read_text() if going else None
+        deadline = time.monotonic() + 60
+        while process.poll() is None and time.monotonic() < deadline:
+            now = tmp_path / "killed/latest"
+            if now.exists() and now.read_text() != before:
+                time.sleep(pause)
+                process.kill()
+                kills += process.wait() == -signal.SIGKILL
+                break
+            time.sleep(0.005)
+        found = directory.find(tmp_path / "killed", None)
+        assert state.read(found)["progress"]["step"] == int(found.name.removeprefix("global_step"))
+    assert kills
+    assert start("killed", ("--resume", str(tmp_path / "killed"))).wait() == 0
+    lines = [json.loads(line) for line in (tmp_path / "killed.jsonl").read_text().splitlines()]
+    last = {line["step"]: line["loss_hex"] for line in lines}
+    assert last == dict(enumerate(worlds.read_log(tmp_path / "whole.jsonl").losses, start=1))
+    assert len(directory.tags_in(tmp_path / "killed")) == 2
+
+
+def test_an_error_raised_on_one_rank_is_raised_on_all():
+    told = worlds.run(3, one_fails)
+    assert told == ["TrainingError: rank 1 could not try: no"] * 3
+
+
+def one_fails(ranks):
+    try:
+        with ranks.together("try"):
+            if ranks.rank == 1:
+                raise OSError("no")
+    except TrainingError as error:
+        return f"TrainingError: {error.problem}"
+    return None
