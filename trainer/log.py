@@ -141,6 +141,7 @@ def _open(settings: Settings) -> IO[str] | None:
     if path.exists() and not settings.resume and not settings.overwrite:
         raise SettingsError(f"{path} exists", "choose another --log, or give --overwrite")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a" if settings.resume else "w")
     except OSError as error:
         raise SettingsError(f"cannot write the log: {error}", one_rank=True) from error

@@ -19,7 +19,7 @@ from trainer.errors import TrainingError
 from trainer.export import save_16bit
 from trainer.log import StepLog
 from trainer.ranks import Ranks
-from trainer.schedule import learning_rate
+from trainer.schedule import ends_before, learning_rate
 from trainer.settings import Settings
 
 
@@ -40,6 +40,10 @@ def run(settings: Settings, ranks: Ranks) -> None:
             log.say(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
             log.say("  -> give more --steps")
             return
+        if ends_before(settings):
+            log.say(
+                f"note: the schedule ends at update {settings.schedule_steps} (--schedule-steps)"
+            )
         while progress.step < settings.steps:
             losses = _microbatches(settings, ranks, engine, corpus, progress)
             rate = learning_rate(settings, progress.updates)

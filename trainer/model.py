@@ -60,6 +60,8 @@ def build(settings: Settings, *, meta: bool = False) -> nn.Module:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     model.config.use_cache = False
+    if getattr(model, "loss_type", "") is None:  # a class whose name does not tell (GPT-2)
+        model.loss_type = "ForCausalLM"
     _freeze(model, settings.freeze)
     built: nn.Module = model.train()
     return built

@@ -24,6 +24,12 @@ def learning_rate(settings: Settings, updates: int) -> float:
     return low + (settings.lr - low) * _linear_gamma(settings, iteration)
 
 
+def ends_before(settings: Settings) -> bool:
+    """Whether the last steps get the schedule's lowest rate only."""
+    decays = settings.schedule in {"WarmupDecayLR", "WarmupCosineLR"}
+    return decays and settings.schedule_steps < settings.steps
+
+
 def _warmup(settings: Settings) -> int:
     return max(2, settings.warmup_steps)
 

@@ -7,6 +7,7 @@ fraction of a second.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -24,6 +25,21 @@ def run(world, function, *args):
     Raises:
         AssertionError: with the traceback of the first rank that failed.
     """
+    return _fork(world, _in_group, function, *args)
+
+
+def command(world, arguments):
+    """Run ``python -m trainer`` with these arguments on ranks that a launcher started.
+
+    Returns:
+        What rank 0 printed.
+    """
+    codes_and_texts = _fork(world, _main, arguments)
+    assert [code for code, _ in codes_and_texts] == [0] * world, codes_and_texts
+    return codes_and_texts[0][1]
+
+
+def _fork(world, function, *args):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     port = _free_port()
@@ -59,8 +75,6 @@ def _free_port():
 
 
 def _rank(pipe, rank, world, port, function, args):
-    from trainer.ranks import process_group
-
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -69,11 +83,26 @@ def _rank(pipe, rank, world, port, function, args):
         "MASTER_PORT": str(port),
     }
     try:
-        with process_group("cpu", 120, 1) as ranks:
-            pipe.send((True, function(ranks, *args)))
+        pipe.send((True, function(*args)))
     except BaseException:  # noqa: BLE001
         pipe.send((False, traceback.format_exc()))
     pipe.close()
+
+
+def _in_group(function, *args):
+    from trainer.ranks import process_group
+
+    with process_group("cpu", 120, 1) as ranks:
+        return function(ranks, *args)
+
+
+def _main(arguments):
+    from trainer.cli import main
+
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):  # a rank that fails ends at once: let its word through
+        code = main(arguments)
+    return code, told.getvalue()
 
 
 @dataclass

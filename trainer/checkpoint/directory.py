@@ -15,6 +15,8 @@ from trainer.errors import CheckpointError, SettingsError
 
 LATEST = "latest"
 STATE = "trainer_state.json"
+LAYOUTS = {"DeepSpeed": "*_model_states.pt", "FSDP": "pytorch_model_fsdp*"}
+"""A file of each layout that every checkpoint in it has."""
 _STEP = re.compile(r"global_step(\d+)")
 
 
@@ -40,7 +42,7 @@ def find(path: Path, tag: str | None) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory", "give a run directory or a checkpoint")
     if tag is None and not (path / LATEST).exists():
-        if (path / STATE).exists() or any(path.glob("*_model_states.pt")):
+        if (path / STATE).exists() or layout(path):
             return path
         tags = ", ".join(tags_in(path)) or "none"
         raise CheckpointError(
@@ -53,6 +55,14 @@ def find(path: Path, tag: str | None) -> Path:
         said = "asked for" if tag else "named by 'latest'"
         raise CheckpointError(f"{path} has no checkpoint {name}, {said}; it has: {tags}")
     return path / name
+
+
+def layout(checkpoint: Path) -> str:
+    """Whose files a checkpoint directory holds: DeepSpeed, FSDP, or an empty string."""
+    for name, pattern in LAYOUTS.items():
+        if any(checkpoint.glob(pattern)):
+            return name
+    return ""
 
 
 def tags_in(path: Path) -> list[str]:

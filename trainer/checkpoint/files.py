@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,15 @@ def load(path: Path) -> Any:
             f"{path} is missing", "copy it from where the run was saved", one_rank=True
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} cannot be read: {reason}", one_rank=True) from error
+        raise CheckpointError(f"{path} cannot be read: {_reason(error)}", one_rank=True) from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's message that tells what is wrong with the file."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if "Unsupported" in line or "failed finding" in line]
+    return (telling or lines or [type(error).__name__])[0]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,9 +10,10 @@ from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.state import Progress
 from trainer.engines.base import Engine
+from trainer.errors import CheckpointError
 from trainer.model import configuration
 from trainer.ranks import Ranks
-from trainer.settings import Settings
+from trainer.settings import ZERO, Settings
 
 
 def save(
@@ -46,6 +47,13 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Progress:
     Raises:
         CheckpointError: it does not fit; the message says how.
     """
+    found = directory.layout(checkpoint)
+    wanted = "DeepSpeed" if settings.strategy in ZERO else "FSDP"
+    if found and found != wanted:
+        raise CheckpointError(
+            f"{checkpoint} has {found}'s layout, and {settings.strategy} resumes from {wanted}'s",
+            f"reshard split {checkpoint} OUT --to {wanted.lower()} --world-size {settings.nproc}",
+        )
     told = engine.load(checkpoint)
     document = state.read(checkpoint)
     if document is not None:

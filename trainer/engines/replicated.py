@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.engines.zero import ZeroEngine, storage_bytes
+from trainer.engines.zero import ZeroEngine
 from trainer.ranks import Ranks
 from trainer.settings import Settings
+from trainer.tensors import storage_bytes
 from trainer.zero.flat import FlatParameters
 from trainer.zero.partition import Partition, Shapes, contiguous
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ from trainer.optimizer import param_groups, trainable
 from trainer.ranks import Ranks
 from trainer.scaling import loss_scaler
 from trainer.settings import Settings
+from trainer.tensors import DTYPES, storage_bytes
 from trainer.timer import Timer
 from trainer.zero.norm import norm
 from trainer.zero.offload import Home
 from trainer.zero.partition import Partition, Shapes
 from trainer.zero.reduce import Reducer
 from trainer.zero.shard import OptimizerShard
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ZeroEngine(ABC):
@@ -199,9 +198,3 @@ class ZeroEngine(ABC):
 
     def _accumulator_bytes(self) -> int:
         return 0
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())

@@ -1,0 +1,85 @@
+"""The command line as people use it, end to end: the example configurations, and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer import worlds
+from trainer.checkpoint import state
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+EXAMPLES = {
+    "zero2_bf16.json": ("zero2", "bf16", 8),
+    "zero2_fp16_auto.json": ("zero2", "fp16", 2),
+    "zero3_offload_auto.json": ("zero3", "fp16", 2),
+    "accelerate_deepspeed.yaml": ("zero2", "fp16", 2),
+    "accelerate_fsdp.yaml": ("fsdp", "fp32", 2),
+}
+
+
+def flags(directory, *more):
+    return ["--save", f"{directory}/run", "--log", f"{directory}/log.jsonl", *more]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
+    kind = "--deepspeed" if name.endswith("json") else "--accelerate"
+    config = [kind, str(CONFIGS / name)]
+    told = worlds.command(2, flags(tmp_path, *config, "--steps", "3", "--lr", "0.003"))
+    assert f"saved {tmp_path}/run/global_step3" in told
+    document = state.read(tmp_path / "run/global_step3")
+    strategy, precision, batch = EXAMPLES[name]
+    settings = document["settings"]
+    assert settings["strategy"] == strategy
+    assert settings["precision"] == precision
+    assert settings["global_batch"] == batch
+    assert document["progress"]["samples"] == 3 * batch
+
+    whole = worlds.command(2, flags(tmp_path / "w", *config, "--steps", "5", "--lr", "0.003"))
+    resume = ["--resume", f"{tmp_path}/run", "--steps", "5", *flags(tmp_path)]
+    told = worlds.command(2, [*resume, "--schedule-steps", "5"])
+    if "Warmup" not in settings["schedule"]:  # a schedule over three steps is another one
+        assert told.splitlines()[-1] == whole.splitlines()[-1], "the same parameters"
+    assert len(worlds.read_log(tmp_path / "log.jsonl").losses) == 5
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "--strategy fsdp",
+        "--strategy fsdp --state-dict-type full",
+        "--strategy fsdp --state-dict-type local",
+        "--strategy fsdp2 --sharded-files rank --precision fp32",
+        "--strategy zero3 --precision fp16 --model tiny-gpt2 --wall-clock-breakdown",
+    ],
+)
+def test_a_resumed_command_ends_as_the_unbroken_one(tmp_path, strategy):
+    common = [*strategy.split(), "--global-batch", "4", "--seq-len", "16"]
+    whole = worlds.command(2, flags(tmp_path / "whole", *common, "--steps", "4"))
+    worlds.command(2, flags(tmp_path, *common, "--steps", "2", "--schedule-steps", "4"))
+    rest = worlds.command(2, [*flags(tmp_path), "--resume", f"{tmp_path}/run", "--steps", "4"])
+    assert rest.splitlines()[-1] == whole.splitlines()[-1]
+    assert worlds.read_log(tmp_path / "log.jsonl") == worlds.read_log(tmp_path / "whole/log.jsonl")
+
+
+def test_the_log_tells_where_the_time_goes(tmp_path):
+    arguments = "--strategy zero3 --steps 1 --wall-clock-breakdown --global-batch 4".split()
+    worlds.command(2, flags(tmp_path, *arguments))
+    line = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
+    seconds = line["seconds"]
+    assert set(seconds) == {"step_total", "forward", "backward", "gather", "reduce", "step"}
+    total = seconds.pop("step_total")
+    assert 0 < sum(seconds.values()) <= total
+    assert line["peak_memory"] > 2**20
+    assert line["samples"] == 4
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tmp_path):
+    worlds.command(1, flags(tmp_path, "--steps", "1"))
+    before = sorted((tmp_path / "run").rglob("*"))
+    told = worlds.command(1, ["--resume", f"{tmp_path}/run"])
+    assert "nothing to do" in told
+    assert sorted((tmp_path / "run").rglob("*")) == before

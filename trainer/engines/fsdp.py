@@ -1,0 +1,139 @@
+"""FullyShardedDataParallel: each unit is one flat parameter, cut into equal pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from trainer.engines.first_weights import FirstWeights
+from trainer.engines.sharded import ShardedEngine, hybrid
+from trainer.engines.units import owner
+from trainer.errors import SettingsError
+from trainer.optimizer import ParamGroup, param_groups, trainable
+from trainer.tensors import DTYPES
+
+_WRAPPER = "_fsdp_wrapped_module."
+
+
+class FsdpEngine(ShardedEngine):
+    """FSDP 1."""
+
+    def _check(self, model: nn.Module) -> None:
+        settings = self.settings
+        if settings.fsdp_offload_params and self.ranks.device.type == "cpu":
+            raise SettingsError(
+                "fsdp_offload_params on a CPU: FSDP 1 asks an accelerator for pinned memory",
+                "the parameters are on the CPU already; leave it out",
+            )
+        if hybrid(settings) and settings.state_dict_type == "local":
+            raise SettingsError(
+                f"{settings.fsdp_sharding_strategy} has no local state dict: PyTorch refuses it",
+                "use --state-dict-type sharded",
+            )
+        if not settings.fsdp_use_orig_params:
+            self._check_flat(model)
+
+    def _check_flat(self, model: nn.Module) -> None:
+        """What shares a flat parameter shares its hyper-parameters and is trained together."""
+        shapes = [(name, tuple(p.shape)) for name, p in trainable(model)]
+        groups = param_groups(shapes, self.settings)
+        if len({group.weight_decay for group in groups}) > 1:
+            raise SettingsError(
+                "with fsdp_use_orig_params false, a unit's decayed matrices and undecayed vectors "
+                "are one parameter, which cannot be in two groups",
+                "use --param-groups single, or --fsdp-use-orig-params",
+            )
+        trained: dict[str, tuple[str, bool]] = {}
+        for name, parameter in model.named_parameters():
+            unit = owner(name, self.units)
+            other, trains = trained.setdefault(unit, (name, parameter.requires_grad))
+            if trains != parameter.requires_grad:
+                frozen, live = (name, other) if trains else (other, name)
+                raise SettingsError(
+                    f"with fsdp_use_orig_params false, {frozen} cannot be frozen: it is one "
+                    f"parameter with {live}, which trains",
+                    "freeze whole units, or use --fsdp-use-orig-params",
+                )
+
+    def _wrap(self, weights: FirstWeights) -> nn.Module:
+        settings = self.settings
+        strategy = settings.fsdp_sharding_strategy if settings.nproc > 1 else "NO_SHARD"
+        prefetch = settings.fsdp_backward_prefetch
+        chosen = set(self.units.values())
+        model = FullyShardedDataParallel(
+            weights.model,
+            # A local state dict refuses a mesh; DCP needs one for fewer rows than ranks.
+            device_mesh=None if settings.state_dict_type == "local" else self.mesh,
+            sharding_strategy=ShardingStrategy[strategy],
+            cpu_offload=CPUOffload(offload_params=settings.fsdp_offload_params),
+            auto_wrap_policy=CustomPolicy(chosen.__contains__),
+            backward_prefetch=None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
+            mixed_precision=self._mixed_precision(),
+            param_init_fn=weights.fill if settings.fsdp_cpu_ram_efficient_loading else None,
+            device_id=self.ranks.device,
+            forward_prefetch=settings.fsdp_forward_prefetch,
+            limit_all_gathers=settings.fsdp_limit_all_gathers,
+            use_orig_params=settings.fsdp_use_orig_params,
+        )
+        model.check_is_root()  # before a unit is asked for its parameters, and takes itself for it
+        return model
+
+    def _mixed_precision(self) -> MixedPrecision | None:
+        if self.settings.precision == "fp32":
+            return None
+        return MixedPrecision(
+            param_dtype=DTYPES[self.settings.precision],
+            reduce_dtype=DTYPES[self.settings.grad_dtype],
+        )
+
+    def _params(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+        if not self.settings.fsdp_use_orig_params:
+            return [[p for p in self.model.parameters() if p.requires_grad]]
+        live = {name.replace(_WRAPPER, ""): p for name, p in self.model.named_parameters()}
+        return [[live[name] for name in group.names] for group in groups]
+
+    def _shard(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def _live(self) -> Iterator[Tensor]:
+        for unit in FullyShardedDataParallel.fsdp_modules(self.model):
+            for flat in unit.params:
+                held = (flat, *(getattr(flat, name, None) for name in _FLAT_BUFFERS))
+                yield from (tensor.detach() for tensor in held if tensor is not None)
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See Engine: gathered unit by unit."""
+        wrapped = {
+            name.replace(_WRAPPER, "").removesuffix("_fsdp_wrapped_module"): module
+            for name, module in self.model.named_modules()
+            if isinstance(module, FullyShardedDataParallel)
+        }
+        for unit, names in groupby(self.names, partial(owner, names=self.units)):
+            module = wrapped[unit]
+            with (
+                torch.no_grad(),
+                FullyShardedDataParallel.summon_full_params(module, recurse=False, writeback=False),
+            ):
+                whole = {
+                    name.replace(_WRAPPER, ""): parameter
+                    for name, parameter in module.named_parameters(prefix=unit)
+                }
+                for name in names:
+                    # A copy: torch frees the gathered storage, which a view (numpy) would forbid.
+                    yield name, whole[name].detach().to("cpu", copy=True)
+
+
+_FLAT_BUFFERS = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+"""Where a flat parameter keeps its shard, and what it gathers or casts; freed ones have 0 bytes."""

@@ -1,0 +1,226 @@
+"""What both generations of FSDP share: the microbatch, the step, the optimizer, the checkpoints.
+
+Parameters, gradients and moments are fp32 shards; FSDP casts what it gathers. A generation decides
+how the model is wrapped, and how its parameters are seen whole and as shards.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.checkpoint import fsdp as files
+from trainer.engines.base import ModelState, Update
+from trainer.engines.first_weights import FirstWeights
+from trainer.engines.units import units
+from trainer.errors import SettingsError
+from trainer.optimizer import ParamGroup, hyperparameters, param_groups, trainable
+from trainer.ranks import Ranks
+from trainer.scaling import loss_scaler
+from trainer.settings import Settings
+from trainer.tensors import storage_bytes
+from trainer.timer import Timer
+from trainer.zero.norm import norm
+
+
+class ShardedEngine(ABC):
+    """A model that FSDP shards, and an AdamW over the shards."""
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.timer = Timer(synchronize=ranks.device.type == "cuda")
+        self.scaler = loss_scaler(settings)
+        self.mesh = _mesh(settings, ranks)
+        weights = FirstWeights(settings, ranks)
+        self.names = [name for name, _ in weights.model.named_parameters()]
+        self.units = units(weights.model, settings)
+        # Shapes and frozen parameters are asked for before they become shards of their unit.
+        shapes = [(name, tuple(p.shape)) for name, p in trainable(weights.model)]
+        self._elements = sum(math.prod(shape) for _, shape in shapes)
+        self._check(weights.model)
+        with quiet():
+            self.model = self._wrap(weights)
+        self.optimizer = self._optimizer(param_groups(shapes, settings))
+        self._gradient_bytes = 0
+
+    # What a generation decides
+
+    @abstractmethod
+    def _check(self, model: nn.Module) -> None:
+        """Refuse settings that this generation cannot follow."""
+
+    @abstractmethod
+    def _wrap(self, weights: FirstWeights) -> nn.Module:
+        """Shard the model."""
+
+    @abstractmethod
+    def _params(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+        """What the optimizer updates, for each group."""
+
+    @abstractmethod
+    def _shard(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter or gradient that lies on this rank."""
+
+    @abstractmethod
+    def _live(self) -> Iterator[Tensor]:
+        """Every tensor that holds parameters, whether shards or gathered."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See Engine."""
+
+    # The Engine protocol
+
+    def microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
+        """See Engine.
+
+        Every micro batch is reduced at once. To reduce only the last one (``no_sync``) would save
+        communication and keep whole gradients on every rank, which is what sharding is there to
+        avoid.
+        """
+        del last
+        tokens = tokens.to(self.ranks.device)
+        with self.timer("forward"):
+            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        with self.timer("backward"):
+            (loss.float() * self.scaler.scale).backward()
+        return loss.detach().float()
+
+    def step(self, lr: float) -> Update:
+        """See Engine."""
+        with self.timer("step"), torch.no_grad():
+            gradients = self._gradients()
+            self._gradient_bytes = storage_bytes(gradients)
+            # FSDP has divided by the number of ranks.
+            divisor = self.scaler.scale * self.settings.accumulation
+            average = self._norm(gradients) / divisor
+            finite = math.isfinite(average)
+            if finite:
+                clip = self.settings.clip
+                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
+                for gradient in gradients:
+                    gradient.mul_(1.0 / (divisor * excess))
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.optimizer.step()
+            self.discard()
+            self.scaler.update(overflow=not finite)
+        return Update(average, skipped=not finite)
+
+    def discard(self) -> None:
+        """See Engine."""
+        self.optimizer.zero_grad()
+
+    def save(self, directory: Path, progress: dict[str, Any]) -> None:
+        """See Engine: Accelerate's files, which hold no progress."""
+        del progress
+        settings = self.settings
+        sharded = settings.state_dict_type == "sharded"
+        form = settings.sharded_files if sharded else settings.state_dict_type
+        with quiet():
+            files.save(directory, form, self.model, self.optimizer, self.ranks)
+
+    def load(self, directory: Path) -> dict[str, Any] | None:
+        """See Engine: any form of Accelerate's files, whatever this run writes."""
+        with quiet():
+            files.load(directory, self.model, self.optimizer, self.ranks)
+        return None
+
+    def model_state(self) -> ModelState:
+        """See Engine. Between steps there are no gradients: those of the last step count."""
+        moments = (t for state in self.optimizer.state.values() for t in state.values())
+        return ModelState(
+            parameters=storage_bytes(self._live()),
+            gradients=self._gradient_bytes or storage_bytes(map(self._shard, self._updated())),
+            optimizer=storage_bytes(map(self._shard, moments)),
+        )
+
+    # The optimizer
+
+    def _optimizer(self, groups: list[ParamGroup]) -> torch.optim.AdamW:
+        settings = self.settings
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": params, **hyperparameters(settings, group.weight_decay, settings.lr)}
+                for group, params in zip(groups, self._params(groups), strict=True)
+            ]
+        )
+        # The moments exist from the start: a checkpoint can be read into them, and one that is
+        # written before the first update is right. (Left to itself, torch makes them with a step
+        # of zero gradients, and counts that step.)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel():  # FSDP 1: this rank may have no piece of it
+                    optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return optimizer
+
+    def _updated(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _gradients(self) -> list[Tensor]:
+        return [self._shard(p.grad).view(-1) for p in self._updated() if p.grad is not None]
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """The global norm of the gradients; of replicas, the first one is asked."""
+        if self.settings.fsdp_sharding_strategy == "NO_SHARD":
+            return norm(gradients, self._elements, across_ranks=False)
+        first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)
+        pieces = [gradient.to(self.ranks.device) for gradient in gradients if first_replica]
+        return norm(pieces, self._elements, across_ranks=True)
+
+
+def hybrid(settings: Settings) -> bool:
+    """Whether the model is sharded inside replicas, and not over all ranks."""
+    return "HYBRID" in settings.fsdp_sharding_strategy and settings.nproc > 1
+
+
+def _mesh(settings: Settings, ranks: Ranks) -> DeviceMesh:
+    """All ranks in a row, or (replicate, shard) for the hybrid strategies.
+
+    Raises:
+        SettingsError: replicas of that size do not fit.
+    """
+    device, world = ranks.device.type, ranks.world
+    if not hybrid(settings):
+        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    half = world // 2 if world % 2 == 0 and world > 2 else world
+    size = settings.fsdp_hybrid_size or half
+    if size < 2 or world % size:
+        raise SettingsError(
+            f"fsdp_hybrid_size {size}: {world} ranks cannot form replicas of {size} ranks",
+            f"give a divisor of {world} from 2 on; without sharding, use NO_SHARD",
+        )
+    return init_device_mesh(device, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings of torch about what these engines are asked to do."""
+    known = (
+        "The `NO_SHARD` sharding strategy is deprecated",
+        "FSDP.state_dict_type",
+        "FSDP.set_state_dict_type",
+        "When using ``NO_SHARD`` for ``ShardingStrategy``",
+        "Please use DTensor instead",
+        ".* has both parameters with requires_grad=True and False",
+        "`_get_pg_default_device` will be deprecated",
+        "Multiple backends are registered with this ProcessGroup",
+    )
+    with warnings.catch_warnings():
+        for message in known:
+            warnings.filterwarnings("ignore", message=message)
+        yield
