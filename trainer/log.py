@@ -57,7 +57,7 @@ class StepLog:
         seconds = time.perf_counter() - self._begin
         self._begin += seconds
         breakdown = engine.timer.take()
-        peak = max(self._ranks.gather(peak_memory(self._ranks.device)))
+        peak = self._ranks.largest(peak_memory(self._ranks.device))
         # fsum does not depend on the order of its terms, so neither on the number of ranks.
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         self._losses.append(loss)

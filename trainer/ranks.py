@@ -40,6 +40,12 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
+    def largest(self, value: int) -> int:
+        """The largest ``value`` of all ranks."""
+        held = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(held, dist.ReduceOp.MAX)
+        return int(held)
+
     def share(self, value: Any) -> Any:
         """Rank 0's ``value``."""
         box = [value]

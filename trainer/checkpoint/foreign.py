@@ -82,7 +82,7 @@ class Pickler(pickle._Pickler):  # noqa: SLF001  (the C pickler insists on impor
 def allowed() -> AbstractContextManager[None]:
     """Within it, ``torch.load(weights_only=True)`` makes stand-ins of DeepSpeed's classes."""
     context: AbstractContextManager[None] = torch.serialization.safe_globals(
-        [(stand_in, stand_in.real) for stand_in in STAND_INS]  # type: ignore[arg-type]
+        [(stand_in, stand_in.real) for stand_in in STAND_INS]
     )
     return context
 

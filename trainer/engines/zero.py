@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer import model
-from trainer.checkpoint import deepspeed as files
+from trainer.checkpoint import deepspeed, deepspeed_read
 from trainer.engines.base import ModelState, Update
 from trainer.optimizer import param_groups, trainable
 from trainer.ranks import Ranks
@@ -152,12 +152,12 @@ class ZeroEngine(ABC):
 
     def save(self, directory: Path, progress: dict[str, Any]) -> None:
         """See Engine: DeepSpeed's own files."""
-        files.write(directory, self, progress)
+        deepspeed.write(directory, self, progress)
 
     def load(self, directory: Path) -> dict[str, Any] | None:
         """See Engine: DeepSpeed's own files, of any stage and any number of ranks."""
         with torch.no_grad(), self.ranks.together("read the checkpoint"):
-            progress = files.read(directory, self)
+            progress = deepspeed_read.read(directory, self)
         with torch.no_grad():
             for index, state in enumerate(self.shard.states):
                 self._publish(index, state.master.get())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class OnDisk:
         """Read these elements alone."""
         tensor = torch.empty(stop - start, dtype=self._dtype)
         self._file.seek(start * self._dtype.itemsize)
-        view = memoryview(tensor.view(torch.uint8).numpy())
+        view = _bytes_of(tensor)
         done = 0
         while done < len(view):
             count = self._file.readinto(view[done:])
@@ -88,7 +88,7 @@ class OnDisk:
 
     def put(self, tensor: Tensor) -> None:
         """Write the file anew."""
-        view = memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+        view = _bytes_of(tensor.detach().cpu().contiguous())
         self._file.seek(0)
         while view:
             view = view[self._file.write(view) :]
@@ -97,6 +97,11 @@ class OnDisk:
     def resident(self) -> int:
         """None of it."""
         return 0
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous CPU tensor's memory, writable."""
+    return memoryview(cast("Any", tensor.view(torch.uint8).numpy()))
 
 
 class Home:

@@ -1,0 +1,84 @@
+"""The trainer's layers: imports point one way, and settings are understood without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.test_imports import ROOT, imported, modules
+
+# In the order in which a run uses them: imports come from groups before a module's own, or its own.
+LAYERS = (
+    ("errors",),
+    ("settings",),
+    ("launch", "scaling", "schedule", "timer", "tensors", "tokenizer", "data", "optimizer"),
+    ("ranks", "model"),
+    ("zero", "engines.base"),
+    ("checkpoint.directory", "checkpoint.files", "checkpoint.state"),
+    ("checkpoint",),
+    ("engines",),
+    ("checkpoint.saving", "export", "log", "memory"),
+    ("loop",),
+    ("config",),
+    ("cli",),
+    ("__main__",),
+)
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TRAINER = modules("trainer")
+
+
+def layer(module):
+    """The longest listed name that the module belongs to."""
+    parts = module.split(".")[1:]
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in RANK:
+            return ".".join(parts[:length])
+    return ""
+
+
+def edges():
+    return [
+        (module, target)
+        for module, tree in TRAINER.items()
+        for target in imported(tree, TRAINER, top_level=True)
+        if target.startswith("trainer.")
+    ]
+
+
+def test_every_module_has_a_layer():
+    assert {module for module in TRAINER if not layer(module)} == {"trainer"}
+
+
+def test_layers_point_one_way():
+    crossed = [(a, b) for a, b in edges() if RANK[layer(b)] > RANK[layer(a)]]
+    assert crossed == []
+
+
+def test_no_two_modules_import_each_other():
+    graph = {module: set() for module in TRAINER}
+    for a, b in edges():
+        graph[a].add(b)
+    done = set()
+
+    def visit(module, path):
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for target in sorted(graph.get(module, ())):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--steps", "0"], ["--print-config"]])
+def test_the_command_line_answers_without_torch(arguments):
+    probe = (
+        "import sys\n"
+        "from trainer.cli import main\n"
+        f"main({arguments!r})\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules), 'heavy'\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
