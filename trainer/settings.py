@@ -44,8 +44,8 @@ class Settings:
 
     # Batches: global_batch = micro_batch x accumulation x nproc
     micro_batch: int = _field(1, "samples in one forward pass of one rank")
-    accumulation: int = _field(0, "micro batches a rank adds up before a step (0: from the others)")
-    global_batch: int = _field(0, "samples a step, all ranks (0: from the others)")
+    accumulation: int = _field(0, "micro batches that a rank adds up before a step (0: follows)")
+    global_batch: int = _field(0, "samples a step, all ranks (0: follows)")
 
     # The optimizer
     lr: float = _field(1e-3, "peak learning rate")
@@ -184,7 +184,10 @@ def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
 
 
 def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
-    """The batch identity, as DeepSpeed's: any of the three that is not given follows."""
+    """The batch identity; what is not given follows, a micro batch being one sample at first.
+
+    (A micro batch that followed from the number of ranks would be another sum at another number.)
+    """
     world = settings.nproc
     whole, micro, times = (
         chosen.get(name, 0) for name in ("global_batch", "micro_batch", "accumulation")
@@ -192,12 +195,10 @@ def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
     for name in ("global_batch", "micro_batch", "accumulation"):
         if chosen.get(name, 0) < 0:
             raise SettingsError(f"{name} is {chosen[name]}: expected a positive number")
-    if whole and micro and not times:
-        times = whole // (micro * world)
-    elif whole and not micro:
-        micro = whole // ((times or 1) * world)
-    micro = micro or settings.micro_batch
-    times = times or 1
+    if whole and times and not micro:
+        micro = whole // (times * world)
+    micro = micro or Settings.micro_batch
+    times = times or (whole // (micro * world) if whole else 1)
     whole = whole or micro * times * world
     if micro * times * world != whole or not micro:
         raise SettingsError(

@@ -240,7 +240,7 @@ def test_counter_seeds_differ_in_every_coordinate():
     ("chosen", "world", "expected"),
     [
         ({}, 1, (1, 1, 1)),
-        ({"global_batch": 12}, 3, (12, 4, 1)),
+        ({"global_batch": 12}, 3, (12, 1, 4)),
         ({"global_batch": 12, "micro_batch": 2}, 3, (12, 2, 2)),
         ({"accumulation": 4}, 2, (8, 1, 4)),
         ({"global_batch": 12, "accumulation": 2}, 2, (12, 3, 2)),

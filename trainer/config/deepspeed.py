@@ -281,8 +281,19 @@ def read(file: Path, choices: Choices, *, ignore_unknown: bool = False) -> None:
     if "bfloat16" in document:  # deprecated
         document.setdefault("bf16", document.pop("bfloat16"))
     walk.fields(document, TABLE)
-    for understand in (_precision, _zero, _optimize, _schedule):
+    for understand in (_batches, _precision, _zero, _optimize, _schedule):
         understand(document, walk)
+
+
+def _batches(document: dict[str, Any], walk: Walk) -> None:
+    """The whole batch alone is one micro batch a rank (runtime/config.py, 0.19.8)."""
+    del document
+    given = {name for name in _BATCHES if walk.choices.stated(name)}
+    if given == {"global_batch"}:
+        walk.choices.assume("accumulation", 1, f"train_batch_size alone in {walk.file.name}")
+
+
+_BATCHES = ("global_batch", "micro_batch", "accumulation")
 
 
 def _load(file: Path) -> Any:
