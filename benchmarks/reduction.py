@@ -2,7 +2,7 @@
 
     python benchmarks/reduction.py --nproc 2 --steps 12 --rounds 3 [flags of the trainer]
 
-Each run is a whole ``python -m trainer``; the first three steps of each are left out. Medians of the
+Each run is a whole ``python -m trainer``; its first three steps are left out. Medians of the
 step time, of its reduce part, and their ratios are printed. Nothing is asserted: it measures.
 """
 
