@@ -127,5 +127,5 @@ def parameter_hash(engine: Engine) -> str:
     digest = hashlib.sha256()
     for name, value in engine.parameters():
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
-        digest.update(value.contiguous().view(torch.uint8).reshape(-1).numpy().tobytes())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

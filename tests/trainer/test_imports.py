@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.test_imports import ROOT, imported, modules
+from tests.test_imports import ROOT, assert_no_cycle, imported, modules
 
 # In the order in which a run uses them: imports come from groups before a module's own, or its own.
 LAYERS = (
@@ -57,20 +57,7 @@ def test_layers_point_one_way():
 
 
 def test_no_two_modules_import_each_other():
-    graph = {module: set() for module in TRAINER}
-    for a, b in edges():
-        graph[a].add(b)
-    done = set()
-
-    def visit(module, path):
-        assert module not in path, " -> ".join([*path, module])
-        if module not in done:
-            for target in sorted(graph.get(module, ())):
-                visit(target, [*path, module])
-            done.add(module)
-
-    for module in graph:
-        visit(module, [])
+    assert_no_cycle(TRAINER, edges())
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--steps", "0"], ["--print-config"]])

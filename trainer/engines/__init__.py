@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
+import importlib
+
 from trainer.engines.base import Engine
 from trainer.ranks import Ranks
 from trainer.settings import Settings
 
+_NATIVE = {
+    "ddp": "ddp.DdpEngine",
+    "zero1": "zero1.Zero1Engine",
+    "zero2": "zero2.Zero2Engine",
+    "zero3": "zero3.Zero3Engine",
+    "fsdp": "fsdp.FsdpEngine",
+    "fsdp2": "fsdp2.Fsdp2Engine",
+}
+"""Module and class by strategy; only the one that is used is imported."""
+
 
 def build(settings: Settings, ranks: Ranks) -> Engine:
     """The engine of ``settings.engine`` and ``settings.strategy``, with its model on this rank."""
-    if settings.engine == "deepspeed":
-        from trainer.engines.deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine(settings, ranks)
-    return _NATIVE[settings.strategy](settings, ranks)
-
-
-def _ddp(settings: Settings, ranks: Ranks) -> Engine:
-    from trainer.engines.ddp import DdpEngine
-
-    return DdpEngine(settings, ranks)
-
-
-def _zero1(settings: Settings, ranks: Ranks) -> Engine:
-    from trainer.engines.zero1 import Zero1Engine
-
-    return Zero1Engine(settings, ranks)
-
-
-def _zero2(settings: Settings, ranks: Ranks) -> Engine:
-    from trainer.engines.zero2 import Zero2Engine
-
-    return Zero2Engine(settings, ranks)
-
-
-def _zero3(settings: Settings, ranks: Ranks) -> Engine:
-    from trainer.engines.zero3 import Zero3Engine
-
-    return Zero3Engine(settings, ranks)
-
-
-def _fsdp(settings: Settings, ranks: Ranks) -> Engine:
-    from trainer.engines.fsdp import FsdpEngine
-
-    return FsdpEngine(settings, ranks)
-
-
-def _fsdp2(settings: Settings, ranks: Ranks) -> Engine:
-    from trainer.engines.fsdp2 import Fsdp2Engine
-
-    return Fsdp2Engine(settings, ranks)
-
-
-_NATIVE = {
-    "ddp": _ddp,
-    "zero1": _zero1,
-    "zero2": _zero2,
-    "zero3": _zero3,
-    "fsdp": _fsdp,
-    "fsdp2": _fsdp2,
-}
+    deepspeed = settings.engine == "deepspeed"
+    place = "deepspeed.DeepSpeedEngine" if deepspeed else _NATIVE[settings.strategy]
+    module, _, name = place.partition(".")
+    engine: Engine = getattr(importlib.import_module(f"trainer.engines.{module}"), name)(
+        settings, ranks
+    )
+    return engine

@@ -50,7 +50,8 @@ class ShardedEngine(ABC):
         self._check(weights.model)
         with quiet():
             self.model = self._wrap(weights)
-        self.optimizer = self._optimizer(param_groups(shapes, settings))
+        self._groups = param_groups(shapes, settings)
+        self.optimizer = self._optimizer()
         self._gradient_bytes = 0
 
     # What a generation decides
@@ -134,6 +135,9 @@ class ShardedEngine(ABC):
         """See Engine: any form of Accelerate's files, whatever this run writes."""
         with quiet():
             files.load(directory, self.model, self.optimizer, self.ranks)
+        # torch takes these from the checkpoint; what the settings say holds.
+        for group, own in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group.update(hyperparameters(self.settings, own.weight_decay, group["lr"]))
         return None
 
     def model_state(self) -> ModelState:
@@ -147,12 +151,12 @@ class ShardedEngine(ABC):
 
     # The optimizer
 
-    def _optimizer(self, groups: list[ParamGroup]) -> torch.optim.AdamW:
+    def _optimizer(self) -> torch.optim.AdamW:
         settings = self.settings
         optimizer = torch.optim.AdamW(
             [
                 {"params": params, **hyperparameters(settings, group.weight_decay, settings.lr)}
-                for group, params in zip(groups, self._params(groups), strict=True)
+                for group, params in zip(self._groups, self._params(self._groups), strict=True)
             ]
         )
         # The moments exist from the start: a checkpoint can be read into them, and one that is
