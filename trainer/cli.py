@@ -17,7 +17,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from trainer import launch
+from trainer import environment, launch
 from trainer.config.choices import Choices
 from trainer.errors import SettingsError, TrainerError
 from trainer.settings import Settings, resolve
@@ -161,7 +161,7 @@ def _start(
     **flags: Any,
 ) -> None:
     """Understand the choices, then train here or on new ranks."""
-    world = launch.world_size_of_launcher()
+    world = environment.world_size_of_launcher()
     choices = Choices()
     for name, value in flags.items():
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -179,10 +179,10 @@ def _start(
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")
     settings = _settle(choices, world)
-    if choices.notes and launch.speaks():
+    if choices.notes and environment.speaks():
         click.echo(f"note: {choices.notes}", err=True)
     if print_config:
-        if launch.speaks():
+        if environment.speaks():
             shown = {**dataclasses.asdict(settings), "origins": choices.origins}
             click.echo(json.dumps(shown, indent=2))
         return
@@ -213,5 +213,5 @@ def _settle(choices: Choices, world: int | None) -> Settings:
 
 def _say(message: str) -> None:
     """An error that all ranks find, said once."""
-    if launch.is_first():
+    if environment.is_first():
         click.echo(f"error: {message}", err=True)

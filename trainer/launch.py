@@ -20,14 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from trainer.environment import STARTER, world_size_of_launcher
 from trainer.errors import TrainerError
 from trainer.settings import Settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_STARTER = "TRAINER_STARTED_BY"
-"""Variable with the process that started the ranks, when it was ours."""
 _PATIENCE_S = 2.0
 """How long a rank that does not know the cause waits to be stopped before it speaks, too."""
 
@@ -35,21 +34,6 @@ _GONE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exit|timed? ?out",
     re.IGNORECASE,
 )
-
-
-def world_size_of_launcher() -> int | None:
-    """The number of ranks that a launcher started, or None when started plainly."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
-
-
-def is_first() -> bool:
-    """Rank 0 says what all ranks find."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def speaks() -> bool:
-    """Whether this process tells of the settings: who started the ranks, else the first rank."""
-    return is_first() and not ("RANK" in os.environ and _STARTER in os.environ)
 
 
 def start(settings: Settings, arguments: Sequence[str], task: str) -> int:
@@ -68,8 +52,8 @@ def start(settings: Settings, arguments: Sequence[str], task: str) -> int:
     """
     if settings.nproc > 1 and world_size_of_launcher() is None:
         return _start_ranks(settings, arguments)
-    if "RANK" in os.environ and _STARTER in os.environ:
-        threading.Thread(target=_end_with, args=(int(os.environ[_STARTER]),), daemon=True).start()
+    if "RANK" in os.environ and STARTER in os.environ:
+        threading.Thread(target=_end_with, args=(int(os.environ[STARTER]),), daemon=True).start()
     with contextlib.ExitStack() as stack:
         try:
             from trainer.ranks import process_group
@@ -100,7 +84,7 @@ def _start_ranks(settings: Settings, arguments: Sequence[str]) -> int:
 
     logging.disable(logging.CRITICAL)  # this process only waits; the launcher is chatty
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    os.environ[_STARTER] = str(os.getpid())
+    os.environ[STARTER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from trainer.environment import world_size_of_launcher
 from trainer.errors import SettingsError, TrainerError, TrainingError
-from trainer.launch import world_size_of_launcher
 
 # Renamed in torch 2.13; the old name warns there.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from trainer.checkpoint.deepspeed import MODEL, model_file
 from trainer.errors import CheckpointError
 from trainer.zero.partition import Partition, Run, Shapes, by_parameter, contiguous
 from trainer.zero.shard import STATE
-
-if TYPE_CHECKING:
-    from trainer.engines.zero import ZeroEngine
+from trainer.zero.state import ZeroState
 
 
-def read(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
+def read(directory: Path, held: ZeroState) -> dict[str, Any]:
     """Fill this rank's masters, moments, buffers and frozen parameters.
 
     Returns:
@@ -35,17 +33,17 @@ def read(directory: Path, engine: ZeroEngine) -> dict[str, Any]:
     Raises:
         CheckpointError: see ``Engine.load``.
     """
-    saved = _Saved(directory, engine)
-    scaler = _read_shard(saved, engine)
-    foreign.restore_scaler(engine.scaler, scaler)
-    _read_buffers(saved, engine)
-    _read_frozen(saved, engine)
+    saved = _Saved(directory, held)
+    scaler = _read_shard(saved, held)
+    foreign.restore_scaler(held.scaler, scaler)
+    _read_buffers(saved, held)
+    _read_frozen(saved, held)
     steps, skipped = saved.model["global_steps"], saved.model["skipped_steps"]
     scheduler = saved.model.get("lr_scheduler") or {"last_batch_iteration": steps - skipped - 1}
     return {
         "step": steps,
         "skipped": skipped,
-        "samples": saved.model.get("global_samples", steps * engine.settings.global_batch),
+        "samples": saved.model.get("global_samples", steps * held.settings.global_batch),
         "updates": scheduler["last_batch_iteration"] + 1,
     }
 
@@ -63,9 +61,9 @@ class _RankStates:
 class _Saved:
     """A checkpoint of any stage and world size: a partition, and the tensors that fill it."""
 
-    def __init__(self, directory: Path, engine: ZeroEngine) -> None:
+    def __init__(self, directory: Path, held: ZeroState) -> None:
         self.directory = directory
-        self._engine = engine
+        self._held = held
         whole = (directory / MODEL).exists()
         files_of_ranks = dict(_optimizer_files(directory))
         self.stage = 3 if not whole else min(2, len(files_of_ranks))
@@ -94,7 +92,7 @@ class _Saved:
             for group in self.model["param_shapes"]:
                 yield from group.items()
         else:
-            for group in self._engine.groups:
+            for group in self._held.groups:
                 for name in group.names:
                     yield name, getattr(self.model["module"].get(name), "shape", ())
 
@@ -104,7 +102,7 @@ class _Saved:
         Raises:
             CheckpointError: names or shapes differ.
         """
-        wanted = self._engine.shard.partition.shapes
+        wanted = self._held.shard.partition.shapes
         for name in [*wanted, *saved]:
             there, here = saved.get(name), wanted.get(name)
             if there != here:
@@ -184,9 +182,9 @@ def _complete(directory: Path, found: dict[int, Path], world: int) -> list[Path]
     return [found[rank] for rank in range(world)]
 
 
-def _read_shard(saved: _Saved, engine: ZeroEngine) -> Any:
+def _read_shard(saved: _Saved, held: ZeroState) -> Any:
     """Copy what overlaps this rank's runs; the loss scaler of the last file read."""
-    shard = engine.shard
+    shard = held.shard
     wanted: dict[int, list[tuple[Run, Run]]] = {}
     for own in shard.partition.of_rank(shard.rank):
         for run in saved.partition.runs[own.name]:
@@ -227,17 +225,17 @@ def _copy_overlap(directory: Path, source: Tensor, run: Run, target: Tensor, own
     target[offset : offset + stop - start] = flat[begin : begin + stop - start]
 
 
-def _read_buffers(saved: _Saved, engine: ZeroEngine) -> None:
-    parameters = {name for name, _ in engine.model.named_parameters(remove_duplicate=False)}
-    for name, value in engine.model.state_dict().items():
+def _read_buffers(saved: _Saved, held: ZeroState) -> None:
+    parameters = {name for name, _ in held.model.named_parameters(remove_duplicate=False)}
+    for name, value in held.model.state_dict().items():
         if name not in parameters:
             if name not in saved.model["module"]:
                 raise CheckpointError(f"{saved.directory}: buffer {name} is absent there")
             value.copy_(saved.model["module"][name])
 
 
-def _read_frozen(saved: _Saved, engine: ZeroEngine) -> None:
-    frozen = {n: p.shape for n, p in engine.model.named_parameters() if not p.requires_grad}
+def _read_frozen(saved: _Saved, held: ZeroState) -> None:
+    frozen = {n: p.shape for n, p in held.model.named_parameters() if not p.requires_grad}
     if not frozen:
         return
     values = saved.model["module"]
@@ -258,4 +256,4 @@ def _read_frozen(saved: _Saved, engine: ZeroEngine) -> None:
                 f"{saved.directory}: frozen parameter {name} is absent there",
                 "save without exclude_frozen_parameters",
             )
-        engine.set_frozen(name, values[name].reshape(-1)[: math.prod(shape)].view(shape))
+        held.set_frozen(name, values[name].reshape(-1)[: math.prod(shape)].view(shape))
