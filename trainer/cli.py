@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from trainer import environment, launch
 from trainer.config.choices import Choices
 from trainer.errors import SettingsError, TrainerError
-from trainer.settings import Settings, resolve
+from trainer.settings import Settings, resolve, without_effect
 
 # Where a heading of the help begins: the first field under it, in the order of the fields
 _HEADINGS = {
@@ -44,6 +44,15 @@ def _whole(value: Any) -> int:
             if read(value) == int(read(value)):
                 return int(read(value))
     raise click.BadParameter(f"{value!r} is not a whole number")
+
+
+class _Choice(click.Choice[str]):
+    """A value is what it is; only the names of options may be spelt with underscores."""
+
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
+        """As it is written."""
+        del ctx
+        return str(choice)
 
 
 class _Command(click.Command):
@@ -77,7 +86,7 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
         return click.Option([flag], type=_whole, metavar="INTEGER", **shared)
     choices = field.metadata["choices"]
     plain = float if kind == "float" else str
-    return click.Option([flag], type=click.Choice(choices) if choices else plain, **shared)
+    return click.Option([flag], type=_Choice(choices) if choices else plain, **shared)
 
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -179,6 +188,7 @@ def _start(
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")
     settings = _settle(choices, world)
+    _note_idle(choices, settings)
     if choices.notes and environment.speaks():
         click.echo(f"note: {choices.notes}", err=True)
     if print_config:
@@ -187,6 +197,14 @@ def _start(
             click.echo(json.dumps(shown, indent=2))
         return
     ctx.exit(launch.start(settings, ctx.obj, "memory.report" if report_memory else "loop.run"))
+
+
+def _note_idle(choices: Choices, settings: Settings) -> None:
+    """Nothing that was chosen is without effect unsaid."""
+    for name, why in without_effect(settings).items():
+        stated = choices.stated(name)
+        if stated:
+            choices.note(f"no effect, as the {why}", stated.origin)
 
 
 def _inherit(choices: Choices) -> None:

@@ -28,6 +28,9 @@ def counter_seed(*numbers: int) -> int:
 class Corpus:
     """Windows of ``seq_len`` bytes of a text, in an order shuffled anew each epoch.
 
+    Attributes:
+        digest: SHA-256 of the whole text.
+
     Raises:
         SettingsError: the text cannot be read, or holds no whole sample.
     """
@@ -38,6 +41,7 @@ class Corpus:
         if not count:
             raise SettingsError(f"{path}: {len(text)} bytes are no sample of {seq_len} tokens")
         tokens = torch.frombuffer(bytearray(text[: count * seq_len]), dtype=torch.uint8)
+        self.digest = hashlib.sha256(text).hexdigest()
         self._windows = tokens.view(count, seq_len)
         self._seed = seed
         self._order = lru_cache(maxsize=2)(self._shuffled)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -35,15 +36,20 @@ def run(settings: Settings, ranks: Ranks) -> None:
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
     engine = engines.build(settings, ranks)
     progress = saving.resume(source, settings, engine) if source else Progress()
-    with StepLog(settings, ranks, resumed_at=progress.step) as log:
+    with closing(saves), StepLog(settings, ranks, resumed_at=progress.step) as log:
         if progress.step >= settings.steps:
             log.say(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
             log.say("  -> give more --steps")
             return
+        if source and saving.text_of(source) not in {"", corpus.digest}:
+            log.say(f"note: the text is not the one that {source} was trained on")
         if ends_before(settings):
             log.say(
                 f"note: the schedule ends at update {settings.schedule_steps} (--schedule-steps)"
             )
+        with ranks.together("use the run directory"):
+            if ranks.first:
+                saves.claim()
         while progress.step < settings.steps:
             losses = _microbatches(settings, ranks, engine, corpus, progress)
             rate = learning_rate(settings, progress.updates)
@@ -51,7 +57,7 @@ def run(settings: Settings, ranks: Ranks) -> None:
             log.step(progress, losses, rate, update, engine)
             due = settings.save_every and progress.step % settings.save_every == 0
             if due or progress.step == settings.steps:
-                saving.save(saves, settings, ranks, engine, progress)
+                saving.save(saves, settings, ranks, engine, progress, corpus.digest)
         log.say(f"saved {target / directory.tag_of(progress.step)}")
         if settings.save_16bit_model:
             log.say(f"saved {save_16bit(engine, settings, ranks, target / 'model')}")
@@ -103,7 +109,7 @@ def _step(
         where = f"micro batch {bad[0]} (rank {bad[0] % settings.nproc})"
         raise TrainingError(
             f"the loss of step {progress.step + 1} is {losses[bad[0]]} in {where}",
-            "lower --lr, look at the data, or give --on-nan skip; earlier checkpoints are whole",
+            "look at the data; resume from an earlier --tag with a lower --lr or --on-nan skip",
         )
     if bad:
         engine.discard()
@@ -113,7 +119,7 @@ def _step(
     if update.skipped and not bad and not engine.scaler.dynamic and settings.on_nan == "stop":
         raise TrainingError(
             f"the gradients of step {progress.step + 1} are not finite",
-            "lower --lr, or give --on-nan skip; earlier checkpoints are whole",
+            "resume from an earlier --tag with a lower --lr, or with --on-nan skip",
         )
     progress.step += 1
     progress.samples += settings.global_batch

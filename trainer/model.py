@@ -47,14 +47,19 @@ def build(settings: Settings, *, meta: bool = False) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     config = configuration(settings)
-    if _has_weights(settings.model) and not meta:
-        model = AutoModelForCausalLM.from_pretrained(
-            settings.model, config=config, dtype=torch.float32
-        )
-    else:
-        torch.manual_seed(settings.seed)
-        with torch.device("meta" if meta else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        if _has_weights(settings.model) and not meta:
+            model = AutoModelForCausalLM.from_pretrained(
+                settings.model, config=config, dtype=torch.float32
+            )
+        else:
+            torch.manual_seed(settings.seed)
+            with torch.device("meta" if meta else "cpu"):
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{settings.model} does not make a causal language model: {_first_line(error)}"
+        ) from error
     if settings.activation_checkpointing:
         # Renamed in transformers 5.
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -81,16 +86,16 @@ def configuration(settings: Settings) -> Any:
             **fields,
         )
     elif Path(settings.model).exists():
-        config = AutoConfig.from_pretrained(settings.model)
+        try:
+            config = AutoConfig.from_pretrained(settings.model)
+        except (OSError, ValueError, KeyError) as error:
+            raise SettingsError(f"{settings.model}: {_first_line(error)}") from error
     else:
         raise SettingsError(
             f"no model {settings.model!r}: not a path, and the built-in ones are {', '.join(TINY)}",
             "give a config.json or a directory with config.json (and weights)",
         )
-    if config.vocab_size < VOCABULARY:
-        raise SettingsError(
-            f"{settings.model} has {config.vocab_size} tokens, bytes need {VOCABULARY}"
-        )
+    _check(config, settings)
     if settings.tie_embeddings is not None:
         config.tie_word_embeddings = settings.tie_embeddings
     if settings.dropout is not None:
@@ -98,6 +103,30 @@ def configuration(settings: Settings) -> Any:
         for name in names:
             setattr(config, name, settings.dropout)
     return config
+
+
+def _check(config: Any, settings: Settings) -> None:
+    """Refuse a model that cannot be trained on these samples, or not on several ranks."""
+    if config.vocab_size < VOCABULARY:
+        raise SettingsError(
+            f"{settings.model} has {config.vocab_size} tokens, bytes need {VOCABULARY}"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and settings.seq_len > positions:
+        raise SettingsError(
+            f"seq_len is {settings.seq_len}, and {settings.model} has {positions} positions"
+        )
+    for name, value in config.to_dict().items():
+        # Ranks would run different layers, and wait for each other in different places.
+        if name.endswith("layerdrop") and value:
+            raise SettingsError(
+                f"{settings.model} has {name} {value}: every rank must run the same layers",
+                f"set {name} to 0 in its config.json",
+            )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _has_weights(model: str) -> bool:

@@ -8,6 +8,8 @@ ranks and refuses contradictions, so that a Settings object is always consistent
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,13 +224,67 @@ def default_reduction(strategy: str, engine: str) -> str:
     return "canonical" if strategy in ZERO and engine == "native" else "fast"
 
 
+def without_effect(settings: Settings) -> dict[str, str]:
+    """Setting -> why it changes nothing in this run."""
+    fsdp = settings.strategy in FSDP
+    conditions = [
+        (settings.precision == "fp16", f"precision is {settings.precision}", _FP16_ONLY),
+        (fsdp, f"strategy is {settings.strategy}", _FSDP_ONLY),
+        (settings.strategy == "zero2", f"strategy is {settings.strategy}", ("reduce_bucket_size",)),
+        (settings.strategy == "zero3", f"strategy is {settings.strategy}", _ZERO_3_ONLY),
+        (settings.schedule != "constant", "schedule is constant", _SCHEDULE_ONLY),
+    ]
+    return {name: why for holds, why, names in conditions if not holds for name in names}
+
+
+_FP16_ONLY = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "min_loss_scale",
+)
+_FSDP_ONLY = (
+    *(field.name for field in dataclasses.fields(Settings) if field.name.startswith("fsdp_")),
+    "state_dict_type",
+    "sharded_files",
+)
+_ZERO_3_ONLY = ("sub_group_size", "persistence_threshold")
+_SCHEDULE_ONLY = ("warmup_steps", "warmup_min_lr", "warmup_type", "schedule_steps")
+
+# Lowest and highest value of each number; others are refused.
+_BOUNDS = {
+    **dict.fromkeys(
+        "steps nproc seq_len threads timeout reduce_bucket_size sub_group_size loss_scale_window "
+        "hysteresis".split(),
+        (1, 10**12),
+    ),
+    **dict.fromkeys(
+        "save_every keep persistence_threshold warmup_steps schedule_steps fsdp_hybrid_size "
+        "fsdp_min_num_params".split(),
+        (0, 10**15),
+    ),
+    **dict.fromkeys(
+        "lr weight_decay clip eps loss_scale min_loss_scale warmup_min_lr".split(), (0, 1e30)
+    ),
+    **dict.fromkeys("dropout cos_min_ratio warmup_min_ratio".split(), (0, 1)),
+    **dict.fromkeys(("beta1", "beta2"), (0, math.nextafter(1, 0))),
+    "threads": (1, 4096),
+    "seed": (0, 2**63 - 1),
+    "initial_scale_power": (0, 100),
+}
+
+
 def _check_numbers(settings: Settings) -> None:
-    for name in ("steps", "nproc", "seq_len", "threads", "timeout", "reduce_bucket_size"):
-        if getattr(settings, name) < 1:
-            raise SettingsError(f"{name} is {getattr(settings, name)}: expected 1 or more")
-    for name in ("lr", "weight_decay", "clip", "save_every", "keep", "loss_scale", "eps"):
-        if getattr(settings, name) < 0:
-            raise SettingsError(f"{name} is {getattr(settings, name)}: expected 0 or more")
+    for name, (low, high) in _BOUNDS.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise SettingsError(f"{name} is {value}: expected {low} to {high:.15g}")
+    for pattern in settings.freeze:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise SettingsError(f"freeze {pattern!r} is no regular expression: {error}") from error
     if settings.seq_len < 2:
         raise SettingsError("seq_len is 1: the model predicts the next token, expected 2 or more")
     if settings.grad_dtype not in {"fp32", settings.precision}:

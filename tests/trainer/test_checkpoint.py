@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -21,7 +22,10 @@ from tests.trainer import worlds
 from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
 from trainer.errors import CheckpointError, SettingsError, TrainerError, TrainingError
+from trainer.scaling import LossScaler
+from trainer.settings import Settings
 
+PLAIN = dataclasses.asdict(Settings())
 TINY = {"seq_len": 8, "global_batch": 2, "micro_batch": 1, "precision": "fp32"}
 
 
@@ -148,8 +152,11 @@ def test_a_checkpoint_is_found_from_the_run_or_by_itself(tmp_path):
     [
         (shutil.rmtree, None, "no such directory"),
         (lambda p: None, None, "no file 'latest'.*tags in it: global_step1"),
-        (lambda p: None, "global_step5", "no checkpoint global_step5, asked for; it has"),
-        (lambda p: (p / "latest").write_text("gone"), None, "gone, named by 'latest'"),
+        (lambda p: None, "global_step5", "no checkpoint 'global_step5', asked for; it has"),
+        (lambda p: (p / "latest").write_text("gone"), None, "'gone', named by 'latest'"),
+        (lambda p: (p / "latest").write_text(""), None, "'', named by 'latest'"),
+        (lambda p: (p / "latest").write_bytes(b"\xff\xfe"), None, "latest cannot be read"),
+        (lambda p: None, "../run", "'../run', asked for"),
     ],
 )
 def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, make, tag, message):
@@ -165,6 +172,40 @@ def test_a_damaged_state_file_is_refused_by_name(tmp_path, text):
     (tmp_path / directory.STATE).write_text(text)
     with pytest.raises(CheckpointError, match=r"trainer_state\.json cannot be read"):
         state.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format 2, expected 1"),
+        ({"world_size": "2"}, "world_size is '2'"),
+        ({"settings": {**PLAIN, "lr": "0.1"}}, "setting lr is '0.1'"),
+        (
+            {"settings": {**dataclasses.asdict(Settings()), "freeze": None}},
+            "setting freeze is None",
+        ),
+        ({"settings": {"lr": 0.1}}, "steps"),
+    ],
+)
+def test_a_state_file_of_other_types_is_refused_by_field(tmp_path, change, message):
+    document = state.document(Settings(), state.Progress(), LossScaler(), "digest")
+    document = json.loads(json.dumps(document))
+    (tmp_path / directory.STATE).write_text(json.dumps(document))
+    assert state.read(tmp_path) == document
+    (tmp_path / directory.STATE).write_text(json.dumps({**document, **change}))
+    with pytest.raises(CheckpointError, match=message):
+        state.read(tmp_path)
+
+
+def test_a_second_run_is_kept_out_of_the_directory(tmp_path):
+    first = RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=0)
+    first.claim()
+    second = RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=0)
+    with pytest.raises(SettingsError, match="another run is writing"):
+        second.claim()
+    first.close()
+    second.claim()
+    second.close()
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
@@ -400,6 +441,28 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
 def test_an_error_raised_on_one_rank_is_raised_on_all():
     told = worlds.run(3, one_fails)
     assert told == ["TrainingError: rank 1 could not try: no"] * 3
+
+
+def different_layers(ranks):
+    import torch
+
+    from trainer.timer import Timer
+    from trainer.zero.partition import contiguous
+    from trainer.zero.reduce import Reducer
+
+    shapes = {"a": (4,), "b": (4,)}
+    partition = contiguous([["a", "b"]], shapes, ranks.world)
+    reducer = Reducer(partition, ranks, torch.float32, Timer(), canonical=True)
+    try:
+        reducer.add([("ab"[ranks.rank], torch.ones(4))])
+    except TrainingError as error:
+        return str(error)
+    return None
+
+
+def test_gradients_of_different_layers_are_never_added_up():
+    for said in worlds.run(2, different_layers):
+        assert "the ranks' backward passes differ" in said
 
 
 def one_fails(ranks):

@@ -33,7 +33,7 @@ MODELS = {
     "bf16-sums": {
         "precision": "bf16",
         "grad_dtype": "bf16",
-        "freeze": (r"layers\.1\.", "embed"),
+        "freeze": (r"layers\.1\.", r"layers\.0\.input_layernorm", r"model\.norm", "embed"),
         "persistence_threshold": 3000,
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import math
 from unittest import mock
 
@@ -15,10 +16,11 @@ from hypothesis import strategies as st
 
 from trainer.data import Corpus, counter_seed
 from trainer.errors import SettingsError, TrainingError
+from trainer.model import build
 from trainer.optimizer import adamw, hyperparameters
 from trainer.scaling import LossScaler, loss_scaler
 from trainer.schedule import learning_rate
-from trainer.settings import Settings, resolve
+from trainer.settings import Settings, resolve, without_effect
 from trainer.zero.norm import norm
 from trainer.zero.offload import Home
 from trainer.zero.partition import by_parameter, contiguous
@@ -278,3 +280,50 @@ def test_contradictions_are_refused_by_name(chosen, world, message):
 def test_settings_say_what_they_mean():
     for field in dataclasses.fields(Settings):
         assert len(field.metadata["help"]) > 5, field.name
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"lr": float("inf")}, "lr is inf"),
+        ({"lr": float("nan")}, "lr is nan"),
+        ({"beta1": 1.0}, "beta1 is 1.0"),
+        ({"beta2": -1.0}, "beta2 is -1"),
+        ({"dropout": 2.0}, "dropout is 2"),
+        ({"seed": 2**64}, "seed is"),
+        ({"loss_scale_window": 0}, "loss_scale_window is 0"),
+        ({"initial_scale_power": 5000}, "initial_scale_power is 5000"),
+        ({"sub_group_size": 0}, "sub_group_size is 0"),
+        ({"threads": 100_000}, "threads is 100000"),
+        ({"freeze": ("(",)}, "no regular expression"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(chosen, message):
+    with pytest.raises(SettingsError, match=message):
+        resolve(chosen, 1)
+
+
+def test_settings_that_change_nothing_are_known():
+    idle = without_effect(Settings(precision="bf16", strategy="zero2"))
+    assert idle["loss_scale"] == "precision is bf16"
+    assert idle["fsdp_sharding_strategy"] == "strategy is zero2"
+    assert "reduce_bucket_size" not in idle
+    assert set(idle) <= {field.name for field in dataclasses.fields(Settings)}
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen", "message"),
+    [
+        ({"model_type": "t5"}, {}, "does not make a causal language model"),
+        ({"model_type": "no-such"}, {}, "no-such"),
+        ({"model_type": "opt", "layerdrop": 0.5}, {}, "layerdrop 0.5"),
+        ({"model_type": "gpt2", "n_positions": 16}, {}, "has 16 positions"),
+        ({"model_type": "llama", "vocab_size": 100}, {}, "bytes need 257"),
+        ("{", {}, "config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_by_name(tmp_path, config, chosen, message):
+    path = tmp_path / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    with pytest.raises(SettingsError, match=message):
+        build(Settings(model=str(path), **chosen))

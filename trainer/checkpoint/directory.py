@@ -6,10 +6,13 @@ does ``latest`` name it. A kill at any moment leaves the checkpoint before, and 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from trainer.errors import CheckpointError, SettingsError
 
@@ -49,12 +52,19 @@ def find(path: Path, tag: str | None) -> Path:
             f"{path} has no file 'latest', and is no checkpoint itself (tags in it: {tags})",
             "give --tag, or the checkpoint directory",
         )
-    name = tag or (path / LATEST).read_text().strip()
-    if not (path / name).is_dir():
+    name = tag or _latest(path)
+    if "/" in name or name in {"", ".", ".."} or not (path / name).is_dir():
         tags = ", ".join(tags_in(path)) or "none"
         said = "asked for" if tag else "named by 'latest'"
-        raise CheckpointError(f"{path} has no checkpoint {name}, {said}; it has: {tags}")
+        raise CheckpointError(f"{path} has no checkpoint {name!r}, {said}; it has: {tags}")
     return path / name
+
+
+def _latest(path: Path) -> str:
+    try:
+        return (path / LATEST).read_text().strip()[:255]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path / LATEST} cannot be read: {error}", "give --tag") from error
 
 
 def layout(checkpoint: Path) -> str:
@@ -86,6 +96,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, continues: Path | None, overwrite: bool, keep: int) -> None:
         self.path = path
         self._keep = keep
+        self._lock: IO[str] | None = None
         same_run = continues is not None and continues.parent.resolve() == path.resolve()
         self._stale = [] if same_run else tags_in(path)
         self._good = continues.name if same_run and continues else None
@@ -94,6 +105,30 @@ class RunDirectory:
                 f"{path} already holds {self._stale[-1]}",
                 f"go on with --resume {path}, choose another --save, or give --overwrite",
             )
+
+    def claim(self) -> None:
+        """Keep other runs out of the directory until ``close`` (rank 0).
+
+        Raises:
+            SettingsError: another run is writing there.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise SettingsError(
+                f"another run is writing to {self.path}", "wait for it, or choose another --save"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise  # where the file system has no locks, nothing is kept out
+
+    def close(self) -> None:
+        """Let other runs in."""
+        if self._lock:
+            self._lock.close()
 
     def prepare(self, step: int) -> Path:
         """Make an empty hidden directory for the checkpoint (rank 0)."""

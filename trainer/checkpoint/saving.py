@@ -17,9 +17,17 @@ from trainer.settings import ZERO, Settings
 
 
 def save(
-    run: RunDirectory, settings: Settings, ranks: Ranks, engine: Engine, progress: Progress
+    run: RunDirectory,
+    settings: Settings,
+    ranks: Ranks,
+    engine: Engine,
+    progress: Progress,
+    text: str,
 ) -> Path:
     """Write a checkpoint; it has its name when this returns, on every rank.
+
+    Args:
+        text: SHA-256 of the corpus.
 
     Raises:
         TrainingError: a rank could not write; the checkpoint before is still there.
@@ -33,7 +41,7 @@ def save(
         if ranks.first:
             configuration(settings).save_pretrained(partial)
             tokenizer.save(partial)
-            document = state.document(settings, progress, engine.scaler)
+            document = state.document(settings, progress, engine.scaler, text)
             files.write_json(partial / directory.STATE, document)
     with ranks.together("give the checkpoint its name"):
         if ranks.first:
@@ -62,3 +70,9 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Progress:
                 setattr(engine.scaler, name, value)
         return Progress(**document["progress"])
     return Progress(**(told or {}))
+
+
+def text_of(checkpoint: Path) -> str:
+    """SHA-256 of the corpus that a checkpoint's run draws from; empty when it does not tell."""
+    document = state.read(checkpoint)
+    return str((document or {}).get("text", ""))

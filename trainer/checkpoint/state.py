@@ -7,7 +7,8 @@
                ``updates`` (steps that changed the weights: the schedule's position),
                ``samples`` (drawn so far: the data position)
 ``scaler``     the loss scaler's fields
-``settings``   the resolved settings of the run
+``settings``   the resolved settings of the run, its paths absolute
+``text``       SHA-256 of the text that samples are drawn from
 =============  ==================================================================
 
 There is no state of random generators to save: the data order and dropout are functions of
@@ -32,6 +33,8 @@ OF_THE_CALL = frozenset(
 )
 """Settings that belong to one start of the trainer; a resumed run inherits all others."""
 
+FORMAT = 1
+
 
 @dataclasses.dataclass
 class Progress:
@@ -43,14 +46,19 @@ class Progress:
     samples: int = 0
 
 
-def document(settings: Settings, progress: Progress, scaler: LossScaler) -> dict[str, Any]:
+def document(
+    settings: Settings, progress: Progress, scaler: LossScaler, text: str
+) -> dict[str, Any]:
     """The content of the file."""
+    paths = {"data": settings.data, "model": settings.model}
+    found = {name: str(Path(p).resolve()) for name, p in paths.items() if p and Path(p).exists()}
     return {
-        "format": 1,
+        "format": FORMAT,
         "world_size": settings.nproc,
         "progress": dataclasses.asdict(progress),
         "scaler": dataclasses.asdict(scaler),
-        "settings": dataclasses.asdict(settings),
+        "settings": {**dataclasses.asdict(settings), **found},
+        "text": text,
     }
 
 
@@ -65,14 +73,30 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
         return None
     try:
         state = json.loads(path.read_text())
+        _check_types(state)
         Progress(**state["progress"])
         LossScaler(**state["scaler"])
-        dict(state["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}", "resume from another --tag"
         ) from error
     return dict(state)
+
+
+def _check_types(state: dict[str, Any]) -> None:
+    """Raise ValueError or KeyError for what is missing or of another type than its field's."""
+    if state["format"] != FORMAT:
+        raise ValueError(f"format {state['format']}, expected {FORMAT}")
+    counts = {**state["progress"], "world_size": state["world_size"]}
+    for name, value in counts.items():
+        if type(value) is not int:
+            raise ValueError(f"{name} is {value!r}, expected a whole number")
+    kinds: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float), "str": str}
+    for field in dataclasses.fields(Settings):
+        word, _, optional = str(field.type).partition(" | ")
+        value = state["settings"][field.name]
+        if not isinstance(value, kinds.get(word, list)) and not (optional and value is None):
+            raise ValueError(f"setting {field.name} is {value!r}, expected {field.type}")
 
 
 def inherited(resume: str, tag: str | None) -> dict[str, Any]:

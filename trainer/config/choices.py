@@ -36,9 +36,10 @@ class Choices:
         Raises:
             SettingsError: another source chose another value.
         """
-        known = self._stated.setdefault(field, Choice(value, origin))
-        if known.value != value:
-            raise contradiction(field, known, Choice(value, origin))
+        new = Choice(value, origin)
+        known = self._stated.setdefault(field, new)
+        if known is not new and known.value != value:
+            raise contradiction(field, known, new)
 
     def assume(self, field: str, value: Any, origin: str) -> None:
         """Take ``value`` unless somebody states one."""

@@ -76,18 +76,20 @@ class Zero3Engine(ZeroEngine):
         del gradient
         self._backward = True
         for other in self._layers:
-            if other is not unit and not other.trainable:
-                other.release()  # no gradient of its own tells that it is done
+            if other is not unit and other.frozen:
+                other.release()  # no gradient tells that its frozen parameters are done with
         unit.gather()
 
     def _gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
         del parameter
         self._arrived[unit] += 1
         if self._arrived[unit] == len(unit.trainable):
-            self._finish(unit)
+            self._reduce(unit)
+            if not unit.frozen and unit is not self._resident:
+                unit.release()
 
-    def _finish(self, unit: Unit) -> None:
-        """Reduce what gradients the unit has; keep only this rank's pieces."""
+    def _reduce(self, unit: Unit) -> None:
+        """Bring the gradients that the unit has to their owners."""
         gradients = [
             (member.name, member.parameter.grad)
             for member in unit.members
@@ -96,8 +98,6 @@ class Zero3Engine(ZeroEngine):
         self.reducer.add(gradients)
         for member in unit.members:
             member.parameter.grad = None
-        if unit is not self._resident:
-            unit.release()
 
     def microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
         """See Engine."""
@@ -108,7 +108,9 @@ class Zero3Engine(ZeroEngine):
     def _after_backward(self, *, last: bool) -> None:
         del last
         for unit in self.units:
-            self._finish(unit)  # those with parameters that the loss does not depend on
+            self._reduce(unit)  # those with parameters that the loss does not depend on
+            if unit is not self._resident:
+                unit.release()
         self._backward = False
 
     # The optimizer

@@ -8,12 +8,14 @@ only the additions happen at the owner instead of on the way.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.errors import TrainingError
 from trainer.ranks import Ranks
 from trainer.timer import Timer
 from trainer.zero.partition import Partition, Run
@@ -50,6 +52,7 @@ class Reducer:
         if not gradients:
             return
         with self._timer("reduce"), torch.no_grad():
+            self._agree([name for name, _ in gradients])
             by_owner: list[list[Run]] = [[] for _ in range(self._ranks.world)]
             flattened = {name: gradient.reshape(-1) for name, gradient in gradients}
             for name in flattened:
@@ -66,6 +69,24 @@ class Reducer:
         """Forget the sums."""
         for total in self.sums:
             total.zero_()
+
+    def _agree(self, names: list[str]) -> None:
+        """Let no rank add one parameter's gradients to another's.
+
+        Raises:
+            TrainingError: the ranks have not used the same layers in the same order.
+        """
+        digest = torch.tensor([zlib.crc32("\n".join(names).encode())], device=self._ranks.device)
+        every = digest.new_empty(self._ranks.world)
+        self._ranks.all_gather(every, digest)
+        if bool((every != digest).any()):
+            raise TrainingError(
+                f"the ranks' backward passes differ; here came {names[0]} and "
+                f"{len(names) - 1} more",
+                "every rank must use the same layers in the same order: switch off what skips "
+                "layers at random or by their input (layerdrop), or train on one rank",
+                one_rank=True,
+            )
 
     def _add_row(self, runs: list[Run], row: Tensor) -> None:
         begin = 0

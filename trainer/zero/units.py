@@ -58,6 +58,7 @@ class Unit:
             self.members.append(member)
             offset += member.piece
         self.trainable = [m.parameter for m in self.members if m.parameter.requires_grad]
+        self.frozen = [m.parameter for m in self.members if not m.parameter.requires_grad]
         self._numel = offset
         self._shard = home.slot(torch.cat(pieces))
         self.release()
