@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 from trainer.errors import CheckpointError, SettingsError
 
@@ -96,7 +96,7 @@ class RunDirectory:
     def __init__(self, path: Path, *, continues: Path | None, overwrite: bool, keep: int) -> None:
         self.path = path
         self._keep = keep
-        self._lock: IO[str] | None = None
+        self._lock: int | None = None
         same_run = continues is not None and continues.parent.resolve() == path.resolve()
         self._stale = [] if same_run else tags_in(path)
         self._good = continues.name if same_run and continues else None
@@ -113,7 +113,7 @@ class RunDirectory:
             SettingsError: another run is writing there.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        self._lock = os.open(self.path, os.O_RDONLY)  # the directory itself: no file is needed
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -122,13 +122,14 @@ class RunDirectory:
                 f"another run is writing to {self.path}", "wait for it, or choose another --save"
             ) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise  # where the file system has no locks, nothing is kept out
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
+                raise  # where the file system cannot lock a directory, nothing is kept out
 
     def close(self) -> None:
         """Let other runs in."""
-        if self._lock:
-            self._lock.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def prepare(self, step: int) -> Path:
         """Make an empty hidden directory for the checkpoint (rank 0)."""
