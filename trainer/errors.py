@@ -30,6 +30,11 @@ class TrainerError(Exception):
         return f"{self.problem}\n  -> {self.remedy}" if self.remedy else self.problem
 
 
+def first_line(error: Exception) -> str:
+    """The first line of somebody else's message, or the error's class when it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 class SettingsError(TrainerError):
     """The settings contradict each other or cannot be understood."""
 

@@ -43,7 +43,6 @@ class StepLog:
         self._file: IO[str] | None = None
         self._bar: Any = None
         self._begin = time.perf_counter()
-        self._losses: list[float] = []
         if ranks.first:
             self._file = _open(settings)
             on_terminal = settings.progress and sys.stderr.isatty()
@@ -60,7 +59,6 @@ class StepLog:
         peak = self._ranks.largest(peak_memory(self._ranks.device))
         # fsum does not depend on the order of its terms, so neither on the number of ranks.
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
-        self._losses.append(loss)
         line: dict[str, Any] = {
             "step": progress.step,
             "loss": loss,

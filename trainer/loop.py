@@ -35,13 +35,15 @@ def run(settings: Settings, ranks: Ranks) -> None:
     saves = RunDirectory(target, continues=source, overwrite=settings.overwrite, keep=settings.keep)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
     engine = engines.build(settings, ranks)
-    progress = saving.resume(source, settings, engine) if source else Progress()
+    progress, text = Progress(), ""
+    if source:
+        progress, text = saving.resume(source, settings, engine)
     with closing(saves), StepLog(settings, ranks, resumed_at=progress.step) as log:
         if progress.step >= settings.steps:
             log.say(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
             log.say("  -> give more --steps")
             return
-        if source and saving.text_of(source) not in {"", corpus.digest}:
+        if text not in {"", corpus.digest}:
             log.say(f"note: the text is not the one that {source} was trained on")
         if ends_before(settings):
             log.say(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import SettingsError
+from trainer.errors import SettingsError, first_line
 from trainer.settings import Settings
 from trainer.tokenizer import VOCABULARY
 
@@ -58,7 +58,7 @@ def build(settings: Settings, *, meta: bool = False) -> nn.Module:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"{settings.model} does not make a causal language model: {_first_line(error)}"
+            f"{settings.model} does not make a causal language model: {first_line(error)}"
         ) from error
     if settings.activation_checkpointing:
         # Renamed in transformers 5.
@@ -89,7 +89,7 @@ def configuration(settings: Settings) -> Any:
         try:
             config = AutoConfig.from_pretrained(settings.model)
         except (OSError, ValueError, KeyError) as error:
-            raise SettingsError(f"{settings.model}: {_first_line(error)}") from error
+            raise SettingsError(f"{settings.model}: {first_line(error)}") from error
     else:
         raise SettingsError(
             f"no model {settings.model!r}: not a path, and the built-in ones are {', '.join(TINY)}",
@@ -123,10 +123,6 @@ def _check(config: Any, settings: Settings) -> None:
                 f"{settings.model} has {name} {value}: every rank must run the same layers",
                 f"set {name} to 0 in its config.json",
             )
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _has_weights(model: str) -> bool:

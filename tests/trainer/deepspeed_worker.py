@@ -70,7 +70,7 @@ def look(ranks, **chosen):
     """What an engine holds right after it has resumed."""
     settings = resolve(chosen, ranks.world)
     engine = engines.build(settings, ranks)
-    told = saving.resume(Path(settings.resume) / settings.tag, settings, engine)
+    told, _ = saving.resume(Path(settings.resume) / settings.tag, settings, engine)
     state = {"parameters": {name: fp32(value) for name, value in engine.parameters()}}
     if settings.engine == "deepspeed":
         from tests.trainer import bare_deepspeed

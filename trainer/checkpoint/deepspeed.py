@@ -16,6 +16,7 @@ from torch import Tensor
 from trainer.checkpoint import files, foreign
 from trainer.optimizer import hyperparameters
 from trainer.schedule import learning_rate
+from trainer.settings import Settings
 from trainer.zero.partition import Partition
 from trainer.zero.shard import STATE
 from trainer.zero.state import ZeroState
@@ -49,7 +50,7 @@ def write(directory: Path, held: ZeroState, progress: dict[str, Any]) -> None:
     if stage:
         states = {
             "optimizer_state_dict": _optimizer_states(held, progress),
-            "ds_config": _ds_config(held),
+            "ds_config": basic_config(held.settings),
             "ds_version": WRITTEN_AS,
         }
         name = optimizer_file(held.settings.precision, rank)
@@ -87,7 +88,7 @@ def _model_states(held: ZeroState, progress: dict[str, Any]) -> dict[str, Any]:
         "dp_world_size": world,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": _ds_config(held),
+        "ds_config": basic_config(held.settings),
         "ds_version": WRITTEN_AS,
     }
 
@@ -219,9 +220,8 @@ def _whole(held: ZeroState, name: str, key: str) -> Tensor:
     return piece.view(shape)
 
 
-def _ds_config(held: ZeroState) -> dict[str, Any]:
-    """The run in DeepSpeed's words."""
-    settings = held.settings
+def basic_config(settings: Settings) -> dict[str, Any]:
+    """The run in DeepSpeed's words, as far as a reader of its checkpoint asks."""
     config: dict[str, Any] = {
         "train_batch_size": settings.global_batch,
         "train_micro_batch_size_per_gpu": settings.micro_batch,

@@ -46,15 +46,16 @@ def load(path: Path) -> Any:
             f"{path} is missing", "copy it from where the run was saved", one_rank=True
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}", one_rank=True) from error
+        raise unreadable(path, error) from error
 
 
-def _reason(error: Exception) -> str:
-    """The line of torch's message that tells what is wrong with the file."""
+def unreadable(path: Path | str, error: Exception) -> CheckpointError:
+    """What to raise for torch's error: the line of its message that tells what is wrong."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = [line for line in lines if "Unsupported" in line or "failed finding" in line]
-    return (telling or lines or [type(error).__name__])[0]
+    reason = (telling or lines or [type(error).__name__])[0]
+    return CheckpointError(f"{path} cannot be read: {reason}", one_rank=True)
 
 
 def write_text(path: Path, text: str) -> None:

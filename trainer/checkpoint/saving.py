@@ -49,8 +49,11 @@ def save(
     return run.path / directory.tag_of(progress.step)
 
 
-def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Progress:
+def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progress, str]:
     """Load a checkpoint into the engine.
+
+    Returns:
+        How far its run had come, and the SHA-256 of its corpus (empty when it does not tell).
 
     Raises:
         CheckpointError: it does not fit; the message says how.
@@ -68,11 +71,5 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> Progress:
         if settings.precision == "fp16" and engine.scaler.dynamic:
             for name, value in document["scaler"].items():
                 setattr(engine.scaler, name, value)
-        return Progress(**document["progress"])
-    return Progress(**(told or {}))
-
-
-def text_of(checkpoint: Path) -> str:
-    """SHA-256 of the corpus that a checkpoint's run draws from; empty when it does not tell."""
-    document = state.read(checkpoint)
-    return str((document or {}).get("text", ""))
+        return Progress(**document["progress"]), str(document.get("text", ""))
+    return Progress(**(told or {})), ""

@@ -25,7 +25,7 @@ from trainer.checkpoint import files, foreign
 from trainer.checkpoint.deepspeed import model_file, optimizer_file
 from trainer.engines.base import ModelState, Update
 from trainer.engines.deepspeed_config import ds_config
-from trainer.errors import CheckpointError, SettingsError, TrainingError
+from trainer.errors import CheckpointError, SettingsError, TrainingError, first_line
 from trainer.optimizer import hyperparameters, param_groups, trainable
 from trainer.ranks import Ranks
 from trainer.scaling import LossScaler, loss_scaler
@@ -356,7 +356,7 @@ def _check_disk_operation() -> None:
             raise RuntimeError("libaio is not installed")  # noqa: TRY301
         AsyncIOBuilder().load(verbose=False)
     except Exception as error:  # a compiler's failure has no type of its own
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = first_line(error)
         raise SettingsError(
             f"offload to nvme needs DeepSpeed's aio operation: {reason}",
             "install libaio (libaio-dev), ninja and a C++ compiler, or offload to cpu",
@@ -427,8 +427,7 @@ def _files() -> Any:
                 with torch.serialization.safe_globals(classes):
                     return torch.load(path, map_location=map_location, weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise CheckpointError(f"{path} cannot be read: {reason}", one_rank=True) from error
+                raise files.unreadable(path, error) from error
 
     return Files()
 

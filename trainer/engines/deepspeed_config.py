@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainer.checkpoint.deepspeed import basic_config
 from trainer.settings import Settings
 
 
@@ -14,10 +15,7 @@ def ds_config(settings: Settings, largest: int) -> dict[str, Any]:
         largest: elements of the largest parameter.
     """
     config: dict[str, Any] = {
-        "train_batch_size": settings.global_batch,
-        "train_micro_batch_size_per_gpu": settings.micro_batch,
-        "gradient_accumulation_steps": settings.accumulation,
-        "gradient_clipping": settings.clip,
+        **basic_config(settings),
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -32,10 +30,9 @@ def ds_config(settings: Settings, largest: int) -> dict[str, Any]:
     }
     if settings.schedule != "constant":
         config["scheduler"] = {"type": settings.schedule, "params": _schedule_params(settings)}
-    if settings.precision != "fp32":
-        config[settings.precision] = {"enabled": True}
-        if settings.grad_dtype != settings.precision:  # DeepSpeed's own choice is the precision
-            config["data_types"] = {"grad_accum_dtype": settings.grad_dtype}
+    # DeepSpeed's own choice is the precision.
+    if settings.precision not in {"fp32", settings.grad_dtype}:
+        config["data_types"] = {"grad_accum_dtype": settings.grad_dtype}
     if settings.precision == "fp16":
         config["fp16"] |= {
             "loss_scale": settings.loss_scale,

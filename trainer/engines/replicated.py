@@ -38,6 +38,8 @@ class FullGradientsEngine(ReplicatedEngine):
     rank's micro batches up (in the parameters' dtype) and reduces once, before the step.
     """
 
+    _largest_gradients = 0
+
     def _after_backward(self, *, last: bool) -> None:
         gradients = [(name, p.grad) for name, p in self.trainable.items() if p.grad is not None]
         self._largest_gradients = storage_bytes(gradient for _, gradient in gradients)

@@ -1,4 +1,4 @@
-"""What both generations of FSDP share: the microbatch, the step, the optimizer, the checkpoints.
+"""What both generations of FSDP share: the gradients, the optimizer, the checkpoints.
 
 Parameters, gradients and moments are fp32 shards; FSDP casts what it gathers. A generation decides
 how the model is wrapped, and how its parameters are seen whole and as shards.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,27 +19,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.checkpoint import fsdp as files
-from trainer.engines.base import ModelState, Update
+from trainer.engines.base import ModelState
 from trainer.engines.first_weights import FirstWeights
+from trainer.engines.native import NativeEngine
 from trainer.engines.units import units
 from trainer.errors import SettingsError
 from trainer.optimizer import ParamGroup, hyperparameters, param_groups, trainable
 from trainer.ranks import Ranks
-from trainer.scaling import loss_scaler
 from trainer.settings import Settings
 from trainer.tensors import storage_bytes
-from trainer.timer import Timer
 from trainer.zero.norm import norm
 
 
-class ShardedEngine(ABC):
+class ShardedEngine(NativeEngine):
     """A model that FSDP shards, and an AdamW over the shards."""
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
-        self.settings = settings
-        self.ranks = ranks
-        self.timer = Timer(synchronize=ranks.device.type == "cuda")
-        self.scaler = loss_scaler(settings)
+        super().__init__(settings, ranks)
         self.mesh = _mesh(settings, ranks)
         weights = FirstWeights(settings, ranks)
         self.names = [name for name, _ in weights.model.named_parameters()]
@@ -80,43 +76,40 @@ class ShardedEngine(ABC):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See Engine."""
 
-    # The Engine protocol
+    # The step
 
-    def microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
-        """See Engine.
+    def _after_backward(self, *, last: bool) -> None:
+        """FSDP has reduced every micro batch at once.
 
-        Every micro batch is reduced at once. To reduce only the last one (``no_sync``) would save
-        communication and keep whole gradients on every rank, which is what sharding is there to
-        avoid.
+        To reduce only the last one (``no_sync``) would save communication and keep whole gradients
+        on every rank, which is what sharding is there to avoid.
         """
-        del last
-        tokens = tokens.to(self.ranks.device)
-        with self.timer("forward"):
-            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        with self.timer("backward"):
-            (loss.float() * self.scaler.scale).backward()
-        return loss.detach().float()
 
-    def step(self, lr: float) -> Update:
-        """See Engine."""
-        with self.timer("step"), torch.no_grad():
-            gradients = self._gradients()
-            self._gradient_bytes = storage_bytes(gradients)
-            # FSDP has divided by the number of ranks.
-            divisor = self.scaler.scale * self.settings.accumulation
-            average = self._norm(gradients) / divisor
-            finite = math.isfinite(average)
-            if finite:
-                clip = self.settings.clip
-                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
-                for gradient in gradients:
-                    gradient.mul_(1.0 / (divisor * excess))
-                for group in self.optimizer.param_groups:
-                    group["lr"] = lr
-                self.optimizer.step()
-            self.discard()
-            self.scaler.update(overflow=not finite)
-        return Update(average, skipped=not finite)
+    @property
+    def _summed(self) -> int:
+        return self.settings.accumulation  # FSDP has divided by the number of ranks
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [self._shard(p.grad).view(-1) for p in self._updated() if p.grad is not None]
+        self._gradient_bytes = storage_bytes(gradients)
+        return gradients
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """The global norm of the gradients; of replicas, the first one is asked."""
+        if self.settings.fsdp_sharding_strategy == "NO_SHARD":
+            return norm(gradients, self._elements, across_ranks=False)
+        first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)
+        pieces = [gradient.to(self.ranks.device) for gradient in gradients if first_replica]
+        return norm(pieces, self._elements, across_ranks=True)
+
+    def _update(self, gradients: list[Tensor], scale: float, lr: float) -> None:
+        for gradient in gradients:
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    # The Engine protocol
 
     def discard(self) -> None:
         """See Engine."""
@@ -174,17 +167,6 @@ class ShardedEngine(ABC):
 
     def _updated(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _gradients(self) -> list[Tensor]:
-        return [self._shard(p.grad).view(-1) for p in self._updated() if p.grad is not None]
-
-    def _norm(self, gradients: list[Tensor]) -> float:
-        """The global norm of the gradients; of replicas, the first one is asked."""
-        if self.settings.fsdp_sharding_strategy == "NO_SHARD":
-            return norm(gradients, self._elements, across_ranks=False)
-        first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)
-        pieces = [gradient.to(self.ranks.device) for gradient in gradients if first_replica]
-        return norm(pieces, self._elements, across_ranks=True)
 
 
 def hybrid(settings: Settings) -> bool:

@@ -1,4 +1,4 @@
-"""What ddp and the ZeRO stages share: the microbatch, the step, and the state that is saved.
+"""What ddp and the ZeRO stages share: the optimizer shard, the sums, the state that is saved.
 
 A stage decides three things: where gradients go as the backward pass makes them
 (``_after_backward``), how the sums reach the optimizer (``_gradients``), and how new masters become
@@ -7,25 +7,23 @@ parameters (``_publish``, ``_published``).
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer import model
 from trainer.checkpoint import deepspeed, deepspeed_read
-from trainer.engines.base import ModelState, Update
+from trainer.engines.base import ModelState
+from trainer.engines.native import NativeEngine
 from trainer.optimizer import param_groups, trainable
 from trainer.ranks import Ranks
-from trainer.scaling import loss_scaler
 from trainer.settings import Settings
 from trainer.tensors import DTYPES, storage_bytes
-from trainer.timer import Timer
 from trainer.zero.norm import norm
 from trainer.zero.offload import Home
 from trainer.zero.partition import Partition, Shapes
@@ -33,16 +31,13 @@ from trainer.zero.reduce import Reducer
 from trainer.zero.shard import OptimizerShard
 
 
-class ZeroEngine(ABC):
+class ZeroEngine(NativeEngine):
     """A 16-bit (or fp32) model with fp32 masters and moments, each rank owning some of them."""
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
-        self.settings = settings
-        self.ranks = ranks
-        self.timer = Timer(synchronize=ranks.device.type == "cuda")
-        self.scaler = loss_scaler(settings)
+        super().__init__(settings, ranks)
         self.dtype = DTYPES[settings.precision]
-        self.model: nn.Module = model.build(settings).to(ranks.device)
+        self.model = model.build(settings).to(ranks.device)
         self.trainable = dict(trainable(self.model))
         shapes = {name: tuple(p.shape) for name, p in self.trainable.items()}
         self.groups = param_groups(shapes.items(), settings)
@@ -64,7 +59,6 @@ class ZeroEngine(ABC):
             self.timer,
             canonical=settings.reduction == "canonical",
         )
-        self._largest_gradients = 0
 
     # What a stage decides
 
@@ -82,10 +76,6 @@ class ZeroEngine(ABC):
         del groups, shapes
         return self.shard.partition
 
-    @abstractmethod
-    def _after_backward(self, *, last: bool) -> None:
-        """Bring this micro batch's gradients to their sums."""
-
     def _gradients(self) -> list[Tensor]:
         """The sums for this rank's flat tensors."""
         return self.reducer.sums
@@ -98,34 +88,21 @@ class ZeroEngine(ABC):
     def _published(self) -> None:
         """All of this rank's masters are published: let the ranks see each other's."""
 
+    # The step
+
+    @property
+    def _summed(self) -> int:
+        return self.settings.microbatches
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        partition = self.shard.partition
+        return norm(gradients, partition.numel, across_ranks=partition.world > 1)
+
+    def _update(self, gradients: list[Tensor], scale: float, lr: float) -> None:
+        self.shard.update(gradients, scale, lr, self._publish)
+        self._published()
+
     # The Engine protocol
-
-    def microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
-        """See Engine."""
-        with self.timer("forward"):
-            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-        with self.timer("backward"):
-            (loss.float() * self.scaler.scale).backward()
-            self._after_backward(last=last)
-        return loss.detach().float()
-
-    def step(self, lr: float) -> Update:
-        """See Engine."""
-        with self.timer("step"), torch.no_grad():
-            gradients = self._gradients()
-            divisor = self.scaler.scale * self.settings.microbatches
-            numel = self.shard.partition.numel
-            across = self.shard.partition.world > 1
-            average = norm(gradients, numel, across_ranks=across) / divisor
-            finite = math.isfinite(average)
-            if finite:
-                clip = self.settings.clip
-                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
-                self.shard.update(gradients, 1.0 / (divisor * excess), lr, self._publish)
-                self._published()
-            self.scaler.update(overflow=not finite)
-        self.discard()
-        return Update(average, skipped=not finite)
 
     def discard(self) -> None:
         """See Engine."""

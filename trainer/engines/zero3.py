@@ -99,12 +99,6 @@ class Zero3Engine(ZeroEngine):
         for member in unit.members:
             member.parameter.grad = None
 
-    def microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
-        """See Engine."""
-        self._backward = False
-        self._arrived.clear()
-        return super().microbatch(tokens, last=last)
-
     def _after_backward(self, *, last: bool) -> None:
         del last
         for unit in self.units:
@@ -112,6 +106,7 @@ class Zero3Engine(ZeroEngine):
             if unit is not self._resident:
                 unit.release()
         self._backward = False
+        self._arrived.clear()
 
     # The optimizer
 
@@ -121,8 +116,9 @@ class Zero3Engine(ZeroEngine):
     def _publish(self, index: int, master: Tensor) -> None:
         new = {
             run.name: master[run.offset : run.offset + run.numel]
-            for run in self.shard.partition.of_rank(self.ranks.rank)
-            if run.flat == index
+            for name in self.shard.partition.flats[index].names
+            for run in self.shard.partition.runs[name]
+            if run.rank == self.ranks.rank
         }
         for unit in self.units:
             unit.update(new)

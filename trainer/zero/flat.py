@@ -36,7 +36,6 @@ class FlatParameters:
             parameter = parameters[name]
             count = math.prod(parameter.shape)
             if not count:
-                parameter.data = parameter.data.to(device, dtype)
                 continue
             first = runs[0]
             begin = first.rank * partition.flats[first.flat].numel + first.offset

@@ -26,6 +26,11 @@ class FlatState:
     step: Tensor
     """0-d float32: updates done."""
 
+    @property
+    def slots(self) -> tuple[Slot, Slot, Slot]:
+        """Master, exp_avg, exp_avg_sq."""
+        return self.master, self.exp_avg, self.exp_avg_sq
+
 
 class OptimizerShard:
     """The optimizer state of the flat tensors that rank ``rank`` of ``partition`` owns.
@@ -78,24 +83,16 @@ class OptimizerShard:
             publish: gets the index and the new master of each flat tensor, valid for the call.
         """
         for index, (flat, state) in enumerate(zip(self.partition.flats, self.states, strict=True)):
-            master, first, second = state.master.get(), state.exp_avg.get(), state.exp_avg_sq.get()
+            master, first, second = values = [slot.get() for slot in state.slots]
             gradient = gradients[index].to(master.device, torch.float32).mul_(scale)
             decay = self._groups[flat.group].weight_decay
             group = hyperparameters(self._settings, decay, lr)
             adamw(master, gradient, (first, second), state.step, group)
-            for slot, value in zip(
-                (state.master, state.exp_avg, state.exp_avg_sq),
-                (master, first, second),
-                strict=True,
-            ):
+            for slot, value in zip(state.slots, values, strict=True):
                 slot.put(value)
             publish(index, master)
 
     @property
     def resident(self) -> int:
         """Bytes in memory between steps."""
-        return sum(
-            slot.resident
-            for state in self.states
-            for slot in (state.master, state.exp_avg, state.exp_avg_sq)
-        )
+        return sum(slot.resident for state in self.states for slot in state.slots)

@@ -89,11 +89,13 @@ class Unit:
 
     def update(self, masters: dict[str, Tensor]) -> None:
         """Take new values of this rank's pieces (without padding), by name; others stay."""
+        changed = [member for member in self.members if member.name in masters]
+        if not changed:
+            return
         shard = self._shard.get()
-        for member in self.members:
-            if member.name in masters:
-                new = masters[member.name]
-                shard[member.offset : member.offset + new.numel()].copy_(new)
+        for member in changed:
+            new = masters[member.name]
+            shard[member.offset : member.offset + new.numel()].copy_(new)
         self._shard.put(shard)
 
     def piece(self, member: Member) -> Tensor:
