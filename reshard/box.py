@@ -6,12 +6,16 @@ row-major flattened tensor, the shape in which flat partitions (ZeRO, FSDP flat 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 Index = tuple[int, ...]
+
+_MAX_DIMS = 64  # torch's own limit
+_MAX_NUMEL = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,19 @@ class Box:
             o >= 0 and s >= 0 and o + s <= n
             for o, s, n in zip(self.origin, self.shape, shape, strict=True)
         )
+
+
+def as_index(numbers: Iterable[Any], dims: int | None = None) -> Index:
+    """A shape, origin or extent from a file, held to what a tensor can have.
+
+    Raises:
+        ValueError: no integers from zero on, more dims than torch has, or not ``dims`` of them.
+    """
+    index = tuple(numbers)
+    sane = len(index) <= _MAX_DIMS and all(type(n) is int and 0 <= n < _MAX_NUMEL for n in index)
+    if not sane or prod(index) >= _MAX_NUMEL or (dims is not None and len(index) != dims):
+        raise ValueError(f"{index!s:.60} is no shape or place in a tensor")
+    return index
 
 
 def whole(shape: Sequence[int]) -> Box:

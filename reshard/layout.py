@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
 
-from reshard.box import Index, flat_span, row_major, run_boxes
+from reshard.box import Box, Index, flat_span, row_major, run_boxes
 from reshard.dtypes import DType
 from reshard.manifest import Chunk
 
@@ -29,3 +33,107 @@ def equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
     """
     step = -(-numel // ranks)
     return min(rank * step, numel), min((rank + 1) * step, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor's place in a flat tensor, in elements."""
+
+    fqn: str
+    shape: Index
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + prod(self.shape)
+
+
+def flat_chunks(
+    members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]
+) -> dict[str, list[Chunk]]:
+    """The chunks of every member of a flat tensor that is stored in pieces.
+
+    Args:
+        members: in flat order, without overlap; what lies between them is padding.
+        pieces: the flat element at which a piece begins, and the piece, 1-d and contiguous.
+    """
+    found: dict[str, list[Chunk]] = {member.fqn: [] for member in members}
+    reaches = list(accumulate((member.stop for member in members), max))
+    for low, piece in pieces:
+        high = low + piece.box.volume
+        for member in members[bisect_right(reaches, low) :]:
+            if member.start >= high:
+                break
+            start, stop = max(member.start, low), min(member.stop, high)
+            offset = piece.byte_offset + (start - low) * piece.dtype.itemsize
+            found[member.fqn] += run_chunks(
+                piece.file,
+                offset,
+                piece.dtype,
+                member.shape,
+                start - member.start,
+                stop - member.start,
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A tensor dim that is cut along a mesh axis, into pieces of ``ceil(extent / size)``.
+
+    ``split_factor`` above 1: the axis cuts what that many ranks of later axes have cut before
+    (torch's ``_StridedShard``).
+    """
+
+    dim: int
+    split_factor: int = 1
+
+
+def mesh_box(
+    shape: Sequence[int],
+    cuts: Sequence[Cut | None],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+    order: dict[int, Sequence[int]] | None = None,
+) -> Box | None:
+    """The block of a tensor that one rank of a device mesh holds.
+
+    Args:
+        cuts: a mesh axis each; None where the axis replicates.
+        sizes: of the mesh axes.
+        coordinate: of the rank, on every axis.
+        order: tensor dim -> mesh axes in the order in which they cut it, where it is not left to
+            right.
+
+    Returns:
+        None where no order of the axes has the given split factors.
+    """
+    origin, extent = [0] * len(shape), list(shape)
+    for dim in range(len(shape)):
+        axes = (order or {}).get(dim) or _cutting_order(dim, cuts, sizes)
+        if axes is None:
+            return None
+        for axis in axes:
+            start, stop = equal_piece(extent[dim], sizes[axis], coordinate[axis])
+            origin[dim] += start
+            extent[dim] = stop - start
+    return Box(tuple(origin), tuple(extent))
+
+
+def _cutting_order(dim: int, cuts: Sequence[Cut | None], sizes: Sequence[int]) -> list[int] | None:
+    """The mesh axes that cut a tensor dim, first cut first.
+
+    An axis stands after those later axes whose sizes multiply to its split factor (torch 2.13
+    ``distributed/tensor/_dtensor_spec.py``, ``_maybe_convert_StridedShard_to_shard_order``).
+    """
+    order: list[int] = []
+    for axis in reversed(range(len(cuts))):
+        cut = cuts[axis]
+        if cut is None or cut.dim != dim:
+            continue
+        products = list(accumulate((sizes[a] for a in order), lambda a, b: a * b, initial=1))
+        if cut.split_factor not in products:
+            return None
+        order.insert(products.index(cut.split_factor), axis)
+    return order

@@ -150,6 +150,7 @@ class Manifest:
     absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
+    ordered: bool = True  # whether the weights stand in the model's order
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         """The entries of the given kinds, in manifest order."""

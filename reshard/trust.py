@@ -32,6 +32,11 @@ _RUNS_CODE_NAMES = frozenset(
     """.split()
 )
 
+# Protocol 2 names a nested class as getattr(outer, "Inner").
+NESTED_CLASSES = frozenset(
+    ("torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState",)
+)
+
 _EXPECTED = re.compile(
     r"""
     torch\.(\w*Storage|Size|Tensor|device|dtype|layout|storage\.\w+Storage)
@@ -42,6 +47,7 @@ _EXPECTED = re.compile(
     | torch\.serialization\._get_layout
     | torch\.torch_version\.TorchVersion
     | torch\.distributed\.([\w.]+\.)?_?[A-Z]\w*
+    | torch\.distributed\.remote_device\._remote_device
     | collections\.(OrderedDict|defaultdict|Counter|deque)
     | builtins\.(set|frozenset|list|dict|tuple|bytearray|bytes|complex|slice|range)
     | builtins\.(int|float|str|bool|object)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from math import prod
 
 import numpy as np
 
 from reshard import dtypes
-from reshard.box import flat_span
-from reshard.layout import equal_piece, run_chunks
+from reshard.box import Box, flat_span, whole
+from reshard.dtypes import FLOAT32
+from reshard.layout import Cut, Member, equal_piece, flat_chunks, mesh_box, run_chunks
+from reshard.manifest import contiguous
 
 
 def test_run_chunks_point_at_the_run_stored_contiguously():
@@ -71,3 +74,61 @@ def test_equal_pieces_are_those_of_torch_chunk():
                 stop - start for start, stop in (equal_piece(numel, ranks, r) for r in range(ranks))
             ]
             assert ours == sizes + [0] * (ranks - len(sizes))
+
+
+def cases_on_meshes():
+    """Shapes, placements and meshes: plain, strided and replicated, uneven and empty."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    yield (7, 13), (2, 2), (Shard(0), Shard(1))
+    yield (7, 13), (2, 2), (Shard(0), Shard(0))
+    yield (10,), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))
+    yield (3, 5), (4,), (Shard(0),)
+    yield (3, 5), (2, 3), (Replicate(), Shard(1))
+    yield (16, 4), (2, 2, 2), (_StridedShard(0, split_factor=2), Replicate(), Shard(0))
+    yield (11, 4), (2, 3), (_StridedShard(0, split_factor=3), Shard(0))
+    yield (
+        (24,),
+        (4, 3, 2),
+        (
+            _StridedShard(0, split_factor=2),
+            _StridedShard(0, split_factor=2),
+            Shard(0),
+        ),
+    )
+
+
+def test_mesh_boxes_are_torchs():
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    for shape, sizes, placements in cases_on_meshes():
+        cuts = [
+            None if isinstance(p, Replicate) else Cut(p.dim, getattr(p, "split_factor", 1))
+            for p in placements
+        ]
+        for coordinate in product(*map(range, sizes)):
+            wanted = _compute_local_shape_and_global_offset(
+                shape, sizes, coordinate.__getitem__, placements
+            )
+            box = mesh_box(shape, cuts, sizes, coordinate)
+            assert box.shape == wanted[0], (shape, sizes, placements, coordinate)
+            if box.volume:
+                assert box.origin == wanted[1], (shape, sizes, placements, coordinate)
+
+
+def test_split_factors_of_no_order_are_refused():
+    assert mesh_box((12,), [Cut(0, 5), Cut(0)], (2, 2), (0, 0)) is None
+
+
+def test_flat_chunks_leave_padding_out():
+    members = [Member("a", (2, 3), 0), Member("b", (4,), 8), Member("c", (), 12)]
+    pieces = [(0, contiguous("f0", 100, FLOAT32, whole((7,)), (7,)))]
+    pieces += [(7, contiguous("f1", 0, FLOAT32, whole((9,)), (9,)))]
+    found = flat_chunks(members, pieces)
+    assert [(c.box, c.file, c.byte_offset) for c in found["b"]] == [
+        (Box((0,), (4,)), "f1", 4),
+    ]
+    assert [(c.box, c.byte_offset) for c in found["a"]] == [(whole((2, 3)), 100)]
+    assert [c.byte_offset for c in found["c"]] == [20]

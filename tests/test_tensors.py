@@ -12,7 +12,7 @@ import reshard
 from reshard import dtypes
 from reshard.box import Box, whole
 from reshard.errors import UsageError
-from reshard.files import SourceFiles
+from reshard.files import Section, SourceFiles
 from reshard.formats import torch_file
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, contiguous, keyed
 from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
@@ -159,7 +159,7 @@ def test_opening_reads_headers_only(tmp_path):
     path = tmp_path / "big.pt"
     torch.save({"w": torch.zeros(1 << 20), "v": torch.ones(1 << 20)}, path)
     pool = CountingFiles()
-    file = torch_file._read_zip(str(path), path.stat().st_size, pool, {})
+    file = torch_file.read_archive(Section(pool, str(path), 0, path.stat().st_size))
     assert set(file.root) == {"w", "v"}
     assert pool.nbytes < 100_000
 

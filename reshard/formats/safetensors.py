@@ -19,7 +19,7 @@ from reshard import dtypes
 from reshard.box import Index, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import SourceFiles, size_of
+from reshard.files import Section, SourceFiles, size_of
 from reshard.manifest import Chunk, Entry, SourceFile, contiguous
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
@@ -43,21 +43,22 @@ def read(path: str | Path) -> SafetensorsFile:
     Raises:
         CorruptError: the header is not JSON, or claims other bytes than the file has.
     """
-    path = str(path)
-    size = size_of(path)
     with SourceFiles() as files:
-        length = struct.unpack("<Q", files.read(path, 0, 8))[0] if size >= 8 else size + 1
-        if length > min(size - 8, _MAX_HEADER):
-            raise CorruptError(
-                path, f"its header claims {length} bytes, the file has {size}", _DAMAGED
-            )
-        raw = files.read(path, 8, length)
-    header = _parse(path, raw)
+        return read_section(Section(files, str(path), 0, size_of(path)))
+
+
+def read_section(section: Section) -> SafetensorsFile:
+    """Read one header that may lie inside a larger file, up to its end; errors as in `read`."""
+    path, size = section.path, section.nbytes
+    length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
+    if length > min(size - 8, _MAX_HEADER):
+        raise CorruptError(path, f"its header claims {length} bytes, the file has {size}", _DAMAGED)
+    header = _parse(path, section.read(8, length))
     metadata = header.pop("__metadata__", {})
-    start = 8 + length
+    start, stop = section.start + 8 + length, section.start + size
     tensors = {name: _chunk(path, name, start, value) for name, value in header.items()}
-    _check_tiling(path, tensors, start, size)
-    return SafetensorsFile(SourceFile(path, size), tensors, metadata)
+    _check_tiling(path, tensors, start, stop)
+    return SafetensorsFile(SourceFile(path, stop), tensors, metadata)
 
 
 def _parse(path: str, raw: bytes) -> dict[str, Any]:

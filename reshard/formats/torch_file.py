@@ -21,13 +21,15 @@ from reshard import dtypes
 from reshard.box import Index, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.files import SourceFiles, size_of
+from reshard.files import Section, SourceFiles, size_of
 from reshard.formats.zip_directory import Member, read_directory
 from reshard.manifest import Chunk, Record, SourceFile
 from reshard.unpickle import Builder, Call, Global, Unpickled, loads
 
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_ZIP = b"PK\x03\x04"
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
@@ -93,22 +95,39 @@ class TorchFile:
 
     def number(self, tensor: Tensor) -> float | int:
         """The value of a one-element tensor (a step counter): the only data a reader reads."""
-        size = tensor.dtype.itemsize
-        start = tensor.storage.byte_offset + tensor.offset * size
         with SourceFiles() as files:
-            raw = files.read(self.path, start, size)
-        layout = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-        if tensor.numel != 1 or tensor.dtype.name not in layout:
-            raise UnsupportedError(self.path, f"a counter of dtype {tensor.dtype} {tensor.shape}")
-        value: float | int = struct.unpack(layout[tensor.dtype.name], raw)[0]
-        return value
+            return number_at(files, self.chunk(tensor))
+
+
+_NUMBERS = {
+    "float32": "<f",
+    "float64": "<d",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "uint8": "<B",
+    "bool": "<?",
+}
+
+
+def number_at(files: SourceFiles, chunk: Chunk) -> float | int:
+    """The value of a one-element chunk.
+
+    Raises:
+        UnsupportedError: it has more elements, or a dtype that no counter has.
+    """
+    if chunk.box.volume != 1 or chunk.dtype.name not in _NUMBERS:
+        raise UnsupportedError(chunk.file, f"a counter of dtype {chunk.dtype} {chunk.box.shape}")
+    raw = files.read(chunk.file, chunk.byte_offset, chunk.dtype.itemsize)
+    value: float | int = struct.unpack(_NUMBERS[chunk.dtype.name], raw)[0]
+    return value
 
 
 def is_torch_file(path: Path) -> bool:
     """Whether the first bytes are those of ``torch.save`` (zip, or the old stream's magic)."""
     with path.open("rb") as file:
         head = file.read(16)
-    return head.startswith((b"PK\x03\x04", _legacy_head()))
+    return head.startswith((_ZIP, _legacy_head()))
 
 
 def _legacy_head() -> bytes:
@@ -128,8 +147,8 @@ def read(path: str | Path, *, builders: Mapping[str, Builder] | None = None) -> 
     size = size_of(path)
     with SourceFiles() as files:
         head = files.read(path, 0, min(size, 16))
-        if head.startswith(b"PK\x03\x04"):
-            return _read_zip(path, size, files, builders or {})
+        if head.startswith(_ZIP):
+            return read_archive(Section(files, path, 0, size), builders=builders)
         if head.startswith(_legacy_head()):
             return _read_legacy(path, size, files, builders or {})
     raise CorruptError(
@@ -227,11 +246,15 @@ def _first(value: Any, *_rest: Any) -> Any:
     return value
 
 
-def _rebuild_typed(function: Global, _type: Any, args: tuple[Any, ...], _state: Any) -> Any:
+def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor, or a `Call` of its class where that is a wrapper (ShardedTensor, DTensor)."""
     if function.name.startswith("torch._tensor."):
         raise ValueError("a rebuild of a rebuild")
     builder = TORCH_BUILDERS.get(function.name)
-    return builder(*args) if builder else Call(function.name, args)
+    if builder:
+        return builder(*args)
+    wrapper = function.name == _WRAPPER and isinstance(kind, Global)
+    return Call(kind.name if wrapper else function.name, args, state)
 
 
 TORCH_BUILDERS: dict[str, Builder] = {
@@ -245,32 +268,36 @@ TORCH_BUILDERS: dict[str, Builder] = {
 }
 
 
-def _read_zip(
-    path: str, size: int, files: SourceFiles, builders: Mapping[str, Builder]
-) -> TorchFile:
-    members = read_directory(path, size, files)
+def read_archive(archive: Section, *, builders: Mapping[str, Builder] | None = None) -> TorchFile:
+    """Read the structure of one zip archive, which may lie inside a larger file.
+
+    Storages' offsets count from the start of that file. Errors as in `read`.
+    """
+    path = archive.path
+    members = read_directory(archive)
     pickles = [name for name in members if name.rsplit("/", 1)[-1] == "data.pkl"]
     if len(pickles) != 1:
         raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl, expected one")
     root = pickles[0].removesuffix("data.pkl")
     checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
     if members.get(f"{root}byteorder"):
-        order = members[f"{root}byteorder"].read(path, files, checked=checked)
+        order = members[f"{root}byteorder"].read(archive, checked=checked)
         if order != b"little":
             raise UnsupportedError(path, f"holds {order!r}-endian tensors")
     if members[pickles[0]].nbytes > _MAX_PICKLE:
         raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
-    data = members[pickles[0]].read(path, files, checked=checked)
+    data = members[pickles[0]].read(archive, checked=checked)
     storages = _Storages(path)
-    done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
-    file = TorchFile(path, size, done.value, done.globals)
+    table = {**TORCH_BUILDERS, **(builders or {})}
+    done = loads(data, where=path, builders=table, persistent=storages)
+    file = TorchFile(path, archive.nbytes, done.value, done.globals)
     for key, storage in storages.by_key.items():
-        _place(file, storage, members.get(f"{root}data/{key}"), files, checked=checked)
+        _place(file, storage, members.get(f"{root}data/{key}"), archive, checked=checked)
     return file
 
 
 def _place(
-    file: TorchFile, storage: Storage, member: Member | None, files: SourceFiles, *, checked: bool
+    file: TorchFile, storage: Storage, member: Member | None, archive: Section, *, checked: bool
 ) -> None:
     """Where a storage lies, and with which CRC."""
     key = storage.key
@@ -281,7 +308,7 @@ def _place(
             + (f"{member.nbytes} in the archive" if member else "absent from the archive"),
             "the file is damaged or was repacked: fetch it again",
         )
-    storage.byte_offset = member.data_offset(file.path, files)
+    storage.byte_offset = archive.start + member.data_offset(archive)
     crc = member.crc32 if checked else None
     file.records[key] = Record(storage.byte_offset, storage.nbytes, crc, member.name)
 

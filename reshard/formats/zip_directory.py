@@ -1,7 +1,7 @@
 """The central directory of a zip archive with stored members, read strictly.
 
 ``zipfile`` neither says where a member's data begins nor refuses members that overlap, and takes
-ten times as long on archives of many thousand members.
+ten times as long on archives of many thousand members. Offsets count from the archive's start.
 
 Source: PKWARE APPNOTE.TXT 6.3.10, sections 4.3 (layout) and 4.5.3 (zip64 sizes).
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from reshard.checksum import crc32
 from reshard.errors import CorruptError
-from reshard.files import SourceFiles
+from reshard.files import Section
 
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -36,85 +36,98 @@ class Member:
     header_offset: int
     limit: int
 
-    def data_offset(self, path: str, files: SourceFiles) -> int:
+    def data_offset(self, archive: Section) -> int:
         """Byte at which the data begins: the local header's own lengths decide.
 
         Raises:
             CorruptError: no local header there, or the data would run into the next member.
         """
-        head = files.read(path, self.header_offset, min(_LOCAL.size, self.limit))
+        head = archive.read(self.header_offset, min(_LOCAL.size, self.limit))
         if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
-            raise CorruptError(path, f"no member {self.name!r} at {self.header_offset}", _DAMAGED)
+            raise CorruptError(
+                archive.path, f"no member {self.name!r} at {self.header_offset}", _DAMAGED
+            )
         name_size, extra_size = struct.unpack_from("<2H", head, 26)
         start = self.header_offset + _LOCAL.size + name_size + extra_size
         if start + self.nbytes > self.limit:
             raise CorruptError(
-                path,
+                archive.path,
                 f"member {self.name!r} claims bytes {start} to {start + self.nbytes},"
                 f" its place ends at {self.limit}",
                 _DAMAGED,
             )
         return int(start)
 
-    def read(self, path: str, files: SourceFiles, *, checked: bool) -> bytes:
+    def read(self, archive: Section, *, checked: bool) -> bytes:
         """The member's bytes, compared with its CRC when ``checked``."""
-        data = files.read(path, self.data_offset(path, files), self.nbytes)
+        data = archive.read(self.data_offset(archive), self.nbytes)
         if checked and crc32(data) != self.crc32:
             raise CorruptError(
-                path, f"member {self.name!r} does not match its stored CRC-32", _DAMAGED
+                archive.path, f"member {self.name!r} does not match its stored CRC-32", _DAMAGED
             )
         return data
 
 
-def read_directory(path: str, size: int, files: SourceFiles) -> dict[str, Member]:
+def read_directory(archive: Section) -> dict[str, Member]:
     """Every member by name.
 
     Raises:
         CorruptError: no directory, compressed or overlapping members, offsets past the end.
     """
-    start, listed = _listed(path, size, files)
+    start, listed = _listed(archive)
     raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
     members: dict[str, Member] = {}
     limits = [item[3] for item in raw[1:]] + [start]
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
         if name in members or offset > start or offset == limit:
-            raise CorruptError(path, f"zip member {name!r} stands twice or overlaps another")
+            raise CorruptError(
+                archive.path, f"zip member {name!r} stands twice or overlaps another"
+            )
         members[name] = Member(name, member_size, crc, offset, limit)
     return members
 
 
-def central_offsets(path: str, size: int, files: SourceFiles) -> list[tuple[str, int]]:
+def central_offsets(archive: Section) -> list[tuple[str, int]]:
     """(member name, byte of its entry in the central directory); errors as `read_directory`."""
-    start, listed = _listed(path, size, files)
+    start, listed = _listed(archive)
     return [(entry[0], start + entry[4]) for entry in listed]
 
 
-def _listed(
-    path: str, size: int, files: SourceFiles
-) -> tuple[int, list[tuple[str, int, int, int, int]]]:
+def _listed(archive: Section) -> tuple[int, list[tuple[str, int, int, int, int]]]:
     """The directory's own offset, and its entries."""
-    count, nbytes, start = _locate(path, size, files)
-    if start + nbytes > size or nbytes > _MAX_DIRECTORY:
+    count, nbytes, start = _locate(archive)
+    if start + nbytes > archive.nbytes or nbytes > _MAX_DIRECTORY:
         raise CorruptError(
-            path, f"its zip directory claims bytes {start} to {start + nbytes} of {size}", _DAMAGED
+            archive.path,
+            f"its zip directory claims bytes {start} to {start + nbytes} of {archive.nbytes}",
+            _DAMAGED,
         )
-    return start, list(_entries(path, files.read(path, start, nbytes), count))
+    return start, list(_entries(archive.path, archive.read(start, nbytes), count))
 
 
-def _locate(path: str, size: int, files: SourceFiles) -> tuple[int, int, int]:
+def _tail(archive: Section) -> tuple[bytes, int]:
+    """The archive's last bytes, and where in them the end record begins; torch has no comment."""
+    for comment in (0, _MAX_COMMENT):
+        nbytes = min(archive.nbytes, _END.size + comment + _LOCATOR64.size)
+        tail = archive.read(archive.nbytes - nbytes, nbytes)
+        at = tail.rfind(b"PK\x05\x06")
+        if 0 <= at <= len(tail) - _END.size:
+            return tail, at
+    raise CorruptError(
+        archive.path, f"no zip directory at the end of its {archive.nbytes} bytes", _DAMAGED
+    )
+
+
+def _locate(archive: Section) -> tuple[int, int, int]:
     """Number of members, directory size and directory offset."""
-    tail_size = min(size, _END.size + _MAX_COMMENT + _LOCATOR64.size)
-    tail = files.read(path, size - tail_size, tail_size)
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0 or at + _END.size > len(tail):
-        raise CorruptError(path, f"no zip directory at the end of its {size} bytes", _DAMAGED)
+    path, (tail, at) = archive.path, _tail(archive)
     _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     locator = at - _LOCATOR64.size
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
         _, _, end64, _ = _LOCATOR64.unpack_from(tail, locator)
-        if end64 + _END64.size > size:
+        if end64 + _END64.size > archive.nbytes:
             raise CorruptError(path, "its zip64 directory lies past the end", _DAMAGED)
-        fields = _END64.unpack(files.read(path, end64, _END64.size))
+        fields = _END64.unpack(archive.read(end64, _END64.size))
         if fields[0] != b"PK\x06\x06":
             raise CorruptError(path, "its zip64 directory is missing", _DAMAGED)
         count, nbytes, start = fields[7], fields[8], fields[9]

@@ -1,0 +1,76 @@
+"""Plain values from a checkpoint: what prints, and what is a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.formats.state_dict.tree import Local, Logical
+from reshard.formats.torch_file import Tensor
+from reshard.unpickle import Call, Global
+
+_MAX_DEPTH = 100
+_MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
+
+
+def plain(value: Any) -> Any:
+    """A value that prints and serialises as JSON; what is neither is described, not lost."""
+    return _Plain().of(value)
+
+
+class _Plain:
+    """Converts one value; beyond a number of parts they are no more than counted."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+        self._inside: set[int] = set()  # what is being converted: it may refer to itself
+
+    def of(self, value: Any) -> Any:
+        """The value, or a short description where it is too large, too deep or within itself."""
+        self._parts += 1
+        if not isinstance(value, (Call, dict, list, tuple, set, frozenset)):
+            return _scalar(value)
+        if self._parts > _MAX_PARTS or len(self._inside) > _MAX_DEPTH or id(value) in self._inside:
+            return _named(value)
+        self._inside.add(id(value))
+        try:
+            return self._container(value)
+        finally:
+            self._inside.discard(id(value))
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, Call):
+            return self._call(value)
+        if isinstance(value, dict):
+            return {str(key): self.of(item) for key, item in value.items()}
+        items = [self.of(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+
+    def _call(self, value: Call) -> dict[str, Any]:
+        shown: dict[str, Any] = {"class": value.name}
+        for key, part in (
+            ("args", value.args),
+            ("state", value.state),
+            ("items", value.items),
+            ("elements", value.elements),
+        ):
+            if part:
+                shown[key] = self.of(part)
+        return shown
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Global):
+        return value.name
+    if isinstance(value, (Tensor, Logical)):
+        return {"tensor": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, Local):
+        first = next(iter(value.pieces.values()))
+        return {"tensor": str(first.dtype), "shape": list(first.box.shape)}
+    return {"bytes": len(value)} if isinstance(value, bytes) else value
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """What stands for a part that is not shown."""
+    if isinstance(value, Call):
+        return {"class": value.name}
+    return {type(value).__name__: len(value)}
