@@ -1,103 +1,234 @@
-"""Lay out a ``torch.save`` zip of a state dict before its tensors are read.
+"""Lay out a file of ``torch.save`` before its tensors are read, without torch.
 
-torch writes the pickle and an archive of the right size from fake tensors; everything outside
-the storages is literal. The CRCs, which torch leaves 0 when it skips the data, are filled in:
-those of literal members here, those of storages by the executor.
+The bytes are those that torch writes for the same object to a stream, with one exception: the
+40 digits of ``.data/serialization_id`` (and its CRC). torch's are hashes of the members' names and
+of their CRCs, in the order of a hash table, and we do not know the CRCs before the data. Ours are
+a hash of the pickle and of every storage's size and, where it is known, content. Nothing that
+we know of compares them: `torch.load` logs them.
 
-Source: torch 2.13 ``torch/serialization.py`` (``skip_data(materialize_fake_tensors=True)``),
-``caffe2/serialize/inline_container.cc``; data descriptors: PKWARE APPNOTE.TXT 4.3.9.
+Sources: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
+(``_reduce_ex_internal``), ``caffe2/serialize/inline_container.cc`` (``writeSerializationId``).
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from reshard.checksum import crc32
+from reshard.box import Box, Index, row_major, whole
 from reshard.dtypes import DType
-from reshard.files import SourceFiles
-from reshard.formats import torch_file, zip_directory
-from reshard.manifest import Entry, OutputFile, Skeleton, StoredChecksum
+from reshard.errors import UnsupportedError
+from reshard.formats.zip_writer import ALIGNMENT, ZipLayout
+from reshard.manifest import Entry, Key, Skeleton, contiguous
+from reshard.pickler import Pickler
+from reshard.unpickle import Builder, Call, Global
 
 _ARCHIVE = "archive"  # the member prefix; torch takes the file's stem, which must not leak a path
-_DESCRIPTOR = b"PK\x07\x08"
-_CENTRAL_CRC = 16  # byte of the CRC in a central directory entry
+_TYPED = "torch._tensor._rebuild_from_type_v2"
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+
+# For `torch_file.read`: what it would make plain stays a `Call`, and is written as it was.
+AS_WRITTEN: dict[str, Builder] = {
+    name: partial(lambda name, *args: Call(name, args), name)
+    for name in """
+        collections.OrderedDict collections.defaultdict collections.Counter collections.deque
+        torch.Size torch._utils._rebuild_parameter torch._utils._rebuild_parameter_with_state
+    """.split()
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a logical tensor that stands, contiguous, in a storage.
+
+    Args:
+        kind, fqn, shape: the manifest entry.
+        box: which elements of it.
+        offset: element of the storage at which the block begins.
+    """
+
+    kind: str
+    fqn: str
+    shape: Index
+    box: Box
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """One stored buffer: tensors on the same object share it, as tied weights do.
+
+    Args:
+        numel: its size in elements; those that no part fills are zero.
+        parts: what fills it.
+        data: its whole content, where that is known already (a step counter).
+    """
+
+    dtype: DType
+    numel: int
+    parts: tuple[Part, ...] = ()
+    data: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= p.offset <= self.numel - p.box.volume for p in self.parts):
+            raise ValueError("a part that lies outside its storage")
+        if self.data is not None and (self.parts or len(self.data) != self.nbytes):
+            raise ValueError("a storage with data of another size, or with parts besides")
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A tensor: a strided view of a storage, in elements; contiguous where no strides are given."""
+
+    storage: Storage
+    shape: Index
+    strides: Index | None = None
+    offset: int = 0
+    requires_grad: bool = False
+
+    def __post_init__(self) -> None:
+        steps = self.steps
+        if len(steps) != len(self.shape):
+            raise ValueError("a tensor whose strides are not one a dim")
+        last = sum((n - 1) * step for n, step in zip(self.shape, steps, strict=True))
+        if 0 not in self.shape and not 0 <= self.offset < self.storage.numel - last:
+            raise ValueError("a tensor that reaches past its storage")
+
+    @property
+    def steps(self) -> Index:
+        """The strides."""
+        return row_major(self.shape) if self.strides is None else self.strides
 
 
 def lay_out(name: str, tensors: Sequence[tuple[Entry, DType]]) -> Skeleton:
-    """The file ``name`` with one storage a tensor, contiguous, in the given order."""
-    with tempfile.TemporaryDirectory(prefix="reshard-") as scratch:
-        path = Path(scratch) / f"{_ARCHIVE}.pt"
-        _save_without_data(path, tensors)
-        file = torch_file.read(path)
-        size = path.stat().st_size
-        literals, checksums = _literals(str(path), size, file, name)
-    entries = tuple(
-        _placed(name, entry, dtype, file.root[entry.fqn], file) for entry, dtype in tensors
-    )
-    return Skeleton((OutputFile(name, size, tuple(literals)),), entries, tuple(checksums))
+    """The file ``name``: a dict with one storage a tensor, contiguous, in the given order."""
+    return lay_out_object(name, {entry.fqn: whole_tensor(entry, dtype) for entry, dtype in tensors})
 
 
-def _save_without_data(path: Path, tensors: Sequence[tuple[Entry, DType]]) -> None:
-    """A sparse file: only the pickle and the directory take space."""
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        state = {
-            entry.fqn: torch.empty(entry.shape, dtype=getattr(torch, dtype.name))
-            for entry, dtype in tensors
-        }
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, path)
+def whole_tensor(entry: Entry, dtype: DType) -> Slot:
+    """A tensor that is all of an entry, in a storage of its own."""
+    part = Part(entry.kind, entry.fqn, entry.shape, whole(entry.shape))
+    return Slot(Storage(dtype, entry.numel, (part,)), entry.shape)
 
 
-def _placed(
-    name: str, entry: Entry, dtype: DType, made: torch_file.Tensor, file: torch_file.TorchFile
-) -> Entry:
-    chunk = file.chunk(made)
-    moved = type(chunk)(chunk.box, name, chunk.byte_offset, chunk.byte_strides, dtype)
-    return Entry(entry.fqn, entry.kind, dtype, entry.shape, (moved,))
+def lay_out_object(
+    name: str, root: Any, *, slot_of: Callable[[Any], Slot | None] | None = None
+) -> Skeleton:
+    """The file ``name`` that holds any object.
+
+    An entry of the skeleton has as chunks the parts that this file holds of it, in file order.
+
+    Args:
+        root: values as `unpickle.loads` yields them, with a `Slot` for each tensor.
+        slot_of: the slot for a value of another type; None where it has none.
+
+    Raises:
+        UnsupportedError: ``root`` holds what cannot be written.
+    """
+    pickler = _TensorPickler(name, slot_of or (lambda _value: None))
+    pickler.value(root)
+    pickle = pickler.finished()
+    archive = ZipLayout(name)
+    head = [("data.pkl", pickle), (".format_version", b"1")]
+    head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
+    for member, data in head:
+        archive.add(f"{_ARCHIVE}/{member}", data)
+    entries: dict[Key, Entry] = {}
+    identity = hashlib.sha256(pickle)
+    for storage, key in pickler.storages:
+        identity.update(b"%d:" % storage.nbytes)
+        _store(archive, f"{_ARCHIVE}/data/{key}", storage, entries)
+        identity.update(storage.data or b"")
+    archive.add(f"{_ARCHIVE}/version", b"3\n")
+    archive.add(f"{_ARCHIVE}/.data/serialization_id", _digits(identity.digest()))
+    file, checksums = archive.finish()
+    return Skeleton((file,), tuple(entries.values()), checksums)
 
 
-def _literals(
-    path: str, size: int, file: torch_file.TorchFile, name: str
-) -> tuple[list[tuple[int, bytes]], list[StoredChecksum]]:
-    """Every byte outside the storages, with the CRCs of the literal members written in."""
-    with SourceFiles() as files:
-        members = zip_directory.read_directory(path, size, files)
-        data = {m.name: (m.data_offset(path, files), m.nbytes) for m in members.values()}
-        storages = {record.name: record for record in file.records.values()}
-        places = _crc_places(path, size, data, files)
-        holes = sorted((r.byte_offset, r.byte_offset + r.nbytes) for r in storages.values())
-        literals = []
-        at = 0
-        for start, stop in [*holes, (size, size)]:
-            if start > at:
-                literals.append((at, files.read(path, at, start - at)))
-            at = max(at, stop)
-        for member, (offset, nbytes) in data.items():
-            if member not in storages:
-                crc = crc32(files.read(path, offset, nbytes)).to_bytes(4, "little")
-                literals += [(place, crc) for place in places[member]]
-    checksums = [
-        StoredChecksum(name, record.byte_offset, record.nbytes, places[record.name])
-        for record in storages.values()
-    ]
-    return literals, checksums
+def _store(archive: ZipLayout, member: str, storage: Storage, entries: dict[Key, Entry]) -> None:
+    """A storage's member; its parts become chunks of their entries."""
+    if storage.data is not None:
+        archive.add(member, storage.data)
+        return
+    start = archive.reserve(member, storage.nbytes)
+    for part in storage.parts:
+        at = start + part.offset * storage.dtype.itemsize
+        chunk = contiguous(archive.name, at, storage.dtype, part.box, part.box.shape)
+        key = part.kind, part.fqn
+        before = entries[key].chunks if key in entries else ()
+        entries[key] = Entry(part.fqn, part.kind, storage.dtype, part.shape, (*before, chunk))
 
 
-def _crc_places(
-    path: str, size: int, data: dict[str, tuple[int, int]], files: SourceFiles
-) -> dict[str, tuple[int, ...]]:
-    """Bytes at which each member's CRC stands: its central entry, and its data descriptor."""
-    found: dict[str, tuple[int, ...]] = {}
-    for member, central in zip_directory.central_offsets(path, size, files):
-        offset, nbytes = data[member]
-        places = [central + _CENTRAL_CRC]
-        after = files.read(path, offset + nbytes, min(4, size - offset - nbytes))
-        if after == _DESCRIPTOR:
-            places.append(offset + nbytes + 4)
-        found[member] = tuple(places)
-    return found
+def _digits(digest: bytes) -> bytes:
+    """Two 64-bit numbers of 20 digits."""
+    numbers = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8))
+    return b"".join(b"%020d" % number for number in numbers)
+
+
+class _TensorPickler(Pickler):
+    """Writes tensors as torch reduces them, and numbers their storages."""
+
+    def __init__(self, where: str, slot_of: Callable[[Any], Slot | None]) -> None:
+        super().__init__(where)
+        self._slot_of = slot_of
+        self._keys: dict[Storage, str] = {}
+
+    @property
+    def storages(self) -> Sequence[tuple[Storage, str]]:
+        """The storages in file order, with their names."""
+        return tuple(self._keys.items())
+
+    def leaf(self, value: Any) -> None:
+        """A tensor."""
+        slot = value if isinstance(value, Slot) else self._slot_of(value)
+        if slot is None:
+            super().leaf(value)
+            return
+        dtype, old = slot.storage.dtype, bool(slot.storage.dtype.storage)
+        self.named(f"torch._utils._rebuild_tensor_{'v2' if old else 'v3'}")
+        self.out += b"("
+        self._storage(slot.storage, old=old)
+        self.integer(slot.offset)
+        self.row(slot.shape)
+        self.row(slot.steps)
+        self.out += b"\x88" if slot.requires_grad else b"\x89"
+        self.called("collections.OrderedDict", ())  # backward hooks
+        self.keep()
+        if not old:
+            self.named(f"torch.{dtype.name}")
+        self.out += b"t"
+        self.keep()
+        self.out += b"R"
+        self.keep(value)
+
+    def _storage(self, storage: Storage, *, old: bool) -> None:
+        """The persistent id; torch has a storage class for the older dtypes only."""
+        key = self._keys.setdefault(storage, str(len(self._keys)))
+        self.out += b"("
+        self.text("storage")
+        self.named(f"torch.{storage.dtype.storage}" if old else "torch.storage.UntypedStorage")
+        self.text(key)
+        self.text("cpu")
+        self.integer(storage.numel if old else storage.nbytes)
+        self.out += b"t"
+        self.keep()
+        self.out += b"Q"
+
+    def call(self, call: Call) -> None:
+        """An object, or a tensor subclass (DTensor), which `torch_file` reads by its class."""
+        kind = call.args[0] if call.args else None
+        if not isinstance(kind, Global) or kind.name != call.name:
+            super().call(call)
+            return
+        if call.items or call.elements:
+            raise UnsupportedError(self.where, f"a {call.name} that is a container")
+        self.called(_TYPED, (Global(_WRAPPER), kind, call.args, call.state))
+        self.keep(call)
