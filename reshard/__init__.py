@@ -17,11 +17,15 @@ from typing import Any
 
 from reshard import errors as errors
 from reshard import formats as _formats
+from reshard import keys as _keys
 from reshard.commands.inspect import Inspection as Inspection
 from reshard.commands.inspect import inspect as inspect
 from reshard.commands.merge import MergeOptions as MergeOptions
 from reshard.commands.merge import merge as _merge
 from reshard.commands.merge_report import MergeReport as MergeReport
+from reshard.commands.split import SplitOptions as SplitOptions
+from reshard.commands.split import split as _split
+from reshard.commands.split_report import SplitReport as SplitReport
 from reshard.errors import ReshardError as ReshardError
 from reshard.tensors import Checkpoint as Checkpoint
 from reshard.tensors import LazyTensor as LazyTensor
@@ -34,28 +38,55 @@ __all__ = [
     "MergeOptions",
     "MergeReport",
     "ReshardError",
+    "SplitOptions",
+    "SplitReport",
     "errors",
     "inspect",
     "merge",
     "open",
+    "split",
 ]
 
 
 def open(  # noqa: A001 - reshard.open reads as it should
-    path: str | Path, *, tag: str | None = None, key: str | None = None
+    path: _formats.Paths,
+    *,
+    tag: str | None = None,
+    key: str | None = None,
+    model: str | None = None,
+    wrap: str | None = None,
 ) -> Checkpoint:
     """A mapping fqn -> lazy tensor over the checkpoint at ``path``; reads headers only.
+
+    Args:
+        path: a directory or file; several directories where each node kept its own files.
+        tag: which checkpoint of a run directory.
+        key: which state dict, where a checkpoint holds several.
+        model: ``config.json``, a directory of one, or ``module:factory``, for flat parameters of
+            which the files do not say what lies in them; ``wrap``: how FSDP 1 wrapped it.
+
+    Names are without wrapper prefixes (``module.``, ``_orig_mod.``), as `merge` writes them.
 
     Raises:
         ReshardError: the checkpoint is unknown, incomplete or corrupt.
     """
-    return Checkpoint(_formats.read(path, tag=tag, key=key))
+    manifest = _formats.read(path, tag=tag, key=key, model=model, wrap=wrap)
+    return Checkpoint(_keys.edit(manifest, _keys.Edits()).manifest)
 
 
-def merge(source: str | Path, destination: str | Path, **options: Any) -> MergeReport:
+def merge(source: _formats.Paths, destination: str | Path, **options: Any) -> MergeReport:
     """Write the full weights; keywords as in `MergeOptions`.
 
     Raises:
         ReshardError: nothing is left at the destination then.
     """
     return _merge(source, destination, MergeOptions(**options))
+
+
+def split(source: _formats.Paths, destination: str | Path, **options: Any) -> SplitReport:
+    """Write the training state for other ranks or in another layout; as in `SplitOptions`.
+
+    Raises:
+        ReshardError: nothing is left at the destination then.
+    """
+    return _split(source, destination, SplitOptions(**options))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from reshard import dtypes, keys
+from reshard.box import Box, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.manifest import BUFFER, MASTER, PARAM, Entry, Manifest
+from reshard.manifest import BUFFER, MASTER, PARAM, Chunk, Entry, Manifest, SourceFile
 from reshard.tensors import first_difference
 
 Tied = Literal["auto", "keep", "drop"]
@@ -117,8 +120,10 @@ def settle_ties(
             weights.written_aliases[alias] = kept
         else:
             weights.dropped_aliases[alias] = kept
-    if declared is True and policy != "keep":
-        _drop_equal_head(weights, by_name, policy, pool)
+    if policy != "keep" and declared is not False:
+        for head, embedding in _heads(by_name):
+            if declared is True or _is_untrained(manifest, head, embedding):
+                _drop_equal(weights, by_name, head, embedding, policy, pool, sure=declared is True)
     _refuse_absent(weights, manifest, tied=declared is True)
     return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
 
@@ -142,33 +147,79 @@ def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
         )
 
 
-def _drop_equal_head(
+def _heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Output heads with the input embedding of the same model, which may lie inside another."""
+    names = list(names)
+    for head in names:
+        if head == _HEAD or head.endswith(f".{_HEAD}"):
+            prefix = head.removesuffix(_HEAD)
+            found = next((prefix + name for name in _EMBEDDINGS if prefix + name in names), None)
+            if found:
+                yield head, found
+
+
+def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
+    """A manifest in which a head that repeats the input embedding is its alias.
+
+    DCP and full state dicts store both; the optimizer holds the embedding only, and the values are
+    bitwise equal.
+    """
+    stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, MASTER)}
+    tied = dict(manifest.tied)
+    for head, embedding in _heads(stored):
+        a, b = stored[head], stored[embedding]
+        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+        candidate = alike and _is_untrained(manifest, head, embedding)
+        if candidate and first_difference(pool, a, b) is None:
+            tied[head] = embedding
+    if tied == manifest.tied:
+        return manifest
+    rest = [entry for entry in manifest.entries.values() if entry.fqn not in tied]
+    return replace(manifest.with_entries(rest), tied=tied, frozen=manifest.frozen - tied.keys())
+
+
+def _is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:
+    """Whether the optimizer holds the embedding only: it lists a tied weight once."""
+    trained = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
+    return embedding in trained and head not in trained
+
+
+def _drop_equal(
     weights: Weights,
     by_name: Mapping[str, tuple[Entry, DType]],
+    head: str,
+    embedding: str,
     policy: Tied,
     pool: SourceFiles,
+    *,
+    sure: bool,
 ) -> None:
-    """The config ties the head, but the checkpoint stores it by itself: compare, then drop."""
-    embedding = next((name for name in _EMBEDDINGS if name in by_name), None)
-    if _HEAD not in by_name or embedding is None:
-        return
-    head, kept = by_name[_HEAD][0], by_name[embedding][0]
-    same_form = (head.shape, head.dtype) == (kept.shape, kept.dtype)
+    """The head is tied, but the checkpoint stores it by itself: compare, then drop.
+
+    Raises:
+        DifferentError: the config says that they are tied, and they differ.
+    """
+    stored, kept = by_name[head][0], by_name[embedding][0]
+    same_form = (stored.shape, stored.dtype) == (kept.shape, kept.dtype)
     if policy == "auto":
-        at = first_difference(pool, head, kept) if same_form else 0
+        at = first_difference(pool, stored, kept) if same_form else 0
         if at is not None:
+            if not sure:
+                return
             raise DifferentError(
-                _HEAD,
+                head,
                 f"config.json says tie_word_embeddings, but it differs from {embedding!r}"
                 f" (first at element {at})",
                 "write both with --tied keep, or drop it with --tied drop",
             )
-    weights.tensors = [item for item in weights.tensors if item[0].fqn != _HEAD]
-    weights.dropped_aliases[_HEAD] = embedding
+    weights.tensors = [item for item in weights.tensors if item[0].fqn != head]
+    weights.dropped_aliases[head] = embedding
 
 
-def check_replicas(weights: Weights, pool: SourceFiles) -> None:
+def check_replicas(weights: Weights, files: Mapping[str, SourceFile], pool: SourceFiles) -> None:
     """Compare stored replicas of every weight; all ranks must hold the same values.
+
+    Stored checksums are compared where there are any, else the values.
 
     A buffer that differs (running statistics are a rank's own) is noted and rank 0's is taken.
 
@@ -176,16 +227,49 @@ def check_replicas(weights: Weights, pool: SourceFiles) -> None:
         DifferentError: replicas of a parameter differ.
     """
     for entry, _ in weights.tensors:
-        boxes = {chunk.box for chunk in entry.chunks}
-        if len(boxes) != 1 or len(entry.chunks) == 1 or not entry.numel:
+        found = _different_replicas(entry, files, pool)
+        if found is None:
             continue
-        first = replace(entry, chunks=entry.chunks[:1])
-        for chunk in entry.chunks[1:]:
-            at = first_difference(pool, first, replace(entry, chunks=(chunk,)))
-            if at is None:
+        first, other, at = found
+        text = f"differs between {first.file} and {other.file} (element {at})"
+        if entry.kind != BUFFER:
+            raise DifferentError(
+                entry.fqn, text, "the ranks have drifted apart, or the files are of different runs"
+            )
+        weights.notes.append(f"buffer {entry.fqn!r} {text}: the first rank's is written")
+
+
+def _different_replicas(
+    entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
+) -> tuple[Chunk, Chunk, int] | None:
+    """The first two chunks of one box that hold different values, and where."""
+    replicas: dict[Box, list[Chunk]] = defaultdict(list)
+    for chunk in entry.chunks:
+        if chunk.box.volume:
+            replicas[chunk.box].append(chunk)
+    for box, (first, *others) in replicas.items():
+        block = replace(entry, shape=box.shape, chunks=(_as_whole(first),))
+        sign = _checksum(first, files) if others else None
+        for other in others:
+            if sign is not None and sign == _checksum(other, files):
                 continue
-            text = f"differs between {entry.chunks[0].file} and {chunk.file} (element {at})"
-            if entry.kind != BUFFER:
-                raise DifferentError(entry.fqn, text, "the ranks have drifted apart")
-            weights.notes.append(f"buffer {entry.fqn!r} {text}: the first rank's is written")
-            break
+            at = first_difference(pool, block, replace(block, chunks=(_as_whole(other),)))
+            if at is not None:
+                return first, other, at
+    return None
+
+
+def _checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
+    """The stored checksum of the record that holds a chunk, and where in it the chunk lies."""
+    records = files[chunk.file].records
+    start, stop = chunk.byte_span
+    at = bisect_right(records, start, key=lambda record: record.byte_offset) - 1
+    if at < 0 or records[at].crc32 is None or stop > records[at].byte_offset + records[at].nbytes:
+        return None
+    record = records[at]
+    place = start - record.byte_offset
+    return record.crc32, record.nbytes, place, chunk.byte_strides, chunk.dtype
+
+
+def _as_whole(chunk: Chunk) -> Chunk:
+    return replace(chunk, box=whole(chunk.box.shape))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.errors import (
@@ -12,115 +13,162 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats import deepspeed, huggingface, plain
+from reshard.formats import deepspeed, huggingface, pytorch, run
+from reshard.formats.dcp import hf_shards
+from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
+NAMES = (deepspeed.NAME, huggingface.NAME, pytorch.NAME)
+Paths = str | Path | Sequence[str | Path]
+
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
-_RANK_FILE = re.compile(  # Meta, FairScale, verl and others; what stands before the rank's number
-    r"^((?:consolidated\.|shard_|.*(?:tp|pp|dp|mp|ep)[-_]rank[-_]|.*world_size_\d+_rank_))\d+"
+_MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; what stands before the rank's number
+    r"^((?:consolidated\.|.*(?:tp|pp|mp|ep)[-_]rank[-_])\d+)"
 )
-_DETECTORS = {
-    deepspeed.NAME: deepspeed.detect,
-    huggingface.NAME: huggingface.detect,
-    plain.NAME: plain.detect,
-}
-NAMES = tuple(_DETECTORS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What the user said of a source beside its path, as in `read`."""
+
+    tag: str | None
+    key: str | None
+    model: str | None
+    wrap: str | None
 
 
 def read(
-    path: str | Path, *, force: str | None = None, tag: str | None = None, key: str | None = None
+    paths: Paths,
+    *,
+    force: str | None = None,
+    tag: str | None = None,
+    key: str | None = None,
+    model: str | None = None,
+    wrap: str | None = None,
 ) -> Manifest:
     """The checkpoint at a file or directory, its coverage proved.
 
     Args:
+        paths: several directories where each node kept its own files.
         force: one of `NAMES`, where detection is not wanted.
         tag: which checkpoint of a run directory.
-        key: which state dict of a ``torch.save`` file, dotted.
+        key: which state dict of a checkpoint that holds several, dotted.
+        model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
+            what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
 
     Raises:
         UnrecognisedError: no format knows what lies there.
         ReshardError: whatever the format finds wrong.
     """
-    path = Path(path)
-    if not path.exists():
-        raise UnrecognisedError(path, "there is no such file or directory")
+    place = Place.of(as_paths(paths))
     if force not in (None, *NAMES):
         raise UsageError(f"--from {force}", f"formats are {', '.join(NAMES)}")
     if not force:
-        _refuse_one_of_many(path)
-    if force and not _DETECTORS[force](path):
-        raise UnrecognisedError(path, f"is no {force} checkpoint", "leave out --from")
-    manifest = _read(path, force or _detect(path, tag), tag, key)
+        _refuse_one_of_many(place)
+    if force and not _is(force, place):
+        raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
+    name = force or (_detected(place) if tag is None else None)
+    choice = _Choice(tag, key, model, wrap)
+    manifest = _read(place, name, choice) if name else _read_run(place, choice)
     check(manifest)
     return manifest
 
 
-def _refuse_one_of_many(path: Path) -> None:
+def as_paths(paths: Paths) -> list[Path]:
+    """One path or several, as a list."""
+    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+
+
+def _is(name: str, place: Place) -> bool:
+    if name == pytorch.NAME:
+        return pytorch.detect(place) or pytorch.detect_loosely(place)
+    return {deepspeed.NAME: deepspeed.detect, huggingface.NAME: huggingface.detect}[name](place)
+
+
+def _detected(place: Place) -> str | None:
+    """The format of what lies directly at a place; the more particular one first."""
+    for name, detect in (
+        (deepspeed.NAME, deepspeed.detect),
+        (pytorch.NAME, pytorch.detect),
+        (huggingface.NAME, huggingface.detect),
+        (pytorch.NAME, pytorch.detect_loosely),
+    ):
+        if detect(place):
+            return name
+    return None
+
+
+def _is_detected(place: Place) -> bool:
+    return _detected(place) is not None
+
+
+def _read(place: Place, name: str, choice: _Choice) -> Manifest:
+    if name == deepspeed.NAME:
+        return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
+    if name == huggingface.NAME:
+        return huggingface.read(place)
+    return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
+
+
+def _read_run(place: Place, choice: _Choice) -> Manifest:
+    """A checkpoint of a run directory.
+
+    Raises:
+        UnrecognisedError: none, or no telling which.
+    """
+    if place.chosen and place.path.stat().st_size == 0:
+        raise IncompleteError(place, "is empty", "fetch it again")
+    found = (
+        None if place.chosen else run.checkpoint(place, choice.tag, lambda p: bool(_detected(p)))
+    )
+    name = _detected(found) if found else None
+    if found and name:
+        return _read(found, name, replace(choice, tag=None))
+    if choice.tag is not None and deepspeed.detect(place):
+        return deepspeed.read(place, choice.tag)  # which says which tags there are
+    raise UnrecognisedError(place, "is no checkpoint that reshard knows", _hint(place))
+
+
+def _refuse_one_of_many(place: Place) -> None:
     """A file that its name says to be one of several is never taken for the model.
 
     Raises:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet.
     """
-    shard = _SHARD.search(path.name)
-    files = [path] if path.is_file() else []
-    if path.is_dir() and not huggingface.has_index(path):
-        files = sorted(path.glob("*.safetensors"))
-        shard = next((m for file in files if (m := _SHARD.search(file.name))), None)
-    if shard and int(shard[2]) > 1:
+    names = [place.chosen] if place.chosen else []
+    shard = _SHARD.search(place.chosen or "")
+    if not place.chosen and huggingface.index_of(place) is None:
+        names = [name for name in place.files if name.endswith(".safetensors")]
+        found = (_SHARD.search(name) for name in names if not hf_shards.is_shard(name))
+        shard = next((match for match in found if match), None)
+        names += [name for name in place.files if name.endswith(PLAIN_SUFFIXES)]
+    if shard and int(shard[2]) > 1 and not hf_shards.is_shard(shard.string):
         raise IncompleteError(
-            path,
-            f"holds {files[0].name}, shard {int(shard[1])} of {int(shard[2])}, without the index"
+            place,
+            f"holds {shard.string}, shard {int(shard[1])} of {int(shard[2])}, without the index"
             " that says how the shards belong together",
             "give the directory with model.safetensors.index.json and all shards",
         )
-    for file in files:
-        match = _RANK_FILE.search(file.name)
-        siblings = match and len(list(file.parent.glob(f"{match[1]}*{file.suffix}"))) > 1
-        if match and siblings:
+    for name in names:
+        match = _MODEL_PARALLEL.search(name)
+        siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
+        if len(siblings) > 1 and not deepspeed.detect(place):
             raise UnsupportedError(
-                file,
-                "is one rank's shard of a model-parallel or sharded checkpoint, which reshard"
-                " does not merge yet",
+                place.files[name],
+                "is one rank's shard of a model-parallel checkpoint, which reshard does not merge"
+                " yet",
                 "it would be wrong to take it for the whole model; --from torch does so if it is",
             )
 
 
-def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Fqn -> entry of every weights file among ``names``, read from the files' own headers."""
-    found: dict[str, Entry] = {}
-    for name in names:
-        path = directory / name
-        if path.suffix == ".safetensors":
-            found.update((entry.fqn, entry) for entry in huggingface.read(path).entries.values())
-        elif path.suffix in PLAIN_SUFFIXES:
-            found.update((entry.fqn, entry) for entry in plain.read(path).entries.values())
-    return found
-
-
-def _detect(path: Path, tag: str | None) -> str:
-    if tag is not None or deepspeed.detect(path):
-        return deepspeed.NAME
-    if huggingface.detect(path):
-        return huggingface.NAME
-    if plain.detect(path):
-        return plain.NAME
-    if path.is_file() and path.stat().st_size == 0:
-        raise IncompleteError(path, "is empty", "fetch it again")
-    raise UnrecognisedError(path, "is no checkpoint that reshard knows", _hint(path))
-
-
-def _hint(path: Path) -> str:
+def _hint(place: Place) -> str:
     """Checkpoints one level below or above, so that a wrong level costs one more command."""
-    if not path.is_dir():
-        return f"give the checkpoint's directory, e.g. {path.parent}"
-    near = [child for child in sorted(path.iterdir()) if child.is_dir()]
-    found = [
-        str(p)
-        for p in [*near, path.resolve().parent]
-        if deepspeed.detect(p) or huggingface.detect(p)
-    ]
+    if place.chosen:
+        return f"give the checkpoint's directory, e.g. {place.path.parent}"
+    near = [*place.folders.values(), Place([place.path.resolve().parent])]
+    found = [str(p) for p in near if _detected(p)]
     if found:
         return f"did you mean {found[0]}?" + (
             f" ({len(found)} candidates)" if len(found) > 1 else ""
@@ -128,9 +176,13 @@ def _hint(path: Path) -> str:
     return "give a run directory, a checkpoint directory, or a file of weights"
 
 
-def _read(path: Path, name: str, tag: str | None, key: str | None) -> Manifest:
-    if name == deepspeed.NAME:
-        return deepspeed.read(path, tag)
-    if name == huggingface.NAME:
-        return huggingface.read(path)
-    return plain.read(path, key)
+def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Fqn -> entry of every weights file among ``names``, read from the files' own headers."""
+    found: dict[str, Entry] = {}
+    for name in names:
+        place = Place([directory], name)
+        if name.endswith(".safetensors"):
+            found.update((entry.fqn, entry) for entry in huggingface.read(place).entries.values())
+        elif name.endswith(PLAIN_SUFFIXES):
+            found.update((entry.fqn, entry) for entry in pytorch.read(place).entries.values())
+    return found

@@ -23,7 +23,9 @@ from reshard.errors import (
     UnsafeError,
     UsageError,
 )
-from reshard.formats import plain, safetensors
+from reshard.formats import safetensors, torch_file
+from reshard.formats.place import Place
+from reshard.formats.state_dict import assemble, parts, tree
 from reshard.manifest import PARAM, Entry, Manifest, Origin, OutputFile, Skeleton, SourceFile, keyed
 
 NAME = "huggingface"
@@ -40,26 +42,19 @@ _EMBEDDING = re.compile(
 )
 
 
-def detect(path: Path) -> bool:
+def detect(place: Place) -> bool:
     """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
-    if path.is_file():
-        return path.name in _INDEXES or path.suffix == ".safetensors"
-    return _index_of(path) is not None or any(path.glob("*.safetensors"))
+    if place.chosen:
+        return place.chosen in _INDEXES or place.chosen.endswith(".safetensors")
+    return index_of(place) is not None or any(name.endswith(".safetensors") for name in place.files)
 
 
-def has_index(path: Path) -> bool:
-    """Whether a directory has an index of shards."""
-    return _index_of(path) is not None
+def index_of(place: Place) -> str | None:
+    """The name of a directory's index of shards."""
+    return next((name for name in _INDEXES if name in place.files), None)
 
 
-def _index_of(path: Path) -> Path | None:
-    for name in _INDEXES:
-        if (path / name).is_file():
-            return path / name
-    return None
-
-
-def read(path: Path) -> Manifest:
+def read(place: Place) -> Manifest:
     """Read a directory through its index, a directory of one file, or one file.
 
     Raises:
@@ -67,27 +62,31 @@ def read(path: Path) -> Manifest:
         IncompleteError: a shard, or a tensor that the index promises, is missing.
         CorruptError: shards and index contradict each other.
     """
-    index = path if path.name in _INDEXES else _index_of(path) if path.is_dir() else None
-    single = path / "model.safetensors"
-    if index is not None and not (index.parent == path and single.is_file()):
-        return _read_indexed(index)
-    if path.is_dir() and single.is_file():
-        path = single  # as transformers chooses, before any index of .bin files
-    if path.is_dir():
-        found = sorted(path.glob("*.safetensors"))
-        if len(found) != 1:
-            raise UnrecognisedError(
-                path,
-                f"holds {len(found)} safetensors files and no index that says how they belong"
-                f" together: {', '.join(file.name for file in found[:4])}",
-                "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
-            )
-        path = found[0]
+    if place.chosen and place.chosen not in _INDEXES:
+        return _read_file(place.path)
+    if not place.chosen and "model.safetensors" in place.files:
+        # as transformers chooses, before any .bin index
+        return _read_file(place.files["model.safetensors"])
+    index = place.chosen or index_of(place)
+    if index is not None:
+        return _read_indexed(place, place.files[index])
+    found = [path for path in place.files.values() if path.suffix == ".safetensors"]
+    if len(found) != 1:
+        raise UnrecognisedError(
+            place,
+            f"holds {len(found)} safetensors files and no index that says how they belong"
+            f" together: {', '.join(file.name for file in found[:4])}",
+            "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
+        )
+    return _read_file(found[0])
+
+
+def _read_file(path: Path) -> Manifest:
     entries, source, globals_ = _read_shard(path)
     return _manifest(path, entries, {source.path: source}, globals_)
 
 
-def _read_indexed(index: Path) -> Manifest:
+def _read_indexed(place: Place, index: Path) -> Manifest:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -105,8 +104,8 @@ def _read_indexed(index: Path) -> Manifest:
     sources: dict[str, SourceFile] = {}
     globals_: set[str] = set()
     for name in names:
-        shard = index.parent / name
-        if not shard.is_file():
+        shard = place.files.get(name)
+        if shard is None:
             raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
         held, source, seen = _read_shard(shard)
         _check_shard(index, shard, {entry.fqn for entry in held}, weight_map)
@@ -136,8 +135,14 @@ def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[s
 
 def _read_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
     if path.suffix != ".safetensors":
-        file, state = plain.open_state_dict(path)
-        return plain.entries(file, state), file.source(), file.globals
+        file = torch_file.read(path)
+        state = parts.find(tree.of_file(file), str(path)).model
+        held = [
+            Entry(name, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+            for name, leaf in state.items()
+            if (tensor := tree.logical(leaf))
+        ]
+        return held, file.source(), file.globals
     shard = safetensors.read(path)
     entries = [
         Entry(name, PARAM, chunk.dtype, chunk.box.shape, (chunk,))
@@ -155,7 +160,7 @@ def _manifest(
             path=str(path),
             detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
             mesh={"world": 1},
-            precision=plain.most_common_dtype(entries),
+            precision=assemble.most_common_dtype(entries),
         ),
         entries=keyed(entries),
         files=sources,
@@ -187,9 +192,9 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     for place in candidates:
         config = place / "config.json"
         if config.is_file():
-            parsed = _parse_config(config)
-            if not hf_dir and not {"model_type", "architectures"} & parsed.keys():
+            if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
+            parsed = _parse_config(config)
             others = [
                 child
                 for child in sorted(place.iterdir())
@@ -199,6 +204,15 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
     return Companions(None, None, ())
+
+
+def is_model_config(path: Path) -> bool:
+    """Whether a ``config.json`` is transformers'.
+
+    Raises:
+        CorruptError: it is not JSON.
+    """
+    return bool({"model_type", "architectures"} & _parse_config(path).keys())
 
 
 def _belongs(name: str, config: Mapping[str, Any]) -> bool:

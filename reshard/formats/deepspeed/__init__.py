@@ -14,20 +14,19 @@ Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from reshard.formats.deepspeed import directory, native, universal
+from reshard.formats.place import Place
 from reshard.manifest import Manifest
 
 NAME = "deepspeed"
 
 
-def detect(path: Path) -> bool:
+def detect(place: Place) -> bool:
     """Whether a DeepSpeed checkpoint lies at this file or directory."""
-    return directory.detect(path)
+    return directory.detect(place)
 
 
-def read(path: Path, tag: str | None = None) -> Manifest:
+def read(place: Place, tag: str | None = None) -> Manifest:
     """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
 
     Raises:
@@ -35,7 +34,7 @@ def read(path: Path, tag: str | None = None) -> Manifest:
         CorruptError: files of different steps, world sizes or runs are mixed.
         UnsupportedError: tensor, pipeline or expert parallel files.
     """
-    place = directory.locate(path, tag)
-    if (place / "zero").is_dir():
+    place = directory.locate(place, tag)
+    if "zero" in place.folders:
         return universal.read(place)
     return native.read(directory.census(place))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UnsupportedError
+from reshard.formats.place import Place
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -32,7 +33,7 @@ _REFUSED = (
 class Census:
     """The files of one tag directory, by data-parallel rank."""
 
-    place: Path
+    place: Place
     model: dict[int, Path] = field(default_factory=dict)  # {0: ...} where one file serves all ranks
     optim: dict[int, Path] = field(default_factory=dict)
     model_is_sharded: bool = False  # stage 3 names
@@ -76,67 +77,86 @@ def _is_state_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def _is_tag(path: Path) -> bool:
+def _is_tag(place: Place) -> bool:
     """Whether a directory holds rank files or the universal form."""
-    if not path.is_dir():
-        return False
-    if (path / "zero").is_dir() and any(path.glob("zero/*/fp32.pt")):
+    return _is_universal(place) or any(map(_is_state_file, place.files))
+
+
+def _is_universal(place: Place) -> bool:
+    zero = place.folders.get("zero")
+    return zero is not None and _is_zero(zero)
+
+
+def _is_zero(place: Place) -> bool:
+    return any("fp32.pt" in folder.files for folder in place.folders.values())
+
+
+def _tags(place: Place) -> list[str]:
+    return [name for name, folder in place.folders.items() if _is_tag(folder)]
+
+
+def detect(place: Place) -> bool:
+    """Whether the place is a run directory, a tag directory, or a rank file of DeepSpeed."""
+    if place.chosen:
+        return _is_state_file(place.chosen) or place.chosen in _POINTERS
+    if _is_tag(place) or _tags(place) or (place.name == "zero" and _is_zero(place)):
         return True
-    return any(_is_state_file(child.name) for child in path.iterdir())
+    pointer = _pointer(place)
+    return pointer is not None and _named_in(pointer) not in place.folders
 
 
-def _tags(path: Path) -> list[str]:
-    return sorted(child.name for child in path.iterdir() if _is_tag(child))
-
-
-def detect(path: Path) -> bool:
-    """Whether the path is a run directory, a tag directory, or a rank file of DeepSpeed."""
-    if path.is_file():
-        return _is_state_file(path.name) or path.name in _POINTERS
-    if path.name == "zero" and any(path.glob("*/fp32.pt")):
-        return True
-    pointed = any((path / name).is_file() for name in _POINTERS)
-    return pointed or _is_tag(path) or bool(_tags(path))
-
-
-def locate(path: Path, tag: str | None = None) -> Path:
-    """The tag directory that a path stands for.
+def locate(place: Place, tag: str | None = None) -> Place:
+    """The tag directory that a place stands for.
 
     Raises:
         UnrecognisedError: no tag was given where several, or none, are possible.
     """
-    if path.is_file() or path.name == "zero":
-        path = path.parent
-    if tag is None and _is_tag(path):
-        return path
-    tags = _tags(path)
-    chosen = tag or _latest(path, tags)
+    place = Place(place.directories)
+    if place.name == "zero":
+        place = place.above()
+    if tag is None and _is_tag(place):
+        return place
+    tags = _tags(place)
+    chosen = tag or _latest(place, tags)
     if chosen in tags:
-        return path / chosen
+        return place.folders[chosen]
     found = f"the directory holds {', '.join(tags)}" if tags else "it holds no checkpoint"
     raise UnrecognisedError(
-        path / chosen,
+        place.path / chosen,
         f"is not a DeepSpeed checkpoint directory; {found}",
         f"give one of them with --tag, e.g. --tag {tags[-1]}" if tags else "",
     )
 
 
-def _latest(path: Path, tags: list[str]) -> str:
+def _pointer(place: Place) -> Path | None:
+    return next((place.files[name] for name in _POINTERS if name in place.files), None)
+
+
+def _named_in(pointer: Path) -> str:
+    """The tag that a pointer file names.
+
+    Raises:
+        CorruptError: it names something else.
+    """
+    chosen = pointer.read_text(errors="replace").strip()
+    if chosen and "/" not in chosen and chosen not in (".", ".."):
+        return chosen
+    raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")
+
+
+def _latest(place: Place, tags: list[str]) -> str:
     """The tag that the run's ``latest`` file names; never a guess."""
-    pointer = next((path / name for name in _POINTERS if (path / name).is_file()), None)
+    pointer = _pointer(place)
     if pointer:
-        chosen = pointer.read_text(errors="replace").strip()
-        if chosen and "/" not in chosen and chosen not in (".", ".."):
-            return chosen
-        raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")
+        return _named_in(pointer)
     raise UnrecognisedError(
-        path,
+        place,
         f"has no file 'latest' that says which checkpoint is meant; found {', '.join(tags)}",
-        f"give the directory itself ({path / tags[-1]}) or --tag {tags[-1]}",
+        f"give the directory itself ({place.path / tags[-1]}) or --tag {tags[-1]}",
     )
 
 
-def census(place: Path) -> Census:
+def census(place: Place) -> Census:
     """Sort the files of a tag directory by rank.
 
     Raises:
@@ -145,7 +165,7 @@ def census(place: Path) -> Census:
     """
     found = Census(place)
     prefixes: dict[str, str] = {}
-    children = sorted(place.iterdir())
+    children = list(place.files.values())
     for child in children:
         _refuse(child, place)
     for child in children:
@@ -166,7 +186,7 @@ def census(place: Path) -> Census:
             f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
             "move the files of the older run away",
         )
-    if found.model_is_sharded and (place / "mp_rank_00_model_states.pt").exists():
+    if found.model_is_sharded and "mp_rank_00_model_states.pt" in place.files:
         raise CorruptError(
             place,
             "holds model states of stage 3 (zero_pp_rank_*) and of another stage"
@@ -183,7 +203,7 @@ def census(place: Path) -> Census:
     return found
 
 
-def _refuse(child: Path, place: Path) -> None:
+def _refuse(child: Path, place: Place) -> None:
     for pattern, what in _REFUSED:
         if pattern.fullmatch(child.name):
             raise UnsupportedError(

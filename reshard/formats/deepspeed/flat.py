@@ -9,18 +9,15 @@ may have their tail padding (``group_paddings``) cut off. ``param_shapes`` is th
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 from reshard.box import Index
-from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
 from reshard.formats.torch_file import Tensor
-from reshard.layout import run_chunks
-from reshard.manifest import MASTER, Chunk, Entry
+from reshard.layout import Member, flat_chunks
+from reshard.manifest import MASTER, Entry
 
 Slots = dict[str, Tensor]  # slot name -> this rank's flat piece
 
@@ -75,7 +72,7 @@ class _Group:
         self.ranks = ranks
         self.tails = [self._tail(rank) for rank in ranks]
         self.piece_numel = self._piece_numel()
-        self.starts, self.end = self._starts()
+        self.flat, self.end = self._places()
         self._check_tail()
 
     def _tail(self, rank: OptimizerStates) -> int:
@@ -96,19 +93,19 @@ class _Group:
             MIXED,
         )
 
-    def _starts(self) -> tuple[dict[str, int], int]:
-        """First flat element of each parameter, and the end of the last."""
+    def _places(self) -> tuple[list[Member], int]:
+        """Where each parameter lies, and the end of the last."""
         declared = agree(
             f"alignment padding of group {self.index}",
             each(self.ranks, self._alignment),
             MIXED,
         )
-        starts = {}
+        places = []
         at = 0
         for (fqn, shape), padding in zip(self.members.items(), declared, strict=True):
-            starts[fqn] = at
-            at += prod(shape) + padding
-        return starts, at
+            places.append(Member(fqn, shape, at))
+            at = places[-1].stop + padding
+        return places, at
 
     def _alignment(self, rank: OptimizerStates) -> list[int]:
         paddings = rank.root.get("param_alignment_paddings")
@@ -149,25 +146,9 @@ class _Group:
             yield from self._split(name, [held[name] for held in slots])
 
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
-        dtype: DType = pieces[0].dtype
-        chunks: dict[str, list[Chunk]] = defaultdict(list)
-        spans = [
-            (fqn, start, start + prod(self.members[fqn])) for fqn, start in self.starts.items()
-        ]
-        first = 0
-        for number, (rank, piece) in enumerate(zip(self.ranks, pieces, strict=True)):
-            low = number * self.piece_numel
-            high = low + piece.numel
-            while first < len(spans) and spans[first][2] <= low:
-                first += 1
-            base = rank.file.chunk(piece).byte_offset
-            for fqn, start, stop in spans[first:]:
-                if start >= high:
-                    break
-                a, b = max(start, low), min(stop, high)
-                offset = base + (a - low) * dtype.itemsize
-                chunks[fqn] += run_chunks(
-                    rank.file.path, offset, dtype, self.members[fqn], a - start, b - start
-                )
-        for fqn, shape in self.members.items():
-            yield Entry(fqn, kind, dtype, shape, tuple(chunks[fqn]))
+        held = [rank.file.chunk(piece) for rank, piece in zip(self.ranks, pieces, strict=True)]
+        starts = range(0, self.piece_numel * len(held), self.piece_numel or 1)
+        chunks = flat_chunks(self.flat, zip(starts, held, strict=False))
+        for member in self.flat:
+            stored = tuple(chunks[member.fqn])
+            yield Entry(member.fqn, kind, pieces[0].dtype, member.shape, stored)

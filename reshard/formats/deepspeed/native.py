@@ -21,6 +21,8 @@ from reshard.formats.deepspeed.states import (
     open_model,
     open_optimizer,
 )
+from reshard.formats.place import Place
+from reshard.formats.state_dict.order import AmbiguousError
 from reshard.formats.torch_file import TorchFile
 from reshard.manifest import (
     BUFFER,
@@ -107,7 +109,7 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
 
 
 def _assemble(
-    place: Path, models: Sequence[ModelStates], ranks: Sequence[OptimizerStates], world_size: int
+    place: Place, models: Sequence[ModelStates], ranks: Sequence[OptimizerStates], world_size: int
 ) -> Manifest:
     first = models[0]
     tied = first.aliases()
@@ -217,8 +219,11 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
     if optimizer:
         try:
             names = whole.groups_of(first, candidates)
-        except whole.AmbiguousError as reason:
-            warnings.append(str(reason))
+        except AmbiguousError as reason:
+            warnings.append(
+                f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
+                " left out"
+            )
     entries = list(whole.read(first, names))
     members = names or [[] for _ in stored]
     groups = [

@@ -14,8 +14,9 @@ from reshard.formats.deepspeed.states import (
     each,
 )
 from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.values import plain
 from reshard.manifest import ParamGroup, TrainState
-from reshard.unpickle import Call, Global
+from reshard.unpickle import Call
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
 _ENGINE_KEYS = frozenset(
@@ -29,32 +30,6 @@ _ENGINE_KEYS = frozenset(
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 GroupState = Callable[[int], dict[str, Any]]
-
-
-def plain(value: Any) -> Any:  # noqa: PLR0911 - one return a kind of value
-    """A value that prints and serialises as JSON; what is neither is described, not lost."""
-    if isinstance(value, Call):
-        shown = {"class": value.name}
-        for key, part in (
-            ("args", value.args),
-            ("state", value.state),
-            ("items", value.items),
-            ("elements", value.elements),
-        ):
-            if part:
-                shown[key] = plain(part)
-        return shown
-    if isinstance(value, Global):
-        return value.name
-    if isinstance(value, Tensor):
-        return {"tensor": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(item) for item in value]
-    if isinstance(value, bytes):
-        return {"bytes": len(value)}
-    return value
 
 
 def number(file: TorchFile, value: Any) -> float | None:

@@ -6,7 +6,7 @@ Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import partitioned, train
 from reshard.formats.deepspeed.states import BUILDERS, ModelStates, open_model, whole_entry
+from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import (
     BUFFER,
@@ -31,7 +32,7 @@ from reshard.manifest import (
 )
 
 
-def read(place: Path) -> Manifest:
+def read(place: Place) -> Manifest:
     """Describe a universal directory; layout-free, so any parallel grid may have written it.
 
     Raises:
@@ -43,7 +44,7 @@ def read(place: Path) -> Manifest:
     shapes = {fqn: shape for group in model.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
-    for folder in sorted(path for path in (place / "zero").iterdir() if path.is_dir()):
+    for folder in place.folders["zero"].folders.values():
         if folder.name in model.module and folder.name not in shapes:
             continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
         for kind, file, tensor in _tensors(folder):
@@ -52,12 +53,14 @@ def read(place: Path) -> Manifest:
                 steps[folder.name] = float(file.number(tensor))
             else:
                 entries.append(_entry(file, folder.name, kind, tensor, shapes))
+    root = _optimizer_root(place, files)
     masters = {entry.fqn for entry in entries if entry.kind == MASTER}
+    if not steps:
+        steps = _common_step(root, files, masters)
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
     entries += _module_rest(models, masters, tied)
     order = {name: index for index, name in enumerate(model.module)}
     entries.sort(key=lambda entry: order.get(entry.fqn, len(order)))
-    root = _optimizer_root(place, files)
     mesh = {"world": int(model.root.get("dp_world_size") or 1)}
     return Manifest(
         origin=Origin(
@@ -78,13 +81,12 @@ def read(place: Path) -> Manifest:
     )
 
 
-def _model_states(place: Path) -> list[ModelStates]:
+def _model_states(place: Place) -> list[ModelStates]:
     """The copied model states: one file at stages 0 to 2, one a rank at stage 3."""
-    sharded = sorted(
-        place.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"),
-        key=lambda path: int(path.name.split("_")[3]),
-    )
-    names = sharded or sorted(place.glob("mp_rank_*_model_states.pt"))[:1]
+    found = [path for path in place.files.values() if path.match("*mp_rank_*_model_states.pt")]
+    sharded = [path for path in found if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
+    sharded.sort(key=lambda path: int(path.name.split("_")[3]))
+    names = sharded or found[:1]
     if not names:
         raise IncompleteError(
             place,
@@ -106,9 +108,9 @@ def _entry(
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, TorchFile, Tensor]]:
+def _tensors(folder: Place) -> Iterator[tuple[str, TorchFile, Tensor]]:
     """(kind, file, tensor) of one parameter's folder."""
-    paths = sorted(folder.glob("*.pt"))
+    paths = [path for path in folder.files.values() if path.suffix == ".pt"]
     if not any(path.name == "fp32.pt" for path in paths):
         raise IncompleteError(folder, "has no fp32.pt", "the conversion was interrupted: repeat it")
     for path in paths:
@@ -133,13 +135,24 @@ def _module_rest(
         yield from partitioned.frozen(models)
 
 
-def _optimizer_root(place: Path, files: dict[str, TorchFile]) -> dict[str, Any]:
-    path = place / "zero" / "optimizer_state.pt"
-    if not path.is_file():
+def _optimizer_root(place: Place, files: dict[str, TorchFile]) -> dict[str, Any]:
+    path = place.folders["zero"].files.get("optimizer_state.pt")
+    if path is None:
         return {}
     file = torch_file.read(path, builders=BUILDERS)
     files[file.path] = file
     return file.root if isinstance(file.root, dict) else {}
+
+
+def _common_step(
+    root: Mapping[str, Any], files: Mapping[str, TorchFile], fqns: Iterable[str]
+) -> dict[str, float]:
+    """From stage 3, ds_to_universal writes one step, in the state of the first flat tensor."""
+    state = root.get("optimizer_state_dict", root).get("state", {})
+    step = state.get(0, {}).get("step") if isinstance(state.get(0), dict) else None
+    if isinstance(step, Tensor):
+        step = files[step.storage.file].number(step)
+    return dict.fromkeys(fqns, float(step)) if isinstance(step, (int, float)) else {}
 
 
 def _groups(model: ModelStates, root: dict[str, Any]) -> list[ParamGroup]:

@@ -1,0 +1,106 @@
+"""Archives of one tensor each, by the thousand: those of equal form are parsed once.
+
+What a parse says is a function of the archive's structure: its local headers and pickle before the
+data, and its directory behind them. Items of one shape differ there only in the CRC of the data and
+in an id that nobody reads, so the same bytes give the same answer, and the CRC is taken anew.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from reshard.files import Section
+from reshard.formats import torch_file, zip_directory
+from reshard.formats.torch_file import Storage, Tensor, TorchFile
+from reshard.manifest import Record
+
+_CRC = 16  # byte of the CRC in a central directory entry, which is 4 bytes long
+_READ_MEMBERS = ("data.pkl", "byteorder", "version")  # whose CRCs a parse looks at
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One structure, and what was read from it."""
+
+    head: bytes  # up to the data
+    directory: int  # where the central directory begins
+    tail: bytes  # from there on, with the CRCs of `free` members blank
+    free: tuple[int, ...]  # their places in the tail
+    crc: int  # the place of the data's CRC in the tail
+    data: int  # where the data begin
+    checked: bool
+    file: TorchFile
+    tensor: Tensor
+
+
+class Archives:
+    """Opens archives one after the other and remembers their forms."""
+
+    def __init__(self) -> None:
+        self._forms: dict[int, list[_Form]] = defaultdict(list)
+
+    def open(self, archive: Section) -> TorchFile:
+        """As `torch_file.read_archive`, which it raises the errors of."""
+        for form in self._forms[archive.nbytes]:
+            found = _fitted(form, archive)
+            if found:
+                return found
+        file = torch_file.read_archive(archive)
+        made = _form_of(file, archive)
+        if made is not None:
+            self._forms[archive.nbytes].append(made)
+        return file
+
+
+def _form_of(file: TorchFile, archive: Section) -> _Form | None:
+    """The form of an archive that holds one tensor in one storage, and nothing else."""
+    tensor = file.root
+    if not isinstance(tensor, Tensor) or len(file.records) != 1:
+        return None
+    (record,) = file.records.values()
+    places = dict(zip_directory.central_offsets(archive))
+    directory = min(places.values())
+    free = tuple(
+        place + _CRC - directory
+        for name, place in places.items()
+        if name.rsplit("/", 1)[-1] not in _READ_MEMBERS
+    )
+    data = record.byte_offset - archive.start
+    return _Form(
+        head=archive.read(0, data),
+        directory=directory,
+        tail=_blank(archive.read(directory, archive.nbytes - directory), free),
+        free=free,
+        crc=places[record.name] + _CRC - directory,
+        data=data,
+        checked=record.crc32 is not None,
+        file=file,
+        tensor=tensor,
+    )
+
+
+def _blank(tail: bytes, places: tuple[int, ...]) -> bytes:
+    blanked = bytearray(tail)
+    for place in places:
+        blanked[place : place + 4] = bytes(4)
+    return bytes(blanked)
+
+
+def _fitted(form: _Form, archive: Section) -> TorchFile | None:
+    """What a form says of another archive; None where that has another structure."""
+    if archive.read(0, form.data) != form.head:
+        return None
+    tail = archive.read(form.directory, archive.nbytes - form.directory)
+    if _blank(tail, form.free) != form.tail:
+        return None
+    old = form.tensor.storage
+    start = archive.start + form.data
+    storage = Storage(archive.path, old.key, old.dtype, old.nbytes, start)
+    tensor = Tensor(
+        storage, form.tensor.offset, form.tensor.shape, form.tensor.strides, form.tensor.dtype
+    )
+    crc = int.from_bytes(tail[form.crc : form.crc + 4], "little") if form.checked else None
+    name = form.file.records[old.key].name
+    records = {old.key: Record(start, old.nbytes, crc, name)}
+    return TorchFile(archive.path, archive.nbytes, tensor, form.file.globals, records)

@@ -1,0 +1,157 @@
+"""A DCP directory as one tree: the state dict as it was before it was flattened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptError, IncompleteError
+from reshard.files import SourceFiles
+from reshard.formats.dcp import metadata
+from reshard.formats.dcp.items import Items
+from reshard.formats.dcp.metadata import Metadata
+from reshard.formats.place import Place, missing_ranks
+from reshard.formats.state_dict import tree
+from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.tree import Logical
+
+_METADATA = ".metadata"
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_TOPS = re.compile(r"model|state_dict|optim|optimizer")
+_LISTED = 4
+_DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+def is_part(name: str) -> bool:
+    """Whether a file's name is one of DCP's."""
+    return name == _METADATA or name.endswith((".distcp", ".metadata"))
+
+
+def detect(place: Place) -> bool:
+    """Whether DCP's files lie in a directory."""
+    return any(is_part(name) for name in place.files)
+
+
+def read(place: Place) -> Found:
+    """The tree of one directory.
+
+    Raises:
+        IncompleteError: ``.metadata`` or a data file is missing.
+        CorruptError: files contradict each other.
+        UnsafeError: the metadata name a file outside the directory.
+    """
+    about = metadata.read(_metadata_files(place))
+    objects = {key: block for key, block in about.objects.items() if block is not None}
+    with SourceFiles() as pool:
+        items = Items(pool)
+        leaves: dict[str, Any] = {}
+        for key, stored in about.tensors.items():
+            chunks = [
+                items.chunk(_data(place, block.file), block, stored.dtype)
+                for block in stored.blocks
+            ]
+            leaves[key] = Logical(stored.dtype, stored.shape, tuple(chunks))
+        for key, block in objects.items():
+            leaves[key] = tree.of_file(items.object(_data(place, block.file), block))
+    used = {block.file for stored in about.tensors.values() for block in stored.blocks}
+    used |= {block.file for block in objects.values()}
+    return Found(
+        root=_nested(place, about, leaves),
+        where=str(place),
+        files=items.sources(),
+        world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
+        globals=items.globals | about.globals,
+        plain_is_buffer=False,
+        notes=_stale(place, used),
+    )
+
+
+def _stale(place: Place, used: set[str]) -> list[str]:
+    """What lies beside the save and does not belong to it."""
+    rest = [name for name in place.files if name.endswith(".distcp") and name not in used]
+    shown = ", ".join(rest[:_LISTED])
+    return [f"files of another save lie beside this one: {shown}"] if rest else []
+
+
+def _metadata_files(place: Place) -> list[Path]:
+    if _METADATA in place.files:
+        return [place.files[_METADATA]]
+    ranks = {
+        int(match[1]): path
+        for name, path in place.files.items()
+        if (match := _RANK_METADATA.fullmatch(name))
+    }
+    if not ranks:
+        raise IncompleteError(
+            place,
+            "holds .distcp files and no .metadata, which DCP writes last: the save was interrupted,"
+            " or the file lies on another node",
+            "copy .metadata here from the node of rank 0 (it is a hidden file), or give that"
+            " node's directory as a second source",
+        )
+    writers = {int(match[1]) for name in place.files if (match := _DATA.fullmatch(name))}
+    missing = missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
+    if missing:
+        raise IncompleteError(
+            place,
+            f"holds metadata of rank {max(ranks)}, but not of rank {missing[0]}",
+            "copy it here (a node-local disk may still hold it), or give that node's directory as a"
+            " second source",
+        )
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _data(place: Place, name: str) -> Path:
+    path = place.files.get(name) or place.nested(name)
+    if path is None:
+        raise IncompleteError(
+            place,
+            f"{name} is missing",
+            "copy it here (a node-local disk may still hold it), or give that node's directory as a"
+            " second source",
+        )
+    return path
+
+
+def _nested(place: Place, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    """The state dict as it was, and in its order: joined keys can collide, the paths cannot."""
+    root: dict[Any, Any] = {}
+    for key in sorted(leaves, key=_positions(about, leaves).__getitem__):
+        if about.paths and key not in about.paths:
+            raise CorruptError(
+                place, f"announces {key!r} and does not say where in the state dict it stood"
+            )
+        *parents, last = about.paths.get(key) or _guessed(key)
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise CorruptError(place, f"{key!r} lies inside of a tensor")
+        if last in node:
+            raise CorruptError(place, f"{key!r} is stored twice")
+        node[last] = leaves[key]
+    return root
+
+
+def _positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
+    """Where a key stood in the state dict: paths are in its order, tensors in that of the ranks."""
+    return {key: n for n, key in enumerate(dict.fromkeys([*about.paths, *leaves]))}
+
+
+def _guessed(key: str) -> tuple[Any, ...]:
+    """The path of a key of which no planner kept one: it stands for itself, but for the usual tops.
+
+    ``optim.state.<fqn>.<slot>``, ``optim.param_groups.0.lr``, ``model.<fqn>``.
+    """
+    top, _, rest = key.partition(".")
+    if not rest or not _TOPS.fullmatch(top):
+        return (key,)
+    part, _, below = rest.partition(".")
+    fqn, _, leaf = below.rpartition(".")
+    if part == "state" and fqn:
+        return (top, part, fqn, leaf)
+    if part == "param_groups" and fqn:
+        return (top, part, int(fqn), leaf) if fqn.isdecimal() and len(fqn) < 9 else (top, rest)
+    return (top, rest)

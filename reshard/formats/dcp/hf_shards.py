@@ -1,0 +1,85 @@
+"""What HuggingFaceStorageWriter leaves before consolidation: blocks in safetensors files.
+
+There is no ``.metadata``. Each file says in its header where its tensors' blocks begin; how large
+a tensor is, nothing says: it reaches as far as its blocks do, and a hole inside is found by the
+proof of coverage.
+
+Source: torch 2.13 ``distributed/checkpoint/hf_storage.py``, ``_hf_utils.py``
+(``_gen_file_name``, ``DCP_SHARDING_INFO``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.box import Box, as_index
+from reshard.errors import CorruptError, IncompleteError
+from reshard.formats import safetensors
+from reshard.formats.place import Place, missing_ranks
+from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.tree import Logical
+from reshard.manifest import Chunk, SourceFile
+
+_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_INFO = "DCP_SHARDING_INFO"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file's name is that of one rank's shard."""
+    return _SHARD.fullmatch(name) is not None
+
+
+def read(place: Place) -> Found:
+    """The weights of all shards in a directory.
+
+    Raises:
+        IncompleteError: a rank's shard is missing.
+        CorruptError: a header that does not say where its blocks lie.
+    """
+    shards = {name: path for name, path in place.files.items() if is_shard(name)}
+    ranks = {int(_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
+    missing = missing_ranks({rank - 1 for rank in ranks}, max(ranks))
+    if missing:
+        raise IncompleteError(
+            place,
+            f"holds the shard of rank {max(ranks) - 1}, but none of rank {missing[0]}",
+            "copy the missing files here (a node-local disk may still hold them)",
+        )
+    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    sources: dict[str, SourceFile] = {}
+    for path in shards.values():
+        file = safetensors.read(path)
+        sources[file.source.path] = file.source
+        origins = _origins(path, file.metadata)
+        for fqn, chunk in file.tensors.items():
+            if fqn not in origins or len(origins[fqn]) != len(chunk.box.shape):
+                raise CorruptError(path, f"does not say where its block of {fqn!r} lies")
+            chunks[fqn].append(replace(chunk, box=Box(origins[fqn], chunk.box.shape)))
+    state = {fqn: _whole(fqn, held) for fqn, held in chunks.items()}
+    return Found(state, str(place), sources, world=len(ranks), plain_is_buffer=False, proved=False)
+
+
+def _whole(fqn: str, chunks: list[Chunk]) -> Logical:
+    first = chunks[0]
+    for chunk in chunks:
+        if (chunk.dtype, len(chunk.box.shape)) != (first.dtype, len(first.box.shape)):
+            raise CorruptError(
+                chunk.file, f"{fqn!r} has another dtype or other dims than in {first.file}"
+            )
+    ends = [[o + n for o, n in zip(c.box.origin, c.box.shape, strict=True)] for c in chunks]
+    shape = tuple(max(extent) for extent in zip(*ends, strict=True))
+    return Logical(chunks[0].dtype, shape, tuple(chunks))
+
+
+def _origins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    try:
+        info: dict[str, Any] = json.loads(metadata[_INFO])
+        return {fqn: as_index(held["saved_offsets"]) for fqn, held in info.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptError(path, f"has no readable {_INFO} in its header") from error

@@ -1,0 +1,136 @@
+"""What lies at a DCP item's place: a ``torch.save`` archive of its own, or a safetensors stream.
+
+Items begin at any byte, so nothing in them is aligned; and a tensor is stored in its memory order,
+which only the pickle inside the item says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.box import Box
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.files import Section, SourceFiles, size_of
+from reshard.formats import safetensors, torch_file
+from reshard.formats.dcp.archives import Archives
+from reshard.formats.dcp.metadata import Block
+from reshard.formats.torch_file import Tensor
+from reshard.manifest import Chunk, Record, SourceFile
+
+_ZIP = b"PK"
+
+
+class Items:
+    """The ``.distcp`` files of one checkpoint, opened as they are asked for."""
+
+    def __init__(self, pool: SourceFiles) -> None:
+        self.globals: set[str] = set()
+        self._pool = pool
+        self._archives = Archives()
+        self._taken: set[tuple[str, int]] = set()
+        self._sizes: dict[str, int] = {}
+        self._records: dict[str, list[Record]] = {}
+        self._streams: dict[tuple[str, int], dict[str, Chunk]] = {}
+
+    def sources(self) -> dict[str, SourceFile]:
+        """Every file that was opened, as a manifest lists it."""
+        return {
+            path: SourceFile(
+                path, size, tuple(sorted(self._records[path], key=lambda r: r.byte_offset))
+            )
+            for path, size in self._sizes.items()
+        }
+
+    def chunk(self, path: Path, block: Block, dtype: DType) -> Chunk:
+        """Where a block's elements lie.
+
+        Raises:
+            CorruptError: another tensor than was announced is stored there.
+        """
+        section = self._section(str(path), block)
+        if section is None:
+            return self._in_stream(str(path), block, dtype)
+        if (section.path, section.start) in self._taken:
+            raise CorruptError(
+                path,
+                f"byte {block.byte_offset} is said to hold {block.key!r} and another block as well",
+                ".metadata was altered, or is another save's",
+            )
+        self._taken.add((section.path, section.start))
+        file = self._open(section)
+        tensor = file.root
+        box = block.box or Box((), ())
+        if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (box.shape, dtype):
+            raise CorruptError(
+                path,
+                f"at byte {block.byte_offset} stands {_shown(tensor)}, but {block.key!r} is said to"
+                f" be {dtype} {box.shape} there",
+                "the file belongs to another save than .metadata",
+            )
+        whole = file.chunk(tensor)
+        return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
+
+    def object(self, path: Path, block: Block) -> torch_file.TorchFile:
+        """A stored object; its tensors are described, and its classes are names.
+
+        Raises:
+            UnsupportedError: it was saved in another way than by ``torch.save``.
+        """
+        section = self._section(str(path), block)
+        if section is None:
+            raise UnsupportedError(path, f"{block.key!r} is no torch.save archive")
+        return self._open(section)
+
+    def _open(self, section: Section) -> torch_file.TorchFile:
+        file = self._archives.open(section)
+        self.globals |= file.globals
+        self._records[section.path] += file.records.values()
+        return file
+
+    def _size(self, name: str) -> int:
+        if name not in self._sizes:
+            self._sizes[name] = size_of(name)
+            self._records[name] = []
+        return self._sizes[name]
+
+    def _section(self, name: str, block: Block) -> Section | None:
+        """The archive at a block's place; None where a safetensors stream begins there."""
+        stop = block.byte_offset + block.nbytes
+        if stop > self._size(name):
+            raise CorruptError(
+                name,
+                f"{block.key!r} lies at bytes {block.byte_offset} to {stop}, the file has"
+                f" {self._size(name)}",
+                "the file is truncated: fetch it again",
+            )
+        if (name, block.byte_offset) in self._streams:
+            return None
+        section = Section(self._pool, name, block.byte_offset, block.nbytes)
+        return section if section.read(0, min(2, section.nbytes)) == _ZIP else None
+
+    def _in_stream(self, name: str, block: Block, dtype: DType) -> Chunk:
+        """SerializationFormat.SAFETENSORS: one stream a file, behind the objects if there are any.
+
+        All of the stream's tensors are given the place where it begins.
+        """
+        place = (name, block.byte_offset)
+        if place not in self._streams:
+            nbytes = self._size(name) - block.byte_offset
+            section = Section(self._pool, name, block.byte_offset, nbytes)
+            self._streams[place] = safetensors.read_section(section).tensors
+        chunk = self._streams[place].get(block.key)
+        box = block.box or Box((), ())
+        if chunk is None or (chunk.box.shape, chunk.dtype) != (box.shape, dtype):
+            raise CorruptError(
+                name,
+                f"holds no {dtype} {box.shape} {block.key!r} at byte {block.byte_offset}",
+                "the file belongs to another save than .metadata",
+            )
+        return replace(chunk, box=box)
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} {value.shape}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,193 @@
+"""``.metadata``: a bare pickle of what was saved and where, read without torch.
+
+With ``use_collectives=False`` every rank writes a ``__<rank>.metadata`` of its own chunks; their
+union is the checkpoint.
+
+Source: torch 2.13 ``distributed/checkpoint/metadata.py`` and ``filesystem.py`` (``_StorageInfo``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from reshard import dtypes
+from reshard.box import Box, Index, as_index
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from reshard.unpickle import Call, loads
+
+_MODULE = "torch.distributed.checkpoint."
+_BUILDERS = {"torch.Size": lambda dims=(): tuple(dims)}
+_MAX_BYTES = 1 << 31
+_MAX_PATH = 64  # parts
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One stored item: a block of a tensor, or (``box`` None) a pickled object."""
+
+    key: str
+    box: Box | None
+    file: str  # relative to the directory
+    byte_offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Stored:
+    """One tensor as the metadata announce it."""
+
+    dtype: DType
+    shape: Index
+    blocks: list[Block] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Metadata:
+    """Everything that one or several metadata files say."""
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    objects: dict[str, Block | None] = field(default_factory=dict)  # None: its place is not known
+    paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> path in the state dict
+    globals: set[str] = field(default_factory=set)
+    version: str = ""
+
+
+def read(files: Sequence[Path]) -> Metadata:
+    """The union of the metadata files of one checkpoint.
+
+    Raises:
+        CorruptError: a file is no DCP metadata, or two contradict each other.
+        IncompleteError: a chunk is announced and stored nowhere.
+        UnsafeError: a file outside the directory is named.
+    """
+    found = Metadata()
+    for path in files:
+        _add(found, path)
+    lost = [key for key, block in found.objects.items() if block is None]
+    if lost:
+        raise IncompleteError(
+            files[0],
+            f"announces {lost[0]!r}, but does not say where it is stored",
+            "the save was interrupted, or a rank's part is missing",
+        )
+    return found
+
+
+def _add(found: Metadata, path: Path) -> None:
+    if path.stat().st_size > _MAX_BYTES:
+        raise CorruptError(path, f"is {path.stat().st_size} bytes, too large for metadata")
+    done = loads(path.read_bytes(), where=path, builders=_BUILDERS)
+    root = done.value
+    if not isinstance(root, Call) or not root.name.endswith(".Metadata"):
+        raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")
+    found.globals |= done.globals
+    found.version = str(root.get("version") or "") or found.version
+    try:
+        stored = _storage(path, root.get("storage_data") or {})
+        for key, about in root.get("state_dict_metadata").items():
+            _add_one(found, path, key, about, stored)
+        paths = {key: _path(key, at) for key, at in (root.get("planner_data") or {}).items()}
+        found.paths.update(paths)
+        _refuse_unannounced({key for key, _ in stored} | paths.keys(), root)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise CorruptError(
+            path,
+            f"is DCP metadata of unknown form ({type(error).__name__}: {error})",
+            "the file was altered, or written by a torch that reshard does not know",
+        ) from error
+
+
+def _refuse_unannounced(keys: set[str], root: Call) -> None:
+    unknown = keys - root.get("state_dict_metadata").keys()
+    if unknown:
+        raise ValueError(f"it stores {min(unknown)!r} and does not announce it")
+
+
+def _path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
+    """A key's path in the state dict, which joins to the key (``flatten_state_dict``)."""
+    path = tuple(parts)
+    sane = 0 < len(path) <= _MAX_PATH and all(type(part) in (str, int) for part in path)
+    if not sane or ".".join(map(str, path)) != key:
+        raise ValueError(f"{key!s:.60} is said to lie at {path!s:.60}")
+    return path
+
+
+def _storage(
+    path: Path, data: Mapping[Call, Call]
+) -> dict[tuple[str, Index | None], tuple[str, int, int]]:
+    """(key, origin of the block) -> file, offset, length."""
+    stored = {}
+    for index, info in data.items():
+        transforms = info.get("transform_descriptors")
+        if transforms:
+            raise UnsupportedError(
+                path,
+                f"stores {index.get('fqn')!r} through {transforms}",
+                "save it without stream extensions",
+            )
+        name, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError(f"impossible place {numbers} in {name}")
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or not name:
+            raise UnsafeError(
+                path,
+                f"names the file {name!r}, which lies outside the directory",
+                "the metadata were tampered with: do not use this checkpoint",
+            )
+        origin = index.get("offset")
+        at = None if origin is None else as_index(origin)
+        stored[index.get("fqn"), at] = (name, *numbers)
+    return stored
+
+
+def _add_one(
+    found: Metadata,
+    path: Path,
+    key: str,
+    about: Call,
+    stored: Mapping[tuple[str, Index | None], tuple[str, int, int]],
+) -> None:
+    kind = about.name.rsplit(".", 1)[-1]
+    if kind == "BytesStorageMetadata":
+        place = stored.get((key, None))
+        found.objects[key] = found.objects.get(key) or (place and Block(key, None, *place))
+        return
+    if kind != "TensorStorageMetadata":
+        raise ValueError(f"{key!r} is a {about.name}")
+    shape = as_index(about.get("size"))
+    dtype = _dtype(path, key, about.get("properties"))
+    tensor = found.tensors.setdefault(key, Stored(dtype, shape))
+    if (tensor.dtype, tensor.shape) != (dtype, shape):
+        raise CorruptError(
+            path,
+            f"{key!r} is {dtype} {shape}, in another rank's metadata {tensor.dtype} {tensor.shape}",
+            "metadata of different runs are mixed",
+        )
+    for chunk in about.get("chunks"):
+        box = Box(
+            as_index(chunk.get("offsets"), len(shape)), as_index(chunk.get("sizes"), len(shape))
+        )
+        place = stored.get((key, box.origin))
+        if place is None:
+            if box.volume == 0:
+                continue
+            raise IncompleteError(
+                path,
+                f"announces {key!r} {box.origin}+{box.shape}, but does not say where it is stored",
+                "the save was interrupted, or a rank's part is missing",
+            )
+        tensor.blocks.append(Block(key, box, *place))
+
+
+def _dtype(path: Path, key: str, properties: Call) -> DType:
+    state = properties.state
+    named = state[0] if isinstance(state, tuple) else properties.get("dtype")
+    dtype = dtypes.BY_NAME.get(named.name.removeprefix("torch."))
+    if dtype is None:
+        raise UnsupportedError(path, f"{key!r} has dtype {named.name}, which reshard does not know")
+    return dtype

@@ -1,0 +1,138 @@
+"""Where a checkpoint lies: a directory, a file of one, or several that each node kept a part of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterator, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+
+from reshard.errors import CorruptError, ReshardError, UnrecognisedError, UsageError
+
+_LISTED = 8
+_PARTS = (  # endings of the files that hold a checkpoint; logs and configs of nodes may differ
+    *(".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar", ".distcp", ".metadata", ".safetensors"),
+    *(".swp", ".index.json", "latest", "latest_universal"),
+)
+_COMPARED = 1 << 20  # bytes at a time
+
+
+class Place:
+    """The files of one directory by name, wherever they lie.
+
+    Args:
+        directories: more than one where each node kept its own files.
+        chosen: the file in it that the user named, if it was a file.
+    """
+
+    def __init__(
+        self, directories: Sequence[Path], chosen: str | None = None, *, inner: bool = False
+    ) -> None:
+        self.directories = tuple(directories)
+        self.chosen = chosen
+        self._inner = inner
+
+    @classmethod
+    def of(cls, paths: Sequence[Path]) -> Place:
+        """The place that a user's paths stand for.
+
+        Raises:
+            UnrecognisedError: nothing is there.
+            UsageError: files and directories together, or several files.
+        """
+        for path in paths:
+            if not path.exists():
+                raise UnrecognisedError(path, "there is no such file or directory")
+        files = [path for path in paths if not path.is_dir()]
+        if files and len(paths) > 1:
+            raise UsageError(
+                files[0],
+                "is a file; several sources are the directories in which each node kept its part",
+                "give the directory that holds it",
+            )
+        if files:
+            return cls([files[0].parent], files[0].name)
+        return cls(list(dict.fromkeys(paths)))
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    @property
+    def path(self) -> Path:
+        """The file that was named, else the first directory."""
+        first = self.directories[0]
+        return first / self.chosen if self.chosen else first
+
+    @property
+    def name(self) -> str:
+        """The directory's own name."""
+        return self.directories[0].resolve().name
+
+    def above(self) -> Place:
+        """The directory that this one lies in."""
+        return Place([directory.parent for directory in self.directories])
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Every file by name, in order of names.
+
+        Raises:
+            CorruptError: two directories hold different parts of a checkpoint under one name.
+        """
+        found: dict[str, Path] = {}
+        for child in self._children():
+            if child.is_file():
+                kept = found.setdefault(child.name, child)
+                if kept is not child and child.name.endswith(_PARTS):
+                    _refuse_other(kept, child)
+        return dict(sorted(found.items()))
+
+    @cached_property
+    def folders(self) -> dict[str, Place]:
+        """Every subdirectory by name, in order of names."""
+        found: dict[str, list[Path]] = {}
+        for child in self._children():
+            if child.is_dir():
+                found.setdefault(child.name, []).append(child)
+        return {name: Place(found[name], inner=True) for name in sorted(found)}
+
+    def _children(self) -> Iterator[Path]:
+        """What lies in the directories; a subdirectory that may not be read (lost+found) is empty.
+
+        Raises:
+            ReshardError: the user's own directory may not be read.
+        """
+        for directory in self.directories:
+            try:
+                yield from directory.iterdir()
+            except PermissionError as error:
+                if not self._inner:
+                    raise ReshardError(
+                        directory, "may not be read", "ask for the permission, or copy it"
+                    ) from error
+
+    def nested(self, name: str) -> Path | None:
+        """A file by a relative path of several parts."""
+        with contextlib.suppress(OSError):  # a name that no file can have
+            return next((d / name for d in self.directories if (d / name).is_file()), None)
+        return None
+
+
+def missing_ranks(present: Container[int], world: int) -> list[int]:
+    """The first few ranks below ``world`` that are not present; a file's name may state any."""
+    return list(islice((rank for rank in range(world) if rank not in present), _LISTED))
+
+
+def _refuse_other(kept: Path, other: Path) -> None:
+    same = kept.stat().st_size == other.stat().st_size
+    if same and not kept.samefile(other):
+        with kept.open("rb") as a, other.open("rb") as b:
+            while same and (block := a.read(_COMPARED)):
+                same = block == b.read(_COMPARED)
+    if not same:
+        raise CorruptError(
+            other,
+            f"has the name of {kept} and other contents",
+            "give the directories of one checkpoint only",
+        )

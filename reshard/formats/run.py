@@ -1,0 +1,105 @@
+"""Run directories: several checkpoints of one run, and which of them is meant.
+
+Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.txt``; HF Trainer
+``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
+``global_step_N``. Without a pointer the highest number is taken, as their own resuming does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from reshard.errors import UnrecognisedError
+from reshard.formats.place import Place
+
+_NUMBERED = re.compile(r"(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?(\d{1,19})")
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+_FOLDERS = ("checkpoints", "checkpoint", "ckpt", "actor", "critic")  # the last two are verl's
+_DEPTH = 3
+_LISTED = 6
+_LONGEST = 20  # digits of a step
+
+
+def checkpoint(
+    place: Place, tag: str | None, detect: Callable[[Place], bool], depth: int = _DEPTH
+) -> Place | None:
+    """The checkpoint below a directory; None where there is none.
+
+    Raises:
+        UnrecognisedError: several, and neither a pointer nor a number nor a tag chooses.
+    """
+    if detect(place) and tag is None:
+        return place
+    if depth == 0:
+        return None
+    chosen = _tagged(place, tag) if tag else _pointed(place) or _newest(place, detect)
+    if chosen:
+        found = checkpoint(chosen, None, detect, depth - 1)
+        if found is None:
+            raise UnrecognisedError(
+                chosen,
+                f"is the checkpoint that {place} means, and holds none: was the save interrupted?",
+                _others(place),
+            )
+        return found
+    several = [
+        below
+        for name in _FOLDERS
+        if name in place.folders
+        and (below := checkpoint(place.folders[name], tag, detect, depth - 1))
+    ]
+    if len(several) > 1:
+        shown = ", ".join(map(str, several))
+        raise UnrecognisedError(
+            place, f"holds several checkpoints: {shown}", f"give one of them, e.g. {several[0]}"
+        )
+    return several[0] if several else None
+
+
+def _others(place: Place) -> str:
+    return f"give another one with --tag; there are {', '.join(list(place.folders)[:_LISTED])}"
+
+
+def _tagged(place: Place, tag: str) -> Place | None:
+    """The directory of that name, or of that number."""
+    if tag in place.folders:
+        return place.folders[tag]
+    numbers = _numbered(place)
+    return numbers.get(int(tag)) if tag.isdecimal() and len(tag) < _LONGEST else None
+
+
+def _numbered(place: Place) -> dict[int, Place]:
+    return {
+        int(match[1]): folder
+        for name, folder in place.folders.items()
+        if (match := _NUMBERED.fullmatch(name))
+    }
+
+
+def _pointed(place: Place) -> Place | None:
+    """What the run's pointer names.
+
+    Raises:
+        UnrecognisedError: it names nothing that is there.
+    """
+    pointer = next((place.files[name] for name in _POINTERS if name in place.files), None)
+    if pointer is None:
+        return None
+    named = pointer.read_text(errors="replace").strip()
+    found = _tagged(place, named)
+    if found is None:
+        raise UnrecognisedError(
+            pointer,
+            f"names {named[:_LONGEST]!r}, which is not there",
+            _others(place),
+        )
+    return found
+
+
+def _newest(place: Place, detect: Callable[[Place], bool]) -> Place | None:
+    """The highest number; where that is no checkpoint (an interrupted save), none is guessed."""
+    numbers = _numbered(place)
+    if any(checkpoint(folder, None, detect, 1) for folder in numbers.values()):
+        return numbers[max(numbers)]
+    return None

@@ -1,0 +1,411 @@
+"""From one tree of all ranks to a manifest: entries, train state, and what is to be said."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard import trust
+from reshard.box import Index
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from reshard.files import SourceFiles
+from reshard.formats.state_dict import flat, optimizer, parts, tree
+from reshard.formats.state_dict.forms import Parameters
+from reshard.formats.state_dict.optimizer import Optimizer
+from reshard.formats.state_dict.tree import Local, Logical, dotted, is_tensor, logical
+from reshard.formats.values import plain
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Chunk,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    TrainState,
+    keyed,
+)
+from reshard.model import ModelShapes, Told
+
+_LISTED = 6
+_FAIRSCALE = "shard_metadata"
+_OPEN_END = (
+    "no file says how many ranks saved: there are shards of {}, and tensors are as large as these"
+    " make them; --model config.json has the shapes checked"
+)
+_COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
+
+
+@dataclass(slots=True)
+class Found:
+    """What a format has read, before it is known what is what."""
+
+    root: Any  # the tree of all ranks
+    where: str
+    files: dict[str, SourceFile]
+    world: int = 1
+    globals: set[str] = field(default_factory=set)
+    differing: Sequence[tuple[Any, ...]] = ()
+    plain_is_buffer: bool = True  # beside sharded tensors, what is not sharded is a buffer
+    ordered: bool = True  # whether weights stand in the model's order
+    proved: bool = True  # whether the files say how large each tensor is
+    notes: list[str] = field(default_factory=list)
+
+
+def manifest(
+    found: Found,
+    origin: Origin,
+    *,
+    key: str | None = None,
+    told: Told | None = None,
+    nearby: Told | None = None,
+    warnings: Sequence[str] = (),
+) -> Manifest:
+    """The manifest of one tree.
+
+    Args:
+        origin: its mesh and precision are filled in here.
+        key: which state dict is the model.
+        told: what the user says of the model.
+        nearby: what a config beside the checkpoint says, for what the files leave open.
+
+    Raises:
+        ReshardError: no model in it, or one that is stored in a way that nothing explains.
+    """
+    _refuse_mixed(found)
+    split = parts.find(found.root, found.where, key)
+    model, notes = _model(split, found, told, nearby)
+    state, units = _unflattened(split, found, model)
+    weights = _weights(state, found, model)
+    flats = any(flat.prefix_of(key) is not None for key in split.model)
+    ordered = found.ordered and not flats and not (units and model is None)
+    if model and not ordered:
+        place = {fqn: index for index, fqn in enumerate(model.parameters)}
+        weights = dict(sorted(weights.items(), key=lambda item: place.get(item[0], len(place))))
+    _refuse_placeholders(found.where, weights)
+    first, tied = _aliases(weights)
+    if model:
+        tied |= {a: k for a, k in model.tied.items() if k in first and a not in weights}
+    first = _kinds(first, state, found, model)
+    with SourceFiles() as pool:
+        read, first = _optimizers(split, first, units, model, found, pool)
+    said = [*warnings, *found.notes, *notes, *_notes(split, found, read, {*first, *tied})]
+    entries = [*first.values(), *_slots(read, tied)]
+    groups = tuple(group for one in read for group in one.groups)
+    steps = {fqn: step for one in read for fqn, step in one.steps.items()}
+    other = {fqn: value for one in read for fqn, value in one.other.items()}
+    named = {fqn for group in groups for fqn in group.fqns}
+    stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
+    return Manifest(
+        origin=replace(
+            origin,
+            mesh=origin.mesh or {"world": found.world},
+            precision=origin.precision or most_common_dtype(first.values()),
+        ),
+        entries=keyed(entries),
+        files=found.files,
+        train=TrainState(
+            step=split.step,
+            optimizer_step=steps,
+            param_groups=groups,
+            scheduler=plain(split.scheduler),
+            scaler=plain(split.scaler),
+            rng=plain(split.rng),
+            client={name: plain(value) for name, value in split.client.items()},
+            opaque={"optimizer": other} if other else {},
+        ),
+        tied=tied,
+        frozen=frozenset(fqn for fqn in named - stated if fqn in first and first[fqn].kind == PARAM)
+        if stated
+        else frozenset(),
+        trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
+        warnings=tuple(said),
+        unknown_globals=trust.unknown(found.globals),
+        ordered=ordered or model is not None,
+    )
+
+
+def _refuse_mixed(found: Found) -> None:
+    """Ranks that counted other steps did not save together.
+
+    Raises:
+        CorruptError: naming the counter.
+    """
+    for path in found.differing:
+        if _COUNTER.fullmatch(str(path[-1])) and not any(parts.RNG.search(str(p)) for p in path):
+            raise CorruptError(
+                found.where, f"the ranks' files disagree on {dotted(path)!r}", tree.MIXED
+            )
+
+
+def _model(
+    split: parts.Parts, found: Found, told: Told | None, nearby: Told | None
+) -> tuple[ModelShapes | None, list[str]]:
+    """The model that the user named, or the one beside where the files leave something open.
+
+    Raises:
+        UsageError: the user named another model than the checkpoint's.
+    """
+    prefixes = [prefix for key in split.model if (prefix := flat.prefix_of(key)) is not None]
+    if told:
+        model = told.shapes(prefixes)
+        foreign = _foreign(model, split.model)
+        if foreign and not prefixes:
+            raise UsageError(
+                f"--model {told.model}", f"is another model than the checkpoint's: {foreign}"
+            )
+        return model, []
+    numbered = any(map(optimizer.is_numbered, split.optimizers.values()))
+    named = any(map(optimizer.shapes_by_fqn, split.optimizers.values()))
+    unordered = numbered and not found.ordered
+    open_end = [] if found.proved else [_OPEN_END.format(found.world)]
+    needed = nearby and (nearby.wrap or unordered or open_end or (prefixes and not named))
+    if nearby is None or not needed:
+        return None, open_end
+    try:
+        model = nearby.shapes(prefixes)
+    except (UsageError, UnsupportedError) as error:
+        return None, [f"{nearby.model} does not help: {error.problem}"]
+    foreign = _foreign(model, split.model)
+    if foreign and not prefixes:
+        if open_end:
+            raise IncompleteError(
+                found.where,
+                f"{found.world} ranks' shards do not make the model of {nearby.model}: {foreign}",
+                "copy the missing shards here (a node-local disk may still hold them)",
+            )
+        return None, [f"{nearby.model} describes another model: {foreign}"]
+    return model, [f"the parameters' names and order are those of {nearby.model}"]
+
+
+def _foreign(model: ModelShapes, state: Mapping[str, Any]) -> str:
+    """What a model and a state dict do not have in common; empty where they fit."""
+    held = {fqn: logical(leaf) for fqn, leaf in state.items()}
+    for fqn, shape in model.parameters.items():
+        names = [fqn, *(alias for alias, kept in model.tied.items() if kept == fqn)]
+        found = next((held[name] for name in names if name in held), None)
+        if not any(name in held for name in names):
+            return f"the checkpoint has no {fqn!r}"
+        if found and found.shape != shape:
+            return f"{fqn!r} is {found.shape} in the checkpoint, {shape} in the model"
+    extra = held.keys() - model.parameters.keys() - model.buffers.keys() - model.tied.keys()
+    return f"the model has no {min(extra)!r}" if extra else ""
+
+
+def _unflattened(
+    split: parts.Parts, found: Found, model: ModelShapes | None
+) -> tuple[dict[str, Any], list[flat.FlatUnit]]:
+    """The model's state dict without flat parameters, and the units that it had."""
+    beside = dotted((*split.model_path[:-1], _FAIRSCALE))
+    if beside in split.client:
+        about = split.client.pop(beside)
+        return _fairscale(split.model, about, found.where)
+    if any(flat.prefix_of(key) is not None for key in split.model):
+        shapes: dict[str, Index] = {}
+        for value in split.optimizers.values():
+            shapes.update(optimizer.shapes_by_fqn(value))
+        return flat.read(split.model, where=found.where, model=model, shapes=shapes)
+    return split.model, flat.units_of(model) if model else []
+
+
+def _fairscale(
+    state: Mapping[str, Any], about: Any, where: str
+) -> tuple[dict[str, Any], list[flat.FlatUnit]]:
+    named = flat.fairscale_units(about, where)
+    units = {key: named[key] for key in state if key in named}  # in the optimizer's order
+    tensors: dict[str, Any] = {}
+    for key, value in state.items():
+        unit = units.get(key)
+        if unit is None:
+            tensors[key] = value
+            continue
+        pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
+        tensors.update(unit.tensors(flat.flat_pieces(pieces, unit.numel)))
+    return tensors, list(units.values())
+
+
+def _weights(
+    state: Mapping[str, Any], found: Found, model: ModelShapes | None
+) -> dict[str, Logical]:
+    """Every tensor of the model's state dict with its global shape."""
+    weights = {}
+    for fqn, leaf in state.items():
+        tensor = logical(leaf)
+        wanted = model.parameters.get(fqn) if model else None
+        if tensor is None and wanted is not None:
+            tensor = flat.runs(found.where, fqn, wanted, list(leaf.pieces.values()))
+        if tensor is None:
+            raise CorruptError(
+                next(iter(leaf.pieces.values())).file,
+                f"{fqn!r} has other shapes on other ranks ({sorted(leaf.shapes())}), and nothing"
+                " says how they belong together",
+                "the files are of model-parallel ranks, or of different runs",
+            )
+        weights[fqn] = tensor
+    return weights
+
+
+def _refuse_placeholders(where: str, weights: Mapping[str, Logical]) -> None:
+    """ZeRO-3 state dicts saved without gathering hold size-0 tensors for every weight.
+
+    Raises:
+        IncompleteError: this is one.
+    """
+    empty = [fqn for fqn, w in weights.items() if not prod(w.shape) and fqn.endswith("weight")]
+    if len(empty) * 2 > len(weights) or (empty and len(empty) == len(weights)):
+        place = Path(where) if Path(where).is_dir() else Path(where).parent
+        near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
+        real = [str(p) for p in near if any(p.glob("*_optim_states.pt"))]
+        raise IncompleteError(
+            where,
+            f"{len(empty)} of {len(weights)} weights have size 0 (e.g. {empty[0]!r}): ZeRO-3"
+            " placeholders, the real weights are in the ranks' *_optim_states.pt",
+            f"merge {real[0]}" if real else "merge the checkpoint directory that holds those files",
+        )
+
+
+def _aliases(weights: Mapping[str, Logical]) -> tuple[dict[str, Entry], dict[str, str]]:
+    """One entry a weight; names of the same bytes are aliases of the first."""
+    first: dict[tuple[Chunk, ...], str] = {}
+    tied: dict[str, str] = {}
+    entries = {}
+    for fqn, tensor in weights.items():
+        held = tuple(chunk for chunk in tensor.chunks if chunk.box.volume)
+        kept = first.setdefault(held, fqn) if held else fqn
+        if kept != fqn:
+            tied[fqn] = kept
+        else:
+            entries[fqn] = Entry(fqn, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+    return entries, tied
+
+
+def _kinds(
+    entries: Mapping[str, Entry],
+    state: Mapping[str, Any],
+    found: Found,
+    model: ModelShapes | None,
+) -> dict[str, Entry]:
+    """Buffers told from parameters, where anything tells."""
+    if model is not None:
+        buffers = set(model.buffers)
+    else:
+        trained: set[str] = set()
+        for value in parts.find_optimizers(found.root).values():
+            trained |= optimizer.names_in(value)
+        is_local = {fqn: isinstance(state.get(fqn), Local) for fqn in entries}
+        mixed = found.plain_is_buffer and len(set(is_local.values())) > 1
+        buffers = {fqn for fqn, local in is_local.items() if mixed and local} - trained
+    return {
+        fqn: replace(entry, kind=BUFFER) if fqn in buffers else entry
+        for fqn, entry in entries.items()
+    }
+
+
+def _optimizers(
+    split: parts.Parts,
+    weights: dict[str, Entry],
+    units: Sequence[flat.FlatUnit],
+    model: ModelShapes | None,
+    found: Found,
+    pool: SourceFiles,
+) -> tuple[list[Optimizer], dict[str, Entry]]:
+    """The model's optimizers, and the weights with those that turn out to be trained parameters."""
+    read: dict[parts.Path, Optimizer] = {}
+    known = Parameters({}, units, found.world, ordered=found.ordered or model is not None)
+    every = {fqn: entry.shape for fqn, entry in weights.items()}
+    for path, value in split.optimizers.items():
+        shapes = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}
+        shapes = dict(model.parameters) if model else shapes
+        one = optimizer.read(value, replace(known, shapes=shapes), pool)
+        if not one.entries and model is None and len(shapes) < len(every):
+            # plain tensors beside sharded ones are parameters where only some modules are sharded
+            second = optimizer.read(value, replace(known, shapes=every), pool)
+            one = second if second.entries else one
+        read[path] = one
+    kept = _own(split, read, set(every))
+    trained = {entry.fqn for one in kept for entry in one.entries}
+    return kept, {
+        fqn: replace(entry, kind=PARAM) if fqn in trained else entry
+        for fqn, entry in weights.items()
+    }
+
+
+def _own(
+    split: parts.Parts, read: Mapping[parts.Path, Optimizer], weights: set[str]
+) -> list[Optimizer]:
+    """The optimizers of the chosen model, where a checkpoint holds those of several."""
+    if len(read) == 1:
+        return list(read.values())
+    number = parts.number_of(split.model_path)
+    fitting = {p: one for p, one in read.items() if weights & {e.fqn for e in one.entries}}
+    claimed = Counter(fqn for one in fitting.values() for fqn in {e.fqn for e in one.entries})
+    numbered = len({parts.number_of(path) for path in read}) == len(read)
+    if any(n > 1 for n in claimed.values()) or (numbered and split.other_models):
+        fitting = {p: one for p, one in read.items() if parts.number_of(p) == number}
+        fitting = _nearest(split.model_path, fitting)
+    if len(fitting) < len(read) and not split.other_models:
+        lost = [dotted(path) for path in read if path not in fitting]
+        for one in read.values():
+            one.notes.append(f"optimizers that fit no parameter are left out: {', '.join(lost)}")
+            break
+        return [*fitting.values()] or [Optimizer(notes=next(iter(read.values())).notes)]
+    return list(fitting.values())
+
+
+def _nearest(
+    model: parts.Path, fitting: Mapping[parts.Path, Optimizer]
+) -> dict[parts.Path, Optimizer]:
+    """Those under the model's own root, or those of as many files: not a copy's beside them."""
+    if len(fitting) < 2:
+        return dict(fitting)
+    same = {p: one for p, one in fitting.items() if p and model and p[0] == model[0]}
+    files = {p: len({c.file for e in one.entries for c in e.chunks}) for p, one in fitting.items()}
+    widest = {p: one for p, one in fitting.items() if files[p] == max(files.values())}
+    return same or widest
+
+
+def _slots(read: Iterable[Optimizer], tied: Mapping[str, str]) -> Iterable[Entry]:
+    """Every optimizer's entries; a state under an alias is the kept name's."""
+    for one in read:
+        for entry in one.entries:
+            yield replace(entry, fqn=tied.get(entry.fqn, entry.fqn))
+
+
+def _notes(
+    split: parts.Parts, found: Found, read: Iterable[Optimizer], names: set[str]
+) -> Iterable[str]:
+    for one in read:
+        yield from one.notes
+    strange = sorted({entry.fqn for one in read for entry in one.entries} - names)
+    if strange:
+        yield f"optimizer state of what is no weight here: {', '.join(strange[:_LISTED])}"
+    if split.other_models:
+        shown = ", ".join(split.other_models[:_LISTED])
+        yield f"other state dicts are in it, which --key NAME chooses: {shown}"
+    beside = [name for name, value in split.client.items() if is_tensor(value)]
+    if beside:
+        yield f"tensors that belong to no model are left out: {', '.join(beside[:_LISTED])}"
+    quiet = parts.RNG
+    differing = [
+        path
+        for path in found.differing
+        if not any(quiet.search(str(part)) or part == _FAIRSCALE for part in path)
+    ]
+    if differing:
+        shown = ", ".join(dotted(path) for path in differing[:_LISTED])
+        yield f"the ranks saved different values of {shown}: the first rank's are taken"
+
+
+def most_common_dtype(held: Iterable[Entry]) -> str:
+    """The float dtype of most tensors; empty where there is none."""
+    counts: dict[DType, int] = {}
+    for entry in held:
+        if entry.dtype.family == "float":
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + 1
+    return str(max(counts, key=lambda dtype: counts[dtype])) if counts else ""

@@ -1,0 +1,77 @@
+"""Names for numbered optimizers: right, or none."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reshard.formats.state_dict.order import AmbiguousError, name_groups
+
+MODEL = {"embed": (9, 4), "q": (4, 4), "o": (4, 4), "norm": (4,), "head": (9, 4)}
+
+
+def named(groups, candidates=MODEL, **options):
+    return name_groups(candidates, groups, **options)
+
+
+def test_one_group_of_everything_is_the_models_order():
+    assert named([list(MODEL.values())]) == [list(MODEL)]
+
+
+def test_members_without_state_are_named_by_their_place():
+    assert named([[(9, 4), None, (4, 4), None, (9, 4)]]) == [list(MODEL)]
+
+
+def test_a_group_that_fits_in_one_way_is_named():
+    with_buffers = {"q": (4, 4), "mean": (4,), "norm": (4,), "count": (), "v": (2,)}
+    assert named([[(4, 4), (2,)]], with_buffers) == [["q", "v"]]
+
+
+def test_a_group_that_fits_in_two_ways_is_not_named():
+    with pytest.raises(AmbiguousError, match="q"):
+        named([[(9, 4), (4, 4), (4,), (9, 4)]])  # q or o?
+
+
+def test_groups_by_shape():
+    decay = [(9, 4), (4, 4), (4, 4), (9, 4)]
+    assert named([decay, [(4,)]]) == [["embed", "q", "o", "head"], ["norm"]]
+
+
+def test_a_shape_in_two_groups_is_not_named():
+    with pytest.raises(AmbiguousError):
+        named([[(9, 4), (4, 4), (4,)], [(4, 4), (9, 4)]])
+
+
+def test_a_shape_that_no_parameter_has():
+    with pytest.raises(AmbiguousError, match=r"none is of \(7,\)"):
+        named([[(7,)]])
+
+
+def test_without_an_order_only_what_looks_like_nothing_else_is_named():
+    assert named([[(3,), (2, 2)]], {"b": (2, 2), "a": (3,)}, ordered=False) == [["a", "b"]]
+    with pytest.raises(AmbiguousError, match="model's order"):
+        named([list(MODEL.values())], ordered=False)
+
+
+def test_whatever_is_named_is_right():
+    """Random models, frozen members and groups: a name is the true one, or there is none."""
+    chance = random.Random(7)
+    right = 0
+    for _ in range(2000):
+        truth = [f"p{i}" for i in range(chance.randint(1, 7))]
+        shapes = {fqn: (chance.randint(1, 4),) * chance.randint(1, 2) for fqn in truth}
+        held = [fqn for fqn in truth if chance.random() < 0.8] or truth
+        split = chance.random() < 0.4
+        groups = [[f for f in held if len(shapes[f]) == n] for n in (1, 2)] if split else [held]
+        signs = [[shapes[f] if chance.random() < 0.9 else None for f in group] for group in groups]
+        try:
+            found = named(signs, shapes)
+        except AmbiguousError:
+            continue
+        for group, names, known in zip(groups, found, signs, strict=True):
+            for fqn, name, sign in zip(group, names, known, strict=True):
+                if sign is not None:
+                    assert name == fqn
+                    right += 1
+    assert right > 1000
