@@ -201,11 +201,16 @@ def _spread(
             stop.set()
 
 
-def fill(pool: SourceFiles, copies: Iterable[Copy], buffer: memoryview) -> None:
-    """Fill a buffer in memory; the copies' target offsets count from its start."""
+def fill(pool: SourceFiles, copies: Iterable[Copy], buffer: memoryview) -> Counter[str]:
+    """Fill a buffer in memory; the copies' target offsets count from its start.
+
+    Returns:
+        How many finite values of each fqn a cast made infinite.
+    """
     filler = _Filler(pool, clamp=False, read_bytes=READ_BYTES)
     for copy in copies:
         filler.fill(copy, buffer)
+    return filler.seen.overflowed
 
 
 class _Filler:

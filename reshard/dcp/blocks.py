@@ -1,0 +1,161 @@
+"""Blocks of tensors: from the checkpoint's files into the target's memory, with casts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
+
+from reshard import dtypes
+from reshard.box import Box, contiguous_cuts, flat_span
+from reshard.dcp.values import memory_of
+from reshard.dtypes import DType
+from reshard.errors import DifferentError
+from reshard.execute import fill
+from reshard.files import SourceFiles
+from reshard.manifest import BUFFER, Entry
+from reshard.plan import Copy, block
+
+_STAGED_BYTES = 4 << 20  # of a tensor on another device, or not contiguous
+_BATCH_BYTES = 64 << 20  # of targets held at a time: a planner may make a temporary for each
+
+
+@dataclass(slots=True)
+class Job:
+    """One block to read, and the tensor that takes it."""
+
+    item: ReadItem
+    entry: Entry
+    box: Box
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Near to where its bytes lie."""
+        first = self.entry.chunks[0]
+        return first.file, first.byte_offset, flat_span(self.box, self.entry.shape)[0]
+
+
+def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any]) -> None:
+    """A planner need not compare shapes, and a larger tensor would be filled in part.
+
+    Raises:
+        DifferentError: the shapes differ.
+    """
+    key = item.dest_index.fqn
+    target = targets.get(key)
+    if isinstance(target, torch.Tensor) and tuple(target.size()) != entry.shape:
+        raise DifferentError(
+            key, f"has shape {entry.shape} in the checkpoint, {tuple(target.size())} in the target"
+        )
+
+
+def read(pool: SourceFiles, jobs: Iterable[Job], planner: LoadPlanner) -> None:
+    """Fill the targets of all jobs, in the order in which their bytes lie in the files.
+
+    Raises:
+        DifferentError: a dtype that is never cast, or a finite value that would become infinite.
+    """
+    for batch in _batches(sorted(jobs, key=lambda job: job.place)):
+        _read_batch(pool, batch, planner)
+
+
+def _batches(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    batch: list[Job] = []
+    nbytes = 0
+    for job in jobs:
+        batch.append(job)
+        nbytes += job.box.volume * job.entry.dtype.itemsize
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _read_batch(pool: SourceFiles, batch: list[Job], planner: LoadPlanner) -> None:
+    copies: list[tuple[Copy, memoryview]] = []
+    staged: list[tuple[Job, torch.Tensor]] = []
+    targets = [(job, planner.resolve_tensor(job.item).detach()) for job in batch]
+    filled = set()
+    overflowed: Counter[str] = Counter()
+    for job, target in targets:
+        dtype = _target_dtype(job, target)
+        memory = (job.entry.key, job.box, memory_of(target), target.dtype)
+        if not job.box.volume or memory in filled:  # tied weights are one tensor
+            continue
+        filled.add(memory)
+        if target.device.type == "cpu" and target.is_contiguous():
+            view = target.reshape(-1).view(torch.uint8).numpy().data
+            copies += ((copy, view) for copy in block(job.entry, job.box, dtype).copies)
+        else:
+            staged.append((job, target))
+    copies.sort(key=lambda item: (item[0].file, item[0].byte_offset))
+    for copy, view in copies:
+        overflowed += fill(pool, [copy], view)
+    for job, target in staged:
+        overflowed += _stage(pool, job, target)
+    _refuse_overflow(overflowed, targets)
+    for job, target in targets:
+        planner.commit_tensor(job.item, target)
+
+
+def _refuse_overflow(
+    overflowed: Mapping[str, int], targets: Iterable[tuple[Job, torch.Tensor]]
+) -> None:
+    for job, target in targets:
+        lost = overflowed.get(job.entry.fqn)
+        if lost and _target_dtype(job, target) != job.entry.dtype:
+            raise DifferentError(
+                job.item.dest_index.fqn,
+                f"{lost} finite values of {job.entry.dtype} would be infinite in {target.dtype}",
+                "load into a wider dtype",
+            )
+
+
+def _target_dtype(job: Job, target: torch.Tensor) -> DType:
+    """The target's dtype, where the checkpoint's may become it.
+
+    Raises:
+        DifferentError: the two differ and are never cast, or the shape is another.
+    """
+    key = job.item.dest_index.fqn
+    dtype = dtypes.BY_NAME.get(str(target.dtype).removeprefix("torch."))
+    if tuple(target.shape) != job.box.shape:
+        raise DifferentError(
+            key, f"a block of {job.box.shape} would go into a tensor of {tuple(target.shape)}"
+        )
+    floats = dtype is not None and dtype.family == job.entry.dtype.family == "float"
+    if dtype is None or (dtype != job.entry.dtype and (job.entry.kind == BUFFER or not floats)):
+        raise DifferentError(
+            key,
+            f"is {job.entry.dtype} in the checkpoint and {target.dtype} in the target; only"
+            " floating-point parameters and optimizer state are cast",
+            f"give the target {job.entry.dtype}",
+        )
+    return dtype
+
+
+def _stage(pool: SourceFiles, job: Job, target: torch.Tensor) -> Counter[str]:
+    """Fill a tensor that cannot be read into directly, some MiB at a time; what overflowed."""
+    dtype = _target_dtype(job, target)
+    overflowed: Counter[str] = Counter()
+    for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
+        window = block(job.entry, _shifted(cut, job.box), dtype)
+        data = bytearray(window.nbytes)
+        overflowed += fill(pool, window.copies, memoryview(data))
+        piece = torch.frombuffer(data, dtype=target.dtype).reshape(cut.shape)
+        _part(target, cut).copy_(piece)
+    return overflowed
+
+
+def _shifted(cut: Box, box: Box) -> Box:
+    return Box(tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True)), cut.shape)
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    index = tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))
+    return tensor[index]

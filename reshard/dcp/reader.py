@@ -1,0 +1,136 @@
+"""The storage reader: what DCP calls, in the order in which it does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from reshard import formats
+from reshard.box import Box
+from reshard.dcp.blocks import Job, read, refuse_other_shape
+from reshard.dcp.target import Found, Hyper, Keys, State
+from reshard.dcp.values import Values
+from reshard.errors import UsageError
+from reshard.files import SourceFiles
+from reshard.manifest import Entry, Manifest
+
+
+class StorageReader(storage.StorageReader):
+    """Reads any checkpoint that reshard knows, for `torch.distributed.checkpoint.load`.
+
+    A weight is its fp32 master where the checkpoint has one. Floats are cast to the target's dtype,
+    once; buffers and integers never. What the target asks for and the checkpoint lacks is an error,
+    unless the planner allows a partial load.
+
+    Args:
+        source: a path as `reshard.open` takes it, or a manifest.
+        model: the dotted prefix of the weights' keys in the target, "" for none. By default the
+            target may use any that ends in ``model``, or none.
+        optimizer: the same for the optimizer's; by default ``optim``, ``optimizer`` or none.
+        tag: which checkpoint of a run directory.
+        key: which state dict of a ``torch.save`` file, dotted.
+
+    Raises:
+        ReshardError: the checkpoint is unknown, incomplete or corrupt.
+    """
+
+    def __init__(
+        self,
+        source: formats.Paths | Manifest,
+        *,
+        model: str | None = None,
+        optimizer: str | None = None,
+        tag: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        self._prefixes = (model, optimizer)
+        self._choice: dict[str, Any] = {"tag": tag, "key": key}
+        self._open(source)
+
+    def _open(self, source: formats.Paths | Manifest) -> None:
+        if not isinstance(source, Manifest):
+            source = formats.read(source, **self._choice)
+        self.manifest = source
+        self._state = State(self.manifest)
+        self._keys = Keys(self._state, *self._prefixes)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Read another checkpoint, where ``checkpoint_id`` names one."""
+        if checkpoint_id is not None:
+            self._open(os.fspath(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a file or directory of this name."""
+        return Path(checkpoint_id).exists()
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> torch_metadata.Metadata:
+        """What the checkpoint holds, by the keys of a target that this load will show."""
+        self._keys = Keys(self._state, *self._prefixes)
+        return torch_metadata.Metadata(self._keys, planner_data=self._keys.paths)
+
+    def set_up_storage_reader(
+        self, metadata: torch_metadata.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any
+    ) -> None:
+        """Nothing to set up: every rank reads for itself."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Check the number of the target's parameter groups before any byte moves.
+
+        Raises:
+            UsageError: the checkpoint has another number of them.
+        """
+        asked = {
+            found.group
+            for item in plan.items
+            if isinstance(found := self._found(item), Hyper) and found.group is not None
+        }
+        held = len(self._state.groups)
+        if asked and asked != set(range(held)):
+            raise UsageError(
+                self._state.path,
+                f"has {held} parameter groups, the target {len(asked)}",
+                "make the optimizer with the same groups, or take its state dict with"
+                " StateDictOptions(flatten_optimizer_state_dict=True)",
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read this rank's items.
+
+        Raises:
+            IncompleteError: the target asks for what is not there.
+            UsageError: it names its keys, or splits its parameter groups, in another way.
+            DifferentError: a dtype that is never cast, or a value that the target cannot hold.
+        """
+        values = Values(self._keys, planner)
+        jobs = []
+        for item in plan.items:
+            found = self._found(item)
+            if isinstance(found, Entry):
+                refuse_other_shape(item, found, values.targets)
+                box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+                jobs.append(Job(item, found, box))
+            else:
+                values.add(item, found)
+        values.load()
+        with SourceFiles() as pool:
+            read(pool, jobs, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _found(self, item: ReadItem) -> Found:
+        key = item.storage_index.fqn
+        self._keys[key]
+        return self._keys.found[key]

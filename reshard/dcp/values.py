@@ -1,0 +1,214 @@
+"""The items that are no blocks of tensors: steps, hyper-parameters, and what is missing."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from reshard.dcp.target import STATE, STEP, Found, Hyper, Keys, Step, splits
+from reshard.errors import DifferentError, IncompleteError, UsageError
+from reshard.manifest import Entry, ParamGroup
+
+_NAMED = 5  # missing names spelled out in a message
+
+
+@dataclass
+class Values:
+    """The items that are no blocks of tensors: steps, hyper-parameters, and what is missing."""
+
+    keys: Keys
+    planner: LoadPlanner
+    targets: Mapping[str, Any] = field(init=False)
+    steps: list[tuple[ReadItem, Step]] = field(default_factory=list)
+    hypers: list[tuple[ReadItem, Hyper]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    chosen: dict[int, int] = field(default_factory=dict)  # the target's group -> the checkpoint's
+
+    def __post_init__(self) -> None:
+        # DefaultLoadPlanner's flat view of the target; another planner may have none.
+        self.targets = getattr(self.planner, "state_dict", {})
+
+    def add(self, item: ReadItem, found: Found) -> None:
+        """Take an item."""
+        if isinstance(found, Step):
+            self.steps.append((item, found))
+        elif isinstance(found, Hyper):
+            self.hypers.append((item, found))
+        else:
+            self.missing.append(item.dest_index.fqn)
+
+    def load(self) -> None:
+        """Hand every value to the planner.
+
+        Raises:
+            IncompleteError: something is missing.
+            UsageError: the target's keys or groups do not match the checkpoint's.
+        """
+        loaded = [(item, self._hyper(item, hyper)) for item, hyper in self.hypers]
+        self._refuse_missing()
+        for item, step in self.steps:
+            self._put(item, self._as_target_has(item, step.value))
+        for item, value in loaded:
+            if value is not None:
+                self._put(item, value[0])
+
+    def _put(self, item: ReadItem, value: Any) -> None:
+        """A value; a tensor of the target is filled in place, as DCP's own tensors are."""
+        key = item.dest_index.fqn
+        target = self.targets.get(key)
+        if isinstance(target, torch.Tensor):
+            zeros = torch.Size([0] * target.ndim)
+            index = torch_metadata.MetadataIndex(key, zeros)
+            as_tensor = ReadItem(
+                LoadItemType.TENSOR, index, zeros, item.storage_index, zeros, target.size()
+            )
+            held = self.planner.resolve_tensor(as_tensor).detach()
+            held.fill_(value)
+            if bool((held.double() != float(value)).any()) and not held.is_floating_point():
+                raise DifferentError(key, f"{value} does not fit the target's {held.dtype}")
+            self.planner.commit_tensor(as_tensor, held)
+            return
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        stream.seek(0)
+        self.planner.load_bytes(item, stream)
+
+    def _as_target_has(self, item: ReadItem, step: float) -> Any:
+        """A step count in the target's type; where it has none, a float32 scalar as in torch."""
+        target = self.targets.get(item.dest_index.fqn)
+        if isinstance(target, torch.Tensor | float):
+            return step
+        if isinstance(target, int) and step == int(step):
+            return int(step)
+        return torch.tensor(step, dtype=torch.float32)
+
+    def _hyper(self, item: ReadItem, hyper: Hyper) -> tuple[Any] | None:
+        """The value, or None where the target keeps its own.
+
+        A number that the checkpoint lacks is missing. A switch (a bool or None, such as
+        ``foreach``) is the target's choice then: DeepSpeed's own Adams store none of torch's.
+        """
+        key = item.dest_index.fqn
+        target = self.targets.get(key)
+        if hyper.name == "params" and isinstance(target, list):
+            return None
+        group = self._group(key, hyper)
+        value = group.fqns if hyper.name == "params" else group.hyper.get(hyper.name)
+        if value is None and hyper.name not in group.hyper:
+            if key in self.targets and (target is None or isinstance(target, bool)):
+                return None
+            self.missing.append(key)
+            return None
+        if isinstance(value, list | tuple):
+            return (tuple(value) if isinstance(target, tuple) else list(value),)
+        return (value,)
+
+    def _group(self, key: str, hyper: Hyper) -> ParamGroup:
+        """The checkpoint's group for one of the target's: by its parameters, else by its place.
+
+        Raises:
+            UsageError: the target splits its parameters into groups in another way.
+        """
+        groups, group_of = self.keys.state.groups, self.keys.state.group_of
+        if hyper.group is None:
+            return groups[group_of[hyper.fqn]]
+        params = self.targets.get(f"{key.removesuffix(hyper.name)}params")
+        owned = [self.keys.state.kept(str(p)) for p in params] if isinstance(params, list) else []
+        of = {fqn: group_of[fqn] for fqn in owned if fqn in group_of}
+        if len(set(of.values())) > 1:
+            a = next(iter(of))
+            b = next(fqn for fqn in of if of[fqn] != of[a])
+            self._refuse_split(f"{a!r} and {b!r} share a group in the target", "not here")
+        number = next(iter(of.values()), hyper.group)
+        self.chosen[hyper.group] = number
+        if list(self.chosen.values()).count(number) > 1:
+            self._refuse_split(f"two groups of the target are group {number} here", "undivided")
+        return groups[number]
+
+    def _refuse_split(self, problem: str, here: str) -> NoReturn:
+        raise UsageError(
+            self.keys.state.path,
+            f"the parameter groups are split in another way: {problem}, {here}",
+            "make the optimizer with the same groups",
+        )
+
+    def _refuse_missing(self) -> None:
+        """Raise for what is missing.
+
+        Raises:
+            UsageError: it is there under another prefix, or the keys are numbers.
+            IncompleteError: it is not there.
+        """
+        missing = [key for key in self.missing if not self._is_harmless(key)]
+        partial = getattr(self.planner, "allow_partial_load", False)
+        if not missing or (partial and self.keys.used):
+            return
+        path = self.keys.state.path
+        for key in missing:
+            other = self.keys.other_prefix(key)
+            if other:
+                option, prefix = other
+                raise UsageError(
+                    key,
+                    f"is in {path}, but not under a prefix that is known to name the {option}",
+                    f'say so: StorageReader(..., {option}="{prefix}")',
+                )
+            rest = next((r for _, r in splits(key) if r.startswith(f"{STATE}.")), "")
+            if rest.split(".")[1:2] and rest.split(".")[1].isdecimal() and self.keys.state.slots:
+                raise UsageError(
+                    key,
+                    "names a parameter by its number, which says nothing in another run",
+                    "take the state dict with"
+                    " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
+                )
+        names = ", ".join(map(repr, missing[:_NAMED]))
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise IncompleteError(
+            path,
+            f"lacks {names}{more}, which the target asks for",
+            "leave it out of the state dict, or load with"
+            " planner=DefaultLoadPlanner(allow_partial_load=True)",
+        )
+
+    def _is_harmless(self, key: str) -> bool:
+        """Whether nothing is missing: a tensor without elements, or an alias of one that is there.
+
+        DeepSpeed leaves empty parameters out of its optimizer, and Hugging Face aliases out of its
+        files.
+        """
+        target = self.targets.get(key)
+        if not isinstance(target, torch.Tensor):
+            return False
+        if target.numel() == 0:
+            return True
+        owner, _, leaf = key.rpartition(".")
+        if leaf == STEP:
+            slots = [t for name, t in self._tensors() if name.rpartition(".")[0] == owner]
+            return len(slots) > 1 and not any(t.numel() for t in slots if t is not target)
+        return memory_of(target) in self._found_memory
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((n, t) for n, t in self.targets.items() if isinstance(t, torch.Tensor))
+
+    @cached_property
+    def _found_memory(self) -> set[tuple[object, ...]]:
+        found = self.keys.found
+        return {memory_of(t) for name, t in self._tensors() if isinstance(found.get(name), Entry)}
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where a rank's part of a tensor lies: equal means the same memory."""
+    local: Any = tensor
+    if hasattr(local, "to_local"):  # DTensor
+        local = local.to_local()
+    if hasattr(local, "local_shards"):  # ShardedTensor
+        local = next((shard.tensor for shard in local.local_shards()), torch.empty(0))
+    place = (local.data_ptr(), local.dtype, local.stride()) if local.numel() else ()
+    return (tuple(tensor.size()), local.device, *place)
