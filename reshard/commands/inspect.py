@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from reshard import formats, units
@@ -111,8 +110,9 @@ class Inspection:
             )
             yield _row(f"group {number}", f"{len(group.fqns)} tensors; {shown}")
         for name, value in (("scheduler", train.scheduler), ("scaler", train.scaler)):
-            if value:
-                words = [str(v) if k == "class" else f"{k} {v}" for k, v in value.items()]
+            for state in value if isinstance(value, list) else filter(None, [value]):
+                pairs = state.items() if isinstance(state, dict) else [("", state)]
+                words = [str(v) if k in ("", "class") else f"{k} {v}" for k, v in pairs]
                 yield _row(name, ", ".join(words)[:100])
         if train.client:
             yield _row("client", ", ".join(train.client)[:100])
@@ -147,15 +147,18 @@ class Inspection:
 
 
 def inspect(
-    path: str | Path,
+    path: formats.Paths,
     *,
     force: str | None = None,
     tag: str | None = None,
     key: str | None = None,
+    model: str | None = None,
+    wrap: str | None = None,
     tensors: bool = False,
 ) -> Inspection:
     """Read the headers of a checkpoint; errors and arguments as in `formats.read`."""
-    return Inspection(formats.read(path, force=force, tag=tag, key=key), tensors)
+    manifest = formats.read(path, force=force, tag=tag, key=key, model=model, wrap=wrap)
+    return Inspection(manifest, tensors)
 
 
 def _row(label: str, text: str) -> str:
