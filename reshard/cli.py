@@ -22,7 +22,10 @@ from reshard import __version__, formats, keys, units
 from reshard.commands.inspect import inspect as run_inspect
 from reshard.commands.merge import MergeOptions
 from reshard.commands.merge import merge as run_merge
+from reshard.commands.split import SplitOptions
+from reshard.commands.split import split as run_split
 from reshard.errors import ReshardError, UsageError
+from reshard.formats import targets
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -92,7 +95,9 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("-v", "--verbose", is_flag=True, help="Show tracebacks."),
         click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
-        click.option("--key", help="State dict inside a torch.save file, dotted."),
+        click.option("--wrap", help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N or none."),
+        click.option("--model", help="config.json, its directory, or module:factory."),
+        click.option("--key", help="State dict, where SOURCE holds several; dotted."),
         click.option("--tag", "--step", "tag", help="Checkpoint of a run directory."),
         click.option(
             "--from", "source_format", type=click.Choice(formats.NAMES), help="Skip detection."
@@ -102,36 +107,67 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+_sources = click.argument(
+    "sources", metavar="SOURCE...", nargs=-1, required=True, type=click.Path(path_type=Path)
+)
+
+
 @cli.command()
-@click.argument("source", type=click.Path(path_type=Path))
+@_sources
 @click.option("--tensors", is_flag=True, help="List the tensors, repeated layers folded.")
 @_source_options
 def inspect(
-    source: Path,
-    tensors: bool,
+    sources: tuple[Path, ...],
     source_format: str | None,
-    tag: str | None,
-    key: str | None,
     as_json: bool,
-    **_seen_by_main: bool,
+    verbose: bool,  # noqa: ARG001 - main has seen it
+    **options: Any,
 ) -> None:
-    """Say what the checkpoint SOURCE is; reads headers only."""
-    found = run_inspect(source, force=source_format, tag=tag, key=key, tensors=tensors)
-    _print(found, as_json=as_json)
+    """Say what the checkpoint SOURCE is; reads headers only.
+
+    Give several directories where each node kept its own files.
+    """
+    _print(run_inspect(sources, force=source_format, **options), as_json=as_json)
+
+
+def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say how files are written; the same for every command that writes."""
+    for option in (
+        click.option("-q", "--quiet", is_flag=True, help="No progress, no report."),
+        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+        click.option("--no-verify", is_flag=True, help="Do not read the output back."),
+        click.option("--overwrite", is_flag=True, help="Replace DESTINATION."),
+        click.option(
+            "--max-memory",
+            default="256MiB",
+            show_default=True,
+            help="For the buffers of all workers.",
+        ),
+        click.option("--workers", default=0, help="Threads; the output does not depend on it."),
+        click.option(
+            "--allow-pickle",
+            multiple=True,
+            metavar="NAME",
+            help="Accept an unknown class (never run).",
+        ),
+        click.option(
+            "--on-overflow",
+            type=click.Choice(["error", "clamp", "allow"]),
+            default="error",
+            show_default=True,
+            help="When a finite value would become infinite.",
+        ),
+        click.argument("destination", type=click.Path(path_type=Path)),
+    ):
+        command = option(command)
+    return command
 
 
 @cli.command()
-@click.argument("source", type=click.Path(path_type=Path))
-@click.argument("destination", type=click.Path(path_type=Path))
+@_sources
+@_output_options
 @click.option("--dtype", help="bf16, fp16, fp32 or keep (as stored).  [default: as trained]")
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Weights to write as fp32.")
-@click.option(
-    "--on-overflow",
-    type=click.Choice(["error", "clamp", "allow"]),
-    default="error",
-    show_default=True,
-    help="When a finite value would become infinite.",
-)
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a directory's files.")
 @click.option(
     "--hf-dir", type=click.Path(path_type=Path), help="Model whose config, tokenizer... to copy."
@@ -147,48 +183,94 @@ def inspect(
 @click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Applied in the order given.")
 @click.option("--include", multiple=True, metavar="REGEX", help="Only tensors so named.")
 @click.option("--exclude", multiple=True, metavar="REGEX", help="All but tensors so named.")
-@click.option(
-    "--allow-pickle", multiple=True, metavar="NAME", help="Accept an unknown class (never run)."
-)
-@click.option("--workers", default=0, help="Threads; the output does not depend on it.")
-@click.option(
-    "--max-memory", default="256MiB", show_default=True, help="For the buffers of all workers."
-)
-@click.option("--overwrite", is_flag=True, help="Replace DESTINATION.")
-@click.option("--no-verify", is_flag=True, help="Do not read the output back.")
-@click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress, no report.")
 @_source_options
-def merge(source: Path, destination: Path, **options: Any) -> None:
+def merge(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
     """Write the full weights of SOURCE to DESTINATION.
 
-    DESTINATION is one file if it ends in .safetensors, .pt, .bin or .pth, else a directory in
-    Hugging Face form.
+    Give several directories where each node kept its own files. DESTINATION is one file if it ends
+    in .safetensors, .pt, .bin or .pth, else a directory in Hugging Face form.
     """
-    as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    chosen = _merge_options(options)
-    show = sys.stderr is not None and sys.stderr.isatty() and not quiet
-    report = run_merge(source, destination, chosen, _bar if show else None)
-    if not quiet or as_json:
-        _print(report, as_json=as_json)
-
-
-def _merge_options(options: dict[str, Any]) -> MergeOptions:
-    """The options as `MergeOptions` has them."""
-    options.pop("verbose")
     edits = keys.Edits(
         strip_wrappers=not options.pop("no_strip"),
         rename=[_rename(text) for text in options.pop("rename")],
         include=options.pop("include"),
         exclude=options.pop("exclude"),
     )
-    return MergeOptions(
-        edits=edits,
-        verify=not options.pop("no_verify"),
-        max_shard_bytes=units.parse_bytes(options.pop("max_shard_size"), "--max-shard-size"),
-        max_memory_bytes=units.parse_bytes(options.pop("max_memory"), "--max-memory"),
-        **options,
+    shard = units.parse_bytes(options.pop("max_shard_size"), "--max-shard-size")
+    _write(
+        run_merge, MergeOptions, sources, destination, edits=edits, max_shard_bytes=shard, **options
     )
+
+
+def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
+        click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
+        click.option(
+            "--dtype", help="Of the module's parameters: bf16, fp16 or fp32.  [default: as trained]"
+        ),
+        click.option(
+            "--zero-stage",
+            type=click.IntRange(0, 3),
+            help="Of DeepSpeed.  [default: as is]",
+        ),
+        click.option(
+            "--state-dict-type",
+            type=click.Choice(targets.STATE_DICT_TYPES),
+            default="sharded",
+            show_default=True,
+            help="Of FSDP.",
+        ),
+        click.option(
+            "--world-size",
+            "--num-shards",
+            "world_size",
+            type=click.IntRange(min=1),
+            help="Ranks of the run to come.  [default: as the source]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@_sources
+@_output_options
+@click.option("--to", type=click.Choice(targets.NAMES), help="Layout.  [default: as the source]")
+@_split_options
+@_source_options
+def split(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
+    """Write the training state of SOURCE, optimizer and all, for another number of ranks."""
+    _write(run_split, SplitOptions, sources, destination, **options)
+
+
+@cli.command()
+@_sources
+@_output_options
+@click.option("--to", type=click.Choice(targets.NAMES), required=True, help="Layout.")
+@_split_options
+@_source_options
+def convert(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
+    """Write the training state of SOURCE, optimizer and all, in another layout."""
+    _write(run_split, SplitOptions, sources, destination, **options)
+
+
+def _write(
+    run: Callable[..., Any],
+    made: Callable[..., Any],
+    sources: tuple[Path, ...],
+    destination: Path,
+    **options: Any,
+) -> None:
+    """Run a command that writes, with a progress bar on a terminal, and print its report."""
+    as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
+    options["verify"] = not options.pop("no_verify")
+    memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
+    chosen = made(max_memory_bytes=memory, **options)
+    show = sys.stderr is not None and sys.stderr.isatty() and not quiet
+    report = run(sources, destination, chosen, _bar if show else None)
+    if not quiet or as_json:
+        _print(report, as_json=as_json)
 
 
 def _rename(text: str) -> tuple[str, str]:

@@ -1,0 +1,48 @@
+"""The small files without which no run goes on: the model's config, tokenizer, the progress."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from reshard.formats import huggingface
+from reshard.manifest import Manifest, OutputFile, Skeleton
+
+_PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
+_MAX_BYTES = 64 << 20
+
+
+def with_companions(skeleton: Skeleton, manifest: Manifest, *, tagged: bool) -> Skeleton:
+    """The skeleton with the files that lie beside the source's, in the same place beside its own.
+
+    What lies in the checkpoint's directory goes beside the state files, what lies above it (HF
+    Trainer puts its own above DeepSpeed's) to the top.
+
+    Args:
+        tagged: whether the state files lie in a tag's directory.
+    """
+    within = PurePosixPath(skeleton.files[-1].name).parent if tagged else None
+    place = Path(manifest.origin.path)
+    place = place if place.is_dir() else place.parent
+    taken = {file.name for file in skeleton.files}
+    added: dict[str, OutputFile] = {}
+    for directory, below in ((place, within), (place.resolve().parent, None)):
+        for path in _beside(directory):
+            name = f"{below}/{path.name}" if below else path.name
+            if name not in taken:
+                data = path.read_bytes()
+                added.setdefault(name, OutputFile(name, len(data), ((0, data),)))
+        if added and below is None:
+            break
+    return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)
+
+
+def _beside(directory: Path) -> list[Path]:
+    """A model's files and the run's progress; nothing of a directory that has neither."""
+    found = list(huggingface.companions(None, [directory]).others)
+    config = directory / "config.json"
+    if config.is_file() and huggingface.is_model_config(config):
+        found.append(config)
+    progress = directory / _PROGRESS
+    if progress.is_file():
+        found.append(progress)
+    return [path for path in found if path.stat().st_size <= _MAX_BYTES]

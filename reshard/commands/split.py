@@ -1,0 +1,234 @@
+"""``split`` and ``convert``: a training state for other ranks, in its framework or another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from reshard import commit, dtypes, formats, keys, weights
+from reshard.commands.batch import rebalanced
+from reshard.commands.companions import with_companions
+from reshard.commands.output import (
+    Meter,
+    OutputOptions,
+    check_places,
+    check_trust,
+    one_of,
+    write,
+)
+from reshard.commands.split_report import SplitReport, describe
+from reshard.dtypes import DType
+from reshard.errors import DifferentError, IncompleteError, UsageError
+from reshard.files import SourceFiles
+from reshard.formats import targets
+from reshard.formats.targets import Request, Target
+from reshard.formats.training import Training, training
+from reshard.manifest import Manifest, Skeleton
+from reshard.model import Told
+from reshard.plan import plan
+
+_FAMILY = {  # what a source is written as, where the user names no target
+    "deepspeed": "deepspeed",
+    "deepspeed-universal": "deepspeed",
+    "dcp": "dcp",
+    "torchtitan": "dcp",
+    "verl": "verl",
+    "accelerate": "accelerate",
+    "hf-trainer": "accelerate",
+    "fsdp": "fsdp2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOptions(OutputOptions):
+    """What a split can be asked for."""
+
+    world_size: int | None = None  # None: the source's
+    to: str | None = None  # one of `targets.NAMES`; None: as the source
+    zero_stage: int | None = None  # None: the source's, else 2
+    state_dict_type: targets.StateDictType = "sharded"  # of FSDP
+    dtype: str | None = None  # of the module's copy; None: as trained
+    weights_only: bool = False
+    tag: str | None = None
+    key: str | None = None
+    model: str | None = None
+    wrap: str | None = None
+    source_format: str | None = None
+    device: str = "cuda"  # of the mesh in DTensor files
+
+    def __post_init__(self) -> None:
+        """Refuse a choice that there is not.
+
+        Raises:
+            UsageError: naming the choices.
+        """
+        OutputOptions.__post_init__(self)
+        if self.zero_stage is not None:
+            one_of("zero_stage", self.zero_stage, range(4))
+        one_of("state_dict_type", self.state_dict_type, targets.STATE_DICT_TYPES)
+        if self.to is not None:
+            one_of("to", self.to, targets.NAMES)
+
+
+def split(
+    source: formats.Paths,
+    destination: str | Path,
+    options: SplitOptions | None = None,
+    meter: Meter | None = None,
+) -> SplitReport:
+    """Write the training state of ``source`` for another number of ranks, or in another layout.
+
+    Raises:
+        ReshardError: see its subclasses; nothing is left at the destination then.
+    """
+    options = options or SplitOptions()
+    began = time.perf_counter()
+    sources, report_as = formats.as_paths(source), str(destination)
+    destination = Path(destination).resolve()
+    manifest = formats.read(
+        sources,
+        force=options.source_format,
+        tag=options.tag,
+        key=options.key,
+        model=options.model,
+        wrap=options.wrap,
+    )
+    check_trust(manifest, options.allow_pickle)
+    commit.check_destination(
+        destination,
+        [*sources, Path(manifest.origin.path)],
+        is_directory=True,
+        overwrite=options.overwrite,
+    )
+    manifest = keys.edit(manifest, keys.Edits()).manifest
+    if manifest.absent:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"lists {manifest.absent[0]!r}, but no rank holds a value for it",
+            "save it without exclude_frozen_parameters, or write the rest with reshard merge",
+        )
+    request, target = _request(manifest, options)
+    config, batch_notes = rebalanced(manifest, request.world_size)
+    manifest = replace(manifest, train=replace(manifest.train, config=config))
+    with SourceFiles() as pool:
+        manifest = weights.with_equal_heads_tied(manifest, pool)
+    state = training(manifest, weights_only=options.weights_only)
+    skeleton = with_companions(
+        target.lay_out(state, request), manifest, tagged=target.name == "deepspeed"
+    )
+    check_places(skeleton)
+    planned = plan(manifest.entries, skeleton, options.budget()[1])
+    report = describe(state, request, target, skeleton, planned)
+    report.destination = report_as
+    report.derived += batch_notes
+    if options.dry_run:
+        return report
+    commit.check_space(destination, report.bytes_written)
+    outcome = write(
+        planned,
+        skeleton,
+        manifest,
+        destination,
+        options,
+        is_directory=True,
+        look=lambda staging: _look(staging, skeleton, state, options),
+        meter=meter,
+    )
+    report.overflowed = dict(outcome.overflowed)
+    report.verified = options.verify
+    report.done = True
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target]:
+    """What is to be written, with the source's own choices where the user made none.
+
+    Raises:
+        UsageError: no such target, or no telling which.
+    """
+    name = options.to or _FAMILY.get(manifest.origin.format)
+    if name is None:
+        raise UsageError(
+            manifest.origin.path,
+            f"is a {manifest.origin.format} checkpoint, which is not split",
+            f"say what to write: --to {'|'.join(targets.NAMES)}",
+        )
+    world_size = options.world_size or int(manifest.origin.mesh.get("world", 1))
+    if world_size < 1:
+        raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
+    return (
+        Request(
+            world_size=world_size,
+            zero_stage=_stage(manifest, options),
+            dtype=_dtype(options.dtype),
+            weights_only=options.weights_only,
+            state_dict_type=options.state_dict_type,
+            model=Told(options.model, options.wrap).shapes() if options.model else None,
+            device=options.device,
+        ),
+        targets.TARGETS[name],
+    )
+
+
+def _stage(manifest: Manifest, options: SplitOptions) -> int:
+    if options.zero_stage is not None:
+        return options.zero_stage
+    said = manifest.origin.detail.removeprefix("ZeRO stage ")
+    return int(said) if said.isdecimal() else 2
+
+
+def _dtype(text: str | None) -> DType | None:
+    if text is None:
+        return None
+    dtype = dtypes.parse(text)
+    if dtype.family != "float":
+        raise UsageError(f"--dtype {text}", "weights are written as bf16, fp16 or fp32")
+    return dtype
+
+
+def _look(staging: Path, skeleton: Skeleton, state: Training, options: SplitOptions) -> None:
+    """Read the output as a stranger would: its reader must find what was planned, and all of it.
+
+    Raises:
+        DifferentError: it is something else.
+    """
+    seen = formats.read(staging, model=options.model, wrap=options.wrap)
+    planned = {
+        (str(staging / chunk.file), chunk.byte_offset, chunk.dtype): entry.fqn
+        for entry in skeleton.entries
+        for chunk in entry.chunks
+        if chunk.box.volume
+    }
+    found = {
+        (chunk.file, chunk.byte_offset, chunk.dtype): entry.fqn
+        for entry in seen.entries.values()
+        for chunk in entry.chunks
+        if chunk.box.volume
+    }
+    tied = state.manifest.tied
+    for place, fqn in found.items():
+        if planned.get(place) not in (fqn, tied.get(fqn)):
+            raise DifferentError(
+                place[0], f"holds {fqn!r} at byte {place[1]}, where {planned.get(place)!r} was put"
+            )
+    _check_all(seen, state)
+
+
+def _check_all(seen: Manifest, state: Training) -> None:
+    """Every weight and every optimizer slot is there again.
+
+    Raises:
+        DifferentError: one is not.
+    """
+    names = {entry.fqn for entry in seen.entries.values()} | seen.tied.keys()
+    slots = {(entry.kind, entry.fqn) for entry in seen.entries.values()}
+    for weight in state.weights:
+        if weight.fqn not in names:
+            raise DifferentError(weight.fqn, "does not read back")
+    for group in state.groups:
+        for member in group.members:
+            for slot, entry in member.slots.items():
+                if entry.numel and (slot, member.fqn) not in slots:
+                    raise DifferentError(member.fqn, f"its {slot} does not read back")

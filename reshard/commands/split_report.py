@@ -1,0 +1,107 @@
+"""What a split did or would do, in words and as JSON: what was kept, derived and dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from reshard import units
+from reshard.formats.targets import Request, Target
+from reshard.formats.training import Training
+from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
+from reshard.plan import Plan
+
+SCHEMA = 1
+_LISTED = 8
+
+
+@dataclass(slots=True)
+class SplitReport:
+    """The result of `split`. Sizes in bytes; ``done`` is False for a dry run."""
+
+    source: str
+    format: str
+    target: str
+    ranks_before: int
+    ranks: int
+    destination: str = ""
+    done: bool = False
+    verified: bool = False
+    files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
+    weights: int = 0
+    optimizer_tensors_in: int = 0
+    optimizer_tensors_out: int = 0
+    kept: list[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # the target's own: derived, or not carried
+    overflowed: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """One document with a stable schema."""
+        return {"schema": SCHEMA, "command": "split", **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """The report for a person."""
+        verb = "wrote" if self.done else "would write"
+        total = units.show_bytes(self.bytes_written)
+        yield f"{verb} {self.destination}: {total} in {len(self.files)} files"
+        yield f"from        {self.format}, {self.ranks_before} ranks"
+        yield f"to          {self.target}, {self.ranks} ranks"
+        yield f"weights     {self.weights}"
+        counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
+        yield f"optimizer   {counts}"
+        for label, items in (
+            ("kept", self.kept),
+            ("derived", self.derived),
+            ("dropped", self.dropped),
+            ("note", self.notes),
+            ("infinite", [f"{name}: {count} values" for name, count in self.overflowed.items()]),
+            ("warning", self.warnings),
+        ):
+            for item in items[:_LISTED]:
+                yield f"{label:<12}{item}"
+            if len(items) > _LISTED:
+                yield f"{label:<12}... {len(items) - _LISTED} more (all of them with --json)"
+        if self.done:
+            rate = units.show_bytes(self.bytes_written / max(self.seconds, 1e-9))
+            checked = "every byte read back" if self.verified else "not verified (--no-verify)"
+            yield f"time        {self.seconds:.2f} s, {rate}/s; {checked}"
+
+
+def describe(
+    state: Training, request: Request, target: Target, skeleton: Skeleton, plan: Plan
+) -> SplitReport:
+    """The part of a report that is known before the first byte moves."""
+    manifest = state.manifest
+    out = {e.key for e in skeleton.entries if e.kind not in WEIGHT_KINDS}
+    held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
+    report = SplitReport(
+        source=manifest.origin.path,
+        format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
+        target=target.name + (f" stage {request.zero_stage}" if target.name == "deepspeed" else ""),
+        ranks_before=int(manifest.origin.mesh.get("world", 1)),
+        ranks=request.world_size,
+        files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
+        weights=len(state.weights),
+        optimizer_tensors_in=len(held),
+        optimizer_tensors_out=len(out),
+        warnings=list(manifest.warnings),
+        bytes_read=plan.copied_bytes,
+        bytes_written=sum(file.nbytes for file in skeleton.files),
+    )
+    masters = sum(1 for _ in manifest.of_kind(MASTER))
+    if masters:
+        report.kept.append(f"{masters} fp32 master weights")
+    if state.groups:
+        names = ", ".join(state.slots)
+        report.kept.append(f"{names}; step {state.step()}; {len(state.groups)} param groups")
+    elif held:
+        report.dropped.append(f"{len(held)} optimizer tensors (--weights-only)")
+    report.notes = list(target.notes(state, request))
+    return report

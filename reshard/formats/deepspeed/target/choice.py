@@ -1,0 +1,245 @@
+"""What is to be written, decided once: groups, dtypes, configuration, and what is dropped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard import dtypes
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.deepspeed.target import carried, order, scaling
+from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.manifest import PARAM, Entry
+
+_SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
+_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What every file is made from.
+
+    Args:
+        precision: of the run.
+        recast: what the user asked the parameters to become; None: each as trained.
+        config: the source's, adapted; where it is not known, no more than stage and precision.
+        groups: the optimizer's, members in the order in which the model was given to it.
+        flats: the members of each flat tensor, in flat order; at stage 0 those of each group.
+        flats_of: the flat tensors of each group, by index.
+        frozen: parameters that no group holds; empty ones, as DeepSpeed never optimizes them.
+        carried: plain values that stand beside DeepSpeed's own in the model states.
+        lost: the names of those that are more than plain.
+        scaler: the loss scaler's state; new where the source has none.
+    """
+
+    state: Training
+    world_size: int
+    stage: int
+    tag: str
+    precision: DType
+    recast: DType | None
+    config: dict[str, Any]
+    config_is_known: bool
+    groups: tuple[Group, ...]
+    flats: tuple[tuple[Trained, ...], ...]
+    flats_of: tuple[tuple[int, ...], ...]
+    frozen: tuple[Weight, ...]
+    buffers: tuple[Weight, ...]
+    carried: Mapping[str, Any]
+    lost: tuple[str, ...]
+    scaler: Mapping[str, Any]
+    scaler_is_new: bool
+
+    def stored(self, weight: Weight) -> tuple[Entry, DType]:
+        """What fills the module's copy, and its dtype there.
+
+        The copy that the source has in that dtype, else its most precise value.
+        """
+        dtype = weight.dtype
+        if self.recast and not _is_buffer(weight):
+            dtype = self.recast
+        copy = self.state.manifest.entries.get((PARAM, weight.fqn))
+        return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """As the optimizer keeps them: hyper-parameters, and the indices of the flat tensors."""
+        return [
+            {**group.hyper, "params": list(indices)}
+            for group, indices in zip(self.groups, self.flats_of, strict=True)
+        ]
+
+
+def choose(
+    state: Training,
+    *,
+    world_size: int,
+    stage: int,
+    precision: DType | None = None,
+    tag: str | None = None,
+) -> Choice:
+    """Decide everything; errors as `lay_out`."""
+    _check_request(world_size, stage, precision, tag)
+    _check_source(state)
+    of_run = precision or _precision(state)
+    source_config = _config(state)
+    config = _adapted(source_config, stage, of_run)
+    bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
+    groups = _groups(state, keep_empty=bare)
+    flats, flats_of = _flats(groups, config, world_size, stage, of_run)
+    owned = {member.fqn for group in groups for member in group.members}
+    rest = [weight for weight in state.weights if weight.fqn not in owned]
+    kept, lost = carried.carried(state)
+    scaler = _kept_scaler(state, config, of_run)
+    return Choice(
+        state=state,
+        world_size=world_size,
+        stage=stage,
+        tag=tag or f"global_step{state.step()}",
+        precision=of_run,
+        recast=precision,
+        config=config,
+        config_is_known=source_config is not None,
+        groups=groups,
+        flats=flats,
+        flats_of=flats_of,
+        frozen=tuple(weight for weight in rest if not _is_buffer(weight)),
+        buffers=tuple(weight for weight in rest if _is_buffer(weight)),
+        carried=kept,
+        lost=tuple(lost),
+        scaler=scaler or scaling.fresh(order.section(config, "fp16")),
+        scaler_is_new=scaler is None,
+    )
+
+
+def _check_request(world_size: int, stage: int, precision: DType | None, tag: str | None) -> None:
+    if stage not in range(4):
+        raise UsageError(f"ZeRO stage {stage}", "stages are 0, 1, 2 and 3")
+    if world_size < 1:
+        raise UsageError(f"{world_size} ranks", "at least one is needed")
+    if precision not in (None, FLOAT32, BFLOAT16, FLOAT16):
+        raise UsageError(f"{precision}", "DeepSpeed trains in fp32, bf16 or fp16")
+    if tag is not None and (not tag or "/" in tag or tag in (".", "..")):
+        raise UsageError(f"tag {tag!r}", "is not the name of a directory")
+
+
+def _check_source(state: Training) -> None:
+    manifest = state.manifest
+    if not any(group.members for group in state.groups):
+        raise IncompleteError(
+            manifest.origin.path,
+            "holds no optimizer whose parameters are known: DeepSpeed goes on training only from"
+            " masters, moments and hyper-parameters",
+            "merge the weights instead, and begin a new run from them",
+        )
+    if manifest.absent:
+        shown = ", ".join(manifest.absent[:_LISTED])
+        raise IncompleteError(manifest.origin.path, f"holds no value of {shown}")
+    for number, group in enumerate(state.groups):
+        if not group.hyper:
+            raise IncompleteError(
+                manifest.origin.path,
+                f"keeps no hyper-parameters of param group {number} (elastic_checkpoint does not):"
+                " the optimizer that loads them would have no learning rate",
+            )
+
+
+def _precision(state: Training) -> DType:
+    """The dtype of most trained elements."""
+    sizes: Counter[DType] = Counter()
+    for group in state.groups:
+        for member in group.members:
+            sizes[member.weight.dtype] += member.weight.value.numel
+    return max(sizes, key=lambda dtype: sizes[dtype], default=FLOAT32)
+
+
+def _config(state: Training) -> dict[str, Any] | None:
+    """The ``ds_config`` of the run; other programs' configurations are none."""
+    config = state.manifest.train.config
+    of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
+    return config if of_deepspeed and isinstance(config, dict) else None
+
+
+def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
+    """The configuration with the stage and the precision that the files will have."""
+    adapted = dict(config or {})
+    adapted["zero_optimization"] = {**order.section(config, "zero_optimization"), "stage": stage}
+    for name, dtype in _SECTIONS.items():
+        if name in adapted or (dtype == precision and name != "bfloat16"):
+            adapted[name] = {**order.section(adapted, name), "enabled": dtype == precision}
+    return adapted
+
+
+def _groups(state: Training, *, keep_empty: bool) -> tuple[Group, ...]:
+    """The groups in the user's order, without the parameters that DeepSpeed never optimizes."""
+    put = _users_order(state)
+    groups = []
+    for group in state.groups:
+        members = [m for m in put(group.members) if m.weight.value.numel or keep_empty]
+        for member in members:
+            _check_slots(state, member)
+        groups.append(replace(group, members=tuple(members)))
+    return tuple(groups)
+
+
+def _users_order(state: Training) -> Callable[[Sequence[Trained]], Sequence[Trained]]:
+    """Puts a group into the order in which a script gives it to DeepSpeed, which goes by place.
+
+    DeepSpeed's own files say it; but ``param_shapes`` of a run with ``round_robin_gradients`` lists
+    the parameters as they go round its ranks. Of other sources it is the model's order: some have
+    one of their own (FSDP 1: unit after unit).
+    """
+    origin, config = state.manifest.origin, _config(state)
+    if not origin.format.startswith("deepspeed"):
+        place = {weight.fqn: number for number, weight in enumerate(state.weights)}
+        return lambda members: sorted(members, key=lambda member: place[member.fqn])
+    stage = order.section(config, "zero_optimization").get("stage", 0)
+    precision = dtypes.parse(origin.precision) if origin.precision else None
+    if order.takes_turns(config, stage, precision):
+        return lambda members: order.out_of_turns(members, origin.mesh.get("world", 1))
+    return lambda members: members
+
+
+def _check_slots(state: Training, member: Trained) -> None:
+    for slot, entry in member.slots.items():
+        if entry.shape != member.weight.shape:
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                f"the optimizer keeps a {slot} of {entry.shape} for {member.fqn!r} of"
+                f" {member.weight.shape}: DeepSpeed has a place for state by element only",
+            )
+
+
+def _flats(
+    groups: Sequence[Group], config: dict[str, Any], ranks: int, stage: int, precision: DType
+) -> tuple[tuple[tuple[Trained, ...], ...], tuple[tuple[int, ...], ...]]:
+    """(the members of each flat tensor, the flat tensors of each group)."""
+    of_group: list[list[tuple[Trained, ...]]]
+    if stage == 3:
+        of_group = [list(order.sub_groups(group.members, config, ranks)) for group in groups]
+    elif order.takes_turns(config, stage, precision):
+        of_group = [[tuple(order.in_turns(group.members, ranks))] for group in groups]
+    else:
+        of_group = [[group.members] for group in groups]
+    flats = tuple(flat for held in of_group for flat in held)
+    numbers = iter(range(len(flats)))
+    return flats, tuple(tuple(next(numbers) for _ in held) for held in of_group)
+
+
+def _is_buffer(weight: Weight) -> bool:
+    """Of what no group holds, integers and bools are buffers in any model that trains."""
+    return weight.is_buffer or weight.dtype.family != "float"
+
+
+def _kept_scaler(
+    state: Training, config: dict[str, Any], precision: DType
+) -> dict[str, Any] | None:
+    """The source's loss scaler; none where its training was not scaled."""
+    if precision != FLOAT16:
+        return scaling.none()
+    found, was = state.manifest.train.scaler, state.manifest.origin.precision
+    if was != FLOAT16.name or not isinstance(found, dict) or "cur_scale" not in found:
+        return None
+    return scaling.kept(found, order.section(config, "fp16"))

@@ -1,0 +1,148 @@
+"""ZeRO stages 1 and 2, and BF16_Optimizer: the optimizer states of every rank.
+
+Geometry (DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``__init__``): a group's parameters
+one after the other, each but the last followed by its alignment padding, then a tail that makes the
+whole a multiple of twice the ranks. Masters are stored without the tail, slots with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd, prod
+from typing import Any
+
+from reshard.dtypes import FLOAT32
+from reshard.formats.deepspeed.target import order
+from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.objects import (
+    WRITTEN_AS,
+    address,
+    scaler,
+    stage_enum,
+    step,
+)
+from reshard.formats.deepspeed.target.pieces import Piece, piece, storage
+from reshard.formats.deepspeed.target.slots import (
+    dtype_of,
+    master_of,
+    names_of,
+    slot_named,
+    step_of,
+)
+from reshard.formats.torch_writer import Slot
+from reshard.formats.training import Group, Trained
+from reshard.unpickle import Call
+
+_ALIGNMENT = 2  # nccl_start_alignment_factor
+_ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins
+
+
+class Flat:
+    """All groups, laid out once; `of_rank` cuts a rank's pieces."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self._groups = [
+            _Group(choice, group, flat)
+            for group, flat in zip(choice.groups, choice.flats, strict=True)
+        ]
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """One rank's ``optimizer_state_dict``."""
+        choice = self._choice
+        shares = [group.share(rank) for group in self._groups]
+        clip = choice.config.get("gradient_clipping", 0.0)
+        return {
+            "loss_scaler": scaler(choice.scaler),
+            "dynamic_loss_scale": choice.scaler["dynamic"],
+            "overflow": False,
+            **({"clip_grad": clip} if choice.config_is_known else {}),  # else the run's own
+            "base_optimizer_state": {
+                "state": {number: s.state for number, s in enumerate(shares) if s.state},
+                "param_groups": choice.param_groups(),
+            },
+            "single_partition_of_fp32_groups": [share.master for share in shares],
+            "zero_stage": stage_enum(choice.stage),
+            "group_paddings": [share.padding for share in shares],
+            "param_alignment_paddings": [list(group.paddings) for group in self._groups],
+            "partition_count": [choice.world_size] * len(self._groups),
+            "ds_version": WRITTEN_AS,
+            "param_slice_mappings": [share.addresses for share in shares],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank holds of a group; no state where the group was never stepped."""
+
+    master: Slot
+    state: dict[str, Any]
+    padding: int
+    addresses: OrderedDict[str, Call]
+
+
+class _Group:
+    """One group's flat tensor, its members in flat order."""
+
+    def __init__(self, choice: Choice, group: Group, flat: Sequence[Trained]) -> None:
+        self._group = group
+        self._flat = flat
+        self._order = {member.fqn: number for number, member in enumerate(group.members)}
+        self.paddings = _paddings(flat, _alignment(choice, flat))
+        sizes = [prod(member.weight.shape) for member in flat]
+        ends = accumulate(map(sum, zip(sizes, self.paddings, strict=True)), initial=0)
+        self._starts = list(ends)[: len(flat)]
+        self._stops = [start + numel for start, numel in zip(self._starts, sizes, strict=True)]
+        self._end = self._stops[-1] if flat else 0
+        self._numel = -(-self._end // (_ALIGNMENT * choice.world_size)) * _ALIGNMENT
+        self._dtypes = {name: dtype_of(name, flat) for name in names_of(flat)}
+        self._step = step_of(flat, choice.state.manifest.origin.path)
+
+    def share(self, rank: int) -> _Share:
+        """One rank's."""
+        pieces = list(self._pieces(rank))
+        padding = min(max((rank + 1) * self._numel - self._end, 0), self._numel)
+        numel = self._numel - padding
+        state: dict[str, Any] = {}
+        if self._step is not None:
+            state["step"] = step(self._step, self._group.hyper)
+        for name, dtype in self._dtypes.items():
+            held = storage(dtype, self._numel, pieces, slot_named(name))
+            state[name] = Slot(held, (self._numel,))
+        return _Share(
+            Slot(storage(FLOAT32, numel, pieces, master_of), (numel,), requires_grad=True),
+            state,
+            padding,
+            self._addresses(pieces),
+        )
+
+    def _pieces(self, rank: int) -> Iterator[Piece]:
+        low, high = rank * self._numel, (rank + 1) * self._numel
+        for number in range(bisect_right(self._stops, low), bisect_left(self._starts, high)):
+            start, stop = max(self._starts[number], low), min(self._stops[number], high)
+            begin = self._starts[number]
+            yield piece(self._flat[number], start - begin, stop - begin, start - low)
+
+    def _addresses(self, pieces: Sequence[Piece]) -> OrderedDict[str, Call]:
+        """Where each parameter's fragment stands, in the user's order."""
+        ordered = sorted(pieces, key=lambda held: self._order[held.member.fqn])
+        return OrderedDict((held.member.fqn, address(held.numel, held.offset)) for held in ordered)
+
+
+def _paddings(flat: Sequence[Trained], unit: int) -> list[int]:
+    """The padding after each parameter: the next begins at a multiple of ``unit``."""
+    return [-prod(member.weight.shape) % unit for member in flat[:-1]] + [0] * bool(flat)
+
+
+def _alignment(choice: Choice, flat: Sequence[Trained]) -> int:
+    """In elements of the module's dtype."""
+    config = choice.config
+    asked = order.section(config, "zero_optimization").get("parameter_alignment") is True
+    if not asked or not flat or order.is_flat_bf16(config, choice.stage, choice.precision):
+        return 1
+    _, dtype = choice.stored(flat[0].weight)
+    return _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, dtype.itemsize)

@@ -1,0 +1,86 @@
+"""``*_model_states.pt``: the module, and all of the run that the optimizer does not hold.
+
+Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from reshard.formats.deepspeed.target import whole
+from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.objects import WRITTEN_AS, size
+from reshard.formats.deepspeed.target.partitioned import fragment
+from reshard.formats.torch_writer import Slot, Storage, whole_tensor
+
+
+def whole_file(choice: Choice) -> dict[str, Any]:
+    """Stages 0 to 2: one file for all ranks."""
+    slots = {weight.fqn: whole_tensor(*choice.stored(weight)) for weight in choice.state.weights}
+    frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen}
+    return _root(choice, _with_aliases(choice, slots), frozen if choice.stage == 2 else None)
+
+
+def file_of(choice: Choice, rank: int) -> dict[str, Any]:
+    """Stage 3: one a rank, with the buffers whole and a placeholder for each parameter."""
+    whole_ones = {weight.fqn for weight in choice.buffers}
+    empty: dict[Any, Slot] = {}
+    slots, frozen = {}, {}
+    for weight in choice.state.weights:
+        entry, dtype = choice.stored(weight)
+        if weight.fqn in whole_ones:
+            slots[weight.fqn] = whole_tensor(entry, dtype)
+        else:
+            slots[weight.fqn] = empty.setdefault(dtype, Slot(Storage(dtype, 0), (0,)))
+    for weight in choice.frozen:
+        frozen[weight.fqn] = fragment(*choice.stored(weight), choice.world_size, rank)
+    root = _root(choice, _with_aliases(choice, slots), frozen)
+    return root if rank == 0 else {**root, "shared_params": {}}  # as there: only rank 0 looks
+
+
+def _with_aliases(choice: Choice, slots: dict[str, Slot]) -> OrderedDict[str, Slot]:
+    """The module's state dict: a tied name has the tensor of the name that it is tied to."""
+    tied = choice.state.manifest.tied.items()
+    aliases = {alias: slots[kept] for alias, kept in tied if kept in slots and alias not in slots}
+    return OrderedDict(slots | aliases)
+
+
+def _root(
+    choice: Choice, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
+) -> dict[str, Any]:
+    train = choice.state.manifest.train
+    counted = {} if train.samples is None else {"global_samples": train.samples}
+    sharded = choice.stage > 0
+    return {
+        "module": module,
+        "buffer_names": [weight.fqn for weight in choice.buffers],
+        "optimizer": None if sharded else whole.optimizer(choice),
+        "param_shapes": _param_shapes(choice) if sharded else None,
+        "frozen_param_shapes": None if frozen is None else _frozen_shapes(choice),
+        "shared_params": dict(choice.state.manifest.tied) if sharded else None,
+        "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
+        "lr_scheduler": train.scheduler,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": train.skipped_steps or 0,
+        "global_steps": choice.state.step(),
+        **counted,
+        "dp_world_size": choice.world_size,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": choice.config,
+        "ds_version": WRITTEN_AS,
+        **choice.carried,
+    }
+
+
+def _param_shapes(choice: Choice) -> list[OrderedDict[str, Any]]:
+    return [
+        OrderedDict((member.fqn, size(member.weight.shape)) for member in flat)
+        for flat in choice.flats
+    ]
+
+
+def _frozen_shapes(choice: Choice) -> OrderedDict[str, Any]:
+    return OrderedDict((weight.fqn, size(weight.shape)) for weight in choice.frozen)

@@ -1,0 +1,80 @@
+"""In which order parameters stand in flat tensors, and which flat tensors there are.
+
+Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py`` (``_round_robin_reorder``),
+``runtime/zero/stage3.py`` (``_create_fp16_sub_groups``), ``runtime/engine.py``
+(``_do_optimizer_sanity_check``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+from reshard.dtypes import BFLOAT16, DType
+from reshard.formats.training import Trained
+
+_SUB_GROUP_SIZE = 10**9
+_FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config takes
+T = TypeVar("T")
+
+
+def section(config: Any, name: str) -> dict[str, Any]:
+    """A section of a configuration that may lack it, or be none."""
+    found = config.get(name) if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def is_flat_bf16(config: Any, stage: int, precision: DType | None) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer, which knows neither turns nor alignment."""
+    accumulated = section(config, "data_types").get("grad_accum_dtype")
+    offloads = bool(section(section(config, "zero_optimization"), "offload_optimizer"))
+    return precision == BFLOAT16 and stage == 1 and accumulated in _FP32 and not offloads
+
+
+def takes_turns(config: Any, stage: int, precision: DType | None) -> bool:
+    """Whether parameters go round the ranks (``round_robin_gradients``)."""
+    asked = section(config, "zero_optimization").get("round_robin_gradients") is True
+    return asked and stage in (1, 2) and not is_flat_bf16(config, stage, precision)
+
+
+def in_turns(members: Sequence[T], ranks: int) -> list[T]:
+    """Every ``ranks``-th member, from each of the first on.
+
+    >>> in_turns("abcdefg", 3)
+    ['a', 'd', 'g', 'b', 'e', 'c', 'f']
+    """
+    return [member for first in range(ranks) for member in members[first::ranks]]
+
+
+def out_of_turns(members: Sequence[T], ranks: int) -> list[T]:
+    """The order before `in_turns`.
+
+    >>> "".join(out_of_turns("adgbecf", 3))
+    'abcdefg'
+    """
+    order = in_turns(range(len(members)), ranks)
+    return [member for _, member in sorted(zip(order, members, strict=True), key=lambda i: i[0])]
+
+
+def sub_groups(
+    members: Sequence[Trained], config: Any, ranks: int
+) -> Iterator[tuple[Trained, ...]]:
+    """Stage 3's flat tensors: closed as soon as a rank holds ``sub_group_size`` elements."""
+    limit = _sub_group_size(config)
+    sizes = [-(-prod(member.weight.shape) // ranks) for member in members]
+    if limit >= sum(sizes):
+        yield tuple(members)
+        return
+    first, held = 0, 0
+    for index, numel in enumerate(sizes):
+        held += numel
+        if held >= limit or index == len(members) - 1:
+            yield tuple(members[first : index + 1])
+            first, held = index + 1, 0
+
+
+def _sub_group_size(config: Mapping[str, Any]) -> int:
+    """As configured; it may be written 1e9."""
+    size = section(config, "zero_optimization").get("sub_group_size")
+    return int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE

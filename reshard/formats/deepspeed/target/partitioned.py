@@ -1,0 +1,94 @@
+"""ZeRO stage 3: the optimizer states of every rank.
+
+Geometry (DeepSpeed 0.19.8 ``runtime/zero/stage3.py``, ``partition_parameters.py``): each parameter
+in ``ceil(numel / ranks)`` elements a rank, the last ranks' padded; in a sub-group's flat tensor a
+rank's pieces stand one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from reshard.dtypes import FLOAT32, DType
+from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.objects import scaler, stage_enum, step
+from reshard.formats.deepspeed.target.pieces import Piece, Value, piece, run_of, storage
+from reshard.formats.deepspeed.target.slots import (
+    dtype_of,
+    master_of,
+    names_of,
+    slot_named,
+    step_of,
+)
+from reshard.formats.torch_writer import Slot, Storage
+from reshard.formats.training import Trained
+from reshard.layout import equal_piece
+from reshard.manifest import Entry
+
+_Pieces = tuple[list[Piece], int]  # a rank's of one sub-group, and the elements that they take
+
+
+class Partitioned:
+    """All sub-groups; `of_rank` cuts a rank's pieces."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        path = choice.state.manifest.origin.path
+        self._steps = [step_of(group.members, path) for group in choice.groups]
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """One rank's ``optimizer_state_dict``."""
+        choice = self._choice
+        pieces = [self._pieces(members, rank) for members in choice.flats]
+        states = {
+            flat: self._state(group, pieces[flat])
+            for group, flats in enumerate(choice.flats_of)
+            for flat in flats
+        }
+        return {
+            "zero_stage": stage_enum(choice.stage),
+            "loss_scaler": scaler(choice.scaler),
+            "dynamic_loss_scale": choice.scaler["dynamic"],
+            "overflow": False,
+            "partition_count": choice.world_size,
+            "optimizer_state_dict": {
+                "state": {flat: state for flat, state in states.items() if state},
+                "param_groups": choice.param_groups(),
+            },
+            "fp32_flat_groups": [_tensor(held, FLOAT32, master_of, grad=True) for held in pieces],
+        }
+
+    def _pieces(self, members: Sequence[Trained], rank: int) -> _Pieces:
+        ranks, at = self._choice.world_size, 0
+        pieces = []
+        for member in members:
+            numel = prod(member.weight.shape)
+            pieces.append(piece(member, *equal_piece(numel, ranks, rank), at))
+            at += -(-numel // ranks)
+        return pieces, at
+
+    def _state(self, group: int, pieces: _Pieces) -> dict[str, Any]:
+        """A rank's state of one sub-group; empty where the group was never stepped.
+
+        A sub-group that alone was never stepped has the slots of its group, for one step counts
+        for all.
+        """
+        owner, count = self._choice.groups[group], self._steps[group]
+        state: dict[str, Any] = {} if count is None else {"step": step(count, owner.hyper)}
+        for name in names_of(owner.members):
+            state[name] = _tensor(pieces, dtype_of(name, owner.members), slot_named(name))
+        return state
+
+
+def _tensor(pieces: _Pieces, dtype: DType, value: Value, *, grad: bool = False) -> Slot:
+    held, numel = pieces
+    return Slot(storage(dtype, numel, held, value), (numel,), requires_grad=grad)
+
+
+def fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:
+    """A rank's piece of a parameter that is not optimized."""
+    numel = -(-entry.numel // ranks)
+    parts = run_of(entry, *equal_piece(entry.numel, ranks, rank))
+    return Slot(Storage(dtype, numel, parts), (numel,))

@@ -1,0 +1,95 @@
+"""Stage 0: the optimizer inside the model states, whole tensors under an index.
+
+In fp32 it is the optimizer's own dict. In 16 bits it is wrapped (DeepSpeed 0.19.8
+``runtime/fp16/unfused_optimizer.py``): fp32 copies a group, whole. Around an optimizer of
+DeepSpeed's own (``fused_optimizer.py``) masters and state are one flat tensor a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from reshard.dtypes import FLOAT32, DType
+from reshard.formats.deepspeed.target import scaling
+from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.objects import deepspeeds_own, step
+from reshard.formats.deepspeed.target.pieces import Value, piece, storage
+from reshard.formats.deepspeed.target.slots import (
+    dtype_of,
+    master_of,
+    names_of,
+    slot_named,
+    step_of,
+)
+from reshard.formats.torch_writer import Slot, whole_tensor
+from reshard.formats.training import Group, Trained
+
+
+def optimizer(choice: Choice) -> dict[str, Any]:
+    """What the model states hold under ``optimizer``."""
+    if choice.precision == FLOAT32:
+        return _by_parameter(choice)
+    kept = scaling.loose(choice.scaler, choice.state.step())
+    if any(deepspeeds_own(group.hyper) for group in choice.groups):
+        return {
+            **kept,
+            "optimizer_state_dict": _by_group(choice),
+            "fp32_groups_flat": [
+                _flat(group.members, FLOAT32, master_of) for group in choice.groups
+            ],
+            "clip_grad": choice.config.get("gradient_clipping", 0.0),
+        }
+    return {
+        **kept,
+        "optimizer_state_dict": _by_parameter(choice),
+        "fp32_groups": [
+            [whole_tensor(member.weight.value, FLOAT32) for member in group.members]
+            for group in choice.groups
+        ],
+    }
+
+
+def _by_parameter(choice: Choice) -> dict[str, Any]:
+    state: dict[int, dict[str, Any]] = {}
+    param_groups = []
+    first = 0
+    for group in choice.groups:
+        for index, member in enumerate(group.members, first):
+            if member.slots:
+                state[index] = _state(member, group)
+        following = first + len(group.members)
+        param_groups.append({**group.hyper, "params": list(range(first, following))})
+        first = following
+    return {"state": state, "param_groups": param_groups}
+
+
+def _state(member: Trained, group: Group) -> dict[str, Any]:
+    counted = {} if member.step is None else {"step": step(member.step, group.hyper)}
+    return counted | {name: whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()}
+
+
+def _by_group(choice: Choice) -> dict[str, Any]:
+    path = choice.state.manifest.origin.path
+    state: dict[int, dict[str, Any]] = {}
+    for number, group in enumerate(choice.groups):
+        count = step_of(group.members, path)
+        held = {} if count is None else {"step": step(count, group.hyper)}
+        for name in names_of(group.members):
+            dtype = dtype_of(name, group.members)
+            held[name] = _flat(group.members, dtype, slot_named(name))
+        if held:
+            state[number] = held
+    return {"state": state, "param_groups": choice.param_groups()}
+
+
+def _flat(members: Sequence[Trained], dtype: DType, value: Value) -> Slot:
+    """The members one after the other, without padding."""
+    pieces = []
+    at = 0
+    for member in members:
+        numel = prod(member.weight.shape)
+        pieces.append(piece(member, 0, numel, at))
+        at += numel
+    return Slot(storage(dtype, at, pieces, value), (at,))

@@ -1,0 +1,317 @@
+"""Lay out PyTorch's own files of one training state: a file a rank, or whole files.
+
+    fsdp2          DTensors: ``model.state_dict()`` and an optimizer's, of each rank; FSDP 1's
+                   SHARDED_STATE_DICT with a device mesh is the same, the optimizer by fqn
+    fsdp1_full     FULL_STATE_DICT of FSDP 1: whole tensors, the optimizer by fqn
+    plain          one file, whole tensors, the optimizer by index, as every script without sharding
+
+FSDP 1's flat parameters are `flat_target`'s.
+
+Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py``, ``_optim_utils.py``; Accelerate 1.15
+``utils/fsdp_utils.py`` and ``utils/constants.py``; verl 0.9
+``utils/checkpoint/fsdp_checkpoint_manager.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.box import Box, Index, whole
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import skeletons, torch_writer
+from reshard.formats.state_dict import written
+from reshard.formats.state_dict.distributed import Cuts, DTensors, Grid
+from reshard.formats.state_dict.written import Keyed, Value
+from reshard.formats.torch_writer import Part, Slot, Storage
+from reshard.formats.training import Training, Weight
+from reshard.layout import Cut
+from reshard.manifest import Skeleton
+from reshard.model import ModelShapes
+
+_SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How the files of each rank are called, with ``{rank}`` and ``{world}``.
+
+    Args:
+        optimizer: the same as ``model`` where both stand in one file, under two keys.
+        extra: a file for the scheduler, of each rank; empty for none.
+        about: a file that says how many ranks there were; empty for none.
+        accelerate: whether Accelerate reads them.
+        keyed: how the optimizer names its parameters.
+        mesh: the name of the mesh's axis.
+    """
+
+    model: str
+    optimizer: str
+    keyed: Keyed = "index"
+    extra: str = ""
+    about: str = ""
+    mesh: tuple[str, ...] | None = None
+    accelerate: bool = False
+
+
+PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt")
+ONE = Naming("rank{rank}.pt", "rank{rank}.pt")
+VERL = Naming(
+    "model_world_size_{world}_rank_{rank}.pt",
+    "optim_world_size_{world}_rank_{rank}.pt",
+    extra="extra_state_world_size_{world}_rank_{rank}.pt",
+    about="fsdp_config.json",
+    mesh=("fsdp",),
+)
+ACCELERATE = Naming(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=False
+    "pytorch_model_fsdp_0_rank{rank}.bin",
+    "optimizer_0_rank{rank}.bin",
+    keyed="fqn",
+    accelerate=True,
+)
+_KEYS = ("model", "optimizer")
+
+
+# FSDP 2
+
+
+def fsdp2(
+    state: Training,
+    grid: Grid,
+    *,
+    naming: Naming = PAIR,
+    weights_only: bool = False,
+    model: ModelShapes | None = None,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """A file a rank of DTensors that are cut along their first dim.
+
+    Args:
+        grid: the device mesh of the training to come, which must have its names and device.
+        model: says which weights are buffers, where the source does not.
+        dtype: of the parameters; None keeps each in that of its master.
+
+    Raises:
+        IncompleteError: the source lacks what the optimizer needs, or does not tell buffers.
+        UnsupportedError: a mesh of several axes; a slot that has another shape than its parameter.
+    """
+    cuts = data_parallel(grid)
+    held = written.weights(state, dtype=dtype, divided=is_divided(state, model))
+    moments = None if weights_only else written.optimizer(state, naming.keyed, model)
+    _refuse_factored(moments)
+
+    def rank_files(rank: int) -> Iterator[Skeleton]:
+        weights: OrderedDict[str, Any] = OrderedDict(held)
+        names = [
+            name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
+        ]
+        for name, root in placed(names, weights, moments).items():
+            yield torch_writer.lay_out_object(name, Sharder(grid, rank, cuts).of(root))
+        yield from beside(state, naming, rank, grid.world, version=2, weights_only=weights_only)
+
+    files = [file for rank in range(grid.world) for file in rank_files(rank)]
+    if naming.accelerate and not weights_only:
+        files += accelerate_beside(state, grid.world)
+    return skeletons.joined(files)
+
+
+def data_parallel(grid: Grid) -> Cuts:
+    """How every parameter is cut; a rule for each fqn, once a mesh has other axes.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    if len(grid.sizes) != 1 or grid.world < 1:
+        raise UnsupportedError(
+            f"a mesh of {grid.sizes}", "cannot be written yet", "write DCP, which any mesh reads"
+        )
+    return (Cut(0),)
+
+
+def placed(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
+    """What stands in which file."""
+    model, optimizer = names
+    weights, moments = written.Canonical().of((weights, moments))
+    if model == optimizer:
+        both = zip(_KEYS, (weights, moments), strict=True)
+        return {model: {key: value for key, value in both if value is not None}}
+    return {model: weights} if moments is None else {model: weights, optimizer: moments}
+
+
+def beside(
+    state: Training, naming: Naming, rank: int, world: int, *, version: int, weights_only: bool
+) -> Iterator[Skeleton]:
+    """What verl keeps beside both."""
+    if naming.extra and not weights_only:
+        scheduler = written.carried(state.manifest.train).get("scheduler")
+        name = naming.extra.format(rank=rank, world=world)
+        yield torch_writer.lay_out_object(name, {"lr_scheduler": scheduler})
+    if naming.about and rank == 0:
+        text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
+        yield skeletons.of_bytes(naming.about, text.encode())
+
+
+def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
+    """What Accelerate's ``load_state`` wants beside weights and optimizer.
+
+    It finds its count of steps among each rank's random states, which are of ranks that are gone:
+    without them it goes on (``load_accelerator_state``).
+    """
+    beside = written.carried(state.manifest.train)
+    if "scheduler" in beside:
+        yield torch_writer.lay_out_object("scheduler.bin", beside["scheduler"])
+    if "step" in beside:
+        for rank in range(ranks):
+            name = f"random_states_{rank}.pkl"
+            yield torch_writer.lay_out_object(name, {"step": beside["step"]})
+
+
+def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
+    for fqn, slots in (moments or {"state": {}})["state"].items():
+        for name, value in slots.items():
+            if isinstance(value, Value) and not value.divided and value.shape:
+                raise UnsupportedError(
+                    str(fqn),
+                    f"its {name} has shape {value.shape}, which no rank file of FSDP has been seen"
+                    " to hold",
+                    "write DCP instead, or the weights alone with --weights-only",
+                )
+
+
+def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight], bool]:
+    """Whether a weight is a parameter, which is cut, or a buffer, which is whole on every rank."""
+    owned = {member.fqn for group in state.groups for member in group.members}
+    owned |= state.manifest.frozen
+    told = any(weight.is_buffer for weight in state.weights)
+    told = told or state.manifest.origin.format.startswith("deepspeed")
+
+    def divided(weight: Weight) -> bool:
+        if not weight.shape or weight.is_buffer:
+            return False
+        if model is not None:
+            return _is_parameter(model, weight.fqn)
+        if told or weight.fqn in owned:
+            return True
+        if weight.dtype.family not in ("float", "float8"):
+            return False
+        if state.groups:
+            raise IncompleteError(
+                state.manifest.origin.path,
+                f"does not say whether {weight.fqn!r} is a parameter or a buffer: no optimizer has"
+                " it, and ranks hold the one in shards, the other whole",
+                _SAY_MODEL,
+            )
+        return True
+
+    return divided
+
+
+def _is_parameter(model: ModelShapes, fqn: str) -> bool:
+    first = model.tied.get(fqn, fqn)
+    if first not in model.parameters and first not in model.buffers:
+        raise UsageError(model.source, f"has no {fqn!r}, which the checkpoint holds")
+    return first in model.parameters
+
+
+class Sharder:
+    """One file's tree with its `Value` leaves as that rank saves them."""
+
+    def __init__(self, grid: Grid, rank: int, cuts: Cuts) -> None:
+        self._grid, self._rank, self._cuts = grid, rank, cuts
+        self._dtensors = DTensors(grid, rank)
+        self._made: dict[int, Any] = {}  # the names of one tensor share it
+        self._shapes: dict[Index, Index] = {}
+
+    def of(self, value: Any) -> Any:
+        """The tree, or one leaf of it."""
+        if isinstance(value, Value):
+            if id(value) not in self._made:
+                self._made[id(value)] = self._tensor(value)
+            return self._made[id(value)]
+        if isinstance(value, (dict, OrderedDict)):
+            return type(value)((key, self.of(item)) for key, item in value.items())
+        return [self.of(item) for item in value] if isinstance(value, list) else value
+
+    def _tensor(self, value: Value) -> Any:
+        if not value.divided:
+            return whole_slot(value)
+        box = self._grid.box(value.shape, self._cuts, self._rank)
+        local = Slot(Storage(value.dtype, box.volume, _part(value, box)), box.shape)
+        shape = self._shapes.setdefault(value.shape, value.shape)
+        return self._dtensors.make(shape, value.dtype, self._cuts, local)
+
+
+def _part(value: Value, box: Box) -> tuple[Part, ...]:
+    """What fills a block of a tensor; nothing where it is empty."""
+    if value.entry is None or not box.volume:
+        return ()
+    return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
+
+
+def whole_slot(value: Value) -> Slot:
+    """A tensor that is stored whole."""
+    storage = Storage(value.dtype, value.numel, _part(value, whole(value.shape)), value.data)
+    return Slot(storage, value.shape)
+
+
+class _Wholes:
+    """One file's tree with its `Value` leaves stored whole."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Slot] = {}
+
+    def __call__(self, value: Any) -> Slot | None:
+        if not isinstance(value, Value):
+            return None
+        if id(value) not in self._made:
+            self._made[id(value)] = whole_slot(value)
+        return self._made[id(value)]
+
+
+# Whole files
+
+
+def fsdp1_full(
+    state: Training,
+    *,
+    names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
+    ranks: int = 0,
+    weights_only: bool = False,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """FULL_STATE_DICT of FSDP 1, under Accelerate's names: whole tensors, all by fqn.
+
+    Args:
+        ranks: for which there is what Accelerate wants beside them.
+    """
+    weights = OrderedDict(written.weights(state, dtype=dtype))
+    moments = None if weights_only else written.optimizer(state, "fqn")
+    files = placed(names, weights, moments)
+    made = [
+        torch_writer.lay_out_object(name, root, slot_of=_Wholes()) for name, root in files.items()
+    ]
+    if ranks and not weights_only:
+        made += accelerate_beside(state, ranks)
+    return skeletons.joined(made)
+
+
+def plain(
+    state: Training,
+    *,
+    name: str = "checkpoint.pt",
+    weights_only: bool = False,
+    model: ModelShapes | None = None,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """One file as a script without sharding saves it: the optimizer is ``torch.optim``'s own."""
+    root: dict[str, Any] = {"model": OrderedDict(written.weights(state, dtype=dtype))}
+    if not weights_only:
+        several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
+        root["optimizer"] = written.optimizer(state, "index", model, named=several)
+        beside = written.carried(state.manifest.train)
+        root.update((key, value) for key, value in beside.items() if key not in root)
+    return torch_writer.lay_out_object(name, root, slot_of=_Wholes())

@@ -1,0 +1,341 @@
+"""State dicts as PyTorch would save them, with a `Value` for each tensor, before any is sharded.
+
+Parameters are written in the precision of their master: PyTorch's sharded training has no other
+copy of it. Optimizer state is keyed by fqn, as ``get_optimizer_state_dict`` has it, or numbered, as
+``Optimizer.state_dict`` has it: group by group, each in the model's order.
+
+Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``optim/adam.py`` (a group's keys),
+``distributed/checkpoint/state_dict.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from reshard import dtypes
+from reshard.box import Index
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.manifest import Entry, Manifest, TrainState
+from reshard.model import ModelShapes
+
+Keyed = Literal["fqn", "index"]
+
+_ADAM = {"exp_avg", "exp_avg_sq"}
+_AMSGRAD = "max_exp_avg_sq"
+# What torch's AdamW keeps in a group beside its numbers, where another library's Adam does not.
+_SWITCHES: dict[str, Any] = {
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+_STAND_INS = ("class", "tensor", "bytes")  # of what `values.plain` could not keep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A tensor of a state dict.
+
+    Args:
+        entry: all of which it is; None where its content is ``data``, or zeros.
+        divided: whether sharded training cuts it; what is not is whole on every rank.
+    """
+
+    dtype: DType
+    shape: Index
+    entry: Entry | None = None
+    data: bytes | None = None
+    divided: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def counter(step: float) -> Value:
+    """A step as torch's optimizers count it."""
+    return Value(dtypes.FLOAT32, (), data=struct.pack("<f", step))
+
+
+def weights(
+    state: Training,
+    *,
+    dtype: DType | None = None,
+    divided: Callable[[Weight], bool] | None = None,
+) -> dict[str, Value]:
+    """The model's state dict; the names of one tensor have one `Value`.
+
+    Args:
+        dtype: of the parameters; None keeps each in that of its master.
+        divided: whether a weight is sharded; by default what is not known to be a buffer.
+    """
+    found: dict[str, Value] = {}
+    for weight in state.weights:
+        cut = divided(weight) if divided else not weight.is_buffer
+        value = Value(weight_dtype(weight, dtype), weight.shape, weight.value, divided=cut)
+        found[weight.fqn] = value
+    for alias, kept in state.manifest.tied.items():
+        if kept in found:
+            found.setdefault(alias, found[kept])
+    return found
+
+
+def weight_dtype(weight: Weight, dtype: DType | None) -> DType:
+    """What was asked for, of a float parameter; else the dtype of its value."""
+    own = weight.value.dtype
+    return own if dtype is None or weight.is_buffer or own.family != "float" else dtype
+
+
+def optimizer(
+    state: Training, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
+) -> dict[str, Any]:
+    """The optimizer's state dict.
+
+    Args:
+        model: says in which order its parameters are numbered.
+        named: whether names stand beside the numbers (``param_names``) also where they need not.
+
+    Raises:
+        IncompleteError: the source has no optimizer, or a part of it is missing, or nothing says
+            how its parameters are numbered.
+        UnsupportedError: it does what torch's does not.
+    """
+    refuse_without(state)
+    other = state.manifest.train.opaque.get("optimizer", {})
+    states: dict[Any, dict[str, Any]] = {}
+    groups = []
+    number, unsure = 0, named or is_unsure(state)
+    for group, held in zip(state.groups, numbered(state, keyed, model), strict=True):
+        members: list[Any] = []
+        for member in held:
+            key = member.fqn if keyed == "fqn" else number
+            number += 1
+            members.append(key)
+            slots = {**_slots(state, group, member), **other.get(member.fqn, {})}
+            if slots:
+                states[key] = slots
+        names = {"param_names": [m.fqn for m in held]} if keyed == "index" and unsure else {}
+        groups.append({**hyper(state, group), "params": members, **names})
+    return {"state": states, "param_groups": groups}
+
+
+def is_unsure(state: Training) -> bool:
+    """Whether there are parameters that no group has: a number then says little by itself."""
+    owned = {member.fqn for group in state.groups for member in group.members}
+    return any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights)
+
+
+def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[tuple[Trained, ...]]:
+    """The members of each group in the order in which their optimizer has them.
+
+    FSDP 1 names the parameters of a flat optimizer unit by unit, which is not the model's order; a
+    state under another parameter's number would be taken without a word where shapes agree.
+
+    Raises:
+        IncompleteError: they are to be numbered, and only a model could tell how.
+        UsageError: the model is another one.
+    """
+    groups = [group.members for group in state.groups]
+    if keyed == "fqn":
+        return groups
+    place = {weight.fqn: at for at, weight in enumerate(state.weights)}
+    if model is not None:
+        place = _places(state, model)
+    ordered = [tuple(sorted(held, key=lambda member: place[member.fqn])) for held in groups]
+    if model is None and (ordered != groups or is_flat(state.manifest)):
+        raise IncompleteError(
+            state.manifest.origin.path,
+            "numbers are asked for, and its parameters stand in the order of FSDP's units",
+            "say which model it is: --model config.json|DIR|module:factory",
+        )
+    return ordered
+
+
+def _places(state: Training, model: ModelShapes) -> dict[str, int]:
+    """Where in the model each trained parameter stands, under any of its names."""
+    at = {fqn: number for number, fqn in enumerate(model.parameters)}
+    at.update((alias, at[first]) for alias, first in model.tied.items() if first in at)
+    for alias, kept in state.manifest.tied.items():
+        if alias in at:
+            at[kept] = min(at[alias], at.get(kept, at[alias]))
+    for group in state.groups:
+        for member in group.members:
+            if member.fqn not in at:
+                raise UsageError(model.source, f"has no {member.fqn!r}, which the optimizer has")
+    return at
+
+
+def is_flat(manifest: Manifest) -> bool:
+    """Whether one stored buffer holds several parameters, end to end, as FSDP 1's units do."""
+    if manifest.origin.format.startswith("deepspeed"):
+        return False  # its partitions are in the model's order
+    starts = {
+        path: [record.byte_offset for record in file.records]
+        for path, file in manifest.files.items()
+    }
+    owners: dict[tuple[str, int], str] = {}
+    for entry in manifest.entries.values():
+        for chunk in entry.chunks:
+            if chunk.box.volume and starts.get(chunk.file):
+                record = bisect_right(starts[chunk.file], chunk.byte_offset)
+                if owners.setdefault((chunk.file, record), entry.fqn) != entry.fqn:
+                    return True
+    return False
+
+
+def refuse_without(state: Training) -> None:
+    """Refuse a source without optimizer.
+
+    Raises:
+        IncompleteError: it has no param groups.
+    """
+    if not state.groups:
+        raise IncompleteError(
+            state.manifest.origin.path,
+            "has no optimizer state",
+            "write the weights alone with --weights-only",
+        )
+
+
+def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value]:
+    """Step and slots of one parameter; nothing where it was never stepped."""
+    names = expected_slots(group)
+    if not member.slots and member.weight.value.numel == 0 and names:
+        slots = {name: Value(dtypes.FLOAT32, member.weight.shape, divided=True) for name in names}
+        step = next((m.step for m in group.members if m.slots), None)
+        return slots if step is None else {"step": counter(step), **slots}
+    if not member.slots:
+        return {} if member.step is None else {"step": counter(member.step)}
+    check_slots(state, member)
+    steps = {} if member.step is None else {"step": counter(member.step)}
+    return {**steps, **{name: _slot(member, entry) for name, entry in member.slots.items()}}
+
+
+def _slot(member: Trained, entry: Entry) -> Value:
+    cut = entry.shape == member.weight.shape and not member.weight.is_buffer
+    return Value(entry.dtype, entry.shape, entry, divided=cut and bool(entry.shape))
+
+
+def expected_slots(group: Group) -> tuple[str, ...]:
+    """The slots that members of a group have which have the shape of their parameter."""
+    names = (
+        name
+        for member in group.members
+        for name, entry in member.slots.items()
+        if entry.shape == member.weight.shape
+    )
+    return tuple(dict.fromkeys(names))
+
+
+def check_slots(state: Training, member: Trained) -> None:
+    """Refuse half of a state.
+
+    Raises:
+        IncompleteError: naming what is missing.
+    """
+    missing = sorted(_ADAM - member.slots.keys()) if _ADAM & member.slots.keys() else []
+    if member.step is None and _ADAM & member.slots.keys():
+        missing.append("step")
+    if missing:
+        raise IncompleteError(
+            state.manifest.origin.path,
+            f"has optimizer state of {member.fqn!r}, but no {missing[0]} of it",
+            "write the weights alone with --weights-only",
+        )
+
+
+def hyper(state: Training, group: Group) -> dict[str, Any]:
+    """A group's hyper-parameters under torch's names; an Adam's switches where it has none.
+
+    Raises:
+        IncompleteError: there is no learning rate.
+        UnsupportedError: an Adam without bias correction, which torch has not.
+    """
+    where, found = state.manifest.origin.path, dict(group.hyper)
+    if "lr" not in found:
+        raise IncompleteError(
+            where,
+            "does not keep the optimizer's hyper-parameters (lr, betas ...)",
+            "write the weights alone with --weights-only",
+        )
+    slots = {name for member in group.members for name in member.slots}
+    if slots >= _ADAM:
+        if found.pop("bias_correction", True) is False:
+            raise UnsupportedError(
+                where, "was trained by an Adam without bias correction, which torch has not"
+            )
+        found.setdefault("amsgrad", _AMSGRAD in slots)
+        for name, value in _SWITCHES.items():
+            found.setdefault(name, value)
+    return found
+
+
+def carried(train: TrainState) -> dict[str, Any]:
+    """What else a checkpoint can hold: scheduler, step, the application's own values."""
+    extra = {name: value for name, value in train.client.items() if is_faithful(value)}
+    if train.step is not None:
+        extra["step"] = train.step
+    if train.scheduler is not None and is_faithful(train.scheduler):
+        extra["scheduler"] = train.scheduler
+    return extra
+
+
+def dropped(train: TrainState) -> list[str]:
+    """What of the train state no target of PyTorch's holds, to be told."""
+    lost = [name for name, value in train.client.items() if not is_faithful(value)]
+    if train.scheduler is not None and not is_faithful(train.scheduler):
+        lost.append("scheduler")
+    if train.scaler is not None:
+        lost.append("loss scaler")
+    if train.rng is not None:
+        lost.append("random states")
+    return lost
+
+
+def is_faithful(value: Any) -> bool:
+    """Whether a value is as saved: a manifest has texts for keys, and stand-ins for objects."""
+    if isinstance(value, Mapping):
+        return all(
+            key not in _STAND_INS and not key.lstrip("-").isdecimal() and is_faithful(item)
+            for key, item in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return all(map(is_faithful, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class Canonical:
+    """Makes equal texts and tuples of a tree one object; tensors and objects stay as they are.
+
+    A pickle shares what is one object, so the bytes of a file then depend on values alone.
+    """
+
+    def __init__(self) -> None:
+        self._same: dict[Any, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """The tree."""
+        if isinstance(value, Mapping):
+            pairs = ((self.of(key), self.of(item)) for key, item in value.items())
+            return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
+        if isinstance(value, list):
+            return [self.of(item) for item in value]
+        if isinstance(value, tuple):
+            made = tuple(self.of(item) for item in value)
+            return self._same.setdefault((tuple, repr(made)), made) if _is_plain(made) else made
+        return self._same.setdefault(value, value) if isinstance(value, str) else value
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    return all(v is None or isinstance(v, (bool, int, float, str)) for v in values)

@@ -1,0 +1,140 @@
+"""A training state as targets write it: what the module holds, what the optimizer holds, in order.
+
+Readers yield entries; a target needs to know of each weight which entry is its most precise value,
+in which dtype it was trained, and which optimizer state belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard import dtypes
+from reshard.box import Index
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError
+from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of the module's state dict.
+
+    Args:
+        value: the entry that fills it: the fp32 master where there is one, else as trained.
+        dtype: in the module.
+        is_buffer: whether it is known to be no parameter.
+    """
+
+    fqn: str
+    shape: Index
+    value: Entry
+    dtype: DType
+    is_buffer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One parameter of an optimizer's group; ``slots`` is empty where it was never stepped."""
+
+    weight: Weight
+    slots: Mapping[str, Entry]
+    step: float | None
+
+    @property
+    def fqn(self) -> str:
+        """Its name."""
+        return self.weight.fqn
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One param group: hyper-parameters, and its parameters in flat order."""
+
+    hyper: Mapping[str, Any]
+    members: tuple[Trained, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Everything that a target can write."""
+
+    manifest: Manifest
+    weights: tuple[Weight, ...]  # in state-dict order, aliases of tied weights not among them
+    groups: tuple[Group, ...]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the optimizer's slots, in order of first appearance."""
+        names = (name for group in self.groups for member in group.members for name in member.slots)
+        return tuple(dict.fromkeys(names))
+
+    def step(self) -> int:
+        """How many updates the run has made: the engine's counter, else the optimizer's."""
+        train = self.manifest.train
+        return (
+            train.step
+            if train.step is not None
+            else int(max(train.optimizer_step.values(), default=0))
+        )
+
+
+def training(manifest: Manifest, *, weights_only: bool = False) -> Training:
+    """The training state of a manifest whose names have been edited.
+
+    Raises:
+        IncompleteError: it has an optimizer whose parameters are not known, or state of a parameter
+            that is in no group; a conversion would lose it.
+    """
+    masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
+    stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
+    weights = {
+        fqn: _weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
+        for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
+    }
+    groups = () if weights_only else _groups(manifest, weights)
+    return Training(manifest, tuple(weights.values()), groups)
+
+
+def _weight(manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | None) -> Weight:
+    value = master or stored
+    if value is None:  # the caller lists what is one or the other
+        raise AssertionError(fqn)
+    dtype = manifest.trained_dtypes.get(fqn)
+    if dtype is None and stored is not None:
+        dtype = stored.dtype
+    if dtype is None and manifest.origin.precision:
+        dtype = dtypes.parse(manifest.origin.precision)
+    is_buffer = stored is not None and stored.kind == BUFFER
+    return Weight(fqn, value.shape, value, dtype or value.dtype, is_buffer)
+
+
+def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, ...]:
+    slots: dict[str, dict[str, Entry]] = {}
+    for entry in manifest.entries.values():
+        if entry.kind not in WEIGHT_KINDS:
+            slots.setdefault(entry.fqn, {})[entry.kind] = entry
+    train = manifest.train
+    groups = tuple(
+        Group(
+            group.hyper,
+            tuple(
+                Trained(weights[fqn], slots.get(fqn, {}), train.optimizer_step.get(fqn))
+                for fqn in group.fqns
+                if fqn in weights
+            ),
+        )
+        for group in train.param_groups
+    )
+    owned = {member.fqn for group in groups for member in group.members}
+    lost = sorted(slots.keys() - owned)
+    if lost:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"has optimizer state of {lost[0]!r}"
+            + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
+            + ", which is in no parameter group",
+            "convert the weights alone with --weights-only",
+        )
+    return groups

@@ -1,0 +1,489 @@
+"""What we lay out for PyTorch, read by real PyTorch: every form, at more and at fewer ranks."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard import dtypes, execute, formats, keys
+from reshard import model as models
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.dcp import target as dcp
+from reshard.formats.state_dict import flat_target, target, written
+from reshard.formats.state_dict.distributed import Grid
+from reshard.formats.state_dict.written import Value
+from reshard.formats.training import training
+from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
+from reshard.plan import plan
+from tests.judges import library_judge
+from tests.judges import split_worker as worker
+from tests.judges.split_worker import resumed
+from tests.judges.torch_cases import CASES
+from tests.menagerie import same
+from tests.trainer import worlds
+
+pytestmark = pytest.mark.judge
+
+TWO, ONE = "menagerie_tied_frozen", "menagerie_tied"  # the models under FSDP 2 and FSDP 1
+NAMED = "fsdp1 mesh named"
+
+
+def shapes(build, wrap="LlamaDecoderLayer"):
+    return models.describe(f"tests.judges.torch_models:{build}", wrap)
+
+
+def grid(world, *names):
+    return Grid((world,), names or None, "cpu")
+
+
+def at(lay_out, ranks):
+    """A form for that many ranks."""
+    return lambda state: lay_out(state, ranks)
+
+
+def split(source, out, lay_out, *, weights_only=False, **told):
+    """What the command does: read, lay out, prove, plan, copy."""
+    manifest = keys.edit(formats.read([Path(source)], **told), keys.Edits()).manifest
+    check(manifest)
+    skeleton = lay_out(training(manifest, weights_only=weights_only))
+    files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
+    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files))
+    out.mkdir(parents=True)
+    copies = plan(manifest.entries, skeleton)
+    execute.execute(copies, skeleton, manifest.files, out, workers=1)
+    return out
+
+
+FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrapper, how it loads
+    "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp2", "dcp"),
+    "accelerate": (lambda s, n: dcp.accelerate(s, shards=n), "fsdp2", "accelerate"),
+    "pair": (lambda s, n: target.fsdp2(s, grid(n)), "fsdp2", "pair"),
+    "one": (lambda s, n: target.fsdp2(s, grid(n), naming=target.ONE), "fsdp2", "one"),
+    "verl": (
+        lambda s, n: target.fsdp2(s, grid(n, "fsdp"), naming=target.VERL),
+        "fsdp2 named",
+        "verl",
+    ),
+    "names": (lambda s, n: target.fsdp2(s, grid(n), naming=target.ACCELERATE), "fsdp2", "names"),
+    "full": (lambda s, _n: target.fsdp1_full(s), "fsdp2", "whole"),
+    "orig": (
+        lambda s, n: flat_target.fsdp1_sharded(
+            s, shapes(TWO), grid(n, "fsdp"), compute=dtypes.FLOAT32
+        ),
+        "fsdp1 mesh named orig",
+        "verl1",
+    ),
+}
+FLAT_FORMS = {  # of a state under FSDP 1
+    "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp1", "dcp"),
+    "full": (lambda s, _n: target.fsdp1_full(s), "fsdp1", "full"),
+    "local": (lambda s, n: flat_target.fsdp1_local(s, shapes(ONE), ranks=n), "fsdp1", "local"),
+    "verl": (
+        lambda s, n: flat_target.fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
+        NAMED,
+        "verl1",
+    ),
+}
+AT = {  # what real ranks load, of either training
+    2: (["dcp", "accelerate", "pair", "verl", "names", "full"], ["local", "verl", "full"]),
+    3: (["dcp", "orig"], ["local", "dcp"]),
+    # FSDP 1 without a mesh cannot load its own DCP where a rank has no row of a parameter
+    4: (["dcp", "verl"], ["verl"]),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Real training on two ranks, saved after three steps; the losses of the next two."""
+    place = tmp_path_factory.mktemp("trained")
+    (place / "fsdp2").mkdir()
+    (place / "fsdp1").mkdir()
+    jobs = [
+        ("fsdp2", worker.save, "fsdp2", TWO, place / "fsdp2"),
+        ("fsdp1", worker.save, "fsdp1", ONE, place / "fsdp1"),
+    ]
+    losses = worlds.run(2, worker.in_turn, jobs)[0]
+    return place, losses
+
+
+TOLD = {"model": f"tests.judges.torch_models:{ONE}", "wrap": "LlamaDecoderLayer"}
+
+
+@pytest.fixture(scope="module")
+def deepspeed(made):
+    """A DeepSpeed checkpoint with its config.json, its step, and what DeepSpeed lost next."""
+    (pointer,) = (made / "hf_z1_fp32_tied" / "run").rglob("latest")
+    reference = torch.load(made / "hf_z1_fp32_tied" / "reference.pt", weights_only=False)
+    return pointer.parent, reference["train"]["step"], reference["next"]["losses"]
+
+
+@pytest.fixture(scope="module")
+def loaded(trained, deepspeed, tmp_path_factory):
+    """(number of ranks, form) -> what real PyTorch found when it loaded that."""
+    place, _ = trained
+    out = tmp_path_factory.mktemp("split")
+    found = {}
+    for world, (forms, flat) in AT.items():
+        two, one = place / "fsdp2", place / "fsdp1"
+        jobs = [("torch", resumed, "fsdp2", TWO, "dcp", two / "dcp", two)] if world > 2 else []
+        for name in forms:
+            lay_out, kind, load = FORMS[name]
+            made = split(two / "ranks", out / f"{world}-{name}", at(lay_out, world))
+            jobs.append((name, resumed, kind, TWO, load, made, two))
+        for name in flat:
+            lay_out, kind, load = FLAT_FORMS[name]
+            made = out / f"{world}-flat-{name}"
+            split(one / "ranks", made, at(lay_out, world), **TOLD)
+            jobs.append((f"flat {name}", resumed, kind, ONE, load, made, one))
+        if world == 3:
+            state, step, _ = deepspeed
+            made = split(state, out / "deepspeed", at(FORMS["dcp"][0], 4))
+            jobs.append(("deepspeed", worker.from_deepspeed, made, state, step, 2))
+        for rank in worlds.run(world, worker.in_turn, jobs):
+            for name, result in rank.items():
+                found.setdefault((world, name), []).append(result)
+    made = split(place / "fsdp2" / "ranks", out / "plain", target.plain)
+    jobs = [
+        ("plain", resumed, "plain", TWO, "plain", made, place / "fsdp2"),
+        ("converted", worker.as_one_file, out / "3-dcp", place / "fsdp2"),
+    ]
+    (alone,) = worlds.run(1, worker.in_turn, jobs)
+    return found | {(1, name): [result] for name, result in alone.items()}
+
+
+def test_pytorch_loads_every_bit_of_every_form(loaded):
+    assert len(loaded) == sum(len(a) + len(b) for a, b in AT.values()) + 5
+    for name, ranks in loaded.items():
+        for result in ranks:
+            assert result.get("at") is None, (name, result["at"])
+            assert result["differing"] == [], name
+
+
+def test_training_goes_on_exactly_as_it_would_have(loaded, trained):
+    _, losses = trained
+    for name in AT[2][0]:
+        assert loaded[2, name][0]["losses"] == losses["fsdp2"], name
+    for name in AT[2][1]:
+        assert loaded[2, f"flat {name}"][0]["losses"] == losses["fsdp1"], name
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_at_other_sizes_it_goes_on_as_from_pytorchs_own_checkpoint(loaded, trained, world):
+    _, losses = trained
+    for name in AT[world][0]:
+        if name != "orig":  # another engine, which gathers in another order
+            assert loaded[world, name][0]["losses"] == loaded[world, "torch"][0]["losses"], name
+    for name, result in loaded.items():
+        if name[1] == "deepspeed":
+            continue
+        wanted = losses["fsdp1" if name[1].startswith("flat") else "fsdp2"]
+        found = [float.fromhex(loss) for loss in result[0].get("losses", wanted)]
+        assert found == pytest.approx(list(map(float.fromhex, wanted)), rel=1e-6), name
+
+
+def test_fsdp2_goes_on_where_deepspeed_stopped(loaded, deepspeed):
+    """Three ranks from a ZeRO checkpoint of two; the losses that DeepSpeed itself had next."""
+    found = [
+        float.fromhex(x) if isinstance(x, str) else x for x in loaded[3, "deepspeed"][0]["losses"]
+    ]
+    assert found == pytest.approx(deepspeed[2][: len(found)], rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "lay_out"),
+    [
+        ("acc_fsdp2_sharded", FORMS["accelerate"][0]),
+        ("acc_fsdp1_full", lambda s, n: target.fsdp1_full(s, ranks=n)),
+    ],
+)
+def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, lay_out):
+    place = libraries / case
+    made = split(place / "ckpt", tmp_path / "out", at(lay_out, 3))
+    jobs = [("load", worker.accelerate_loads, made, library_judge.CASES[case], place)]
+    for (found,) in map(dict.values, worlds.run(3, worker.in_turn, jobs)):
+        assert found.get("at") is None, found["at"]
+        assert found == {"differing": [], "step": 3}
+
+
+# The same state
+
+
+STATES = {  # case -> of which table
+    **dict.fromkeys(
+        """
+        fsdp2_ranks_groups fsdp2_dcp_tied_frozen fsdp2_dcp_bf16 fsdp2_dcp_amsgrad
+        fsdp2_dcp_raw_named fsdp2_ranks_unused fsdp2_ranks_2d_ws4 fsdp1_local_flat_ws4
+        fsdp1_local_orig_frozen_ws4 fsdp1_local_flat_frozen_unit fsdp1_full_orig_frozen_ws4
+        plain_nadam plain_adafactor plain_sgd plain_channels_last plain_tied dcp_odd_tensors
+        dcp_objects
+        """.split(),
+        "torch",
+    ),
+    **dict.fromkeys(
+        """
+        z3_bf16 z2_groups_decay hf_z3_tied z1_full z2_amsgrad z1_sgd z3_subgroups_groups
+        trainer_zero2_fp16 universal_z3
+        """.split(),
+        "deepspeed",
+    ),
+}
+
+
+@pytest.fixture
+def source(request, case):
+    """Where a case lies, and what a user says of it."""
+    if STATES[case] == "deepspeed":
+        return request.getfixturevalue("made") / case / "run", {}
+    row = CASES[case]
+    told = {"model": row.model, "wrap": row.wrap, "key": row.key}
+    place = request.getfixturevalue("torch_made") / case / "ckpt" / row.source
+    return place, {word: value for word, value in told.items() if value is not None}
+
+
+def has_optimizer(place, told):
+    with reshard.open(place, **told) as checkpoint:
+        return bool(checkpoint.manifest.train.param_groups)
+
+
+def assert_same_state(found, wanted):
+    """Bitwise: weights in their master's precision, slots; and steps, and groups."""
+    assert set(found) == set(wanted)
+    for name in wanted:
+        assert same(found[name][...], wanted[name][...]), name
+    known = {"param", "buffer", "master"}
+    slots = {entry.kind for entry in wanted.manifest.entries.values()} - known
+    assert {entry.kind for entry in found.manifest.entries.values()} - known == slots
+    for slot in slots:
+        held, other = found.optimizer(slot), wanted.optimizer(slot)
+        assert held.keys() == other.keys(), slot
+        for name, value in other.items():
+            assert same(held[name][...], value[...]), f"{slot} of {name}"
+    train, other = found.manifest.train, wanted.manifest.train
+    assert dict(train.optimizer_step) == dict(other.optimizer_step)
+    assert [set(g.fqns) for g in train.param_groups] == [set(g.fqns) for g in other.param_groups]
+    for group, wanted_group in zip(train.param_groups, other.param_groups, strict=True):
+        assert {k: group.hyper.get(k) for k in wanted_group.hyper} == dict(wanted_group.hyper)
+    assert train.step == other.step
+    assert train.scheduler == other.scheduler
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_dcp_directory_reads_back_as_its_source(case, source, tmp_path):
+    place, told = source
+    only = not has_optimizer(place, told)
+    made = split(
+        place,
+        tmp_path / "out",
+        lambda s: dcp.lay_out(s, shards=5, weights_only=only),
+        weights_only=only,
+        **told,
+    )
+    with reshard.open(made) as found, reshard.open(place, **told) as wanted:
+        assert_same_state(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "case", ["fsdp2_ranks_groups", "z3_bf16", "z1_full", "hf_z3_tied", "fsdp1_local_flat_ws4"]
+)
+@pytest.mark.parametrize("form", ["pair", "one", "verl", "names", "full"])
+def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
+    place, told = source
+    lay_out, *_ = FORMS[form]
+    shapes = models.describe(told["model"]) if told else None
+    if shapes and form != "full":
+
+        def lay_out(state, ranks):
+            naming = {"names": target.ACCELERATE, "verl": target.VERL, "one": target.ONE}
+            return target.fsdp2(
+                state, grid(ranks), naming=naming.get(form, target.PAIR), model=shapes
+            )
+
+    made = split(place, tmp_path / "out", at(lay_out, 3), **told)
+    known = {"model": told["model"]} if told else {}
+    with reshard.open(made, **known) as found, reshard.open(place, **told) as wanted:
+        assert found.manifest.train.step in (None, wanted.manifest.train.step)
+        assert set(found) == set(wanted)
+        for name in wanted:
+            assert same(found[name][...], wanted[name][...]), name
+        for slot in ("exp_avg", "exp_avg_sq"):
+            held, other = found.optimizer(slot), wanted.optimizer(slot)
+            assert held.keys() == other.keys()
+            assert all(same(held[name][...], other[name][...]) for name in other)
+        steps = found.manifest.train.optimizer_step, wanted.manifest.train.optimizer_step
+        assert dict(steps[0]) == dict(steps[1])
+
+
+@pytest.mark.parametrize("form", ["dcp", "pair", "orig"])
+def test_there_and_back_every_tensor_has_the_same_bytes(trained, form, tmp_path):
+    place = trained[0] / "fsdp2" / ("dcp" if form == "dcp" else "ranks")
+    lay_out, *_ = FORMS[form]
+    told = {"model": f"tests.judges.torch_models:{TWO}", "wrap": "LlamaDecoderLayer"}
+    said = told if form == "orig" else {}
+    there = split(place, tmp_path / "3", at(lay_out, 3))
+    again = split(there, tmp_path / "7", at(lay_out, 7), **said)
+    back = split(again, tmp_path / "2", at(lay_out, 2), **said)
+    direct = split(place, tmp_path / "direct", at(lay_out, 2))
+    files = sorted(path.name for path in direct.iterdir())
+    assert files == sorted(path.name for path in back.iterdir())
+    for name in files:
+        assert (back / name).read_bytes() == (direct / name).read_bytes(), name
+
+
+def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
+    """The same storages, views and objects as torch's own files, at the ranks that wrote them."""
+    place, _ = trained
+    made = split(place / "fsdp2" / "ranks", tmp_path / "out", lambda s: target.fsdp2(s, grid(2)))
+    for name in ("model_rank0.pt", "model_rank1.pt", "optim_rank0.pt", "optim_rank1.pt"):
+        ours, theirs = (torch.load(at / name) for at in (made, place / "fsdp2" / "ranks"))
+        assert_alike(ours, theirs)
+
+
+def assert_alike(ours, theirs):
+    assert type(ours) is type(theirs)
+    if isinstance(ours, dict):
+        assert set(ours) == set(theirs)
+        for key in ours:
+            assert_alike(ours[key], theirs[key])
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs)
+        for pair in zip(ours, theirs, strict=True):
+            assert_alike(*pair)
+    elif hasattr(ours, "to_local"):
+        assert ours._spec == theirs._spec
+        assert hash(ours._spec) == hash(ours._spec)
+        assert ours.device_mesh == theirs.device_mesh
+        assert ours.requires_grad == theirs.requires_grad
+        assert same(ours.to_local(), theirs.to_local())
+    elif isinstance(ours, torch.Tensor):
+        assert same(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+# Refusals
+
+
+def refused(source, lay_out, error, *texts, **told):
+    manifest = keys.edit(formats.read([Path(source)], **told), keys.Edits()).manifest
+    with pytest.raises(error) as caught:
+        lay_out(training(manifest))
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_what_is_missing_is_named(torch_made, made, trained):
+    place, _ = trained
+    ranks = torch_made / "fsdp2_ranks_model_only_ws4" / "ckpt"
+    refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "no optimizer state")
+    elastic = made / "z1_elastic" / "run"
+    refused(elastic, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "hyper-parameters")
+    whole = torch_made / "fsdp2_dcp" / "ckpt"
+    told = ("'running' is a parameter or a buffer", "--model")
+    refused(whole, lambda s: target.fsdp2(s, grid(2)), IncompleteError, *told)
+    flat = torch_made / "fsdp1_local_flat" / "ckpt"
+    said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
+    refused(flat, target.plain, IncompleteError, "order of FSDP's units", "--model", **said)
+    factored = torch_made / "plain_adafactor" / "ckpt"
+    lay_out = lambda s: target.fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
+    refused(factored, lay_out, UnsupportedError, "has shape (7, 1)")
+    decay = torch_made / "fsdp2_ranks_groups" / "ckpt"
+    lay_out = lambda s: flat_target.fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
+    refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be one parameter")
+    lay_out = lambda s: flat_target.fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
+    refused(decay, lay_out, UsageError, "how FSDP wrapped it")
+    lay_out = lambda s: flat_target.fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
+    refused(decay, lay_out, IncompleteError, "has no 'frozen'")
+    lay_out = lambda s: flat_target.fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
+    refused(place / "fsdp2" / "ranks", lay_out, IncompleteError, "has no 'embed.weight'")
+    refused(decay, lambda s: target.fsdp2(s, Grid((2, 2))), UnsupportedError, "a mesh of (2, 2)")
+
+
+def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_made, tmp_path):
+    """A flat optimizer lists the root's parameters first; ``torch.optim`` counts the model's."""
+    said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
+    model = shapes("menagerie")
+    made = split(
+        torch_made / "fsdp1_local_flat" / "ckpt",
+        tmp_path / "out",
+        lambda s: target.plain(s, model=model),
+        **said,
+    )
+    state = torch.load(made / "checkpoint.pt")
+    truth = torch.load(torch_made / "fsdp1_local_flat" / "truth.pt", weights_only=False)
+    for number, fqn in enumerate(model.parameters):
+        wanted = truth["optimizer"][fqn]
+        assert all(same(state["optimizer"]["state"][number][k], v) for k, v in wanted.items()), fqn
+
+
+def test_a_bf16_copy_is_asked_for(made, tmp_path):
+    lay_out = lambda s: dcp.lay_out(s, shards=2, dtype=dtypes.BFLOAT16)  # noqa: E731
+    split(made / "z3_bf16" / "run", tmp_path / "out", lay_out)
+    with reshard.open(tmp_path / "out") as found, reshard.open(made / "z3_bf16" / "run") as wanted:
+        for entry in wanted.manifest.of_kind("master"):
+            assert same(found[entry.fqn][...], wanted[entry.fqn][...].bfloat16())
+        assert all(value.dtype == "float32" for value in found.optimizer("exp_avg").values())
+
+
+# Layouts
+
+
+@given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.integers(1, 12), st.booleans())
+def test_blocks_are_those_of_pytorch(shape, shards, divided):
+    """As ``torch.chunk`` cuts, every element once, and a place is named once."""
+    value = Value(dtypes.UINT8, shape, divided=divided)
+    blocks = dcp.blocks(value, shards)
+    whole = torch.arange(max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()]
+    whole = whole.reshape(shape)
+    pieces = [
+        whole[tuple(slice(o, o + n) for o, n in zip(box.origin, box.shape, strict=True))]
+        for _, box in blocks
+    ]
+    assert torch.equal(torch.cat(pieces) if shape else pieces[0], whole)
+    assert len({box.origin for _, box in blocks}) == len(blocks)
+    if divided and shape and shape[0]:
+        theirs = [piece.shape for piece in torch.chunk(whole, shards)]
+        assert [piece.shape for piece in pieces][: len(theirs)] == theirs
+        assert len(pieces) <= len(theirs) + 1
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from([1, 5, 8, 14, 33]), st.sampled_from(["dcp", "pair"]))
+def test_any_number_of_ranks_holds_everything(torch_made, ranks, form):
+    place = torch_made / "fsdp2_ranks_unused" / "ckpt"
+    lay_out, *_ = FORMS[form]
+    manifest = keys.edit(formats.read([place]), keys.Edits()).manifest
+    skeleton = lay_out(training(manifest), ranks)
+    files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
+    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files))
+    assert {e.key for e in skeleton.entries} == manifest.entries.keys()
+    for file in skeleton.files:
+        spans = sorted((at, at + len(data)) for at, data in file.literals)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+        assert spans[-1][1] <= file.nbytes
+    for entry in skeleton.entries:
+        for chunk in entry.chunks:
+            assert chunk.byte_offset % 64 == 0
+
+
+def test_lists_and_empty_dicts_are_flattened_as_pytorch_does():
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    state = {"a": {"b": [1, [2, 3]], "c": {}, "d": [], "e": [{"f": 1}, 2], "g": (1, {"h": 2})}}
+    state |= {"i": [[{"j": None}]], "k": {3: {"l": "m"}}, "n": 5}
+    flat, paths = flatten_state_dict(state)
+    ours = dict(dcp.flattened(state))
+    assert {".".join(map(str, path)): value for path, value in ours.items()} == flat
+    assert {".".join(map(str, path)): path for path in ours} == paths
+
+
+def test_what_was_not_kept_as_it_was_is_not_written():
+    faithful = {"last_epoch": 3, "_last_lr": [0.1], "betas": (0.9, 0.99), "x": {"y": None}}
+    assert written.is_faithful(faithful)
+    for lost in ({"class": "A"}, {"milestones": {"30": 1}}, [{"tensor": "uint8"}], {"bytes": 4}):
+        assert not written.is_faithful({"x": lost})

@@ -1,0 +1,360 @@
+"""Live PyTorch training that saves, and that goes on from what reshard wrote for other ranks.
+
+Each job is a function of (ranks, ...) for `worlds.run` and returns plain values.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from tests.judges import dcp_reader_worker as reader
+from tests.judges import torch_models
+from tests.menagerie import same
+
+STEPS = 3
+ROWS = 12  # of the global batch: divides by every number of ranks here
+WHOLE = StateDictOptions(full_state_dict=True)
+TRUTH = "truth.pt"
+
+
+def in_turn(ranks, jobs):
+    """Name -> what a job returns, or the text of what it raises."""
+    warnings.simplefilter("ignore")
+    found = {}
+    for name, function, *arguments in jobs:
+        try:
+            found[name] = function(ranks, *arguments)
+        except (Exception, dcp.api.CheckpointException):  # noqa: BLE001 - told in the result
+            found[name] = {"at": traceback.format_exc()}
+    return found
+
+
+# Models
+
+
+def live(ranks, kind, build, seed=7):
+    """A model as one of torch's wrappers has it, and its optimizer with two groups.
+
+    ``kind`` is the wrapper, and then in any order: ``mesh`` for FSDP 1 on a device mesh, ``named``
+    for one whose axis has a name, ``orig`` for use_orig_params.
+    """
+    wrapper, *said = kind.split()
+    torch.manual_seed(seed)
+    model = getattr(torch_models, build)()
+    names = ("fsdp",) if "named" in said else None
+    mesh = init_device_mesh("cpu", (ranks.world,), mesh_dim_names=names)
+    if wrapper == "fsdp2":
+        for layer in model.llama.model.layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(model, mesh=mesh)
+    if wrapper == "fsdp1":
+        model = Fsdp1(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({LlamaDecoderLayer}),
+            device_id=torch.device("cpu"),
+            device_mesh=mesh if "mesh" in said else None,
+            use_orig_params="orig" in said,
+        )
+    return model, torch.optim.AdamW(grouped(model, units=kind in FLAT), lr=1e-2)
+
+
+FLAT = ("fsdp1", "fsdp1 mesh named")
+
+
+def grouped(model, *, units):
+    if units:
+        first, *others = model.parameters()  # a unit's flat parameter
+        return [{"params": [first], "weight_decay": 0.3}, {"params": others}]
+    named = dict(model.named_parameters())
+    small = [n for n in named if "norm" in n or n.endswith(("small", "frozen"))]
+    return [
+        {"params": [p for n, p in named.items() if n not in small], "weight_decay": 0.1},
+        {"params": [named[n] for n in small], "betas": (0.8, 0.95)},
+    ]
+
+
+def train(ranks, model, optimizer, first, steps=STEPS):
+    """Losses of the next steps, the mean of the ranks', exactly."""
+    losses = []
+    share = ROWS // ranks.world
+    for step in range(first, first + steps):
+        chance = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, torch_models.VOCABULARY, (ROWS, 8), generator=chance)
+        loss = model(tokens[ranks.rank * share : (ranks.rank + 1) * share])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().double()
+        if ranks.world > 1:
+            dist.all_reduce(mean)
+        losses.append((mean / ranks.world).item().hex())
+    return losses
+
+
+def state_of(model, optimizer):
+    """Everything, whole, as torch itself gathers it."""
+    return {
+        "model": dict(get_model_state_dict(model, options=WHOLE)),
+        "optim": get_optimizer_state_dict(model, optimizer, options=WHOLE),
+    }
+
+
+def differing(found, wanted):
+    """Names of what is not bitwise the same."""
+    wrong = [n for n, t in wanted["model"].items() if not same(found["model"][n], t)]
+    wrong += [n for n in found["model"] if n not in wanted["model"]]
+    states, truths = found["optim"]["state"], wanted["optim"]["state"]
+    wrong += list(states.keys() ^ truths.keys())
+    for fqn in states.keys() & truths.keys():
+        for slot, value in truths[fqn].items():
+            if not same(states[fqn][slot], value):
+                wrong.append(f"{slot} of {fqn}")
+    if groups(found) != groups(wanted):
+        wrong.append(f"{groups(found)} is not {groups(wanted)}")
+    return wrong
+
+
+def groups(state):
+    """Without what torch itself changes (a group's order, betas as a list), and without names."""
+    return [
+        {**group, "params": sorted(group["params"]), "betas": tuple(group["betas"])}
+        | {"param_names": None}
+        for group in state["optim"]["param_groups"]
+    ]
+
+
+# Saving
+
+
+def save(ranks, kind, build, place):
+    """Train, save in every form of torch's own, keep the truth, and train on."""
+    model, optimizer = live(ranks, kind, build)
+    train(ranks, model, optimizer, 0)
+    if kind == "fsdp2":
+        state = {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.save(state, checkpoint_id=place / "dcp")
+        rank_files(ranks, place, model.state_dict(), optimizer.state_dict())
+    else:
+        with Fsdp1.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            rank_files(ranks, place, model.state_dict(), optimizer.state_dict())
+    truth = state_of(model, optimizer)
+    if ranks.rank == 0:
+        torch.save(truth, place / TRUTH)
+    return train(ranks, model, optimizer, STEPS, 2)
+
+
+def rank_files(ranks, place, model, optimizer):
+    folder = place / "ranks"
+    folder.mkdir(exist_ok=True)
+    torch.save(model, folder / f"model_rank{ranks.rank}.pt")
+    torch.save(optimizer, folder / f"optim_rank{ranks.rank}.pt")
+
+
+# Loading
+
+
+def load_dcp(_ranks, place, model, optimizer):
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=place)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optim"])
+
+
+def load_accelerate(_ranks, place, model, optimizer):
+    """As load_fsdp_model and load_fsdp_optimizer do for SHARDED_STATE_DICT and FSDP 2."""
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=place / "pytorch_model_fsdp_0")
+    set_model_state_dict(model, state["model"])
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=place / "optimizer_0")
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+def load_ranks(ranks, place, model, optimizer):
+    model.load_state_dict(torch.load(place / f"model_rank{ranks.rank}.pt"))
+    optimizer.load_state_dict(torch.load(place / f"optim_rank{ranks.rank}.pt"))
+
+
+def load_one(ranks, place, model, optimizer):
+    state = torch.load(place / f"rank{ranks.rank}.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def load_verl1(ranks, place, model, optimizer):
+    with Fsdp1.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    ):
+        load_verl(ranks, place, model, optimizer)
+
+
+def load_verl(ranks, place, model, optimizer):
+    ending = f"world_size_{ranks.world}_rank_{ranks.rank}.pt"
+    model.load_state_dict(torch.load(place / f"model_{ending}"))
+    optimizer.load_state_dict(torch.load(place / f"optim_{ending}"))
+
+
+def load_names(ranks, place, model, optimizer):
+    weights = torch.load(place / f"pytorch_model_fsdp_0_rank{ranks.rank}.bin")
+    set_model_state_dict(model, weights)
+    moments = torch.load(place / f"optimizer_0_rank{ranks.rank}.bin")
+    set_optimizer_state_dict(model, optimizer, moments)
+
+
+def load_full(_ranks, place, model, optimizer):
+    whole = (
+        FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
+        FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+    )
+    with Fsdp1.state_dict_type(model, StateDictType.FULL_STATE_DICT, *whole):
+        model.load_state_dict(torch.load(place / "pytorch_model_fsdp.bin"))
+        moments = torch.load(place / "optimizer.bin")
+        optimizer.load_state_dict(Fsdp1.optim_state_dict_to_load(model, optimizer, moments))
+
+
+def load_whole(_ranks, place, model, optimizer):
+    """Whole files into a sharded model by torch's own means."""
+    set_model_state_dict(model, torch.load(place / "pytorch_model_fsdp.bin"), options=WHOLE)
+    moments = torch.load(place / "optimizer.bin")
+    set_optimizer_state_dict(model, optimizer, moments, options=WHOLE)
+
+
+def load_plain(_ranks, place, model, optimizer):
+    state = torch.load(place / "checkpoint.pt")
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def load_local(ranks, place, model, optimizer):
+    with Fsdp1.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        state = torch.load(place / f"model_rank{ranks.rank}.pt", weights_only=False)
+        model.load_state_dict(state)
+    optimizer.load_state_dict(torch.load(place / f"optim_rank{ranks.rank}.pt"))
+
+
+LOADS = {
+    "dcp": load_dcp,
+    "accelerate": load_accelerate,
+    "pair": load_ranks,
+    "one": load_one,
+    "verl": load_verl,
+    "verl1": load_verl1,
+    "names": load_names,
+    "full": load_full,
+    "whole": load_whole,
+    "plain": load_plain,
+    "local": load_local,
+}
+
+
+def resumed(ranks, kind, build, form, place, source):
+    """Load into a model with other values, compare with the truth, train on."""
+    model, optimizer = live(ranks, kind, build, seed=99)
+    LOADS[form](ranks, Path(place), model, optimizer)
+    wrong = differing(state_of(model, optimizer), torch.load(source / TRUTH))
+    return {"differing": wrong, "losses": train(ranks, model, optimizer, STEPS, 2)}
+
+
+def from_deepspeed(ranks, place, source, first, steps):
+    """Load what was split from a DeepSpeed checkpoint of a Llama, and train as DeepSpeed did."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(source))
+    optimizer = reader.adamw(model)
+    load_dcp(ranks, place, model, optimizer)
+    wrong = reader.differing(model, optimizer, source)
+    return {
+        "differing": wrong,
+        "losses": reader.train(ranks, "fsdp2", model, optimizer, first, steps),
+    }
+
+
+def accelerate_loads(ranks, place, case, source):
+    """What of a run's truth differs after Accelerate's own ``load_state``."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    from tests.judges import library_accelerate, library_models, library_truth
+    from tests.judges.library_cpu import pass_for_gpus
+
+    os.environ |= {"LOCAL_RANK": str(ranks.rank), "ACCELERATE_USE_CPU": "true"}
+    pass_for_gpus()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=case.how["version"],
+        state_dict_type=f"{case.how['type']}_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        use_orig_params=case.how["orig"] if case.how["version"] == 1 else None,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(99)
+    model = library_models.build(case.factory)
+    if case.how["version"] == 1:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(library_accelerate._optimizer(model, case))
+    else:
+        made = library_accelerate._optimizer(model, case)
+        model, optimizer = accelerator.prepare(model, made)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, library_accelerate._warm)
+    scheduler = accelerator.prepare(scheduler)
+    accelerator.load_state(str(place))
+    wanted = torch.load(source / TRUTH, weights_only=False)
+    plain = library_models.build(case.factory)
+    live = scheduler.scheduler, accelerator.step
+    found = library_truth.of(plain, model, optimizer.optimizer, *live)
+    return {
+        "differing": [key for key, value in found.items() if not alike(value, wanted[key])],
+        "step": found["step"],
+    }
+
+
+def alike(found, wanted):
+    if isinstance(wanted, torch.Tensor):
+        return same(found, wanted)
+    if isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(alike(found[k], wanted[k]) for k in wanted)
+    if isinstance(wanted, (list, tuple)):
+        return len(found) == len(wanted) and all(map(alike, found, wanted))
+    return found == wanted
+
+
+def as_one_file(_ranks, place, source):
+    """What torch's own converter makes of a directory."""
+    out = Path(f"{place}.pt")
+    dcp_to_torch_save(place, out)
+    read = torch.load(out, weights_only=False)
+    wanted = torch.load(source / TRUTH)
+    return {"differing": differing(read, wanted), "rest": sorted(read.keys() - wanted.keys())}

@@ -1,0 +1,282 @@
+"""DeepSpeed's geometry for random models, groups and world sizes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import pytest
+
+from reshard.box import whole
+from reshard.commands.output import check_places, check_skeleton
+from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.deepspeed import target
+from reshard.formats.deepspeed.target import carried, order, scaling
+from reshard.formats.deepspeed.target.choice import choose
+from reshard.formats.deepspeed.target.flat import Flat
+from reshard.formats.training import training
+from reshard.manifest import (
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    SourceFile,
+    TrainState,
+    check,
+    contiguous,
+    keyed,
+)
+from reshard.plan import plan
+
+ADAM = {"lr": 0.1, "capturable": False}
+SHAPES = ((), (1,), (2,), (7,), (13,), (3, 5), (0, 5), (2, 3, 4), (31, 3), (1, 1))
+CONFIGS = (
+    None,
+    {"zero_optimization": {"stage": 0, "round_robin_gradients": True}},
+    {"zero_optimization": {"stage": 0, "parameter_alignment": True, "sub_group_size": 20.0}},
+    {"zero_optimization": {"stage": 2, "round_robin_gradients": True, "sub_group_size": 0}},
+)
+
+
+def entry(fqn, kind, shape, dtype=FLOAT32):
+    chunk = contiguous("f", 0, dtype, whole(shape), shape)
+    return Entry(fqn, kind, dtype, shape, (chunk,) if prod(shape) else ())
+
+
+def manifest(groups, others=(), *, config=None, slots=("exp_avg", "exp_avg_sq"), **train):
+    """A checkpoint of groups of (fqn, shape) pairs, each with a master and slots."""
+    entries = [
+        entry(fqn, kind, shape)
+        for group in groups
+        for fqn, shape in group
+        for kind in ("master", *(slots if prod(shape) else ()))
+    ]
+    named = [fqn for group in groups for fqn, shape in group if prod(shape)]
+    state = TrainState(
+        step=4,
+        samples=8,
+        optimizer_step=dict.fromkeys(named, 4.0),
+        param_groups=tuple(ParamGroup(ADAM, tuple(fqn for fqn, _ in group)) for group in groups),
+        config=config,
+    )
+    origin = Origin("deepspeed", "run", mesh={"world": 3}, precision="bfloat16")
+    trained = {fqn: BFLOAT16 for group in groups for fqn, _ in group}
+    return Manifest(
+        origin,
+        keyed([*entries, *others]),
+        {"f": SourceFile("f", 1 << 20)},
+        train=replace(state, **train),
+        trained_dtypes=trained,
+    )
+
+
+def random_manifest(chance):
+    names = iter(range(10**6))
+    groups = [
+        [(f"p{next(names)}", chance.choice(SHAPES)) for _ in range(chance.randint(1, 7))]
+        for _ in range(chance.randint(1, 4))
+    ]
+    for group in groups:
+        group.append((f"p{next(names)}", (5,)))  # DeepSpeed takes no group without an element
+    others = [
+        entry("frozen", "param", (7, 3), BFLOAT16),
+        entry("mask", "buffer", (3,), BY_NAME["bool"]),
+        entry("nothing", "param", (0, 5), BFLOAT16),
+    ]
+    return manifest(groups, others, config=chance.choice(CONFIGS))
+
+
+def test_every_layout_covers_every_tensor_once():
+    chance = random.Random(3)
+    for _ in range(120):
+        source = random_manifest(chance)
+        check(source)
+        state = training(source)
+        stage, ranks = chance.randint(0, 3), chance.choice((1, 2, 3, 5, 8, 33))
+        precision = chance.choice((None, FLOAT32, BFLOAT16, FLOAT16))
+        skeleton = target.lay_out(state, world_size=ranks, stage=stage, precision=precision)
+        check_skeleton(skeleton)
+        check_places(skeleton)
+        plan(source.entries, skeleton)
+        held = {key for key in source.entries if prod(source.entries[key].shape)}
+        assert {e.key for e in skeleton.entries if e.numel} == held
+        count = 1 if stage < 3 else ranks
+        assert len(skeleton.files) == 1 + count + (ranks if stage else 0)
+
+
+def test_pieces_are_equal_and_padded_as_deepspeed_pads():
+    chance = random.Random(4)
+    for _ in range(100):
+        source = random_manifest(chance)
+        ranks = chance.choice((1, 2, 3, 5, 8, 33))
+        choice = choose(training(source), world_size=ranks, stage=2, precision=None)
+        states = [Flat(choice).of_rank(rank) for rank in range(ranks)]
+        for number, members in enumerate(choice.flats):
+            paddings = states[0]["param_alignment_paddings"][number]
+            numel = sum(prod(m.weight.shape) for m in members) + sum(paddings)
+            whole_numel = -(-numel // (2 * ranks)) * 2 * ranks
+            slots = [s["base_optimizer_state"]["state"][number]["exp_avg"].shape for s in states]
+            assert slots == [(whole_numel // ranks,)] * ranks
+            masters = [s["single_partition_of_fp32_groups"][number].shape[0] for s in states]
+            tails = [s["group_paddings"][number] for s in states]
+            assert [a + b for a, b in zip(masters, tails, strict=True)] == [s[0] for s in slots]
+            assert sum(tails) == whole_numel - numel
+            assert all(tail == 0 or after == slots[0][0] for tail, after in pairwise(tails))
+            check_addresses(choice, number, [s["param_slice_mappings"][number] for s in states])
+
+
+def check_addresses(choice, number, mappings):
+    """Every parameter's fragments, rank by rank, are all of it; named in the user's order."""
+    names = [member.fqn for member in choice.groups[number].members]
+    sizes = {m.fqn: prod(m.weight.shape) for m in choice.groups[number].members}
+    found = dict.fromkeys(names, 0)
+    for mapping in mappings:
+        assert list(mapping) == [name for name in names if name in mapping]
+        for name, address in mapping.items():
+            found[name] += address.state["numel"]
+    assert found == sizes
+
+
+def test_turns_and_back():
+    for count in range(12):
+        for ranks in range(1, 6):
+            members = list(range(count))
+            assert order.out_of_turns(order.in_turns(members, ranks), ranks) == members
+
+
+def test_a_run_that_took_turns_takes_them_at_the_new_size():
+    names = "abcdefg"
+    turned = order.in_turns(names, 3)
+    zero = {"stage": 2, "round_robin_gradients": True}
+    source = manifest([[(name, (2,)) for name in turned]], config={"zero_optimization": zero})
+    for stage, wanted in ((2, order.in_turns(names, 2)), (3, list(names)), (0, list(names))):
+        choice = choose(training(source), world_size=2, stage=stage)
+        assert [member.fqn for member in choice.flats[0]] == wanted
+
+
+def test_other_frameworks_groups_are_put_into_the_models_order():
+    source = manifest([[("a", (2,)), ("b", (3,)), ("c", (4,))]])
+    groups = (ParamGroup(ADAM, ("c", "a", "b")),)
+    source = replace(source, train=replace(source.train, param_groups=groups))
+    for origin, wanted in (("deepspeed", "cab"), ("fsdp", "abc")):
+        state = training(replace(source, origin=replace(source.origin, format=origin)))
+        choice = choose(state, world_size=2, stage=2)
+        assert "".join(member.fqn for member in choice.flats[0]) == wanted
+
+
+def test_alignment_is_in_elements_of_the_module():
+    config = {"zero_optimization": {"parameter_alignment": True}}
+    source = manifest([[("a", (3,)), ("b", (8,)), ("c", (1,))]], config=config)
+    for precision, paddings in ((BFLOAT16, [5, 0, 0]), (FLOAT32, [1, 0, 0])):
+        choice = choose(training(source), world_size=2, stage=1, precision=precision)
+        assert Flat(choice).of_rank(0)["param_alignment_paddings"] == [paddings]
+
+
+def test_sub_groups_close_when_they_are_full():
+    members = [(name, (4,)) for name in "abcde"]
+    for size, wanted in ((10**9, ["abcde"]), (3, ["ab", "cd", "e"]), (0, list("abcde"))):
+        config = {"zero_optimization": {"sub_group_size": size}}
+        source = manifest([members], config=config)
+        choice = choose(training(source), world_size=2, stage=3)
+        assert ["".join(m.fqn for m in flat) for flat in choice.flats] == wanted
+
+
+def test_steps_that_differ_are_refused_where_one_counts_for_all():
+    source = manifest([[("a", (2,)), ("b", (2,))]], optimizer_step={"a": 4.0, "b": 3.0})
+    for stage in (1, 2, 3):
+        with pytest.raises(UnsupportedError, match=r"'b' 3\.0 times"):
+            target.lay_out(training(source), world_size=2, stage=stage)
+    target.lay_out(training(source), world_size=2, stage=0)
+
+
+def test_what_was_never_stepped_begins_with_zeros_and_is_named():
+    source = manifest([[("a", (2,)), ("b", (2,))]])
+    kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
+    state = training(source.with_entries(kept))
+    target.lay_out(state, world_size=2, stage=2)
+    assert target.notes(state, world_size=2, stage=2) == (
+        "never stepped, and begins with zeros: b",
+    )
+    assert target.notes(state, world_size=2, stage=0) == ()
+
+
+@pytest.mark.parametrize("missing", ["slot", "step", "hyper", "absent", "factored"])
+def test_what_the_optimizer_needs_is_asked_for(missing):
+    source = manifest([[("a", (2,)), ("b", (2,))]])
+    if missing == "slot":
+        source = source.with_entries(
+            e for e in source.entries.values() if e.key != ("exp_avg_sq", "b")
+        )
+    elif missing == "step":
+        source = replace(source, train=replace(source.train, optimizer_step={}))
+    elif missing == "hyper":
+        groups = tuple(replace(group, hyper={}) for group in source.train.param_groups)
+        source = replace(source, train=replace(source.train, param_groups=groups))
+    elif missing == "absent":
+        source = replace(source, absent=("c",))
+    else:
+        odd = entry("b", "exp_avg", (1,))
+        source = source.with_entries(
+            [*(e for e in source.entries.values() if e.key != odd.key), odd]
+        )
+    error = UnsupportedError if missing == "factored" else IncompleteError
+    with pytest.raises(error):
+        target.lay_out(training(source), world_size=2, stage=2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stage": 4},
+        {"world_size": 0},
+        {"precision": BY_NAME["float64"]},
+        {"tag": "a/b"},
+        {"tag": ".."},
+        {"tag": ""},
+    ],
+)
+def test_requests_that_cannot_be(asked):
+    state = training(manifest([[("a", (2,))]]))
+    with pytest.raises(UsageError):
+        target.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
+
+
+def test_client_values_are_carried_only_as_what_they_are():
+    client = {
+        "epoch": 3,
+        "nested": {"a": [1, (2, None)]},
+        "numbers": [{"tensor": "float32", "shape": [2]}],
+        "object": {"deep": {"class": "numpy.ndarray"}},
+        "module": 7,
+    }
+    state = training(manifest([[("a", (2,))]], client=client))
+    kept, lost = carried.carried(state)
+    assert kept == {"epoch": 3, "nested": {"a": [1, (2, None)]}}
+    assert lost == ["numbers", "object", "module"]
+    assert len(target.notes(state, world_size=1, stage=1)) == 3
+
+
+def test_a_scaler_begins_where_training_was_not_scaled():
+    state = training(manifest([[("a", (2,))]], scaler={"class": "LossScaler", "cur_scale": 1.0}))
+    choice = choose(state, world_size=1, stage=2, precision=FLOAT16)
+    assert choice.scaler_is_new
+    assert choice.scaler["cur_scale"] == 65536
+    assert choice.scaler["dynamic"] is True
+    assert "65536" in target.notes(state, world_size=1, stage=2, precision=FLOAT16)[0]
+    assert choose(state, world_size=1, stage=2).scaler == scaling.none()
+
+
+def test_a_scaler_of_stage_0_becomes_whole():
+    loose = {"cur_scale": 128.0, "cur_iter": 4, "last_overflow_iter": 1, "scale_factor": 2.0}
+    whole_again = scaling.kept({**loose, "scale_window": 500}, {"hysteresis": 3})
+    assert whole_again["cur_scale"] == 128.0
+    assert whole_again["scale_window"] == 500
+    assert whole_again["cur_hysteresis"] == 3
+    assert scaling.loose(whole_again, 9) == {
+        "dynamic_loss_scale": True,
+        **loose,
+        "scale_window": 500,
+    }
