@@ -15,30 +15,27 @@ from safetensors.torch import load_file, save_file
 
 from reshard.cli import cli
 
-SOURCE_OPTIONS = {"--from", "--tag", "--step", "--key", "--json", "-v", "--verbose"}
+SOURCE_OPTIONS = {
+    *("--from", "--tag", "--step", "--key", "--model", "--wrap", "--json", "-v", "--verbose")
+}
+OUTPUT_OPTIONS = {
+    *("--on-overflow", "--allow-pickle", "--workers", "--max-memory", "--overwrite"),
+    *("--no-verify", "--dry-run", "-q", "--quiet"),
+}
+SPLIT_OPTIONS = {
+    *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
+    *("--device", "--state-dict-type"),
+}
 OPTIONS = {
     "inspect": SOURCE_OPTIONS | {"--tensors"},
     "merge": SOURCE_OPTIONS
+    | OUTPUT_OPTIONS
     | {
-        "--dtype",
-        "--keep-fp32",
-        "--on-overflow",
-        "--max-shard-size",
-        "--hf-dir",
-        "--tied",
-        "--no-strip",
-        "--rename",
-        "--include",
-        "--exclude",
-        "--allow-pickle",
-        "--workers",
-        "--max-memory",
-        "--overwrite",
-        "--no-verify",
-        "--dry-run",
-        "-q",
-        "--quiet",
+        *("--dtype", "--keep-fp32", "--max-shard-size", "--hf-dir", "--tied", "--no-strip"),
+        *("--rename", "--include", "--exclude"),
     },
+    "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
+    "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
 }
 MERGE_KEYS = set(
     "schema command source format destination done verified files tensors parameters dtypes"
@@ -121,7 +118,6 @@ def test_help_and_version_succeed_on_stdout(arguments):
         ("frobnicate",),
         ("merge",),
         ("merge", "only-one"),
-        ("merge", "a", "b", "c"),
         ("merge", "a", "b", "--no-such-option"),
         ("merge", "a", "b", "--tied", "maybe"),
         ("merge", "a", "b", "--on-overflow", "CLAMP"),

@@ -7,24 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.judges import deepspeed_judge
-from tests.judges.deepspeed_cases import CASES
+from tests.judges import deepspeed_judge, library_judge, torch_judge
 
 
 @pytest.fixture(scope="session")
-def made(request, tmp_path_factory) -> Path:
-    """A directory with a folder a case: ``run/`` and ``reference.pt``."""
-    kept = request.config.getoption("--checkpoints")
-    place = Path(kept) if kept else tmp_path_factory.mktemp("checkpoints")
+def checkpoints(request, tmp_path_factory):
+    """A judge's ``make_all``, the cases, the folder to keep them in -> where they are."""
+
+    def find(make_all, names, folder) -> Path:
+        kept = request.config.getoption("--checkpoints")
+        place = Path(kept, folder) if kept else tmp_path_factory.mktemp("checkpoints")
+        if wanted := [name for name in names if not (place / name).is_dir()]:
+            make_all(place, wanted)
+        return place
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def made(request, checkpoints) -> Path:
+    """A directory with a folder a DeepSpeed case: ``run/`` and ``reference.pt``."""
     nvme = request.config.getoption("--nvme")
-    wanted = [
-        name
-        for name, case in CASES.items()
-        if not (place / name).is_dir() and (nvme or not case.nvme)
-    ]
-    if wanted:
-        deepspeed_judge.make_all(place, wanted)
-    return place
+    names = [name for name, case in deepspeed_judge.CASES.items() if nvme or not case.nvme]
+    return checkpoints(deepspeed_judge.make_all, names, "")
 
 
 @pytest.fixture
@@ -35,3 +40,17 @@ def copied(made, tmp_path):
         return Path(shutil.copytree(made / case / "run", tmp_path / "run"))
 
     return copy
+
+
+@pytest.fixture(scope="session")
+def libraries(checkpoints) -> Path:
+    """A directory with a folder a library case: ``ckpt/`` and ``truth.pt``."""
+    names = [name for name, case in library_judge.CASES.items() if case.writable]
+    return checkpoints(library_judge.make_all, names, "libraries")
+
+
+@pytest.fixture(scope="session")
+def torch_made(checkpoints) -> Path:
+    """A directory with a folder a PyTorch case: ``ckpt/`` and ``truth.pt``."""
+    names = [name for name, case in torch_judge.CASES.items() if torch_judge.writable(case)]
+    return checkpoints(torch_judge.make_all, names, "torch")

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+from tests.judges.models import llama_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,21 +25,8 @@ FROZEN = ("extras.frozen", "extras.frozen_vector")
 
 
 def llama(*, tied: bool, hidden: int = 64) -> LlamaForCausalLM:
-    """A 2-layer Llama. Attention is eager because fused CPU kernels lack float16."""
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=hidden * 3 // 2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-    )
-    model = LlamaForCausalLM(config)
-    model.config.use_cache = False
-    return model
+    """Two layers."""
+    return LlamaForCausalLM(llama_config(VOCAB, tied=tied, hidden=hidden))
 
 
 def is_llama(module: nn.Module) -> bool:

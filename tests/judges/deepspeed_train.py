@@ -7,7 +7,6 @@ Runs in a process that was forked for one case only, so a case may leave DeepSpe
 from __future__ import annotations
 
 import copy
-import os
 from argparse import Namespace
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_truth as truth
+from tests.judges.models import ties
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
     from tests.judges.deepspeed_cases import Case
 
 NEXT_STEPS = 2
-SKIPPED_EXIT = 77
-AIO_FAILURES: list[str] = []
-"""Why the disk op is not there; filled by ``load_aio`` in the process that forks the ranks."""
-
-
-class CaseSkipped(Exception):  # noqa: N818 - not an error
-    """The machine lacks what an optional case needs; the message says what."""
 
 
 @dataclass
@@ -58,20 +51,12 @@ class Run:
         return truth.group_fqns(self.engine, self.groups)
 
 
-def start_rank(rank: int, world: int, rendezvous: Path) -> None:
-    """Join the process group and let the CPU pass for a float16 device.
+def start_rank() -> None:
+    """Let DeepSpeed find the process group, and the CPU pass for a float16 device.
 
     DeepSpeed asks ``is_fp16_supported`` before it would train in float16, and CPUs usually deny;
     torch computes it all the same, and the files are those of a GPU run.
     """
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
-    )
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     type(get_accelerator()).is_fp16_supported = lambda _self: True
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
 
@@ -96,34 +81,33 @@ def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
         del config["optimizer"]
     config["train_micro_batch_size_per_gpu"] = models.GLOBAL_BATCH // world
     if case.nvme:
-        if AIO_FAILURES:
-            raise CaseSkipped(AIO_FAILURES[0])
         config["aio"] = {"block_size": 4096, "queue_depth": 4}
         for key in ("offload_optimizer", "offload_param"):
             if key in config["zero_optimization"]:
-                config["zero_optimization"][key]["nvme_path"] = str(scratch / "swap")
+                config["zero_optimization"][key]["nvme_path"] = str(scratch / ".swap")
     return config
 
 
-def load_aio(*, compile_it: bool) -> None:
+def load_aio(*, compile_it: bool) -> str | None:
     """Make DeepSpeed's disk op ready, once, before the ranks would all do it at the same time.
 
-    Compiling it takes minutes of CPU, so that happens only when asked for.
+    Compiling it takes minutes of CPU, so that happens only when asked for. Returns why the op is
+    not there, if it is not.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
     builders = [PinMemoryBuilder(), AsyncIOBuilder()]
     if not compile_it and not all(_compiled(builder.name) for builder in builders):
-        AIO_FAILURES.append(
+        return (
             "DeepSpeed's aio op is not compiled here yet, and that takes minutes; name the case "
             "explicitly to have it done (needs libaio-dev, ninja and a C++ compiler)"
         )
-        return
     try:
         for builder in builders:
             builder.load(verbose=False)
     except Exception as error:  # noqa: BLE001 - a compiler's failure has no type of its own
-        AIO_FAILURES.append(f"DeepSpeed's aio op needs libaio-dev, ninja and a compiler: {error!r}")
+        return f"DeepSpeed's aio op needs libaio-dev, ninja and a compiler: {error!r}"
+    return None
 
 
 def _compiled(op: str) -> bool:
@@ -271,7 +255,7 @@ def describe(
         "frozen": truth.frozen_params(module),
         "buffers": truth.persistent_buffers(module),
         "live": truth.live_params(module),
-        "tied": truth.tied_names(module),
+        "tied": ties(module),
         "never_stepped": [n for n in now.params if n == models.NEVER_STEPPED],
         "train": {
             "step": engine.global_steps,

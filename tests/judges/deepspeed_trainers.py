@@ -12,31 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_train as train
 from tests.judges import deepspeed_truth as truth
+from tests.judges import hf_trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.judges.deepspeed_cases import Case
-
-
-class Rows(Dataset[dict[str, torch.Tensor]]):
-    """The fixed global batches as single samples, in order."""
-
-    def __init__(self, steps: int) -> None:
-        self.rows = torch.cat([models.global_batch(step, 0, 1) for step in range(steps)])
-
-    def __len__(self) -> int:
-        """Samples of all steps."""
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """One sample with itself as labels."""
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def _configure_accelerate() -> None:
@@ -54,28 +39,23 @@ def _configure_accelerate() -> None:
 
 def make_trainer(case: Case, out: Path) -> None:
     """The transformers Trainer with a DeepSpeed config full of ``auto``."""
-    from transformers import Trainer, TrainingArguments
-
     _configure_accelerate()
-    arguments = TrainingArguments(
+    arguments = hf_trainer.arguments(
+        out / "run",
+        case.steps,
         accelerator_config={"use_configured_state": True},
-        output_dir=str(out / "run"),
         deepspeed=case.config,
         fp16=True,
-        max_steps=case.steps,
         save_steps=case.steps,
-        logging_steps=1,
         learning_rate=1e-3,
         weight_decay=0.01,
         warmup_steps=1,
         per_device_train_batch_size=models.GLOBAL_BATCH // case.world,
-        report_to=[],
-        disable_tqdm=True,
         seed=7,
     )
     model = train.build_model(case, case.config)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Rows(case.steps))
-    trainer.train()
+    rows = torch.cat([models.global_batch(step, 0, 1) for step in range(case.steps)])
+    trainer = hf_trainer.train(model, arguments, rows)
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     _finish(case, trainer.model_wrapped, logged, out)
 

@@ -80,13 +80,6 @@ def persistent_buffers(model: nn.Module) -> Tensors:
     return {n: b.detach().clone() for n, b in model.named_buffers() if n in held}
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Alias -> the name kept, the first of the two in module order."""
-    kept = {id(p): n for n, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {n: kept[id(p)] for n, p in every if kept[id(p)] != n}
-
-
 def snapshot(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
     """Masters and slots of every optimized parameter, checked against the live module."""
     optimizer = engine.optimizer

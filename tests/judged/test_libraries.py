@@ -1,0 +1,172 @@
+"""Checkpoints that training libraries wrote, against what the live objects held.
+
+A case whose library cannot be imported here is skipped with the import's error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from tests.judges.library_cases import CASES
+from tests.judges.library_judge import NOT_HERE
+
+KEPT = Path(__file__).parents[1] / "data"
+READ = [name for name, case in CASES.items() if case.expect == "read"]
+NAMED = [name for name in READ if CASES[name].slots]
+ALSO = [(name, path) for name in READ for path in CASES[name].also]
+HYPER = ("lr", "weight_decay", "betas", "eps")
+
+pytestmark = pytest.mark.judge
+
+
+@pytest.fixture(scope="module")
+def folder(libraries):
+    """Case -> its folder: made here, or the copy that is kept."""
+
+    def find(case):
+        for place in (libraries, KEPT / CASES[case].library):
+            if (place / case).is_dir():
+                return place / case
+        return pytest.skip(f"not made: {json.loads((libraries / NOT_HERE).read_text())[case]}")
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def truth(folder):
+    """Case -> what the live objects held."""
+
+    def load(case):
+        return torch.load(folder(case) / "truth.pt", weights_only=False)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def checkpoint(case, folder):
+    """Opened once for all tests of a case."""
+    with reshard.open(source(case, folder), **options(case)) as opened:
+        yield opened
+
+
+def options(case):
+    """What a user must tell because the files do not."""
+    told = {"model": CASES[case].model, "wrap": CASES[case].wrap}
+    return {option: value for option, value in told.items() if value is not None}
+
+
+def source(case, folder, path=None):
+    return folder(case) / "ckpt" / (path or CASES[case].source)
+
+
+def assert_same(got, want, name):
+    assert got.dtype == want.dtype, name
+    assert got.shape == want.shape, name
+    assert torch.equal(got, want), name
+
+
+def check_weights(checkpoint, truth):
+    wanted = truth["params"] | truth["buffers"]
+    assert set(checkpoint) - set(truth["tied"]) == set(wanted)
+    for name, value in wanted.items():
+        assert_same(checkpoint[name][...], value, name)
+    for alias, kept in truth["tied"].items():
+        assert_same(checkpoint[alias][...], wanted[kept], alias)
+
+
+@pytest.mark.parametrize("case", READ, scope="module")
+def test_weights_are_the_live_ones(case, checkpoint, truth):
+    reference = truth(case)
+    check_weights(checkpoint, reference)
+
+
+@pytest.mark.parametrize(("case", "path"), ALSO)
+def test_other_paths_mean_the_same(case, path, folder, truth):
+    reference = truth(case)
+    with reshard.open(source(case, folder, path), **options(case)) as checkpoint:
+        check_weights(checkpoint, reference)
+
+
+@pytest.mark.parametrize("case", NAMED, scope="module")
+def test_slots_are_the_live_ones(case, checkpoint, truth):
+    wanted = truth(case)["optimizer"]
+    for slot in {slot for slots in wanted.values() for slot in slots}:
+        held = checkpoint.optimizer(slot)
+        assert set(held) == {name for name, slots in wanted.items() if slot in slots}
+        for name in held:
+            assert_same(held[name][...], wanted[name][slot], f"{slot} of {name}")
+
+
+@pytest.mark.parametrize("case", [name for name in READ if not CASES[name].slots], scope="module")
+def test_a_slot_without_a_certain_owner_is_given_to_none(case, checkpoint, truth):
+    wanted = truth(case)["optimizer"]
+    for slot in {slot for slots in wanted.values() for slot in slots}:
+        try:
+            held = checkpoint.optimizer(slot)
+        except reshard.errors.UsageError:
+            continue
+        for name in held:
+            assert_same(held[name][...], wanted[name][slot], f"{slot} of {name}")
+
+
+@pytest.mark.parametrize("case", NAMED, scope="module")
+def test_train_state_is_the_live_one(case, checkpoint, truth):
+    reference = truth(case)
+    state = checkpoint.manifest.train
+    assert dict(state.optimizer_step) == reference["steps"]
+    assert state.step == reference["step"]
+    if reference["scheduler"] is not None:
+        assert last_epochs(state.scheduler) == last_epochs(reference["scheduler"])
+        assert last_epochs(state.scheduler)
+    if reference.get("scaler") is not None:
+        assert state.scaler["scale"] == reference["scaler"]["scale"]
+
+
+def last_epochs(scheduler):
+    """Wherever a library keeps it: in the state, or in a list of states."""
+    if isinstance(scheduler, dict):
+        return [scheduler["last_epoch"]] if "last_epoch" in scheduler else []
+    return [epoch for each in scheduler for epoch in last_epochs(each)]
+
+
+@pytest.mark.parametrize("case", NAMED, scope="module")
+def test_groups_are_the_live_ones(case, checkpoint, truth):
+    wanted = {frozenset(g["params"]): g for g in truth(case)["groups"] if g["params"]}
+    groups = checkpoint.manifest.train.param_groups
+    found = {frozenset(group.fqns): group.hyper for group in groups if group.fqns}
+    assert found.keys() == wanted.keys()
+    for names, hyper in found.items():
+        for key in HYPER:
+            got, want = hyper[key], wanted[names][key]
+            assert (list(got) if key == "betas" else got) == (
+                list(want) if key == "betas" else want
+            ), key
+
+
+@pytest.mark.parametrize("case", READ, scope="module")
+def test_merge_keeps_every_byte(case, folder, truth, tmp_path):
+    reference = truth(case)
+    out = tmp_path / "x.safetensors"
+    report = reshard.merge(source(case, folder), out, dtype="keep", **options(case))
+    merged = load_file(out)
+    wanted, tied = reference["params"] | reference["buffers"], reference["tied"]
+    assert merged.keys() - tied.keys() == wanted.keys()
+    for name, value in merged.items():  # a tied copy that no file calls tied is kept
+        assert_same(value, wanted[tied.get(name, name)], name)
+    assert report.verified
+    assert report.dropped_aliases.items() <= tied.items()
+    assert not report.dropped_aliases.keys() & merged.keys()
+
+
+@pytest.mark.parametrize("case", [n for n, c in CASES.items() if c.expect == "refused"])
+def test_refused_with_nothing_left(case, folder, truth, tmp_path):
+    truth(case)
+    with pytest.raises(reshard.ReshardError):
+        reshard.merge(source(case, folder), tmp_path / "x.safetensors", **options(case))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,44 @@
+"""Runs of the transformers Trainer, with DeepSpeed or without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Fixed samples with themselves as labels, in order."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        """Samples of all steps."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sample."""
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def arguments(out: Path, steps: int, **settings: Any) -> TrainingArguments:
+    """A run that logs every loss, to itself; DeepSpeed wants them before the model is made."""
+    return TrainingArguments(
+        output_dir=str(out),
+        max_steps=steps,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        **settings,
+    )
+
+
+def train(model: nn.Module, args: TrainingArguments, rows: Tensor) -> Trainer:
+    """The Trainer after its run."""
+    trainer = Trainer(model=model, args=args, train_dataset=Rows(rows))
+    trainer.train()
+    return trainer

@@ -1,0 +1,105 @@
+"""The tiny models of the library cases; a factory each, as ``--model module:factory`` names it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from tests.judges.models import llama_config
+
+VOCAB = 96
+SEQUENCE = 8
+BATCH = 4  # of all ranks together
+
+
+class Net(nn.Module):
+    """A Llama with odd sizes beside it, buffers that are saved and one that is not."""
+
+    running: Tensor
+    count: Tensor
+
+    def __init__(self, *, tied: bool = False, frozen: bool = False) -> None:
+        super().__init__()
+        self.odd = nn.Parameter(torch.linspace(-1.0, 1.0, 91).reshape(7, 13))
+        self.small = nn.Parameter(torch.tensor([0.5, -0.25, 1.5]))
+        if frozen:
+            self.frozen = nn.Parameter(torch.linspace(1.0, 2.0, 11), requires_grad=False)
+        self.llama = LlamaForCausalLM(llama_config(VOCAB, tied=tied))
+        self.register_buffer("running", torch.linspace(0.0, 1.0, 5))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("scratch", torch.full((4,), 9.0), persistent=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """The loss; every parameter has a part in it."""
+        self.count += 1
+        loss: Tensor = self.llama(input_ids=input_ids, labels=input_ids).loss.float()
+        extra = self.odd.float().square().mean() * self.small.float().sum()
+        if hasattr(self, "frozen"):
+            extra = extra * self.frozen.float().sum()
+        return loss + 0.1 * extra
+
+
+def net() -> Net:
+    """Untied, all trainable."""
+    return Net()
+
+
+def net_tied() -> Net:
+    """The output embedding is the input embedding."""
+    return Net(tied=True)
+
+
+def net_frozen() -> Net:
+    """With a parameter that is not trained."""
+    return Net(frozen=True)
+
+
+def llama() -> LlamaForCausalLM:
+    """The pure transformers model."""
+    return LlamaForCausalLM(llama_config(VOCAB))
+
+
+def llama_tied() -> LlamaForCausalLM:
+    """The pure transformers model with one embedding under two names."""
+    return LlamaForCausalLM(llama_config(VOCAB, tied=True))
+
+
+def llama_bf16() -> LlamaForCausalLM:
+    """All of it, optimizer state included, is bfloat16."""
+    return LlamaForCausalLM(llama_config(VOCAB)).to(torch.bfloat16)
+
+
+def llama_small() -> LlamaForCausalLM:
+    """For samples that are kept in the repository."""
+    return LlamaForCausalLM(llama_config(VOCAB, hidden=8, layers=1))
+
+
+def tiny() -> nn.Module:
+    """For samples in a format that spends kilobytes a parameter."""
+    return nn.Sequential(nn.Linear(6, 13), nn.Linear(13, 3, bias=False))
+
+
+def plain() -> nn.Module:
+    """A few layers, for libraries that know nothing of transformers."""
+    return nn.Sequential(
+        nn.Linear(6, 13),
+        nn.ReLU(),
+        nn.BatchNorm1d(13),
+        nn.Linear(13, 13),
+        nn.ReLU(),
+        nn.Linear(13, 3),
+    )
+
+
+def build(name: str, seed: int = 7) -> nn.Module:
+    """``module:factory`` as this module's, the same on every rank."""
+    torch.manual_seed(seed)
+    made: nn.Module = globals()[name.rpartition(":")[2]]()
+    return made
+
+
+def tokens(count: int) -> Tensor:  # (count, SEQUENCE)
+    """Fixed token ids."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(0, VOCAB, (count, SEQUENCE), generator=generator)

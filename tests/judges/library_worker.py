@@ -1,0 +1,56 @@
+"""The worker process of ``library_judge``: a fresh set of ranks for every case."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from tests.judges import ranks
+from tests.judges.library_cases import CASES, EXTRA_PATHS, IMPORTS
+
+PRELOADED = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "torch._inductor.config",
+    "transformers.models.llama.modeling_llama",
+)
+
+
+def work(job: ranks.Job, rank: int) -> None:
+    """Let the library train and save, and write down what it held."""
+    import torch.distributed as dist
+
+    from tests.judges import library_truth
+
+    case, ckpt = CASES[job.case], job.out / "ckpt"
+    ckpt.mkdir(exist_ok=True)
+    if case.group:
+        ranks.join_group(job, rank)
+    maker = importlib.import_module(f"tests.judges.library_{case.library}")
+    truth = maker.make(case, ckpt)
+    if rank == 0:
+        library_truth.save(truth, job.out / "truth.pt")
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def preload(jobs: list[ranks.Job]) -> dict[str, str]:
+    """Import everything once. Returns case -> why its library cannot be imported here."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    failed = {}
+    for library in sorted({CASES[job.case].library for job in jobs}):
+        sys.path += [path for path in EXTRA_PATHS.get(library, ()) if path not in sys.path]
+        try:
+            for module in IMPORTS[library]:
+                importlib.import_module(module)
+        except ImportError as error:
+            failed[library] = f"{type(error).__name__}: {error}"
+    libraries = {job.case: CASES[job.case].library for job in jobs}
+    return {case: failed[library] for case, library in libraries.items() if library in failed}
+
+
+if __name__ == "__main__":
+    ranks.serve(work, preload)

@@ -1,0 +1,39 @@
+"""What the models of all judges share."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import LlamaConfig
+
+
+def llama_config(
+    vocabulary: int,
+    *,
+    tied: bool = False,
+    hidden: int = 32,
+    intermediate: int | None = None,
+    layers: int = 2,
+) -> LlamaConfig:
+    """A tiny Llama with fewer key and value heads than queries.
+
+    Attention is eager because fused CPU kernels lack float16.
+    """
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate or hidden * 3 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+
+
+def ties(model: nn.Module) -> dict[str, str]:
+    """Alias -> the name under which an unwrapped model lists the parameter first."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}

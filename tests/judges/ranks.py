@@ -1,0 +1,225 @@
+"""The side that forks: one process imports a framework once, and its forks are the ranks.
+
+Importing torch and a framework takes many seconds; a fork takes none and shares no state
+afterwards, so cases can neither slow nor poison each other. A worker module gives ``serve`` its own
+part; the ``server`` side starts it as ``python -m <module> JOBS`` and reads a line of JSON a job.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+RANKS_AT_ONCE = 4
+POLL_SECONDS = 0.01
+STACKS_SECONDS = 0.2  # what a rank gets to write where it stands
+
+
+@dataclass(frozen=True)
+class Job:
+    """One case to make; ``told`` is what one framework's judge tells its worker beside it."""
+
+    case: str
+    world: int
+    out: Path
+    logs: Path
+    limit_s: float
+    told: dict[str, Any] = field(default_factory=dict)
+
+    def log(self, rank: int) -> Path:
+        """Where a rank's stdout and stderr go."""
+        return self.logs / f"{self.case}.rank{rank}.log"
+
+    def mark(self, rank: int) -> Path:
+        """There when the rank is through."""
+        return self.out / f".rank{rank}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a job ended; ``missing`` says why it was not begun."""
+
+    case: str
+    exits: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    missing: str | None = None
+
+
+Work = Callable[[Job, int], None]
+
+
+@dataclass
+class Crew:
+    """The ranks of one fork, with the jobs that they do one after the other."""
+
+    jobs: list[Job]
+    world: int
+    pids: dict[int, int] = field(default_factory=dict)
+    exits: dict[int, int] = field(default_factory=dict)
+    since: float = 0.0
+
+    def finished(self) -> bool:
+        """Whether all ranks are through the first job."""
+        return bool(self.jobs) and all(self.jobs[0].mark(r).exists() for r in range(self.world))
+
+    def report(self, exits: dict[int, int]) -> Report:
+        """Of the first job, which is then off the list."""
+        job, now = self.jobs.pop(0), time.monotonic()
+        seconds, self.since = round(now - self.since, 2), now
+        return Report(job.case, [exits.get(rank, 0) for rank in range(self.world)], seconds)
+
+
+def join_group(job: Job, rank: int) -> None:
+    """Join the job's process group, with the environment that a launcher would give."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world),
+        "LOCAL_WORLD_SIZE": str(job.world),
+    }
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{job.out / '.rendezvous'}",
+        rank=rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=job.limit_s),
+    )
+
+
+def serve(
+    work: Work, prepare: Callable[[list[Job]], dict[str, str]], *, keep_ranks: bool = False
+) -> None:
+    """Do the jobs of the file that the command line names, and print a report as each ends.
+
+    Args:
+        work: a rank's life: it makes the job, all ranks of which end together.
+        prepare: what is done once, before the forks; returns case -> why it cannot be made here.
+        keep_ranks: the same ranks make all cases of a world size. Their caches then serve case
+            after case, but the framework must leave a process as it found it.
+    """
+    jobs: list[Job] = pickle.loads(Path(sys.argv[1]).read_bytes())
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # compilers and frameworks print: stdout is kept apart for the reports
+    missing = prepare(jobs)
+    gc.freeze()
+    for job in jobs:
+        if job.case in missing:
+            _tell(Report(job.case, missing=missing[job.case]), reports)
+    ready = [job for job in jobs if job.case not in missing]
+    crews = [Crew([job], job.world) for job in ready]
+    if keep_ranks:
+        worlds = sorted({job.world for job in ready}, reverse=True)
+        crews = [Crew([job for job in ready if job.world == w], w) for w in worlds]
+    _run(crews, work, reports)
+
+
+def _run(crews: list[Crew], work: Work, reports: TextIO) -> None:
+    """Run crews in order, as many side by side as fit; one may always run."""
+    parent, running = os.getppid(), list[Crew]()
+    while crews or running:
+        if os.getppid() != parent:
+            for crew in running:
+                _end(crew, "the judge is gone")
+            sys.exit("the judge is gone")
+        while crews and (
+            not running or sum(c.world for c in [*running, crews[0]]) <= RANKS_AT_ONCE
+        ):
+            running.append(crews.pop(0))
+            _start(running[-1], work)
+        running = [crew for crew in running if not _poll(crew, work, reports)]
+        time.sleep(POLL_SECONDS)
+
+
+def _tell(report: Report, reports: TextIO) -> None:
+    print(json.dumps(asdict(report)), file=reports, flush=True)
+
+
+def _start(crew: Crew, work: Work) -> None:
+    """Fork all ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    crew.pids, crew.exits, crew.since = {}, {}, time.monotonic()
+    for rank in range(crew.world):
+        pid = os.fork()
+        if pid == 0:
+            _become_rank(crew, rank, work)
+        crew.pids[rank] = pid
+
+
+def _become_rank(crew: Crew, rank: int, work: Work) -> NoReturn:
+    """Never returns: a forked rank must not run the parent's exit handlers."""
+    code = 0
+    try:
+        for job in crew.jobs:
+            log = os.open(job.log(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            faulthandler.register(signal.SIGUSR1)
+            work(job, rank)
+            sys.stdout.flush()
+            job.mark(rank).touch()
+    except BaseException:  # noqa: BLE001 - the traceback is the report; the exit code carries the failure
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _poll(crew: Crew, work: Work, reports: TextIO) -> bool:
+    """Report what is finished; True when the crew is done.
+
+    One rank's failure or the time limit ends the others. The job is given up, the rest begun anew.
+    """
+    for rank, pid in crew.pids.items():
+        if rank not in crew.exits:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                crew.exits[rank] = os.waitstatus_to_exitcode(status)
+    while crew.finished():
+        _tell(crew.report({}), reports)
+    if not crew.jobs:
+        return len(crew.exits) == crew.world
+    late = time.monotonic() - crew.since > crew.jobs[0].limit_s
+    if late or any(crew.exits.values()):
+        _end(crew, "time limit" if late else "another rank failed")
+        _tell(crew.report(crew.exits), reports)
+        if not crew.jobs:
+            return True
+        _start(crew, work)
+    return False
+
+
+def _end(crew: Crew, why: str) -> None:
+    """Kill the ranks that still run; without their peers they would hang in a collective.
+
+    Each first writes where it stands to its log.
+    """
+    hanging = [rank for rank in crew.pids if rank not in crew.exits]
+    for rank in hanging:
+        os.kill(crew.pids[rank], signal.SIGUSR1)
+    time.sleep(STACKS_SECONDS if hanging else 0)
+    for rank in hanging:
+        os.kill(crew.pids[rank], signal.SIGKILL)
+        os.waitpid(crew.pids[rank], 0)
+        crew.exits[rank] = -signal.SIGKILL
+        if crew.jobs:
+            with crew.jobs[0].log(rank).open("a") as log:
+                log.write(f"\n[judge] killed: {why}\n")

@@ -1,0 +1,76 @@
+"""docs/formats.md names every case of the judges' tables, once, in the table of its test file."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.judges import deepspeed_cases, library_cases, torch_cases
+
+TEXT = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+CASES = {
+    "test_deepspeed.py": deepspeed_cases.CASES,
+    "test_libraries.py": library_cases.CASES,
+    "test_torch.py": torch_cases.CASES,
+}
+CODE = re.compile(r"`([^`]+)`")
+REFUSED_KINDS = ("moe", "pipeline")
+
+
+def tables():
+    """(section, test file in the table's last heading, cases in its last column) of each row."""
+    section, file = "", None
+    for line in TEXT.splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        cells = re.split(r"(?<!\\)\|", line)[1:-1] if line.startswith("|") else []
+        if not cells:
+            file = None
+        elif file is None:
+            file = cells[-1].strip().strip("`")
+        elif file in CASES and set(line) - set("|- "):
+            yield section, file, CODE.findall(cells[-1])
+
+
+ROWS = list(tables())
+
+
+def verdict(case):
+    """The section in which a case stands, if not in its family's."""
+    if getattr(case, "kind", "") in REFUSED_KINDS or getattr(case, "expect", "")[:7] == "refused":
+        return "What is refused"
+    return "What cannot be written" if getattr(case, "expect", "")[:6] == "cannot" else ""
+
+
+@pytest.mark.parametrize("file", CASES)
+def test_every_case_is_named_once_and_every_name_is_a_case(file):
+    named = Counter(name for _, of, names in ROWS if of == file for name in names)
+    assert named == Counter(dict.fromkeys(CASES[file], 1))
+
+
+def test_every_row_names_a_case():
+    assert all(names for _, _, names in ROWS)
+
+
+def test_what_is_refused_or_cannot_be_written_stands_there():
+    for section, file, names in ROWS:
+        apart = section if section in ("What is refused", "What cannot be written") else ""
+        for name in names:
+            assert verdict(CASES[file][name]) == apart, name
+
+
+def test_the_errors_of_what_cannot_be_written_are_quoted():
+    for cases in CASES.values():
+        for case in cases.values():
+            if verdict(case) == "What cannot be written":
+                _, _, error = case.expect.partition(": ")
+                assert error in TEXT, case.name
+
+
+def test_the_test_files_named_in_it_exist():
+    root = Path(__file__).parents[1]
+    files = set(re.findall(r"(?:tests|docs|examples)/[\w./-]+", TEXT))
+    assert {path for path in files if not (root / path.rstrip(".")).exists()} == set()
