@@ -12,10 +12,8 @@ if __name__ == "__main__":
     if "RANK" in os.environ:  # whoever started the ranks says that they were interrupted
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = main()
-    if "RANK" in os.environ:
-        # The work is done and flushed; what the interpreter would still tear down are threads of
-        # the process group, which now and then abort.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    # The work is done and flushed; what the interpreter would still tear down are threads of the
+    # process group, which now and then abort.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
