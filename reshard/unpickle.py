@@ -367,11 +367,11 @@ def _fresh(code: int, make: Callable[[], Any]) -> None:
     _HANDLERS[code] = lambda machine: machine.stack.append(make())
 
 
-for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False), (0x29, ())):
+for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False)):
     _constant(_code, _literal)
-for _code, _factory in ((0x5D, list), (0x7D, dict), (0x8F, set)):
+for _code, _factory in ((0x5D, list), (0x8F, set)):
     _fresh(_code, _factory)
-for _code, _layout in ((0x4A, "<i"), (0x4D, "<H"), (0x47, ">d")):
+for _code, _layout in ((0x4A, "<i"), (0x47, ">d")):
     _fixed(_code, _layout)
 
 

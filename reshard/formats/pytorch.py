@@ -36,6 +36,7 @@ SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")
 
 # Between these words and the suffix stands the rank.
 _RANK = re.compile(r"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)+)$")
+_NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
@@ -240,6 +241,18 @@ def _torch_files(place: Place) -> dict[str, Path]:
     return found
 
 
+def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
+    """Whether numbers in names are ranks without a word that says so: shards lie in the files.
+
+    ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
+    """
+    found = [match for name in files if (match := _NUMBERED.fullmatch(name))]
+    if not found or any(map(_RANK.fullmatch, files)):
+        return False
+    names = torch_file.read(files[found[0].string]).globals
+    return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
+
+
 def _families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
     """Rank -> file, by what the files' names have in common; a file by itself is rank 0's.
 
@@ -248,8 +261,9 @@ def _families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         CorruptError: two files are of one rank.
     """
     families: dict[str, dict[int, Path]] = {}
+    pattern = _NUMBERED if _is_numbered_by_rank(files) else _RANK
     for name, path in files.items():
-        match = _RANK.fullmatch(name)
+        match = pattern.fullmatch(name)
         common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1]) if match else path.stem
         rank = int(match[2]) if match else 0
         ranks = families.setdefault(common.strip("_-.") or "rank", {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -126,6 +128,19 @@ def test_other_models_of_the_file_are_found_by_key(case, place, truth):
             assert set(checkpoint) == set(weights)
             for name, value in weights.items():
                 assert_same(checkpoint[name][...], value, name)
+
+
+@pytest.mark.parametrize("stem", ["{}_{}.pt", "{}-{}.bin", "{}{}.pth"])
+def test_ranks_are_told_by_shards_where_no_word_says_so(stem, torch_made, tmp_path):
+    source = torch_made / "fsdp2_ranks" / "ckpt"
+    for path in source.glob("*_rank*.pt"):
+        kind, rank = path.stem.split("_rank")
+        shutil.copy(path, tmp_path / stem.format(kind, rank))
+    truth = torch.load(source.parent / "truth.pt", weights_only=False)
+    with reshard.open(tmp_path) as checkpoint:
+        for name, value in truth["params"].items():
+            assert_same(checkpoint[name][...], value, name)
+        assert checkpoint.manifest.has_optimizer
 
 
 @pytest.mark.parametrize("case", REFUSED, scope="module")

@@ -19,7 +19,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.layout import Cut, mesh_box
 from reshard.manifest import Chunk
-from reshard.unpickle import Call, Global
+from reshard.unpickle import Call
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
@@ -163,8 +163,3 @@ def _shard_order(spec: Call, placements: Sequence[Cut | None]) -> dict[int, Sequ
         )
         order[int(dim)] = tuple(map(int, axes))
     return order
-
-
-def is_class(value: Any, name: str) -> bool:
-    """Whether a value names a class, or is an object of a class, of this short name."""
-    return isinstance(value, (Call, Global)) and value.name.rsplit(".", 1)[-1] == name
