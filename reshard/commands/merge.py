@@ -14,8 +14,8 @@ from reshard.commands.output import (
     Meter,
     OutputOptions,
     check_skeleton,
-    check_trust,
     one_of,
+    opened,
     write,
 )
 from reshard.dtypes import DType
@@ -36,11 +36,6 @@ class MergeOptions(OutputOptions):
     hf_dir: Path | None = None
     tied: weights.Tied = "auto"
     edits: keys.Edits = field(default_factory=keys.Edits)
-    tag: str | None = None
-    key: str | None = None
-    model: str | None = None  # config.json, a directory of one, or module:factory
-    wrap: str | None = None  # class names, size=N or none
-    source_format: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a choice that there is not.
@@ -74,21 +69,7 @@ def merge(
     report_as, sources = str(destination), formats.as_paths(source)
     is_directory = Path(destination).suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
     destination = Path(destination).resolve()  # a link is followed once, here
-    manifest = formats.read(
-        sources,
-        force=options.source_format,
-        tag=options.tag,
-        key=options.key,
-        model=options.model,
-        wrap=options.wrap,
-    )
-    check_trust(manifest, options.allow_pickle)
-    commit.check_destination(
-        destination,
-        [*sources, Path(manifest.origin.path)],
-        is_directory=is_directory,
-        overwrite=options.overwrite,
-    )
+    manifest = opened(sources, destination, options, is_directory=is_directory)
     job = _prepare(manifest, sources[0], destination, options, is_directory=is_directory)
     report = describe(manifest, job.edited, job.weights, job.skeleton, job.plan)
     report.destination = report_as

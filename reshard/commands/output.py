@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
-from reshard import commit, execute, units
+from reshard import commit, execute, formats, units
 from reshard.errors import DifferentError, ResourceError, UnsafeError, UsageError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan import WINDOW_BYTES, Plan
@@ -25,8 +25,13 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How a command may write; the defaults are the safe ones."""
+    """How a command reads its source and may write; the defaults are the safe ones."""
 
+    tag: str | None = None
+    key: str | None = None
+    model: str | None = None  # config.json, a directory of one, or module:factory
+    wrap: str | None = None  # class names, size=N or none
+    source_format: str | None = None
     on_overflow: OnOverflow = "error"
     allow_pickle: Sequence[str] = ()
     workers: int = 0  # 0: one a core, at most 8
@@ -78,6 +83,32 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def opened(
+    sources: Sequence[Path], destination: Path, options: OutputOptions, *, is_directory: bool
+) -> Manifest:
+    """The checkpoint that is asked for, once it is known to be safe and its destination free.
+
+    Raises:
+        ReshardError: the source cannot be read or trusted, or the destination is taken.
+    """
+    manifest = formats.read(
+        sources,
+        force=options.source_format,
+        tag=options.tag,
+        key=options.key,
+        model=options.model,
+        wrap=options.wrap,
+    )
+    check_trust(manifest, options.allow_pickle)
+    commit.check_destination(
+        destination,
+        [*sources, Path(manifest.origin.path)],
+        is_directory=is_directory,
+        overwrite=options.overwrite,
+    )
+    return manifest
 
 
 def check_trust(manifest: Manifest, allowed: Sequence[str]) -> None:

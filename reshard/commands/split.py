@@ -13,8 +13,8 @@ from reshard.commands.output import (
     Meter,
     OutputOptions,
     check_places,
-    check_trust,
     one_of,
+    opened,
     write,
 )
 from reshard.commands.split_report import SplitReport, describe
@@ -50,11 +50,6 @@ class SplitOptions(OutputOptions):
     state_dict_type: targets.StateDictType = "sharded"  # of FSDP
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
-    tag: str | None = None
-    key: str | None = None
-    model: str | None = None
-    wrap: str | None = None
-    source_format: str | None = None
     device: str = "cuda"  # of the mesh in DTensor files
 
     def __post_init__(self) -> None:
@@ -86,21 +81,7 @@ def split(
     began = time.perf_counter()
     sources, report_as = formats.as_paths(source), str(destination)
     destination = Path(destination).resolve()
-    manifest = formats.read(
-        sources,
-        force=options.source_format,
-        tag=options.tag,
-        key=options.key,
-        model=options.model,
-        wrap=options.wrap,
-    )
-    check_trust(manifest, options.allow_pickle)
-    commit.check_destination(
-        destination,
-        [*sources, Path(manifest.origin.path)],
-        is_directory=True,
-        overwrite=options.overwrite,
-    )
+    manifest = opened(sources, destination, options, is_directory=True)
     manifest = keys.edit(manifest, keys.Edits()).manifest
     if manifest.absent:
         raise IncompleteError(

@@ -92,7 +92,7 @@ def manifest(
     first, tied = _aliases(weights)
     if model:
         tied |= {a: k for a, k in model.tied.items() if k in first and a not in weights}
-    first = _kinds(first, state, found, model)
+    first = _kinds(first, state, split, found, model)
     with SourceFiles() as pool:
         read, first = _optimizers(split, first, units, model, found, pool)
     said = [*warnings, *found.notes, *notes, *_notes(split, found, read, {*first, *tied})]
@@ -288,6 +288,7 @@ def _aliases(weights: Mapping[str, Logical]) -> tuple[dict[str, Entry], dict[str
 def _kinds(
     entries: Mapping[str, Entry],
     state: Mapping[str, Any],
+    split: parts.Parts,
     found: Found,
     model: ModelShapes | None,
 ) -> dict[str, Entry]:
@@ -296,7 +297,7 @@ def _kinds(
         buffers = set(model.buffers)
     else:
         trained: set[str] = set()
-        for value in parts.find_optimizers(found.root).values():
+        for value in split.optimizers.values():
             trained |= optimizer.names_in(value)
         is_local = {fqn: isinstance(state.get(fqn), Local) for fqn in entries}
         mixed = found.plain_is_buffer and len(set(is_local.values())) > 1

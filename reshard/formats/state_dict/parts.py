@@ -59,7 +59,7 @@ def find(tree: Any, where: str, key: str | None = None) -> Parts:
         UnrecognisedError: no model in it, or several and no telling which.
         UsageError: there is none at ``key``.
     """
-    optimizers = find_optimizers(tree)
+    optimizers = _find_optimizers(tree)
     models = _models(tree, optimizers)
     path = _at(tree, where, key, models) if key is not None else _choose(where, models, optimizers)
     model = models.get(path) or tensors(_item(tree, path))
@@ -69,7 +69,7 @@ def find(tree: Any, where: str, key: str | None = None) -> Parts:
     return parts
 
 
-def find_optimizers(tree: Any) -> dict[Path, Any]:
+def _find_optimizers(tree: Any) -> dict[Path, Any]:
     """Every optimizer's state dict, by path."""
     found: dict[Path, Any] = {}
     for path, node in walk(tree, _DEPTH):
