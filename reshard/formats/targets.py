@@ -123,20 +123,22 @@ def _plain(state: Training, asked: Request) -> Skeleton:
     )
 
 
-def _dropped(state: Training, _asked: Request) -> tuple[str, ...]:
-    return tuple(f"not carried: {name}" for name in written.dropped(state.manifest.train))
+def _notes(state: Training, _asked: Request) -> tuple[str, ...]:
+    train = state.manifest.train
+    lost = [f"not carried: {name}" for name in written.dropped(train)]
+    return (*written.derived(train), *lost)
 
 
 TARGETS = {
     target.name: target
     for target in (
         Target("deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes),
-        Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _dropped),
-        Target("accelerate", "Accelerate's FSDP directory (DCP)", _accelerate, _dropped),
-        Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _dropped),
-        Target("verl", "verl's rank files", _ranks(state_dict.VERL), _dropped),
-        Target("fsdp", "FSDP under Accelerate's names: DCP, whole or flat", _fsdp, _dropped),
-        Target("torch", "one file with torch.optim's own state", _plain, _dropped),
+        Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes),
+        Target("accelerate", "Accelerate's FSDP directory (DCP)", _accelerate, _notes),
+        Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _notes),
+        Target("verl", "verl's rank files", _ranks(state_dict.VERL), _notes),
+        Target("fsdp", "FSDP under Accelerate's names: DCP, whole or flat", _fsdp, _notes),
+        Target("torch", "one file with torch.optim's own state", _plain, _notes),
     )
 }
 NAMES = tuple(TARGETS)

@@ -164,6 +164,8 @@ def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
     beside = written.carried(state.manifest.train)
     if "scheduler" in beside:
         yield torch_writer.lay_out_object("scheduler.bin", beside["scheduler"])
+    if "scaler" in beside:
+        yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
     if "step" in beside:
         for rank in range(ranks):
             name = f"random_states_{rank}.pkl"

@@ -22,6 +22,7 @@ from reshard import dtypes
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import loss_scale
 from reshard.formats.training import Group, Trained, Training, Weight
 from reshard.manifest import Entry, Manifest, TrainState
 from reshard.model import ModelShapes
@@ -282,13 +283,26 @@ def hyper(state: Training, group: Group) -> dict[str, Any]:
 
 
 def carried(train: TrainState) -> dict[str, Any]:
-    """What else a checkpoint can hold: scheduler, step, the application's own values."""
+    """What else a checkpoint can hold: scheduler, scaler, step, the application's own values."""
     extra = {name: value for name, value in train.client.items() if is_faithful(value)}
     if train.step is not None:
         extra["step"] = train.step
     if train.scheduler is not None and is_faithful(train.scheduler):
         extra["scheduler"] = train.scheduler
+    scaler = loss_scale.as_torch(train.scaler)
+    if scaler is not None:
+        extra["scaler"] = scaler
     return extra
+
+
+def derived(train: TrainState) -> list[str]:
+    """What is carried in another form than the source's, to be told."""
+    scaler = loss_scale.as_torch(train.scaler)
+    if scaler is None or "cur_scale" not in train.scaler:
+        return []
+    hysteresis = train.scaler.get("delayed_shift", 1)
+    without = f", without its hysteresis of {hysteresis}" if hysteresis > 1 else ""
+    return [f"DeepSpeed's loss scaler as a GradScaler{without}"]
 
 
 def dropped(train: TrainState) -> list[str]:
@@ -296,8 +310,8 @@ def dropped(train: TrainState) -> list[str]:
     lost = [name for name, value in train.client.items() if not is_faithful(value)]
     if train.scheduler is not None and not is_faithful(train.scheduler):
         lost.append("scheduler")
-    if train.scaler is not None:
-        lost.append("loss scaler")
+    if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:
+        lost.append("loss scaler, which is not a dynamic one")
     if train.rng is not None:
         lost.append("random states")
     return lost

@@ -10,6 +10,7 @@ from typing import Any
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target import carried, order, scaling
 from reshard.formats.training import Group, Trained, Training, Weight
 from reshard.manifest import PARAM, Entry
@@ -236,10 +237,10 @@ def _is_buffer(weight: Weight) -> bool:
 def _kept_scaler(
     state: Training, config: dict[str, Any], precision: DType
 ) -> dict[str, Any] | None:
-    """The source's loss scaler; none where its training was not scaled."""
+    """The source's loss scaler; None where its training was not scaled."""
     if precision != FLOAT16:
         return scaling.none()
-    found, was = state.manifest.train.scaler, state.manifest.origin.precision
-    if was != FLOAT16.name or not isinstance(found, dict) or "cur_scale" not in found:
+    if loss_scale.is_idle(state.manifest.train.scaler):
         return None
-    return scaling.kept(found, order.section(config, "fp16"))
+    found = loss_scale.as_deepspeed(state.manifest.train.scaler, state.step())
+    return found and scaling.kept(found, order.section(config, "fp16"))

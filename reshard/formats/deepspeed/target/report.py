@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from reshard.dtypes import FLOAT32
+from reshard.dtypes import FLOAT16, FLOAT32
+from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import deepspeeds_own
 
@@ -20,11 +21,27 @@ def notes(choice: Choice) -> Iterator[str]:
         yield "the random states are not carried: DeepSpeed's files have no place for them"
     if train.samples is None:
         yield "the source does not count samples: DeepSpeed takes its steps times its batch"
-    if choice.scaler_is_new:
-        yield f"the source has no loss scaler: one begins at {choice.scaler['cur_scale']}"
+    yield from _of_scaler(choice)
     yield from _of_groups(choice)
     if not choice.state.manifest.origin.format.startswith("deepspeed"):
         yield from _of_other_frameworks(choice)
+
+
+def _of_scaler(choice: Choice) -> Iterator[str]:
+    scaler = choice.state.manifest.train.scaler
+    if choice.precision != FLOAT16:
+        if not loss_scale.is_idle(scaler):
+            yield f"a run in {choice.precision} has no loss scaler: the source's is left out"
+    elif not choice.scaler_is_new:
+        if "cur_scale" not in scaler:
+            yield "the GradScaler becomes DeepSpeed's loss scaler"
+    elif loss_scale.is_idle(scaler):
+        yield f"the source has no loss scaler: one begins at {choice.scaler['cur_scale']}"
+    else:
+        yield (
+            "the source's loss scaler has no form in DeepSpeed: another begins at"
+            f" {choice.scaler['cur_scale']}"
+        )
 
 
 def _of_groups(choice: Choice) -> Iterator[str]:

@@ -1,0 +1,148 @@
+"""A loss scaler that changes its form raises its scale at the step at which it would have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import reshard
+from reshard.formats import loss_scale
+
+pytestmark = pytest.mark.judge
+
+WINDOW = 5
+MODEL = "tests.judges.library_models:net_frozen"
+HISTORY = st.lists(st.booleans(), max_size=30)
+
+
+class Torch:
+    """The real ``GradScaler``, of which a step tells only whether it overflowed."""
+
+    def __init__(self, state=None):
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=WINDOW)
+        if state is not None:
+            self.scaler.load_state_dict(state)
+        self.scaler.scale(torch.ones(()))  # makes its tensors
+
+    def step(self, *, overflow):
+        found = torch.tensor(float(overflow))
+        state = self.scaler.state_dict()
+        torch._amp_update_scale_(
+            self.scaler._scale,
+            self.scaler._growth_tracker,
+            found,
+            state["growth_factor"],
+            state["backoff_factor"],
+            state["growth_interval"],
+        )
+
+    def state(self):
+        return self.scaler.state_dict()
+
+    def scale(self):
+        return self.scaler.get_scale()
+
+
+class DeepSpeed:
+    """The real ``DynamicLossScaler``."""
+
+    def __init__(self, state=None):
+        from deepspeed.runtime.fp16 import loss_scaler
+
+        loss_scaler.dist = SimpleNamespace(get_rank=lambda: 1)  # it logs on rank 0 of a live group
+        self.scaler = loss_scaler.DynamicLossScaler(
+            2.0**20, WINDOW, 1, 1, consecutive_hysteresis=False
+        )
+        vars(self.scaler).update(state or {})
+
+    def step(self, *, overflow):
+        self.scaler.update_scale(overflow)
+
+    def state(self):
+        return {k: v for k, v in vars(self.scaler).items() if k != "dtype"}
+
+    def scale(self):
+        return self.scaler.cur_scale
+
+
+def steps_until_raised(scaler):
+    before = scaler.scale()
+    for count in range(1, 3 * WINDOW):
+        scaler.step(overflow=False)
+        if scaler.scale() > before:
+            return count, scaler.scale()
+    return None
+
+
+def after(scaler, history):
+    for overflow in history:
+        scaler.step(overflow=overflow)
+    return scaler
+
+
+@settings(deadline=None)
+@given(HISTORY)
+def test_deepspeeds_scaler_goes_on_in_torch(history):
+    before = after(DeepSpeed(), history)
+    state = loss_scale.as_torch(before.state())
+    assert steps_until_raised(Torch(state)) == steps_until_raised(before)
+
+
+@settings(deadline=None)
+@given(HISTORY)
+def test_torchs_scaler_goes_on_in_deepspeed(history):
+    before = after(Torch(), history)
+    state = loss_scale.as_deepspeed(before.state(), len(history))
+    assert steps_until_raised(DeepSpeed(state)) == steps_until_raised(before)
+
+
+@settings(deadline=None)
+@given(HISTORY)
+def test_there_and_back_again(history):
+    before = after(Torch(), history).state()
+    assert loss_scale.as_torch(loss_scale.as_deepspeed(before, len(history))) == before
+
+
+def test_what_has_no_other_form():
+    assert loss_scale.as_torch({"cur_scale": 128.0, "dynamic": False}) is None
+    uneven = Torch().state() | {"backoff_factor": 0.25}
+    assert loss_scale.as_deepspeed(uneven, 3) is None
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "accelerate"])
+def test_it_travels_out_of_deepspeed(made, to, tmp_path):
+    source = made / "z2_fp16_overflow/run"
+    with reshard.open(source) as checkpoint:
+        held = checkpoint.manifest.train.scaler
+    report = reshard.split(source, tmp_path / "out", to=to, world_size=2)
+    assert any("GradScaler" in note for note in report.notes)
+    with reshard.open(tmp_path / "out") as checkpoint:
+        found = checkpoint.manifest.train.scaler
+    assert Torch(found).state() == found == loss_scale.as_torch(held)
+    assert found["scale"] == held["cur_scale"]
+
+
+def test_it_travels_into_deepspeed(libraries, tmp_path):
+    source = libraries / "acc_single/ckpt"
+    with reshard.open(source) as checkpoint:
+        held = checkpoint.manifest.train.scaler
+    report = reshard.split(
+        source, tmp_path / "out", to="deepspeed", zero_stage=2, dtype="fp16", model=MODEL
+    )
+    assert any("GradScaler" in note for note in report.notes)
+    with reshard.open(tmp_path / "out") as checkpoint:
+        found = checkpoint.manifest.train.scaler
+    assert found["cur_scale"] == held["scale"]
+    assert DeepSpeed(found).scale() == held["scale"]
+
+
+def test_a_run_without_scaling_says_that_it_leaves_the_scaler_out(libraries, tmp_path):
+    source = libraries / "acc_single/ckpt"
+    report = reshard.split(
+        source, tmp_path / "out", to="deepspeed", zero_stage=2, dtype="bf16", model=MODEL
+    )
+    assert any("no loss scaler" in note for note in report.notes)
