@@ -217,9 +217,20 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--state-dict-type",
             type=click.Choice(targets.STATE_DICT_TYPES),
-            default="sharded",
+            help="Of FSDP.  [default: as is, else sharded]",
+        ),
+        click.option("--rank-files", is_flag=True, help="Of FSDP: a file a rank, not DCP."),
+        click.option(
+            "--fsdp-version",
+            type=click.IntRange(1, 2),
+            default=2,
             show_default=True,
-            help="Of FSDP.",
+            help="Of verl's files; 1 needs --model and --wrap.",
+        ),
+        click.option(
+            "--use-orig-params",
+            metavar="DTYPE",
+            help="FSDP 1 with the original parameters; DTYPE of its forward pass.",
         ),
         click.option(
             "--world-size",

@@ -47,7 +47,10 @@ class SplitOptions(OutputOptions):
     world_size: int | None = None  # None: the source's
     to: str | None = None  # one of `targets.NAMES`; None: as the source
     zero_stage: int | None = None  # None: the source's, else 2
-    state_dict_type: targets.StateDictType = "sharded"  # of FSDP
+    state_dict_type: targets.StateDictType | None = None  # of FSDP; None: the source's
+    rank_files: bool = False  # of FSDP: a file a rank instead of DCP
+    fsdp_version: targets.FsdpVersion = 2  # of verl's files
+    use_orig_params: str | None = None  # FSDP 1: the dtype of the forward pass; None: flat
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     device: str = "cuda"  # of the mesh in DTensor files
@@ -61,7 +64,9 @@ class SplitOptions(OutputOptions):
         OutputOptions.__post_init__(self)
         if self.zero_stage is not None:
             one_of("zero_stage", self.zero_stage, range(4))
-        one_of("state_dict_type", self.state_dict_type, targets.STATE_DICT_TYPES)
+        if self.state_dict_type is not None:
+            one_of("state_dict_type", self.state_dict_type, targets.STATE_DICT_TYPES)
+        one_of("fsdp_version", self.fsdp_version, targets.FSDP_VERSIONS)
         if self.to is not None:
             one_of("to", self.to, targets.NAMES)
 
@@ -143,9 +148,12 @@ def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target
         Request(
             world_size=world_size,
             zero_stage=_stage(manifest, options),
-            dtype=_dtype(options.dtype),
+            dtype=_dtype("--dtype", options.dtype),
             weights_only=options.weights_only,
-            state_dict_type=options.state_dict_type,
+            state_dict_type=options.state_dict_type or _state_dict_type(manifest),
+            rank_files=options.rank_files,
+            fsdp_version=options.fsdp_version,
+            orig_params=_dtype("--use-orig-params", options.use_orig_params),
             model=Told(options.model, options.wrap).shapes() if options.model else None,
             device=options.device,
         ),
@@ -160,12 +168,18 @@ def _stage(manifest: Manifest, options: SplitOptions) -> int:
     return int(said) if said.isdecimal() else 2
 
 
-def _dtype(text: str | None) -> DType | None:
+def _state_dict_type(manifest: Manifest) -> targets.StateDictType:
+    """Whole files become whole files."""
+    origin = manifest.origin
+    return "full" if origin.format == "accelerate" and origin.detail == "state dict" else "sharded"
+
+
+def _dtype(option: str, text: str | None) -> DType | None:
     if text is None:
         return None
     dtype = dtypes.parse(text)
     if dtype.family != "float":
-        raise UsageError(f"--dtype {text}", "weights are written as bf16, fp16 or fp32")
+        raise UsageError(f"{option} {text}", "must be bf16, fp16 or fp32")
     return dtype
 
 

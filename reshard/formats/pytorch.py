@@ -36,6 +36,7 @@ SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")
 
 # Between these words and the suffix stands the rank.
 _RANK = re.compile(r"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)+)$")
+_RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
@@ -407,7 +408,7 @@ def _detail(place: Place) -> str:
     kinds = []
     if dcp.detect(place) or any(dcp.detect(f) for f in place.folders.values()):
         kinds.append("DCP")
-    if any(_RANK.fullmatch(name) for name in place.files):
+    if any(_RANK.fullmatch(name) and not _RANDOM.match(name) for name in place.files):
         kinds.append("rank files")
     return ", ".join(kinds) or "state dict"
 

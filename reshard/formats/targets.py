@@ -19,6 +19,10 @@ from reshard.model import ModelShapes
 
 StateDictType = Literal["full", "local", "sharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
+FsdpVersion = Literal[1, 2]
+FSDP_VERSIONS = get_args(FsdpVersion)
+
+_BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,9 @@ class Request:
     dtype: DType | None = None  # of the module's parameters; None: as trained
     weights_only: bool = False
     state_dict_type: StateDictType = "sharded"
+    rank_files: bool = False  # a file a rank where the form is DCP by default
+    fsdp_version: FsdpVersion = 2  # of verl's files
+    orig_params: DType | None = None  # FSDP 1: use_orig_params with a forward pass in this dtype
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
 
@@ -75,8 +82,18 @@ def _dcp(state: Training, asked: Request) -> Skeleton:
 
 
 def _accelerate(state: Training, asked: Request) -> Skeleton:
+    if asked.state_dict_type == "full":
+        return _full(state, asked)
+    if asked.rank_files:
+        return _ranks(state_dict.ACCELERATE)(state, asked)
     return dcp.accelerate(
         state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+    )
+
+
+def _full(state: Training, asked: Request) -> Skeleton:
+    return state_dict.fsdp1_full(
+        state, ranks=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
     )
 
 
@@ -95,23 +112,49 @@ def _ranks(naming: state_dict.Naming) -> Callable[[Training, Request], Skeleton]
 
 
 def _fsdp(state: Training, asked: Request) -> Skeleton:
-    if asked.state_dict_type == "full":
-        return state_dict.fsdp1_full(
-            state, ranks=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
-        )
-    if asked.state_dict_type == "sharded":
+    if asked.state_dict_type != "local":
         return _accelerate(state, asked)
+    if asked.orig_params is not None:
+        raise UsageError(
+            "--state-dict-type local --use-orig-params",
+            "FSDP 1 cannot load such files, its own among them",
+            "write --state-dict-type sharded or full, which load with use_orig_params as well",
+        )
+    return flat_target.fsdp1_local(
+        state,
+        _wrapped(asked, "--state-dict-type local"),
+        ranks=asked.world_size,
+        naming=state_dict.LOCAL,
+        weights_only=asked.weights_only,
+        dtype=asked.dtype,
+    )
+
+
+def _wrapped(asked: Request, by: str) -> ModelShapes:
+    """The model with its units, which flat parameters need.
+
+    Raises:
+        UsageError: nobody said.
+    """
     if asked.model is None or not asked.model.units:
         raise UsageError(
-            "--state-dict-type local",
+            by,
             "writes flat parameters, and nothing says which parameters lie in which",
             "say which model is wrapped and how: --model config.json|DIR|module:factory"
             " --wrap LlamaDecoderLayer|size=N|none",
         )
-    return flat_target.fsdp1_local(
+    return asked.model
+
+
+def _verl(state: Training, asked: Request) -> Skeleton:
+    if asked.fsdp_version == 2:
+        return _ranks(state_dict.VERL)(state, asked)
+    return flat_target.fsdp1_sharded(
         state,
-        asked.model,
-        ranks=asked.world_size,
+        _wrapped(asked, "--fsdp-version 1"),
+        Grid((asked.world_size,), state_dict.VERL.mesh, asked.device),
+        naming=state_dict.VERL,
+        compute=asked.orig_params,
         weights_only=asked.weights_only,
         dtype=asked.dtype,
     )
@@ -123,22 +166,28 @@ def _plain(state: Training, asked: Request) -> Skeleton:
     )
 
 
-def _notes(state: Training, _asked: Request) -> tuple[str, ...]:
-    train = state.manifest.train
-    lost = [f"not carried: {name}" for name in written.dropped(train)]
-    return (*written.derived(train), *lost)
+def _notes(*held: str) -> Callable[[Training, Request], tuple[str, ...]]:
+    """What a target of PyTorch's derives and drops; ``held`` is what it has a place for, or all."""
+
+    def notes(state: Training, _asked: Request) -> tuple[str, ...]:
+        train = state.manifest.train
+        lost = [f"not carried: {name}" for name in written.dropped(train, held or None)]
+        derived = written.derived(train) if not held or "scaler" in held else []
+        return (*derived, *lost)
+
+    return notes
 
 
 TARGETS = {
     target.name: target
     for target in (
         Target("deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes),
-        Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes),
-        Target("accelerate", "Accelerate's FSDP directory (DCP)", _accelerate, _notes),
-        Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _notes),
-        Target("verl", "verl's rank files", _ranks(state_dict.VERL), _notes),
-        Target("fsdp", "FSDP under Accelerate's names: DCP, whole or flat", _fsdp, _notes),
-        Target("torch", "one file with torch.optim's own state", _plain, _notes),
+        Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes()),
+        Target("accelerate", "Accelerate's FSDP directory", _accelerate, _notes(*_BY_ACCELERATE)),
+        Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _notes()),
+        Target("verl", "verl's rank files", _verl, _notes("scheduler")),
+        Target("fsdp", "FSDP 1 under Accelerate's names, flat too", _fsdp, _notes(*_BY_ACCELERATE)),
+        Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )
 }
 NAMES = tuple(TARGETS)

@@ -28,6 +28,7 @@ from reshard.formats.state_dict.target import (
     VERL,
     Naming,
     Sharder,
+    accelerate_beside,
     beside,
     data_parallel,
     is_divided,
@@ -71,12 +72,20 @@ def fsdp1_local(
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict()
-        for flat in flats:
-            weights[flat.key] = flat.shard(rank, ranks)
-        weights.update((name, whole_slot(value)) for name, value in buffers.items())
+        if ranks == 1:  # FSDP 1 is NO_SHARD then, whose local state dict has whole tensors
+            held = written.weights(state, dtype=dtype)
+            weights.update((name, whole_slot(value)) for name, value in held.items())
+        else:
+            for flat in flats:
+                weights[flat.key] = flat.shard(rank, ranks)
+            weights.update((name, whole_slot(value)) for name, value in buffers.items())
         yield from _files(naming, weights, raw, rank, ranks)
+        yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
-    return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))
+    files = [file for rank in range(ranks) for file in rank_files(rank)]
+    if naming.accelerate and not weights_only:
+        files += accelerate_beside(state, ranks)
+    return skeletons.joined(files)
 
 
 def fsdp1_sharded(

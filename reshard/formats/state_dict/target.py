@@ -43,6 +43,7 @@ class Naming:
     Args:
         optimizer: the same as ``model`` where both stand in one file, under two keys.
         extra: a file for the scheduler, of each rank; empty for none.
+        beside: a file for whatever else travels, of rank 0; empty for none.
         about: a file that says how many ranks there were; empty for none.
         accelerate: whether Accelerate reads them.
         keyed: how the optimizer names its parameters.
@@ -53,13 +54,14 @@ class Naming:
     optimizer: str
     keyed: Keyed = "index"
     extra: str = ""
+    beside: str = ""
     about: str = ""
     mesh: tuple[str, ...] | None = None
     accelerate: bool = False
 
 
-PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt")
-ONE = Naming("rank{rank}.pt", "rank{rank}.pt")
+PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt", beside="train_state.pt")
+ONE = Naming("rank{rank}.pt", "rank{rank}.pt", beside="train_state.pt")
 VERL = Naming(
     "model_world_size_{world}_rank_{rank}.pt",
     "optim_world_size_{world}_rank_{rank}.pt",
@@ -71,6 +73,11 @@ ACCELERATE = Naming(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=Fal
     "pytorch_model_fsdp_0_rank{rank}.bin",
     "optimizer_0_rank{rank}.bin",
     keyed="fqn",
+    accelerate=True,
+)
+LOCAL = Naming(  # the same of LOCAL_STATE_DICT
+    "pytorch_model_fsdp_rank{rank}.bin",
+    "optimizer_0_rank{rank}.bin",
     accelerate=True,
 )
 _KEYS = ("model", "optimizer")
@@ -145,11 +152,13 @@ def placed(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
 def beside(
     state: Training, naming: Naming, rank: int, world: int, *, version: int, weights_only: bool
 ) -> Iterator[Skeleton]:
-    """What verl keeps beside both."""
+    """What is kept beside both."""
+    carried = {} if weights_only else written.carried(state.manifest.train)
+    if naming.beside and carried and rank == 0:
+        yield torch_writer.lay_out_object(naming.beside, carried)
     if naming.extra and not weights_only:
-        scheduler = written.carried(state.manifest.train).get("scheduler")
         name = naming.extra.format(rank=rank, world=world)
-        yield torch_writer.lay_out_object(name, {"lr_scheduler": scheduler})
+        yield torch_writer.lay_out_object(name, {"lr_scheduler": carried.get("scheduler")})
     if naming.about and rank == 0:
         text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
         yield skeletons.of_bytes(naming.about, text.encode())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -305,9 +305,14 @@ def derived(train: TrainState) -> list[str]:
     return [f"DeepSpeed's loss scaler as a GradScaler{without}"]
 
 
-def dropped(train: TrainState) -> list[str]:
-    """What of the train state no target of PyTorch's holds, to be told."""
+def dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]:
+    """What of the train state a target of PyTorch's does not hold, to be told.
+
+    Args:
+        held: the names, among those of `carried`, that it has a place for; None for all.
+    """
     lost = [name for name, value in train.client.items() if not is_faithful(value)]
+    lost += [name for name in carried(train) if held is not None and name not in held]
     if train.scheduler is not None and not is_faithful(train.scheduler):
         lost.append("scheduler")
     if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:

@@ -1,0 +1,110 @@
+"""Training that stops at four ranks, is split, and goes on: every strategy into every strategy."""
+
+from __future__ import annotations
+
+import pytest
+
+import reshard
+from tests.trainer import worlds
+
+STEPS, END = 2, 3
+COMMON = {
+    "global_batch": 24,
+    "micro_batch": 1,
+    "seq_len": 8,
+    "schedule_steps": END,
+    "param_groups": "single",
+}
+TURNS = (1, 2, 3) * 3 + (6, 8)  # many ranks are slow on few cores
+RUNS = {  # how the trainer is asked for it
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "fsdp full": {"strategy": "fsdp", "state_dict_type": "full"},
+    "fsdp sharded": {"strategy": "fsdp", "state_dict_type": "sharded"},
+    "fsdp local": {
+        "strategy": "fsdp",
+        "state_dict_type": "local",
+        "fsdp_use_orig_params": False,
+    },
+    "fsdp2 sharded": {"strategy": "fsdp2", "state_dict_type": "sharded"},
+    "fsdp2 ranks": {"strategy": "fsdp2", "state_dict_type": "sharded", "sharded_files": "rank"},
+}
+UNSAID = {"fsdp_use_orig_params": True, "sharded_files": "dcp"}  # or a resumed run inherits them
+WRITTEN = {  # how reshard is asked for what that goes on from
+    **{f"zero{stage}": {"to": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
+    "ddp": {"to": "deepspeed", "zero_stage": 0},
+    "fsdp full": {"to": "fsdp", "state_dict_type": "full"},
+    "fsdp sharded": {"to": "fsdp", "state_dict_type": "sharded"},
+    "fsdp local": {"to": "fsdp", "state_dict_type": "local"},
+    "fsdp2 sharded": {"to": "fsdp", "state_dict_type": "sharded"},
+    "fsdp2 ranks": {"to": "fsdp", "rank_files": True, "device": "cpu"},
+}
+EXACT = ("ddp", "zero1", "zero2", "zero3")  # their sums do not depend on the number of ranks
+NOISE = 1e-5  # relative: torch's FSDP adds in another order
+WRAP = "LlamaDecoderLayer"
+
+pytestmark = pytest.mark.judge
+
+
+def job(place, **changes):
+    name = f"{place}/{'-'.join(map(str, changes.values())).replace('/', '_')}"
+    return {**COMMON, "precision": "fp32", "save": name, "log": f"{name}.jsonl", **changes}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """All steps, on one rank."""
+    place = tmp_path_factory.mktemp("unbroken")
+    return worlds.run(1, worlds.train, [job(place, strategy="ddp", steps=END)])[0][0]
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """Strategy -> what four ranks saved half-way, one param group throughout."""
+    place = tmp_path_factory.mktemp("halves")
+    jobs = {name: job(place, **run, steps=STEPS) for name, run in RUNS.items()}
+    worlds.run(4, worlds.train, list(jobs.values()))
+    return {name: chosen["save"] for name, chosen in jobs.items()}
+
+
+def routes(world):
+    """The pairs of strategies whose turn is at that number of ranks."""
+    pairs = [(a, b) for a in RUNS for b in RUNS]
+    spread = {pair: TURNS[number % len(TURNS)] for number, pair in enumerate(pairs)}
+    return [pair for pair, chosen in spread.items() if chosen == world]
+
+
+@pytest.mark.parametrize("world", sorted(set(TURNS)))
+def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
+    jobs = {}
+    for source, target in routes(world):
+        place = tmp_path / f"{source}-{target}".replace(" ", "_")
+        told = {}
+        if "local" in source or "local" in target:
+            (config,) = {path.parent for path in _below(halves[source], "config.json")}
+            told = {"model": str(config), "wrap": WRAP}
+        reshard.split(halves[source], place, world_size=world, **WRITTEN[target], **told)
+        jobs[source, target] = {
+            "resume": str(place),
+            "steps": END,
+            "save": f"{place}-on",
+            "log": f"{place}.jsonl",
+            **UNSAID,
+            **RUNS[target],
+        }
+    told = worlds.run(world, worlds.train, list(jobs.values()))[0]
+    rest = [float.fromhex(loss) for loss in unbroken.losses[STEPS:]]
+    for (source, target), run in zip(jobs, told, strict=True):
+        if source in EXACT and target in EXACT:
+            assert run.losses == unbroken.losses[STEPS:], (source, target)
+            assert run.digest == unbroken.digest, (source, target)
+        else:
+            assert run.values() == pytest.approx(rest, rel=NOISE), (source, target)
+
+
+def _below(directory, name):
+    from pathlib import Path
+
+    return Path(directory).rglob(name)
