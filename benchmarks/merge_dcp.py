@@ -13,8 +13,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -22,21 +20,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from merge import HERE, Contender, measure, needed_spans, report
+from contest import HERE, PYTHON, Contender, forget, limits, measure, report
+from merge import needed_spans
 
-PYTHON = sys.executable
 FORMS = {"dcp": "accelerate/pytorch_model_fsdp_0", "hf": "hf", "verl": "verl"}
-
-
-def limits(spans: Path, threads: int) -> list[Contender]:
-    loop = [PYTHON, str(HERE / "bare_loop.py"), str(spans)]
-    return [
-        Contender("bare loop, 1 thread", lambda out: [*loop, f"{out}.raw"]),
-        Contender(
-            f"bare loop, {threads} threads",
-            lambda out: [*loop, f"{out}.raw", "--threads", str(threads)],
-        ),
-    ]
 
 
 def ours(source: Path) -> list[Contender]:
@@ -120,25 +107,16 @@ def apart(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
-def children() -> float:
-    """CPU seconds of all commands so far."""
-    times = os.times()
-    return times.children_user + times.children_system
-
-
 def compete(form: str, source: Path, args: argparse.Namespace) -> None:
     threads = len(os.sched_getaffinity(0))
     spans = args.out.with_suffix(".spans.json")
     spans.parent.mkdir(parents=True, exist_ok=True)
     spans.write_text(json.dumps(apart(needed_spans, source)))
-    field_of = [*ours(source), *limits(spans, threads), *peers(form, source, threads)]
-    cpu: dict[str, list[float]] = {contender.name: [] for contender in field_of}
+    field_of = [*ours(source), *limits(spans), *peers(form, source, threads)]
     for number in range(args.rounds + 1):
         for contender in field_of:
-            before = children()
             measure(contender, args.out / "x")
             if number:
-                cpu[contender.name].append(children() - before)
                 continue
             made = next(args.out.iterdir())
             if contender is field_of[0]:
@@ -146,12 +124,8 @@ def compete(form: str, source: Path, args: argparse.Namespace) -> None:
             elif made.suffix != ".raw":
                 count = apart(check, made, args.reference)
                 print(f"{contender.name}: {count} tensors equal", flush=True)
-            contender.seconds.clear()
-            contender.rss_mb.clear()
-    report(source, form, field_of)
-    print("\nCPU seconds, median: what a busy machine changes least")
-    for name, seconds in cpu.items():
-        print(f"{name:24} {statistics.median(seconds):9.2f}", flush=True)
+            forget(contender)
+    report(f"{source}  ->  {form}", field_of)
     spans.unlink()
     args.reference.unlink()
     shutil.rmtree(args.out)

@@ -18,4 +18,4 @@ show reshard inspect llama-zero3-4ranks
 show reshard merge llama-zero3-4ranks "$out/model.safetensors" --dtype fp32
 show reshard merge llama-zero3-4ranks "$out/model" --dtype bf16
 show python load_merged.py "$out/model"
-show python resume_elsewhere.py
+show python demo.py

@@ -1,8 +1,9 @@
-"""Train at 4 ranks, stop, and go on at 2 ranks and under FSDP 2: the losses side by side.
+"""The main job on built-in data: train at 4 ranks, merge, generate, and go on somewhere else.
 
-python resume_elsewhere.py
+python demo.py
 
-The unbroken run, and the runs that go on from a checkpoint that ``reshard split`` made, see the
+A run under ZeRO-3 at 4 ranks is merged into bf16 safetensors, which transformers loads; then it goes
+on at 2 ranks and under FSDP 2, and the losses stand side by side. The unbroken run, and the runs that go on from a checkpoint that ``reshard split`` made, see the
 same samples in the same order. The trainer's own sums do not depend on the number of ranks, so
 there the losses are equal to the last bit, or something was lost on the way; FSDP 2 sums in an
 order of its own, which may move the last bits.
@@ -29,6 +30,21 @@ def run(command: str) -> None:
     subprocess.run([sys.executable, "-m", program, *arguments], check=True)
 
 
+def generate(model: Path, prompt: str) -> None:
+    """Show what transformers makes of a merged directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    print(f"\n>>> AutoModelForCausalLM.from_pretrained({str(model)!r}).generate({prompt!r})")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    made = loaded.generate(
+        **tokenizer(prompt, return_tensors="pt"), max_new_tokens=24, do_sample=False
+    )
+    print(f"{loaded.dtype}: {tokenizer.decode(made[0])!r}", flush=True)
+
+
 def losses(path: Path) -> dict[int, float]:
     """Step -> loss, as the trainer logged them."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -45,6 +61,8 @@ def main() -> None:
             f" --save-every {HALF} --save {out}/run --log {out}/unbroken.jsonl"
         )
         half = f"{out}/run/global_step{HALF}"
+        run(f"reshard merge {out}/run {out}/model --dtype bf16")
+        generate(out / "model", "def main(")
         run(f"reshard split {half} {out}/two --world-size 2")
         run(
             f"trainer --resume {out}/two --nproc 2 --steps {END} {quiet}"

@@ -1,0 +1,133 @@
+"""Commands that take turns on the same bytes, each a whole process, start-up included."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PYTHON = sys.executable
+
+
+@dataclass
+class Contender:
+    """One command, and what its runs took; ``command`` is given an empty place to write to."""
+
+    name: str
+    command: Callable[[Path], list[str]]
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    rss_mb: list[float] = field(default_factory=list)
+    disk_mb: list[float] = field(default_factory=list)  # the most that it used at any time
+
+
+def limits(spans: Path, *, shrink: int = 1) -> list[Contender]:
+    """The bare loop that reads and writes the same bytes, with one thread and with one a core."""
+    loop = [PYTHON, str(HERE / "bare_loop.py"), str(spans)]
+    threads = len(os.sched_getaffinity(0))
+    return [
+        Contender(
+            f"bare loop, {count} thread{'s' * (count > 1)}",
+            lambda out, count=count: [  # type: ignore[misc]
+                *(*loop, f"{out}.raw"),
+                *("--threads", str(count), "--shrink", str(shrink)),
+            ],
+        )
+        for count in dict.fromkeys((1, threads))
+    ]
+
+
+def measure(contender: Contender, out: Path) -> None:
+    """Run once, with an empty output place.
+
+    Raises:
+        SystemExit: the command failed.
+    """
+    shutil.rmtree(out.parent, ignore_errors=True)
+    out.parent.mkdir(parents=True)
+    compiled = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    with _Disk(out.parent) as disk:
+        began, before = time.perf_counter(), os.times()
+        child = subprocess.Popen(
+            contender.command(out), env=compiled, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+        error = child.stderr.read().decode()[-2000:] if child.stderr else ""
+        _, status, usage = os.wait4(child.pid, 0)
+        contender.seconds.append(time.perf_counter() - began)
+    after = os.times()
+    used = after.children_user + after.children_system
+    contender.cpu.append(used - before.children_user - before.children_system)
+    contender.rss_mb.append(usage.ru_maxrss / 1024)
+    contender.disk_mb.append(disk.most / 1e6)
+    if status:
+        raise SystemExit(f"{contender.name} failed:\n{error}")
+
+
+class _Disk:
+    """The most that a file system grew by meanwhile, looked at ten times a second."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._before = shutil.disk_usage(place).used
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self.most = 0
+
+    def __enter__(self) -> _Disk:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._end.wait(0.1)
+            self.most = max(self.most, shutil.disk_usage(self._place).used - self._before)
+
+
+def forget(contender: Contender) -> None:
+    """A round that only warmed the page cache is not counted."""
+    for values in (contender.seconds, contender.cpu, contender.rss_mb, contender.disk_mb):
+        values.clear()
+
+
+def compete(field_of: Sequence[Contender], out: Path, rounds: int) -> None:
+    """One round that is not counted, then the others, in turns."""
+    for number in range(rounds + 1):
+        for contender in field_of:
+            measure(contender, out)
+            if number == 0:
+                forget(contender)
+    shutil.rmtree(out.parent, ignore_errors=True)
+
+
+def report(title: str, field_of: Sequence[Contender]) -> None:
+    """A table of medians; ratios are to the first contender."""
+    ours = statistics.median(field_of[0].seconds)
+    print(f"\n{title}")
+    head = ("median s", "min", "max", "ratio", "CPU s", "peak RSS MB", "disk MB")
+    print(f"{'':26}" + "".join(f"{word:>13}" for word in head))
+    for contender in field_of:
+        median = statistics.median(contender.seconds)
+        values = (
+            *(median, min(contender.seconds), max(contender.seconds), median / ours),
+            statistics.median(contender.cpu),
+        )
+        sizes = (max(contender.rss_mb), max(contender.disk_mb))
+        print(
+            f"{contender.name:26}"
+            + "".join(f"{value:13.2f}" for value in values)
+            + "".join(f"{size:13.0f}" for size in sizes),
+            flush=True,
+        )
