@@ -30,7 +30,7 @@ from reshard.plan import plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
     "deepspeed": "deepspeed",
-    "deepspeed-universal": "deepspeed",
+    "deepspeed-universal": "deepspeed",  # as it is, it fits any number of ranks
     "dcp": "dcp",
     "torchtitan": "dcp",
     "verl": "verl",
@@ -96,7 +96,7 @@ def split(
         manifest = weights.with_equal_heads_tied(manifest, pool)
     state = training(manifest, weights_only=options.weights_only)
     skeleton = with_companions(
-        target.lay_out(state, request), manifest, tagged=target.name == "deepspeed"
+        target.lay_out(state, request), manifest, tagged=target.tagged
     )
     check_places(skeleton)
     planned = plan(manifest.entries, skeleton, options.budget()[1])
@@ -157,7 +157,12 @@ def _stage(manifest: Manifest, options: SplitOptions) -> int:
     if options.zero_stage is not None:
         return options.zero_stage
     said = manifest.origin.detail.removeprefix("ZeRO stage ")
-    return int(said) if said.isdecimal() else 2
+    if said.isdecimal():
+        return int(said)
+    config = manifest.train.config
+    section = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = section.get("stage") if isinstance(section, dict) else None
+    return stage if manifest.origin.format.startswith("deepspeed") and stage in range(4) else 2
 
 
 def _dtype(text: str | None) -> DType | None:

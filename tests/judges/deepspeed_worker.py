@@ -36,7 +36,9 @@ def work(job: ranks.Job, rank: int) -> None:
     ranks.join_group(job, rank)
     deepspeed_train.start_rank()
     if "load" in job.told:
-        deepspeed_train.load(case, job.told["load"], job.told["steps"], job.out)
+        universal = job.told.get("universal", False)
+        load, steps = job.told["load"], job.told["steps"]
+        deepspeed_train.load(case, load, steps, job.out, universal=universal)
     else:
         KINDS[case.kind](case, job.out)
 

@@ -76,24 +76,31 @@ def read(place: Place) -> Manifest:
         train=train.state(model, groups=_groups(model, root), steps=steps, scaler_root=root),
         tied=tied,
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
+        trained_dtypes={name: tensor.dtype for name, tensor in model.module.items()},
         warnings=tuple(_warnings(model)),
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
     )
 
 
 def _model_states(place: Place) -> list[ModelStates]:
-    """The copied model states: one file at stages 0 to 2, one a rank at stage 3."""
+    """The model states: one file at stages 0 to 2, one a rank at stage 3.
+
+    ds_to_universal copies those of its source; reshard writes both forms, of which the first has
+    the module's weights.
+    """
     found = [path for path in place.files.values() if path.match("*mp_rank_*_model_states.pt")]
+    found.sort(key=lambda path: not path.name.startswith("mp_rank_"))
+    if found and found[0].name.startswith("mp_rank_"):
+        return [open_model(found[0])]
     sharded = [path for path in found if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
     sharded.sort(key=lambda path: int(path.name.split("_")[3]))
-    names = sharded or found[:1]
-    if not names:
+    if not sharded:
         raise IncompleteError(
             place,
             "has zero/ but no *_model_states.pt beside it: the step and the buffers are in it",
             "copy it here from the directory that was converted",
         )
-    return [open_model(name) for name in names]
+    return [open_model(name) for name in sharded]
 
 
 def _entry(
