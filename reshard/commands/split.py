@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from reshard import commit, dtypes, formats, keys, weights
 from reshard.commands.batch import rebalanced
@@ -38,6 +39,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "hf-trainer": "accelerate",
     "fsdp": "fsdp2",
 }
+_STAGE = 2  # of a source that knows none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +97,7 @@ def split(
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
     state = training(manifest, weights_only=options.weights_only)
-    skeleton = with_companions(
-        target.lay_out(state, request), manifest, tagged=target.tagged
-    )
+    skeleton = with_companions(target.lay_out(state, request), manifest, tagged=target.tagged)
     check_places(skeleton)
     planned = plan(manifest.entries, skeleton, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
@@ -159,10 +159,15 @@ def _stage(manifest: Manifest, options: SplitOptions) -> int:
     said = manifest.origin.detail.removeprefix("ZeRO stage ")
     if said.isdecimal():
         return int(said)
-    config = manifest.train.config
-    section = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = section.get("stage") if isinstance(section, dict) else None
-    return stage if manifest.origin.format.startswith("deepspeed") and stage in range(4) else 2
+    is_universal = manifest.origin.format == "deepspeed-universal"
+    return _configured_stage(manifest.train.config) if is_universal else _STAGE
+
+
+def _configured_stage(config: Any) -> int:
+    """The stage of the run that a universal checkpoint was made from."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return stage if isinstance(stage, int) and stage in range(4) else _STAGE
 
 
 def _dtype(text: str | None) -> DType | None:

@@ -144,7 +144,9 @@ def _dropped(state: Training, _asked: Request) -> tuple[str, ...]:
 TARGETS = {
     target.name: target
     for target in (
-        Target("deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes, tagged=True),
+        Target(
+            "deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes, tagged=True
+        ),
         Target(
             "ds-universal",
             "DeepSpeed's universal directory, which any number of ranks loads",

@@ -228,7 +228,9 @@ def give_untrained(model: nn.Module, run_dir: Path) -> None:
     """
     tag = (run_dir / "latest_universal").read_text()
     held = torch.load(run_dir / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    trained = {
+        name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
     model.load_state_dict({n: t for n, t in held.items() if n not in trained}, strict=False)
 
 

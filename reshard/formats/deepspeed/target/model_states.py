@@ -39,9 +39,10 @@ def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
         weights: whether to hold them, or placeholders as at stage 3; buffers are there either way.
     """
     slots = _whole_tensors(choice) if weights else _placeholders(choice)
+    frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen} if weights else None
     return {
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-        **_root(choice, _with_aliases(choice, slots), None),
+        **_root(choice, _with_aliases(choice, slots), frozen),
     }
 
 

@@ -47,6 +47,9 @@ def notes_universal(choice: Choice) -> Iterator[str]:
             "the run that loads it must not have round_robin_gradients, with which DeepSpeed puts"
             " every universal checkpoint into the wrong places"
         )
+    info = choice.carried.get("universal_checkpoint_info", {})
+    if len(info) > 1:
+        yield "its tensors are not marked for tensor parallelism: load it at a degree of 1"
     yield from _of_idle(choice)
     yield from _of_hypers(choice)
     yield from _of_slots(choice)
@@ -98,11 +101,18 @@ def _of_hypers(choice: Choice) -> Iterator[str]:
 
 def _of_slots(choice: Choice) -> Iterator[str]:
     """What stage 3 asks for, and takes."""
-    counts = {count or 0 for count in universal.steps(choice)}
-    if len(counts) > 1:
+    counts = universal.steps(choice)
+    if len(seen := {count or 0 for count in counts}) > 1:
         yield (
-            f"groups were updated {_some([f'{count:g}' for count in sorted(counts)])} times: stage"
+            f"groups were updated {_some([f'{count:g}' for count in sorted(seen)])} times: stage"
             " 3 takes the first's number for all"
+        )
+    if any(counts) and not any(deepspeeds_own(group.hyper) for group in choice.groups):
+        yield (
+            "at stage 3 with several param groups or sub-groups, give each its own counter after"
+            ' loading (state["step"] = state["step"].clone() for each state of'
+            " engine.basic_optimizer): DeepSpeed lets them share one, which torch counts up for"
+            " each"
         )
     held = choice.state.slots
     if missing := [name for name in _STAGE_3 if name not in held]:
