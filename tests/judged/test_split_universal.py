@@ -210,6 +210,11 @@ REFUSED = [  # what no universal checkpoint can be loaded into, and how DeepSpee
     (Loaded("z2_sgd", CASES["z3_sgd"], 1), "KeyError: 'step'"),
 ]
 WRONG = Loaded("z1_round_robin", CASES["z1_round_robin"], 2)
+ROUND = Case(  # makes a run, and DeepSpeed's own conversion of it
+    *("round", 2, ds_config(2, "bf16", {"round_robin_gradients": True})),
+    model="llama",
+    universal=True,
+)
 FSDP = [
     Loaded(
         "fsdp", Case(f"fp32_z{stage}", ranks, ds_config(stage, "fp32"), model="llama_tied"), ranks
@@ -243,13 +248,15 @@ def loaded(made, fsdp, tmp_path_factory) -> dict[str, Any]:
         jobs[run.name] = judge.job(
             run.name, place / "out" / run.name, place / "logs", run.ranks, **told
         )
+    told = {"case": ROUND}
+    jobs[ROUND.name] = judge.job(ROUND.name, place / "round", place / "logs", ROUND.world, **told)
     results = {}
     for report in judge.ask(list(jobs.values())):
         job = jobs[report.case]
         results[report.case] = (
             judge.failure(job, report)
             if any(report.exits)
-            else torch.load(job.out / "reference.pt", weights_only=False)
+            else torch.load(job.out / "reference.pt", weights_only=False) | {"out": job.out}
         )
     return results
 
@@ -321,6 +328,20 @@ def test_deepspeed_scatters_it_where_parameters_go_round(loaded, made, tmp_path)
     assert any(not torch.equal(found[name], value) for name, value in wanted["params"].items())
     report = reshard.split(run_of(WRONG.source, made), tmp_path / "out", to="ds-universal")
     assert any("must not have round_robin_gradients" in note for note in report.notes)
+
+
+def test_what_ds_to_universal_makes_of_such_a_run_is_warned_of(loaded):
+    """It says nothing itself; from the run itself everything is right."""
+    truth = loaded[ROUND.name]
+    assert isinstance(truth, dict), truth
+    wrong = []
+    for name in ("run", "universal"):
+        source = truth["out"] / name
+        with reshard.open(source) as checkpoint:
+            equal = [torch.equal(checkpoint[n][...], v) for n, v in truth["params"].items()]
+            warned = any("round_robin" in text for text in checkpoint.manifest.warnings)
+        wrong.append((equal.count(False) > 0, warned))
+    assert wrong == [(False, False), (True, True)]
 
 
 NOTES = {
