@@ -2,11 +2,12 @@
 
 python demo.py
 
-A run under ZeRO-3 at 4 ranks is merged into bf16 safetensors, which transformers loads; then it goes
-on at 2 ranks and under FSDP 2, and the losses stand side by side. The unbroken run, and the runs that go on from a checkpoint that ``reshard split`` made, see the
-same samples in the same order. The trainer's own sums do not depend on the number of ranks, so
-there the losses are equal to the last bit, or something was lost on the way; FSDP 2 sums in an
-order of its own, which may move the last bits.
+A run under ZeRO-3 at 4 ranks is merged into bf16 safetensors, which transformers loads; then it
+goes on at 2 ranks and under FSDP 2, and the losses stand side by side. The unbroken run, and the
+runs that go on from a checkpoint that ``reshard split`` made, see the same samples in the same
+order. The trainer's own sums do not depend on the number of ranks, so there the losses are equal
+to the last bit, or something was lost on the way; FSDP 2 sums in an order of its own, which may
+move the last bits.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
 
+_SYNCS = 16  # at a time
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What a directory may hold to be replaced by --overwrite: the files of a model export.
 _EXPORT_SUFFIXES = frozenset(
@@ -127,8 +129,10 @@ def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterato
 
 
 def _sync(place: Path) -> None:
-    for path in [*place.rglob("*"), place]:
-        _sync_one(path)
+    """Make all of it durable, many files at once: a journal takes them together."""
+    with ThreadPoolExecutor(_SYNCS) as threads:
+        for _ in threads.map(_sync_one, [*place.rglob("*"), place]):
+            pass
 
 
 def _sync_one(path: Path) -> None:

@@ -133,23 +133,27 @@ def _create(file: OutputFile, directory: Path) -> None:
     try:
         with path.open("xb", buffering=0) as created:
             created.truncate(file.nbytes)
+            for offset, data in file.literals:
+                _pwrite(created.fileno(), memoryview(data), offset)
     except OSError as error:
         raise _disk_error(path, error) from error
-    for offset, data in file.literals:
-        _write(path, memoryview(data), offset)
 
 
 def _write(path: Path, data: memoryview, offset: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
-            while data:
-                count = os.pwrite(descriptor, data, offset)
-                data, offset = data[count:], offset + count
+            _pwrite(descriptor, data, offset)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise _disk_error(path, error) from error
+
+
+def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _disk_error(path: Path, error: OSError) -> ReshardError:

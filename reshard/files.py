@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -11,7 +12,13 @@ from types import TracebackType
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
 
-_MAX_OPEN = 512  # below the usual limit of 1024 descriptors a process
+_MAX_OPEN = 512  # descriptors of a pool
+
+
+def _most_open() -> int:
+    """Half of what the process may have open, where that is less (macOS: 256)."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 2)
 
 
 class SourceFiles:
@@ -19,6 +26,7 @@ class SourceFiles:
 
     def __init__(self) -> None:
         self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._most_open = _most_open()
         self._lock = threading.Lock()
 
     def __enter__(self) -> SourceFiles:
@@ -74,7 +82,7 @@ class SourceFiles:
             descriptor = self._descriptors.get(path)
             if descriptor is None:
                 descriptor = self._descriptors[path] = _Descriptor(path)
-                if len(self._descriptors) > _MAX_OPEN:
+                if len(self._descriptors) > self._most_open:
                     self._descriptors.popitem(last=False)
             else:
                 self._descriptors.move_to_end(path)

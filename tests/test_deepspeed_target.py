@@ -12,9 +12,9 @@ import pytest
 from reshard.box import whole
 from reshard.commands.output import check_places, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import target
-from reshard.formats.deepspeed.target import carried, order, scaling
+from reshard.formats.deepspeed.target import carried, order, scaling, universal
 from reshard.formats.deepspeed.target.choice import choose
 from reshard.formats.deepspeed.target.flat import Flat
 from reshard.formats.training import training
@@ -280,3 +280,51 @@ def test_a_scaler_of_stage_0_becomes_whole():
         **loose,
         "scale_window": 500,
     }
+
+
+def test_every_universal_layout_covers_every_tensor_once():
+    chance = random.Random(5)
+    for _ in range(60):
+        source = random_manifest(chance)
+        state = training(source)
+        asked = {"world_size": chance.choice((1, 3, 33)), "stage": chance.randint(0, 3)}
+        skeleton = target.lay_out_universal(state, **asked)
+        check_skeleton(skeleton)
+        check_places(skeleton)
+        plan(source.entries, skeleton)
+        held = {key for key in source.entries if prod(source.entries[key].shape)}
+        assert {e.key for e in skeleton.entries if e.numel} == held
+        trained = sum(kind == "master" for kind, _ in held)
+        assert len(skeleton.files) == 4 * trained + 4
+        assert {file.name for file in skeleton.files} == {
+            file.name for file in target.lay_out_universal(state, world_size=7, stage=2).files
+        }
+
+
+@pytest.mark.parametrize("name", ["..", "a/b", "../../a", "a\0b"])
+def test_a_name_that_leads_out_of_the_directory_is_refused(name):
+    state = training(manifest([[(name, (2,))]]))
+    with pytest.raises(UnsafeError):
+        target.lay_out_universal(state, world_size=1, stage=1)
+    target.lay_out(state, world_size=1, stage=1)
+
+
+def test_a_universal_group_that_was_never_stepped_is_named():
+    source = manifest([[("a", (2,))], [("b", (2,))]])
+    train = replace(source.train, optimizer_step={"a": 4.0})
+    kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
+    state = training(replace(source.with_entries(kept), train=train))
+    names = {file.name for file in target.lay_out_universal(state, world_size=1, stage=1).files}
+    assert "global_step4_universal/zero/b/exp_avg.pt" in names
+    notes = target.notes_universal(state, world_size=1, stage=1)
+    assert any("groups were updated 0, 4 times" in note for note in notes)
+
+
+def test_stage_3_is_given_only_what_all_groups_share():
+    source = manifest([[("a", (2,))], [("b", (2,))]])
+    first, second = source.train.param_groups
+    groups = (first, replace(second, hyper={**ADAM, "lr": 0.2}))
+    state = training(replace(source, train=replace(source.train, param_groups=groups)))
+    choice = choose(state, world_size=1, stage=3, universal=True)
+    assert universal.common_hyper(choice) == {"capturable": False}
+    assert [group["lr"] for group in choice.param_groups()] == [0.1, 0.2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from reshard import commit, dtypes, formats, keys, weights
 from reshard.commands.batch import rebalanced
@@ -30,7 +31,7 @@ from reshard.plan import plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
     "deepspeed": "deepspeed",
-    "deepspeed-universal": "deepspeed",
+    "deepspeed-universal": "deepspeed",  # as it is, it fits any number of ranks
     "dcp": "dcp",
     "torchtitan": "dcp",
     "verl": "verl",
@@ -38,6 +39,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "hf-trainer": "accelerate",
     "fsdp": "fsdp2",
 }
+_STAGE = 2  # of a source that knows none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +102,7 @@ def split(
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
     state = training(manifest, weights_only=options.weights_only)
-    skeleton = with_companions(
-        target.lay_out(state, request), manifest, tagged=target.name == "deepspeed"
-    )
+    skeleton = with_companions(target.lay_out(state, request), manifest, tagged=target.tagged)
     check_places(skeleton)
     planned = plan(manifest.entries, skeleton, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
@@ -165,7 +165,17 @@ def _stage(manifest: Manifest, options: SplitOptions) -> int:
     if options.zero_stage is not None:
         return options.zero_stage
     said = manifest.origin.detail.removeprefix("ZeRO stage ")
-    return int(said) if said.isdecimal() else 2
+    if said.isdecimal():
+        return int(said)
+    is_universal = manifest.origin.format == "deepspeed-universal"
+    return _configured_stage(manifest.train.config) if is_universal else _STAGE
+
+
+def _configured_stage(config: Any) -> int:
+    """The stage of the run that a universal checkpoint was made from."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return stage if isinstance(stage, int) and stage in range(4) else _STAGE
 
 
 def _state_dict_type(manifest: Manifest) -> targets.StateDictType:

@@ -48,12 +48,14 @@ class Target:
     Args:
         lay_out: the files.
         notes: what was derived or is dropped.
+        tagged: whether the state files lie in a directory of their step.
     """
 
     name: str
     what: str
     lay_out: Callable[[Training, Request], Skeleton]
     notes: Callable[[Training, Request], tuple[str, ...]]
+    tagged: bool = False
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
@@ -71,6 +73,18 @@ def _deepspeed(state: Training, asked: Request) -> Skeleton:
 
 def _deepspeed_notes(state: Training, asked: Request) -> tuple[str, ...]:
     return deepspeed.notes(
+        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+    )
+
+
+def _universal(state: Training, asked: Request) -> Skeleton:
+    return deepspeed.lay_out_universal(
+        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+    )
+
+
+def _universal_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    return deepspeed.notes_universal(
         state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
     )
 
@@ -181,7 +195,16 @@ def _notes(*held: str) -> Callable[[Training, Request], tuple[str, ...]]:
 TARGETS = {
     target.name: target
     for target in (
-        Target("deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes),
+        Target(
+            "deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes, tagged=True
+        ),
+        Target(
+            "ds-universal",
+            "DeepSpeed's universal directory, which any number of ranks loads",
+            _universal,
+            _universal_notes,
+            tagged=True,
+        ),
         Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes()),
         Target("accelerate", "Accelerate's FSDP directory", _accelerate, _notes(*_BY_ACCELERATE)),
         Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _notes()),

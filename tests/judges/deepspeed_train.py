@@ -117,11 +117,17 @@ def _compiled(op: str) -> bool:
     return Path(cpp_extension._get_build_directory(op, verbose=False), f"{op}.so").exists()
 
 
-def start(case: Case, world: int, scratch: Path, seed: int = 7) -> Run:
-    """Make the engine."""
+def start(
+    case: Case, world: int, scratch: Path, seed: int = 7, universal: Path | None = None
+) -> Run:
+    """Make the engine; ``universal`` is the universal checkpoint that it will load."""
     config = resolved_config(case, world, scratch)
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
     with scalars_broadcast():
         model = build_model(case, config, seed)
+    if universal:
+        give_untrained(model, universal)
     groups = models.param_groups(model, case.groups)
     members = [list(group["params"]) for group in groups]
     optimizer: torch.optim.Optimizer | None = None
@@ -215,12 +221,28 @@ def convert_universal(run: Path, target: Path) -> None:
     )
 
 
-def load(case: Case, run_dir: Path, steps: int, out: Path) -> None:
+def give_untrained(model: nn.Module, run_dir: Path) -> None:
+    """Give a model the frozen parameters and the buffers of a universal checkpoint.
+
+    DeepSpeed restores neither of one.
+    """
+    tag = (run_dir / "latest_universal").read_text()
+    held = torch.load(run_dir / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
+    trained = {
+        name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
+    }
+    model.load_state_dict({n: t for n, t in held.items() if n not in trained}, strict=False)
+
+
+def load(case: Case, run_dir: Path, steps: int, out: Path, *, universal: bool = False) -> None:
     """Resume ``run_dir`` with real DeepSpeed from other initial weights, and train on."""
-    run = start(case, dist.get_world_size(), out, seed=8)
+    directory = run_dir if universal else None
+    run = start(case, dist.get_world_size(), out, seed=8, universal=directory)
     path, client_state = run.engine.load_checkpoint(str(run_dir))
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
+    if universal:
+        end_sharing(run.engine.basic_optimizer)
     # DeepSpeed returns all of its own keys that it does not consume together with the client's.
     kept = {key: client_state[key] for key in case.client_state}
     loaded = describe(run, truth.snapshot(run.engine, case.slots), kept)
@@ -228,6 +250,16 @@ def load(case: Case, run_dir: Path, steps: int, out: Path) -> None:
     losses = [train_step(run, first + step) for step in range(steps)]
     params = truth.snapshot(run.engine, case.slots).params
     write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
+
+
+def end_sharing(optimizer: torch.optim.Optimizer) -> None:
+    """Give every flat tensor a counter of its own.
+
+    Stage 3 puts one tensor into the state of all, which torch would count up once for each.
+    """
+    for state in optimizer.state.values():
+        if torch.is_tensor(state.get("step")):
+            state["step"] = state["step"].clone()
 
 
 def save(run: Run, directory: Path) -> None:

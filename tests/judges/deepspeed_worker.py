@@ -7,7 +7,7 @@ import importlib
 import deepspeed
 
 from tests.judges import deepspeed_refused, deepspeed_train, deepspeed_trainers, ranks
-from tests.judges.deepspeed_cases import CASES
+from tests.judges.deepspeed_cases import CASES, Case
 
 KINDS = {
     "train": deepspeed_train.make,
@@ -30,13 +30,20 @@ PRELOADED = (
 """What DeepSpeed would import late, once in every rank; here it is imported before the forks."""
 
 
+def case_of(job: ranks.Job) -> Case:
+    """A case of the table, or one that the job brings along."""
+    return job.told.get("case") or CASES[job.case]
+
+
 def work(job: ranks.Job, rank: int) -> None:
     """Make the case, or resume from the run that the job names."""
-    case = CASES[job.case]
+    case = case_of(job)
     ranks.join_group(job, rank)
     deepspeed_train.start_rank()
     if "load" in job.told:
-        deepspeed_train.load(case, job.told["load"], job.told["steps"], job.out)
+        universal = job.told.get("universal", False)
+        load, steps = job.told["load"], job.told["steps"]
+        deepspeed_train.load(case, load, steps, job.out, universal=universal)
     else:
         KINDS[case.kind](case, job.out)
 
@@ -50,7 +57,7 @@ def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     for module in PRELOADED:
         importlib.import_module(module)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    disk = [job for job in jobs if CASES[job.case].nvme]
+    disk = [job for job in jobs if case_of(job).nvme]
     if not disk:
         return {}
     reason = deepspeed_train.load_aio(compile_it=disk[0].told["compile_aio"])

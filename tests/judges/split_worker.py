@@ -351,6 +351,22 @@ def alike(found, wanted):
     return found == wanted
 
 
+def save_llama(ranks, place, source, steps, further):
+    """Train the Llama of a config.json as DeepSpeed's judge does, save with DCP, and train on."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(source))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    reader.train(ranks, "fsdp2", model, optimizer, 0, steps)
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=place / "dcp")
+    truth = state_of(model, optimizer)
+    if ranks.rank == 0:
+        torch.save(truth, place / TRUTH)
+    return reader.train(ranks, "fsdp2", model, optimizer, steps, further)
+
+
 def as_one_file(_ranks, place, source):
     """What torch's own converter makes of a directory."""
     out = Path(f"{place}.pt")

@@ -50,9 +50,10 @@ class ModelStates:
 
     def whole_tensors(self, skip: Mapping[str, str]) -> Iterable[Entry]:
         """Buffers and real (not placeholder) parameters of ``module``, without the aliases."""
+        buffers = self.buffers
         for name, tensor in self.module.items():
             if name not in skip:
-                kind = BUFFER if name in self.buffers else PARAM
+                kind = BUFFER if name in buffers else PARAM
                 yield whole_entry(self.file, name, kind, tensor)
 
     def aliases(self) -> dict[str, str]:

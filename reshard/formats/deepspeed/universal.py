@@ -1,7 +1,8 @@
 """Universal checkpoints: ``zero/<fqn>/{fp32,exp_avg,...}.pt``, one whole tensor a file.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``: a dict with
-``param`` and how it was cut; ``step.pt`` a bare 0-d tensor; ``optimizer_state.pt``).
+``param`` and how it was cut; ``step.pt`` a bare 0-d tensor; ``optimizer_state.pt``). `target`
+writes the same, with a step of each parameter, which ds_to_universal lacks from stage 3.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard import trust
+from reshard import dtypes, trust
 from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import partitioned, train
 from reshard.formats.deepspeed.states import BUILDERS, ModelStates, open_model, whole_entry
+from reshard.formats.deepspeed.target import order
 from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import (
@@ -40,12 +42,13 @@ def read(place: Place) -> Manifest:
     """
     models = _model_states(place)
     model = models[0]
+    module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
     shapes = {fqn: shape for group in model.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     for folder in place.folders["zero"].folders.values():
-        if folder.name in model.module and folder.name not in shapes:
+        if folder.name in module and folder.name not in shapes:
             continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
         for kind, file, tensor in _tensors(folder):
             files[file.path] = file
@@ -59,8 +62,8 @@ def read(place: Place) -> Manifest:
         steps = _common_step(root, files, masters)
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
     entries += _module_rest(models, masters, tied)
-    order = {name: index for index, name in enumerate(model.module)}
-    entries.sort(key=lambda entry: order.get(entry.fqn, len(order)))
+    places = {name: index for index, name in enumerate(module)}
+    entries.sort(key=lambda entry: places.get(entry.fqn, len(places)))
     mesh = {"world": int(model.root.get("dp_world_size") or 1)}
     return Manifest(
         origin=Origin(
@@ -76,24 +79,31 @@ def read(place: Place) -> Manifest:
         train=train.state(model, groups=_groups(model, root), steps=steps, scaler_root=root),
         tied=tied,
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
+        trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
         warnings=tuple(_warnings(model)),
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
     )
 
 
 def _model_states(place: Place) -> list[ModelStates]:
-    """The copied model states: one file at stages 0 to 2, one a rank at stage 3."""
+    """The model states: one file at stages 0 to 2, one a rank at stage 3.
+
+    ds_to_universal copies those of its source; reshard writes both forms, of which the first has
+    the module's weights.
+    """
     found = [path for path in place.files.values() if path.match("*mp_rank_*_model_states.pt")]
+    found.sort(key=lambda path: not path.name.startswith("mp_rank_"))
+    if found and found[0].name.startswith("mp_rank_"):
+        return [open_model(found[0])]
     sharded = [path for path in found if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
     sharded.sort(key=lambda path: int(path.name.split("_")[3]))
-    names = sharded or found[:1]
-    if not names:
+    if not sharded:
         raise IncompleteError(
             place,
             "has zero/ but no *_model_states.pt beside it: the step and the buffers are in it",
             "copy it here from the directory that was converted",
         )
-    return [open_model(name) for name in names]
+    return [open_model(name) for name in sharded]
 
 
 def _entry(
@@ -180,3 +190,10 @@ def _precision(model: ModelStates) -> str:
 def _warnings(model: ModelStates) -> Iterator[str]:
     if model.root.get("module") is None:
         yield "the model states hold no module (pipeline): buffers and tied names are not known"
+    config, ranks = model.mapping("ds_config"), int(model.root.get("dp_world_size") or 1)
+    stage = order.section(config, "zero_optimization").get("stage", 0)
+    if ranks > 1 and order.takes_turns(config, stage, dtypes.parse(_precision(model))):
+        yield (
+            "made from a run with round_robin_gradients: DeepSpeed's converter (0.12 to 0.19 at"
+            " least) puts the values of most parameters under other names; take the run itself"
+        )

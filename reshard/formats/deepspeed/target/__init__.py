@@ -1,10 +1,11 @@
-"""Lay out a DeepSpeed run directory for any number of ranks, ZeRO stages 0 to 3.
+"""Lay out a DeepSpeed run directory: for a number of ranks at ZeRO stages 0 to 3, or universal.
 
     choice        what is to be written, decided once: groups in the user's order, dtypes, config
     model_states  ``*_model_states.pt``
     flat          stages 1 and 2: one flat tensor a group, in equal pieces
     partitioned   stage 3: every parameter in equal pieces
     whole         stage 0: whole tensors under an index
+    universal     a file a tensor, for any number of ranks
     pieces        runs of parameters in a flat tensor
     slots         the optimizer state of one flat tensor's members
     order         flat orders and sub-groups
@@ -13,8 +14,9 @@
     objects       what is pickled by the name of its class
     report        what a user must be told
 
-The layout is that of DeepSpeed 0.19.8, which loads it at exactly the world size and the stage that
-it was made for, under the options of the ``ds_config`` that the source kept.
+The layout is that of DeepSpeed 0.19.8. It loads the native one at exactly the world size and the
+stage that it was made for, under the options of the ``ds_config`` that the source kept; the
+universal one at any, with ``"checkpoint": {"load_universal": true}``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Iterator
 
 from reshard.dtypes import BFLOAT16, DType
 from reshard.formats import skeletons, torch_writer
-from reshard.formats.deepspeed.target import flat, model_states, partitioned, report
+from reshard.formats.deepspeed.target import flat, model_states, partitioned, report, universal
 from reshard.formats.deepspeed.target.choice import Choice, choose
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
@@ -75,6 +77,48 @@ def notes(
     """
     choice = choose(state, world_size=world_size, stage=stage, precision=precision)
     return tuple(report.notes(choice))
+
+
+def lay_out_universal(
+    state: Training,
+    *,
+    world_size: int,
+    stage: int,
+    precision: DType | None = None,
+    tag: str | None = None,
+) -> Skeleton:
+    """A universal checkpoint: ``latest_universal``, and a file a tensor in the tag's directory.
+
+    Args:
+        world_size, stage: of the run to come, as the ``ds_config`` in it says; its layout does not
+            depend on them. There is no universal checkpoint of stage 0: 1 is said instead.
+        precision: as in `lay_out`.
+        tag: the directory's name; None: ``global_step``, the step and ``_universal``.
+
+    Raises:
+        ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
+    """
+    return universal.files(_universal(state, world_size, stage, precision, tag))
+
+
+def notes_universal(
+    state: Training, *, world_size: int, stage: int, precision: DType | None = None
+) -> tuple[str, ...]:
+    """As `notes`, of what `lay_out_universal` makes."""
+    return tuple(report.notes_universal(_universal(state, world_size, stage, precision)))
+
+
+def _universal(
+    state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
+) -> Choice:
+    return choose(
+        state,
+        world_size=world_size,
+        stage=max(stage, 1),
+        precision=precision,
+        tag=tag or f"global_step{state.step()}_universal",
+        universal=True,
+    )
 
 
 def _models(choice: Choice) -> Iterator[Skeleton]:

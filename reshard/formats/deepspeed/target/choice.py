@@ -34,6 +34,7 @@ class Choice:
         carried: plain values that stand beside DeepSpeed's own in the model states.
         lost: the names of those that are more than plain.
         scaler: the loss scaler's state; new where the source has none.
+        turns_ended: whether ``round_robin_gradients`` of the source is off in ``config``.
     """
 
     state: Training
@@ -53,6 +54,7 @@ class Choice:
     lost: tuple[str, ...]
     scaler: Mapping[str, Any]
     scaler_is_new: bool
+    turns_ended: bool = False
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """What fills the module's copy, and its dtype there.
@@ -80,16 +82,25 @@ def choose(
     stage: int,
     precision: DType | None = None,
     tag: str | None = None,
+    universal: bool = False,
 ) -> Choice:
-    """Decide everything; errors as `lay_out`."""
+    """Decide everything; errors as `lay_out`.
+
+    Args:
+        universal: for a universal checkpoint. It has no flat tensors, so each group is listed as it
+            is; and an optimizer without hyper-parameters keeps those that it has when it loads.
+    """
     _check_request(world_size, stage, precision, tag)
-    _check_source(state)
+    _check_source(state, needs_hyper=not universal)
     of_run = precision or _precision(state)
     source_config = _config(state)
     config = _adapted(source_config, stage, of_run)
+    turns_ended = universal and order.goes_round(config)
+    if turns_ended:
+        config["zero_optimization"]["round_robin_gradients"] = False
     bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
     groups = _groups(state, keep_empty=bare)
-    flats, flats_of = _flats(groups, config, world_size, stage, of_run)
+    flats, flats_of = _flats(groups, config, world_size, 2 if universal else stage, of_run)
     owned = {member.fqn for group in groups for member in group.members}
     rest = [weight for weight in state.weights if weight.fqn not in owned]
     kept, lost = carried.carried(state)
@@ -112,6 +123,7 @@ def choose(
         lost=tuple(lost),
         scaler=scaler or scaling.fresh(order.section(config, "fp16")),
         scaler_is_new=scaler is None,
+        turns_ended=turns_ended,
     )
 
 
@@ -126,7 +138,7 @@ def _check_request(world_size: int, stage: int, precision: DType | None, tag: st
         raise UsageError(f"tag {tag!r}", "is not the name of a directory")
 
 
-def _check_source(state: Training) -> None:
+def _check_source(state: Training, *, needs_hyper: bool) -> None:
     manifest = state.manifest
     if not any(group.members for group in state.groups):
         raise IncompleteError(
@@ -139,11 +151,12 @@ def _check_source(state: Training) -> None:
         shown = ", ".join(manifest.absent[:_LISTED])
         raise IncompleteError(manifest.origin.path, f"holds no value of {shown}")
     for number, group in enumerate(state.groups):
-        if not group.hyper:
+        if needs_hyper and not group.hyper:
             raise IncompleteError(
                 manifest.origin.path,
                 f"keeps no hyper-parameters of param group {number} (elastic_checkpoint does not):"
                 " the optimizer that loads them would have no learning rate",
+                "write --to ds-universal, with which the optimizer keeps those of its script",
             )
 
 

@@ -37,7 +37,7 @@ from reshard.formats.torch_writer import Slot
 from reshard.formats.training import Group, Trained
 from reshard.unpickle import Call
 
-_ALIGNMENT = 2  # nccl_start_alignment_factor
+ALIGNMENT = 2  # nccl_start_alignment_factor
 _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins
 
 
@@ -98,7 +98,7 @@ class _Group:
         self._starts = list(ends)[: len(flat)]
         self._stops = [start + numel for start, numel in zip(self._starts, sizes, strict=True)]
         self._end = self._stops[-1] if flat else 0
-        self._numel = -(-self._end // (_ALIGNMENT * choice.world_size)) * _ALIGNMENT
+        self._numel = -(-self._end // (ALIGNMENT * choice.world_size)) * ALIGNMENT
         self._dtypes = {name: dtype_of(name, flat) for name in names_of(flat)}
         self._step = step_of(flat, choice.state.manifest.origin.path)
 

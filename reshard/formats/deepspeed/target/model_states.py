@@ -10,33 +10,58 @@ from typing import Any
 
 from reshard.formats.deepspeed.target import whole
 from reshard.formats.deepspeed.target.choice import Choice
-from reshard.formats.deepspeed.target.objects import WRITTEN_AS, size
+from reshard.formats.deepspeed.target.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
 from reshard.formats.deepspeed.target.partitioned import fragment
 from reshard.formats.torch_writer import Slot, Storage, whole_tensor
 
 
 def whole_file(choice: Choice) -> dict[str, Any]:
     """Stages 0 to 2: one file for all ranks."""
-    slots = {weight.fqn: whole_tensor(*choice.stored(weight)) for weight in choice.state.weights}
+    slots = _whole_tensors(choice)
     frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen}
     return _root(choice, _with_aliases(choice, slots), frozen if choice.stage == 2 else None)
 
 
 def file_of(choice: Choice, rank: int) -> dict[str, Any]:
     """Stage 3: one a rank, with the buffers whole and a placeholder for each parameter."""
+    frozen = {
+        weight.fqn: fragment(*choice.stored(weight), choice.world_size, rank)
+        for weight in choice.frozen
+    }
+    root = _root(choice, _with_aliases(choice, _placeholders(choice)), frozen)
+    return root if rank == 0 else {**root, "shared_params": {}}  # as there: only rank 0 looks
+
+
+def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
+    """Beside ``zero/``, all that the optimizer does not hold.
+
+    Args:
+        weights: whether to hold them, or placeholders as at stage 3; buffers are there either way.
+    """
+    slots = _whole_tensors(choice) if weights else _placeholders(choice)
+    frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen} if weights else None
+    return {
+        "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
+        **_root(choice, _with_aliases(choice, slots), frozen),
+    }
+
+
+def _whole_tensors(choice: Choice) -> dict[str, Slot]:
+    return {weight.fqn: whole_tensor(*choice.stored(weight)) for weight in choice.state.weights}
+
+
+def _placeholders(choice: Choice) -> dict[str, Slot]:
+    """The buffers, and an empty tensor for each parameter."""
     whole_ones = {weight.fqn for weight in choice.buffers}
     empty: dict[Any, Slot] = {}
-    slots, frozen = {}, {}
+    slots = {}
     for weight in choice.state.weights:
         entry, dtype = choice.stored(weight)
         if weight.fqn in whole_ones:
             slots[weight.fqn] = whole_tensor(entry, dtype)
         else:
             slots[weight.fqn] = empty.setdefault(dtype, Slot(Storage(dtype, 0), (0,)))
-    for weight in choice.frozen:
-        frozen[weight.fqn] = fragment(*choice.stored(weight), choice.world_size, rank)
-    root = _root(choice, _with_aliases(choice, slots), frozen)
-    return root if rank == 0 else {**root, "shared_params": {}}  # as there: only rank 0 looks
+    return slots
 
 
 def _with_aliases(choice: Choice, slots: dict[str, Slot]) -> OrderedDict[str, Slot]:

@@ -16,6 +16,7 @@ from reshard.formats.torch_writer import Slot, Storage
 from reshard.unpickle import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
+UNIVERSAL_VERSION = 0.4  # of its universal_checkpoint_info (``checkpoint/constants.py``)
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 

@@ -32,10 +32,14 @@ def is_flat_bf16(config: Any, stage: int, precision: DType | None) -> bool:
     return precision == BFLOAT16 and stage == 1 and accumulated in _FP32 and not offloads
 
 
+def goes_round(config: Any) -> bool:
+    """Whether the run is asked to spread parameters round its ranks."""
+    return section(config, "zero_optimization").get("round_robin_gradients") is True
+
+
 def takes_turns(config: Any, stage: int, precision: DType | None) -> bool:
     """Whether parameters go round the ranks (``round_robin_gradients``)."""
-    asked = section(config, "zero_optimization").get("round_robin_gradients") is True
-    return asked and stage in (1, 2) and not is_flat_bf16(config, stage, precision)
+    return goes_round(config) and stage in (1, 2) and not is_flat_bf16(config, stage, precision)
 
 
 def in_turns(members: Sequence[T], ranks: int) -> list[T]:

@@ -6,14 +6,62 @@ from collections.abc import Iterator, Sequence
 
 from reshard.dtypes import FLOAT16, FLOAT32
 from reshard.formats import loss_scale
+from reshard.formats.deepspeed.target import universal
 from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.flat import ALIGNMENT
 from reshard.formats.deepspeed.target.objects import deepspeeds_own
 
 _LISTED = 4
+_STAGE_3 = ("exp_avg", "exp_avg_sq")  # the slots that it loads of a universal checkpoint
 
 
 def notes(choice: Choice) -> Iterator[str]:
-    """One sentence each."""
+    """Of a native directory; one sentence each."""
+    yield from _of_the_run(choice)
+    yield from _of_scaler(choice, f"one begins at {choice.scaler['cur_scale']}")
+    if choice.stage:
+        yield from _of_idle(choice)
+    yield from _of_frozen(choice)
+    if not _is_deepspeeds(choice):
+        yield (
+            "DeepSpeed finds parameters by their place alone: they stand in the order of the"
+            " source's state dict, which must be that of model.parameters() in each of the run's"
+            " param groups"
+        )
+        yield from _of_other_frameworks(choice)
+        yield from _of_unsure(choice)
+
+
+def notes_universal(choice: Choice) -> Iterator[str]:
+    """Of a universal checkpoint; one sentence each."""
+    yield (
+        'for any number of ranks at stages 1 to 3, with "checkpoint": {"load_universal": true}:'
+        " --world-size and --zero-stage are said in the configuration that it keeps, no more"
+    )
+    yield from _of_the_run(choice)
+    yield from _unrestored(choice)
+    yield from _of_scaler(choice, "that of the run that loads it begins anew")
+    if choice.turns_ended:
+        yield (
+            "the run that loads it must not have round_robin_gradients, with which DeepSpeed puts"
+            " every universal checkpoint into the wrong places"
+        )
+    info = choice.carried.get("universal_checkpoint_info", {})
+    if len(info) > 1:
+        yield "its tensors are not marked for tensor parallelism: load it at a degree of 1"
+    yield from _of_idle(choice)
+    yield from _of_hypers(choice)
+    yield from _of_slots(choice)
+    yield from _of_small_groups(choice)
+    if not _is_deepspeeds(choice):
+        yield from _of_other_frameworks(choice)
+
+
+def _is_deepspeeds(choice: Choice) -> bool:
+    return choice.state.manifest.origin.format.startswith("deepspeed")
+
+
+def _of_the_run(choice: Choice) -> Iterator[str]:
     train = choice.state.manifest.train
     for name in choice.lost:
         yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
@@ -21,13 +69,9 @@ def notes(choice: Choice) -> Iterator[str]:
         yield "the random states are not carried: DeepSpeed's files have no place for them"
     if train.samples is None:
         yield "the source does not count samples: DeepSpeed takes its steps times its batch"
-    yield from _of_scaler(choice)
-    yield from _of_groups(choice)
-    if not choice.state.manifest.origin.format.startswith("deepspeed"):
-        yield from _of_other_frameworks(choice)
 
 
-def _of_scaler(choice: Choice) -> Iterator[str]:
+def _of_scaler(choice: Choice, begins: str) -> Iterator[str]:
     scaler = choice.state.manifest.train.scaler
     if choice.precision != FLOAT16:
         if not loss_scale.is_idle(scaler):
@@ -36,15 +80,73 @@ def _of_scaler(choice: Choice) -> Iterator[str]:
         if "cur_scale" not in scaler:
             yield "the GradScaler becomes DeepSpeed's loss scaler"
     elif loss_scale.is_idle(scaler):
-        yield f"the source has no loss scaler: one begins at {choice.scaler['cur_scale']}"
+        yield f"the source has no loss scaler: {begins}"
     else:
+        yield f"the source's loss scaler has no form in DeepSpeed: {begins}"
+
+
+def _unrestored(choice: Choice) -> Iterator[str]:
+    """DeepSpeed's universal load never reads the module (``runtime/engine.py``, 0.19.8)."""
+    left = [weight.fqn for weight in (*choice.frozen, *choice.buffers) if weight.value.numel]
+    if left:
         yield (
-            "the source's loss scaler has no form in DeepSpeed: another begins at"
-            f" {choice.scaler['cur_scale']}"
+            "DeepSpeed's universal load restores no frozen parameter and no buffer: give the model"
+            " those under 'module' in mp_rank_00_model_states.pt before deepspeed.initialize"
+            f" ({_some(left)})"
         )
 
 
-def _of_groups(choice: Choice) -> Iterator[str]:
+def _of_hypers(choice: Choice) -> Iterator[str]:
+    if not all(group.hyper for group in choice.groups):
+        yield (
+            "the source keeps no hyper-parameters (elastic_checkpoint does not): the optimizer goes"
+            " on with those of its script"
+        )
+        return
+    common = universal.common_hyper(choice)
+    differing = dict.fromkeys(key for g in choice.groups for key in g.hyper if key not in common)
+    if differing:
+        yield (
+            "stage 3 would give the first group's hyper-parameters to all: there, of"
+            f" {', '.join(differing)}, each group keeps what its script gives it"
+        )
+
+
+def _of_slots(choice: Choice) -> Iterator[str]:
+    """What stage 3 asks for, and takes."""
+    counts = universal.steps(choice)
+    if len(seen := {count or 0 for count in counts}) > 1:
+        yield (
+            f"groups were updated {_some([f'{count:g}' for count in sorted(seen)])} times: stage"
+            " 3 takes the first's number for all"
+        )
+    if any(counts) and not any(deepspeeds_own(group.hyper) for group in choice.groups):
+        yield (
+            "at stage 3 with several param groups or sub-groups, give each its own counter after"
+            ' loading (state["step"] = state["step"].clone() for each state of'
+            " engine.basic_optimizer): DeepSpeed lets them share one, which torch counts up for"
+            " each"
+        )
+    held = choice.state.slots
+    if missing := [name for name in _STAGE_3 if name not in held]:
+        yield f"does not load at stage 3, which asks for {_some(missing)} of every parameter"
+    elif others := [name for name in held if name not in _STAGE_3]:
+        yield f"stage 3 does not load {_some(others)}"
+
+
+def _of_small_groups(choice: Choice) -> Iterator[str]:
+    """Stages 1 and 2 fail on a rank that has nothing of a group (``steps[0]`` of an empty list)."""
+    for number, group in enumerate(choice.groups):
+        numel = sum(member.weight.value.numel for member in group.members)
+        share = -(-numel // (ALIGNMENT * choice.world_size)) * ALIGNMENT
+        if share * (choice.world_size - 1) >= numel:
+            yield (
+                f"param group {number} has {numel} elements, not one for every rank of"
+                f" {choice.world_size}: stages 1 and 2 load it at fewer ranks only"
+            )
+
+
+def _of_idle(choice: Choice) -> Iterator[str]:
     idle = [
         member.fqn
         for group in choice.groups
@@ -52,8 +154,11 @@ def _of_groups(choice: Choice) -> Iterator[str]:
         for member in group.members
         if not member.slots
     ]
-    if choice.stage and idle:
+    if idle:
         yield f"never stepped, and begins with zeros: {_some(idle)}"
+
+
+def _of_frozen(choice: Choice) -> Iterator[str]:
     outside = [weight.fqn for weight in choice.frozen]
     if choice.stage == 0 and choice.precision == FLOAT32 and outside:
         yield (
@@ -64,16 +169,15 @@ def _of_groups(choice: Choice) -> Iterator[str]:
 
 def _of_other_frameworks(choice: Choice) -> Iterator[str]:
     """What DeepSpeed's own checkpoints say and others do not."""
-    yield (
-        "DeepSpeed finds parameters by their place alone: they stand in the order of the source's"
-        " state dict, which must be that of model.parameters() in each of the run's param groups"
-    )
     if choice.recast is None:
         yield f"written for a run in {choice.precision}: another precision has to be asked for"
     if choice.state.manifest.train.scheduler is None:
         yield "no scheduler: where the run has one, load with load_lr_scheduler_states=False"
     if not any(deepspeeds_own(group.hyper) for group in choice.groups):
         yield 'the optimizer must be torch\'s own in DeepSpeed too (of Adam: "torch_adam": true)'
+
+
+def _of_unsure(choice: Choice) -> Iterator[str]:
     known = choice.state.manifest.frozen
     unsure = [weight.fqn for weight in choice.frozen if weight.fqn not in known]
     if choice.stage == 3 and unsure:

@@ -1,0 +1,162 @@
+"""A universal checkpoint: one file a tensor, which any number of ranks loads at stages 1 to 3.
+
+DeepSpeed's own (0.19.8 ``checkpoint/ds_to_universal.py``) are of two kinds, by the stage of their
+source, and each is loaded at such a stage only. This one has what both loaders ask for:
+
+    latest_universal                          the tag
+    TAG/zero/FQN/{fp32,exp_avg,...}.pt        ``{"cat_dim": 0, "param": tensor}``
+    TAG/zero/FQN/step.pt                      stages 1, 2: the bare counter
+    TAG/zero/optimizer_state.pt               ``param_groups`` for stages 1 and 2, and
+                                              ``optimizer_state_dict`` for stage 3
+    TAG/mp_rank_00_model_states.pt            stages 1, 2: counters, scheduler, client; the module
+    TAG/zero_pp_rank_0_mp_rank_00_model_states.pt   stage 3: the same, with placeholders
+
+Loaders: ``runtime/base_optimizer.py`` (``load_hp_checkpoint_state_from_checkpoint_dir``),
+``checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``), ``runtime/zero/stage3.py``
+(``load_hp_checkpoint_state_from_checkpoint_dir_stage3``), ``runtime/engine.py``
+(``_get_all_ckpt_names``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from reshard.box import Index
+from reshard.dtypes import FLOAT32, DType
+from reshard.errors import UnsafeError
+from reshard.formats import skeletons, torch_writer
+from reshard.formats.deepspeed.target import model_states
+from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.objects import WRITTEN_AS, scaler, step
+from reshard.formats.deepspeed.target.pieces import run_of
+from reshard.formats.deepspeed.target.slots import dtype_of, names_of, step_of
+from reshard.formats.torch_writer import Slot, Storage
+from reshard.formats.training import Group, Trained
+from reshard.manifest import Entry, Skeleton
+
+_MODEL = "mp_rank_00_model_states.pt"
+_MODEL3 = f"zero_pp_rank_0_{_MODEL}"
+
+
+def files(choice: Choice) -> Skeleton:
+    """The run directory.
+
+    Raises:
+        UnsafeError: a name that would lead out of it.
+        UnsupportedError: members of a group have seen different numbers of updates.
+        IncompleteError: a parameter lacks a slot that others have.
+    """
+    zero = skeletons.joined(_zero(choice))
+    models = skeletons.joined(
+        torch_writer.lay_out_object(
+            f"{choice.tag}/{name}", model_states.universal(choice, weights=weights)
+        )
+        for name, weights in ((_MODEL, True), (_MODEL3, False))
+    )
+    latest = skeletons.of_bytes("latest_universal", choice.tag.encode())
+    return Skeleton(
+        latest.files + zero.files + models.files,
+        zero.entries + models.entries,
+        zero.checksums + models.checksums,
+    )
+
+
+def steps(choice: Choice) -> list[float | None]:
+    """The updates that each group has seen; None for one that never was updated."""
+    path = choice.state.manifest.origin.path
+    return [step_of(group.members, path) for group in choice.groups]
+
+
+def common_hyper(choice: Choice) -> dict[str, Any]:
+    """The hyper-parameters that all groups share.
+
+    Stage 3 gives every group those of the first. What differs is kept from it, so that each group
+    goes on with what its script gave it.
+    """
+    first, *others = (group.hyper for group in choice.groups)
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in other and other[key] == value for other in others)
+    }
+
+
+def _zero(choice: Choice) -> Iterator[Skeleton]:
+    folder, counts = f"{choice.tag}/zero", steps(choice)
+    known = tuple(dict.fromkeys(name for g in choice.groups for name in names_of(g.members)))
+    for group, count in zip(choice.groups, counts, strict=True):
+        names = names_of(group.members) or known  # zeros for a group that was never updated
+        dtypes = {name: dtype_of(name, group.members) for name in names}
+        counter = step(count or 0, group.hyper) if names and _counts(counts) else None
+        for member in group.members:
+            _check_name(choice, member.fqn)
+            place = f"{folder}/{member.fqn}"
+            yield _file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32)
+            for name, dtype in dtypes.items():
+                _check_name(choice, name)
+                yield _file(f"{place}/{name}.pt", member, member.slots.get(name), dtype)
+            if counter is not None:
+                yield torch_writer.lay_out_object(f"{place}/step.pt", counter)
+    yield torch_writer.lay_out_object(f"{folder}/optimizer_state.pt", _optimizer(choice, counts))
+
+
+def _counts(counts: list[float | None]) -> bool:
+    """Whether the optimizer counts its updates."""
+    return any(count is not None for count in counts)
+
+
+def _file(name: str, member: Trained, value: Entry | None, dtype: DType) -> Skeleton:
+    """One tensor; zeros where the parameter has no such value."""
+    numel = member.weight.value.numel
+    parts = run_of(value, 0, numel) if value else ()
+    slot = Slot(Storage(dtype, numel, parts), _stored(member.weight.shape))
+    return torch_writer.lay_out_object(name, {"cat_dim": 0, "param": slot})
+
+
+def _stored(shape: Index) -> Index:
+    """A 0-d parameter has a dim: DeepSpeed asks for a chunk of dim 0 (its converter fails)."""
+    return shape or (1,)
+
+
+def _check_name(choice: Choice, name: str) -> None:
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise UnsafeError(
+            choice.state.manifest.origin.path,
+            f"names a tensor {name!r}, which cannot be the name of a directory",
+            "rename it where it is saved, or write another layout",
+        )
+
+
+def _optimizer(choice: Choice, counts: list[float | None]) -> dict[str, Any]:
+    """Scaler, clipping and hyper-parameters; what the run has itself stays where nothing is said.
+
+    Stage 3 looks for all that it needs of the base optimizer in a dict of its own, and takes one
+    counter for all parameters, that of the first group.
+    """
+    clip = choice.config.get("gradient_clipping", 0.0)
+    counted = {"step": _first_step(choice, counts)} if _counts(counts) else {}
+    return {
+        **({} if choice.scaler_is_new else _scaler(choice)),
+        "overflow": False,
+        **({"clip_grad": clip} if choice.config_is_known else {}),
+        "ds_version": WRITTEN_AS,
+        "param_groups": choice.param_groups(),
+        "optimizer_state_dict": {
+            "state": {0: counted},
+            "param_groups": [{**common_hyper(choice), "params": [0]}],
+        },
+    }
+
+
+def _scaler(choice: Choice) -> dict[str, Any]:
+    return {
+        "loss_scaler": scaler(choice.scaler),
+        "dynamic_loss_scale": choice.scaler["dynamic"],
+    }
+
+
+def _first_step(choice: Choice, counts: list[float | None]) -> Slot | int:
+    number, count = next((n, count) for n, count in enumerate(counts) if count is not None)
+    owner: Group = choice.groups[number]
+    return step(count or 0, owner.hyper)
