@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from reshard.box import Index
 from reshard.checksum import crc32, join
@@ -25,6 +23,7 @@ from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, Skeleton, SourceFile
 from reshard.plan import Copy, Plan, Window
 from reshard.records import Spans, check_record, crc_of, record_crc
+from reshard.workers import spread
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
@@ -38,7 +37,6 @@ def _unseen(_nbytes: int) -> None:
     """Progress that nobody watches."""
 
 
-T = TypeVar("T")
 ReadSpan = tuple[str, int, int, int]  # file, byte offset, nbytes, crc
 
 
@@ -91,7 +89,7 @@ def execute(
             team.append(_Worker(_Filler(pool, clamp=clamp, read_bytes=read_bytes), directory))
             return team[-1]
 
-        _spread(plan.windows, hire, workers, lambda window: progress(window.nbytes))
+        spread(plan.windows, hire, workers, lambda window: progress(window.nbytes))
         for worker in team:
             outcome.add(worker.filler.seen)
         _check_records(outcome, sources, pool, workers)
@@ -118,7 +116,7 @@ def read_back(
                     "the disk or its file system is at fault: nothing was kept",
                 )
 
-        _spread(
+        spread(
             sorted(outcome.windows.items()),
             lambda: check,
             workers,
@@ -164,54 +162,13 @@ def _disk_error(path: Path, error: OSError) -> ReshardError:
     return ReshardError(path, f"cannot be written: {error.strerror}")
 
 
-def _spread(
-    items: Iterable[T],
-    make: Callable[[], Callable[[T], Any]],
-    workers: int,
-    done: Callable[[T], None],
-) -> None:
-    """Apply a worker's function to every item; one worker is a plain loop.
-
-    ``make`` gives each thread its own function (its buffers); ``done`` runs under a lock.
-    """
-    if workers == 1:
-        run = make()
-        for item in items:
-            run(item)
-            done(item)
-        return
-    waiting = iter(items)
-    lock = threading.Lock()
-    stop = threading.Event()
-
-    def loop() -> None:
-        run = make()
-        while not stop.is_set():
-            with lock:
-                item = next(waiting, None)
-            if item is None:
-                return
-            run(item)
-            with lock:
-                done(item)
-
-    with ThreadPoolExecutor(workers) as threads:
-        running: list[Future[None]] = [threads.submit(loop) for _ in range(workers)]
-        try:
-            finished, _ = wait(running, return_when=FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
-        finally:
-            stop.set()
-
-
 def fill(pool: SourceFiles, copies: Iterable[Copy], buffer: memoryview) -> Counter[str]:
     """Fill a buffer in memory; the copies' target offsets count from its start.
 
     Returns:
         How many finite values of each fqn a cast made infinite.
     """
-    filler = _Filler(pool, clamp=False, read_bytes=READ_BYTES)
+    filler = _Filler(pool, clamp=False, read_bytes=READ_BYTES, check=False)
     for copy in copies:
         filler.fill(copy, buffer)
     return filler.seen.overflowed
@@ -220,8 +177,11 @@ def fill(pool: SourceFiles, copies: Iterable[Copy], buffer: memoryview) -> Count
 class _Filler:
     """Reads the blocks of copies into a window in memory, casting on the way."""
 
-    def __init__(self, pool: SourceFiles, *, clamp: bool, read_bytes: int) -> None:
+    def __init__(
+        self, pool: SourceFiles, *, clamp: bool, read_bytes: int, check: bool = True
+    ) -> None:
         self.pool = pool
+        self.check = check
         self.clamp = clamp
         self.read_bytes = read_bytes
         self.buffer = bytearray()
@@ -269,8 +229,10 @@ class _Filler:
         if flushed:
             self.seen.flushed[copy.fqn] += flushed
 
-    def _read(self, file: str, offset: int, into: memoryview) -> int:
+    def _read(self, file: str, offset: int, into: memoryview) -> int | None:
         self.pool.read_into(file, offset, into)
+        if not self.check:
+            return None
         crc = crc32(into)
         self.seen.reads.append((file, offset, len(into), crc))
         return crc
@@ -352,7 +314,7 @@ def _check_records(
         for record in sources[file].records
         if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
     ]
-    _spread(
+    spread(
         touched,
         lambda: lambda item: check_record(pool, *item, reads),
         workers,

@@ -1,0 +1,148 @@
+"""Two tensors, element by element, in blocks: are they equal, and if not, where and by how much.
+
+Equal bytes are found by comparing memory; numbers are looked at only in blocks that differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.box import Box
+from reshard.dtypes import DType
+from reshard.files import SourceFiles
+from reshard.manifest import Entry
+from reshard.tensors import read_block
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far two elements may be apart: ``|a - b| <= atol + rtol |b|``, or ``ulp`` steps.
+
+    With none of them only equal bits are equal (two NaN of other bits are not).
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    ulp: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is allowed."""
+        return not (self.atol or self.rtol or self.ulp)
+
+
+@dataclass(slots=True)
+class Difference:
+    """What is unequal in a tensor, or a block of it.
+
+    Args:
+        first: the flat index of the first unequal element, with both values there.
+        count: how many elements are unequal under the tolerance.
+        max_abs, max_rel: the largest distance, absolute and relative to the larger of the two;
+            of finite elements.
+        max_ulp: the same in representable numbers of the dtype; 0 for what is no float.
+        not_finite: unequal elements of which one is NaN or infinite.
+    """
+
+    first: int
+    first_values: tuple[Any, Any]
+    count: int
+    max_abs: float
+    max_rel: float
+    max_ulp: int
+    not_finite: int
+
+    def add(self, other: Difference) -> None:
+        """Take over what another block of the same tensor has."""
+        if other.first < self.first:
+            self.first, self.first_values = other.first, other.first_values
+        self.count += other.count
+        self.not_finite += other.not_finite
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.max_rel = max(self.max_rel, other.max_rel)
+        self.max_ulp = max(self.max_ulp, other.max_ulp)
+
+
+def block_difference(
+    pool: SourceFiles, a: Entry, b: Entry, box: Box, dtype: DType, tolerance: Tolerance
+) -> Difference | None:
+    """What differs in one block, both sides as if cast to ``dtype``; None where nothing does.
+
+    Args:
+        box: contiguous in the tensor, as `box.contiguous_cuts` makes them.
+    """
+    left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
+    if left == right:
+        return None
+    return _difference(left, right, dtype, tolerance, _first_element(a, box))
+
+
+def _first_element(entry: Entry, box: Box) -> int:
+    at = 0
+    for start, size in zip(box.origin, entry.shape, strict=True):
+        at = at * size + start
+    return at
+
+
+def _difference(
+    left: bytearray, right: bytearray, dtype: DType, tolerance: Tolerance, start: int
+) -> Difference | None:
+    import numpy as np
+
+    bits = np.dtype(f"<u{min(dtype.itemsize, 8)}")
+    words = dtype.itemsize // bits.itemsize
+    raw = [np.frombuffer(side, bits).reshape(-1, words) for side in (left, right)]
+    unequal = (raw[0] != raw[1]).any(axis=1).nonzero()[0]
+    one, two = (_numbers(side, unequal, dtype) for side in (left, right))
+    with np.errstate(all="ignore"):
+        apart = np.abs(one - two)
+        larger = np.maximum(np.abs(one), np.abs(two))
+        ulps = _ulps(raw, unequal, dtype)
+        finite = np.isfinite(apart)
+        if not tolerance.is_exact:
+            near = (apart <= tolerance.atol + tolerance.rtol * np.abs(two)) & finite
+            near |= finite & (ulps <= tolerance.ulp) & (tolerance.ulp > 0)
+            near |= np.isnan(one) & np.isnan(two)
+            unequal, one, two = unequal[~near], one[~near], two[~near]
+            apart, larger, finite, ulps = (x[~near] for x in (apart, larger, finite, ulps))
+        if not unequal.size:
+            return None
+        relative = np.where(larger > 0, apart / larger, 0.0)
+    return Difference(
+        first=start + int(unequal[0]),
+        first_values=(one[0].item(), two[0].item()),
+        count=int(unequal.size),
+        max_abs=float(apart[finite].max(initial=0.0)),
+        max_rel=float(relative[finite].max(initial=0.0)),
+        max_ulp=int(ulps[finite].max(initial=0)),
+        not_finite=int((~finite).sum()),
+    )
+
+
+def _numbers(side: bytearray, at: Any, dtype: DType) -> Any:
+    """Those elements as numbers wide enough for their distance."""
+    import numpy as np
+    import torch
+
+    chosen = torch.frombuffer(side, dtype=getattr(torch, dtype.name))[torch.from_numpy(at)]
+    if dtype.family == "complex":
+        return chosen.to(torch.complex128).numpy()
+    if dtype.family in ("float", "float8"):
+        return chosen.to(torch.float64).numpy()
+    return chosen.numpy().astype(np.float64)  # near enough to say how far two integers are apart
+
+
+def _ulps(raw: list[Any], at: Any, dtype: DType) -> Any:
+    """How many representable numbers lie between; zeros for what is no float."""
+    import numpy as np
+
+    if dtype.family not in ("float", "float8"):
+        return np.zeros(at.size, np.int64)
+    sign = np.uint64(1 << (8 * dtype.itemsize - 1))
+    ordered = []
+    for side in raw:
+        bits = side[at, 0].astype(np.uint64)
+        magnitude = (bits & ~sign).astype(np.int64)
+        ordered.append(np.where(bits & sign, -magnitude, magnitude))
+    return np.abs(ordered[0] - ordered[1])
