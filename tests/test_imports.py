@@ -17,7 +17,7 @@ HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspe
 LAYERS = (
     ("errors", "dtypes", "box", "version", "checksum"),
     ("manifest", "files", "trust", "units", "cast"),
-    ("unpickle", "pickler", "layout", "keys", "model", "flat_param"),
+    ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("formats", "plan"),
     ("records",),
     ("execute",),

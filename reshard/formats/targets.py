@@ -12,10 +12,11 @@ from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
-from reshard.formats.state_dict.distributed import Grid
+from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.tensor_parallel import Plan
 
 StateDictType = Literal["full", "local", "sharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
@@ -32,6 +33,13 @@ class Request:
     state_dict_type: StateDictType = "sharded"
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
+    grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
+    tensor: Plan | None = None  # what a tensor-parallel axis of it does
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks see different data."""
+        return self.world_size // (self.grid.size("tensor") if self.grid else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +49,14 @@ class Target:
     Args:
         lay_out: the files.
         notes: what was derived or is dropped.
+        has_mesh: whether its files are of one device mesh.
     """
 
     name: str
     what: str
     lay_out: Callable[[Training, Request], Skeleton]
     notes: Callable[[Training, Request], tuple[str, ...]]
+    has_mesh: bool = False
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
@@ -84,14 +94,34 @@ def _ranks(naming: state_dict.Naming) -> Callable[[Training, Request], Skeleton]
     def lay_out(state: Training, asked: Request) -> Skeleton:
         return state_dict.fsdp2(
             state,
-            Grid((asked.world_size,), naming.mesh, asked.device),
+            _grid(naming, asked),
             naming=naming,
+            tensor=asked.tensor,
             weights_only=asked.weights_only,
             model=asked.model,
             dtype=asked.dtype,
         )
 
     return lay_out
+
+
+def _grid(naming: state_dict.Naming, asked: Request) -> Grid:
+    """The mesh that was asked for, else the usual one of a single axis.
+
+    Raises:
+        UsageError: nothing that reads such files makes that mesh.
+    """
+    if asked.grid is None:
+        usual = naming.meshes[0] if naming.meshes else None
+        return Grid((asked.world_size,), usual, asked.device)
+    if naming.meshes and asked.grid.names not in naming.meshes:
+        known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
+        raise UsageError(
+            f"--mesh {asked.grid}",
+            "is none under which these files are read",
+            f"give {' or '.join(known)}, or write --to fsdp2",
+        )
+    return asked.grid
 
 
 def _fsdp(state: Training, asked: Request) -> Skeleton:
@@ -127,14 +157,35 @@ def _dropped(state: Training, _asked: Request) -> tuple[str, ...]:
     return tuple(f"not carried: {name}" for name in written.dropped(state.manifest.train))
 
 
+def _rank_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    """What a tensor-parallel axis does, and what is dropped."""
+    dropped = _dropped(state, asked)
+    if asked.tensor is None or asked.grid is None:
+        return dropped
+    divided = state_dict.is_divided(state, asked.model)
+    weights = written.weights(state, divided=divided)
+    touched = state_dict.tensor_cuts(asked.grid, asked.tensor, weights)
+    parameters = {value.owner for value in weights.values() if value.divided}
+    cut = sum(each is not None for each in touched.values())
+    counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"
+    apart = f"{len(parameters) - len(touched)} named by no pattern: whole on each of its ranks"
+    return (f"tensor parallel by the plan of {asked.tensor.source}: {counts}, {apart}", *dropped)
+
+
 TARGETS = {
     target.name: target
     for target in (
         Target("deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes),
         Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _dropped),
         Target("accelerate", "Accelerate's FSDP directory (DCP)", _accelerate, _dropped),
-        Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _dropped),
-        Target("verl", "verl's rank files", _ranks(state_dict.VERL), _dropped),
+        Target(
+            "fsdp2",
+            "a file of DTensors a rank",
+            _ranks(state_dict.PAIR),
+            _rank_notes,
+            has_mesh=True,
+        ),
+        Target("verl", "verl's rank files", _ranks(state_dict.VERL), _rank_notes, has_mesh=True),
         Target("fsdp", "FSDP under Accelerate's names: DCP, whole or flat", _fsdp, _dropped),
         Target("torch", "one file with torch.optim's own state", _plain, _dropped),
     )
