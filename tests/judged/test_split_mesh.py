@@ -16,11 +16,12 @@ from tests.trainer import worlds
 pytestmark = pytest.mark.judge
 
 MODEL = "tests.judges.torch_models:mlp"
-FLAT = "fsdp=4"
+FLAT, TENSOR, HYBRID = "fsdp=4", "dp=2,tp=2", "ddp=2,fsdp=2"
+RESUMED = (TENSOR, HYBRID)
 MESHES = {  # as --mesh has it -> the ranks
     FLAT: 4,
-    "dp=2,tp=2": 4,
-    "ddp=2,fsdp=2": 4,
+    TENSOR: 4,
+    HYBRID: 4,
     "dp_replicate=1,dp_shard=2,tp=2": 4,
     "tp=2": 2,
     "dp=1,tp=1": 1,
@@ -36,7 +37,8 @@ def trained(tmp_path_factory):
     place, losses = tmp_path_factory.mktemp("meshes"), {}
     for mesh, world in MESHES.items():
         (place / mesh).mkdir()
-        losses[mesh] = worlds.run(world, worker.save, mesh, place / mesh)[0]
+        steps = 2 if mesh in (FLAT, *RESUMED) else 0
+        losses[mesh] = worlds.run(world, worker.save, mesh, place / mesh, steps)[0]
     return place, losses
 
 
@@ -70,21 +72,20 @@ def loaded(trained, plan, made, tmp_path_factory):
     """Name -> what each rank of real PyTorch found when it loaded that."""
     place, out = trained[0], tmp_path_factory.mktemp("split")
     jobs = []
-    for mesh in ("dp=2,tp=2", "ddp=2,fsdp=2"):  # the same mesh, and from one of a single axis
+    for mesh in RESUMED:  # the same mesh, and from one of a single axis
         for source in (mesh, FLAT):
             name = f"{source} to {mesh}"
             split(place / source / "ranks", out / name, mesh, plan)
             jobs.append((name, worker.resumed, mesh, "pair", out / name, place / source))
-    split(place / FLAT / "ranks", out / "verl", "ddp=2,fsdp=2", to="verl")
-    jobs.append(("verl", worker.resumed, "ddp=2,fsdp=2", "verl", out / "verl", place / FLAT))
+    split(place / FLAT / "ranks", out / "verl", HYBRID, to="verl")
+    jobs.append(("verl", worker.resumed, HYBRID, "verl", out / "verl", place / FLAT))
     case = made / "z3_zero_init_tied_ws4"
     model = "tests.judges.deepspeed_models:menagerie_tied"
-    told = split(case / "run", out / "zero3", "dp=2,tp=2", model=model)
+    told = split(case / "run", out / "zero3", TENSOR, model=model)
     reference = torch.load(case / "reference.pt", weights_only=False)
-    job = (worker.from_deepspeed, "dp=2,tp=2", out / "zero3", reference)
-    jobs.append(("zero3", *job))
+    jobs.append(("zero3", worker.from_deepspeed, TENSOR, out / "zero3", reference))
     config = made / "hf_z1_fp32_tied" / "run" / "config.json"
-    jobs.append(("specs", worker.specs_of, "dp=2,tp=2", config))
+    jobs.append(("specs", worker.specs_of, TENSOR, config))
     found = {name: [] for name, *_ in jobs}
     for rank in worlds.run(4, worker.in_turn, jobs):
         for name, result in rank.items():
@@ -100,13 +101,13 @@ def test_pytorch_loads_every_bit_to_where_it_lies(loaded):
 
 
 def test_training_goes_on_exactly_as_it_would_have(loaded, trained):
-    for mesh in ("dp=2,tp=2", "ddp=2,fsdp=2"):
+    for mesh in RESUMED:
         assert loaded[0][f"{mesh} to {mesh}"][0]["losses"] == trained[1][mesh], mesh
 
 
 def test_another_mesh_goes_on_as_one_axis_would_have(loaded, trained):
     wanted = list(map(float.fromhex, trained[1][FLAT]))
-    for name in (f"{FLAT} to dp=2,tp=2", f"{FLAT} to ddp=2,fsdp=2", "verl"):
+    for name in (f"{FLAT} to {TENSOR}", f"{FLAT} to {HYBRID}", "verl"):
         found = list(map(float.fromhex, loaded[0][name][0]["losses"]))
         assert found == pytest.approx(wanted, rel=3e-7), name
 
@@ -123,7 +124,7 @@ def test_a_mesh_goes_on_where_deepspeed_stopped(loaded):
 
 def test_the_model_beside_a_checkpoint_says_how_it_is_cut(loaded, made, tmp_path):
     """``config.json``: placed as transformers itself places a model on such a mesh."""
-    split(made / "hf_z1_fp32_tied" / "run", tmp_path / "out", "dp=2,tp=2")
+    split(made / "hf_z1_fp32_tied" / "run", tmp_path / "out", TENSOR)
     for rank, wanted in enumerate(loaded[0]["specs"]):
         read = torch.load(tmp_path / "out" / f"model_rank{rank}.pt")
         assert {name: repr(worker.place_of(value)) for name, value in read.items()} == wanted
@@ -147,12 +148,12 @@ def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path)
 @pytest.mark.parametrize(
     ("mesh", "options", "error", "text"),
     [
-        ("dp=2,tp=2", {"to": "dcp"}, UsageError, "any mesh reads DCP"),
-        ("dp=2,tp=2", {"to": "torch"}, UsageError, "writes no files of a mesh"),
-        ("dp=2,tp=2", {"world_size": 8}, UsageError, "has 4 ranks"),
-        ("dp=2,tp=2", {}, UsageError, "nothing says how tensor parallelism cuts"),
-        ("dp=2,tp=2", {"model": MODEL}, UsageError, "has no plan of tensor parallelism"),
-        ("fsdp=4", {"tp_plan": "plan.json"}, UsageError, "needs --mesh with an axis tp=N"),
+        (TENSOR, {"to": "dcp"}, UsageError, "any mesh reads DCP"),
+        (TENSOR, {"to": "torch"}, UsageError, "writes no files of a mesh"),
+        (TENSOR, {"world_size": 8}, UsageError, "has 4 ranks"),
+        (TENSOR, {}, UsageError, "nothing says how tensor parallelism cuts"),
+        (TENSOR, {"model": MODEL}, UsageError, "has no plan of tensor parallelism"),
+        (FLAT, {"tp_plan": "plan.json"}, UsageError, "needs --mesh with an axis tp=N"),
         ("dp_replicate=2,dp_shard=2", {"to": "verl"}, UsageError, "give fsdp=N or ddp=N,fsdp=N"),
         ("dp=2,pp=2", {}, UsageError, "split each stage by itself"),
     ],
@@ -169,4 +170,4 @@ def test_packed_weights_are_refused(trained, tmp_path, monkeypatch):
     packed = {"blocks.*.inner.up": "packed_colwise"}
     monkeypatch.setattr(model, "_tensor_plan", lambda _root: packed)
     with pytest.raises(UnsupportedError, match="several blocks"):
-        split(trained[0] / FLAT / "ranks", tmp_path / "out", "dp=2,tp=2", model=MODEL)
+        split(trained[0] / FLAT / "ranks", tmp_path / "out", TENSOR, model=MODEL)

@@ -133,8 +133,8 @@ def train(ranks, mesh, model, optimizer, first, steps):
     return losses
 
 
-def save(ranks, text, place):
-    """Train, save as torch does, a file a rank and in DCP, keep the truth, and train on."""
+def save(ranks, text, place, steps):
+    """Train, save a file a rank and in DCP; keep the truth and train on where steps are asked."""
     mesh = make_mesh(text)
     model, optimizer = live(mesh, 7)
     train(ranks, mesh, model, optimizer, 0, STEPS)
@@ -144,10 +144,12 @@ def save(ranks, text, place):
         "optim": get_optimizer_state_dict(model, optimizer),
     }
     dcp.save(state, checkpoint_id=place / "dcp")
+    if not steps:
+        return []
     truth = state_of(model, optimizer)
     if ranks.rank == 0:
         torch.save(truth, place / TRUTH)
-    return train(ranks, mesh, model, optimizer, STEPS, 2)
+    return train(ranks, mesh, model, optimizer, STEPS, steps)
 
 
 def resumed(ranks, text, form, place, source):

@@ -144,9 +144,15 @@ class Placing:
 
     grid: Grid
     tensor: Mapping[str, Cut | None] = field(default_factory=dict)
+    _known: dict[str, Placed] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, fqn: str) -> Placed:
         """The parameter's place, which is also that of its optimizer's slots."""
+        if fqn not in self._known:  # every rank asks
+            self._known[fqn] = self._placed(fqn)
+        return self._known[fqn]
+
+    def _placed(self, fqn: str) -> Placed:
         touched, cut = fqn in self.tensor, self.tensor.get(fqn)
         factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1
         cuts = {"replicate": None, "shard": Cut(0, factor), "tensor": cut}
