@@ -204,6 +204,17 @@ def merge(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
 
 def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
+        click.option(
+            "--tp-plan",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="JSON, pattern -> colwise|rowwise|replicate|dim.  [default: the model's own plan]",
+        ),
+        click.option(
+            "--mesh",
+            metavar="NAME=SIZE,...",
+            help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
+        ),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
         click.option(

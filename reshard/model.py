@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,8 @@ class ModelShapes:
         buffers: shapes of those that are saved; shared ones once.
         tied: every further name of a parameter or a saved buffer -> its first.
         units: in the order in which FSDP1 numbers its flat parameters; empty if not asked for.
+        tensor_plan: of transformers models in it: patterns of modules and parameters -> a style.
+        embeddings: every name of the weights of ``nn.Embedding``.
     """
 
     source: str
@@ -65,6 +67,8 @@ class ModelShapes:
     buffers: Mapping[str, Index]
     tied: Mapping[str, str]
     units: tuple[Unit, ...] = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +399,33 @@ def _shapes(
             else:
                 tied[fqn] = saved[buffer]
     source = f"{source} ({type(root).__name__})"
-    return ModelShapes(source, parameters, buffers, tied, tuple(units))
+    return ModelShapes(
+        source, parameters, buffers, tied, tuple(units), _tensor_plan(root), _embeddings(root)
+    )
+
+
+def _tensor_plan(root: nn.Module) -> dict[str, str]:
+    """The plans of all models in it; an outer one of transformers has those of its parts.
+
+    Source: transformers 5.23 ``distributed/mixin.py`` (``init_parallel_plans``).
+    """
+    found: dict[str, str] = {}
+    for path, module in root.named_modules():
+        plan = getattr(module, "tp_plan", None)
+        for pattern, style in plan.items() if isinstance(plan, dict) else ():
+            found.setdefault(_join(path, pattern), style)
+    return found
+
+
+def _embeddings(root: nn.Module) -> frozenset[str]:
+    from torch import nn
+
+    return frozenset(
+        _join(path, name)
+        for path, module in root.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Embedding)
+        for name, _ in module.named_parameters(recurse=False)
+    )
 
 
 def _owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -25,6 +25,7 @@ OUTPUT_OPTIONS = {
 SPLIT_OPTIONS = {
     *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
     *("--device", "--state-dict-type", "--rank-files", "--fsdp-version", "--use-orig-params"),
+    *("--mesh", "--tp-plan"),
 }
 OPTIONS = {
     "inspect": SOURCE_OPTIONS | {"--tensors"},

@@ -36,6 +36,18 @@ def with_companions(skeleton: Skeleton, manifest: Manifest, *, tagged: bool) -> 
     return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)
 
 
+def config_beside(manifest: Manifest) -> Path | None:
+    """A transformers ``config.json`` of the checkpoint's directory, or of the run's.
+
+    Raises:
+        CorruptError: it is not JSON.
+    """
+    place = Path(manifest.origin.path)
+    place = place if place.is_dir() else place.parent
+    directory = huggingface.companions(None, [place, place.resolve().parent]).directory
+    return directory / "config.json" if directory else None
+
+
 def _beside(directory: Path) -> list[Path]:
     """A model's files and the run's progress; nothing of a directory that has neither."""
     found = list(huggingface.companions(None, [directory]).others)

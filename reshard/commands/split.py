@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard import commit, dtypes, formats, keys, weights
+from reshard import commit, dtypes, formats, keys, tensor_parallel, weights
 from reshard.commands.batch import rebalanced
-from reshard.commands.companions import with_companions
+from reshard.commands.companions import config_beside, with_companions
 from reshard.commands.output import (
     Meter,
     OutputOptions,
@@ -23,11 +23,14 @@ from reshard.dtypes import DType
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import targets
+from reshard.formats.state_dict import mesh
+from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Request, Target
 from reshard.formats.training import Training, training
 from reshard.manifest import Manifest, Skeleton
-from reshard.model import Told
+from reshard.model import ModelShapes, Told
 from reshard.plan import plan
+from reshard.tensor_parallel import Plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
     "deepspeed": "deepspeed",
@@ -56,6 +59,8 @@ class SplitOptions(OutputOptions):
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     device: str = "cuda"  # of the mesh in DTensor files
+    mesh: str | None = None  # NAME=SIZE,... of DTensor files; None: one axis of all ranks
+    tp_plan: str | Path | None = None  # how its tensor-parallel axis cuts; None: the model's plan
 
     def __post_init__(self) -> None:
         """Refuse a choice that there is not.
@@ -97,7 +102,7 @@ def split(
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
     request, target = _request(manifest, options)
-    config, batch_notes = rebalanced(manifest, request.world_size)
+    config, batch_notes = rebalanced(manifest, request.data_parallel)
     manifest = replace(manifest, train=replace(manifest.train, config=config))
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
@@ -141,9 +146,13 @@ def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target
             f"is a {manifest.origin.format} checkpoint, which is not split",
             f"say what to write: --to {'|'.join(targets.NAMES)}",
         )
+    target = targets.TARGETS[name]
+    grid = _grid(target, options)
     world_size = options.world_size or int(manifest.origin.mesh.get("world", 1))
+    world_size = grid.world if grid else world_size
     if world_size < 1:
         raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
+    model = Told(options.model, options.wrap).shapes() if options.model else None
     return (
         Request(
             world_size=world_size,
@@ -154,11 +163,56 @@ def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target
             rank_files=options.rank_files,
             fsdp_version=options.fsdp_version,
             orig_params=_dtype("--use-orig-params", options.use_orig_params),
-            model=Told(options.model, options.wrap).shapes() if options.model else None,
+            model=model,
             device=options.device,
+            grid=grid,
+            tensor=_tensor_plan(manifest, grid, model, options),
         ),
-        targets.TARGETS[name],
+        target,
     )
+
+
+def _grid(target: Target, options: SplitOptions) -> Grid | None:
+    """The mesh that was asked for.
+
+    Raises:
+        UsageError: the target has none, or it has another number of ranks than was asked for.
+    """
+    if options.mesh is None:
+        return None
+    grid, option = mesh.parse(options.mesh, options.device), f"--mesh {options.mesh}"
+    if not target.has_mesh:
+        raise UsageError(
+            option,
+            f"--to {target.name} writes no files of a mesh",
+            "leave it out: any mesh reads DCP, and the others know only the number of ranks; or"
+            " write --to fsdp2",
+        )
+    if options.world_size not in (None, grid.world):
+        raise UsageError(
+            option, f"has {grid.world} ranks", f"leave out --world-size {options.world_size}"
+        )
+    return grid
+
+
+def _tensor_plan(
+    manifest: Manifest, grid: Grid | None, model: ModelShapes | None, options: SplitOptions
+) -> Plan | None:
+    """How a tensor-parallel axis cuts: the user's plan, else that of the model.
+
+    Raises:
+        UsageError: there is a plan and no such axis, or nothing says what the axis does.
+    """
+    if grid is None or "tensor" not in grid.roles:
+        if options.tp_plan is not None:
+            raise UsageError(f"--tp-plan {options.tp_plan}", "needs --mesh with an axis tp=N")
+        return None
+    if options.tp_plan is not None:
+        return tensor_parallel.read(Path(options.tp_plan), model)
+    if model is None:
+        config = config_beside(manifest)
+        model = Told(str(config)).shapes() if config else None
+    return tensor_parallel.of_model(model) if model else None
 
 
 def _stage(manifest: Manifest, options: SplitOptions) -> int:

@@ -74,6 +74,12 @@ class SplitReport:
             yield f"time        {self.seconds:.2f} s, {rate}/s; {checked}"
 
 
+def _form(target: Target, request: Request) -> str:
+    if target.name == "deepspeed":
+        return f"stage {request.zero_stage}"
+    return str(request.grid) if request.grid else ""
+
+
 def describe(
     state: Training, request: Request, target: Target, skeleton: Skeleton, plan: Plan
 ) -> SplitReport:
@@ -84,7 +90,7 @@ def describe(
     report = SplitReport(
         source=manifest.origin.path,
         format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
-        target=target.name + (f" stage {request.zero_stage}" if target.name == "deepspeed" else ""),
+        target=" ".join(filter(None, (target.name, _form(target, request)))),
         ranks_before=int(manifest.origin.mesh.get("world", 1)),
         ranks=request.world_size,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],

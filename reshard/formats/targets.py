@@ -12,10 +12,11 @@ from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
-from reshard.formats.state_dict.distributed import Grid
+from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.tensor_parallel import Plan
 
 StateDictType = Literal["full", "local", "sharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
@@ -39,6 +40,13 @@ class Request:
     orig_params: DType | None = None  # FSDP 1: use_orig_params with a forward pass in this dtype
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
+    grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
+    tensor: Plan | None = None  # what a tensor-parallel axis of it does
+
+    @property
+    def data_parallel(self) -> int:
+        """How many ranks see different data."""
+        return self.world_size // (self.grid.size("tensor") if self.grid else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class Target:
         lay_out: the files.
         notes: what was derived or is dropped.
         tagged: whether the state files lie in a directory of their step.
+        has_mesh: whether its files are of one device mesh.
     """
 
     name: str
@@ -56,6 +65,7 @@ class Target:
     lay_out: Callable[[Training, Request], Skeleton]
     notes: Callable[[Training, Request], tuple[str, ...]]
     tagged: bool = False
+    has_mesh: bool = False
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
@@ -115,14 +125,34 @@ def _ranks(naming: state_dict.Naming) -> Callable[[Training, Request], Skeleton]
     def lay_out(state: Training, asked: Request) -> Skeleton:
         return state_dict.fsdp2(
             state,
-            Grid((asked.world_size,), naming.mesh, asked.device),
+            _grid(naming, asked),
             naming=naming,
+            tensor=asked.tensor,
             weights_only=asked.weights_only,
             model=asked.model,
             dtype=asked.dtype,
         )
 
     return lay_out
+
+
+def _grid(naming: state_dict.Naming, asked: Request) -> Grid:
+    """The mesh that was asked for, else the usual one of a single axis.
+
+    Raises:
+        UsageError: nothing that reads such files makes that mesh.
+    """
+    if asked.grid is None:
+        usual = naming.meshes[0] if naming.meshes else None
+        return Grid((asked.world_size,), usual, asked.device)
+    if naming.meshes and asked.grid.names not in naming.meshes:
+        known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
+        raise UsageError(
+            f"--mesh {asked.grid}",
+            "is none under which these files are read",
+            f"give {' or '.join(known)}, or write --to fsdp2",
+        )
+    return asked.grid
 
 
 def _fsdp(state: Training, asked: Request) -> Skeleton:
@@ -166,7 +196,7 @@ def _verl(state: Training, asked: Request) -> Skeleton:
     return flat_target.fsdp1_sharded(
         state,
         _wrapped(asked, "--fsdp-version 1"),
-        Grid((asked.world_size,), state_dict.VERL.mesh, asked.device),
+        _grid(state_dict.VERL, asked),
         naming=state_dict.VERL,
         compute=asked.orig_params,
         weights_only=asked.weights_only,
@@ -192,6 +222,29 @@ def _notes(*held: str) -> Callable[[Training, Request], tuple[str, ...]]:
     return notes
 
 
+def _rank_notes(*held: str) -> Callable[[Training, Request], tuple[str, ...]]:
+    """The same, and what a tensor-parallel axis does."""
+    others = _notes(*held)
+
+    def notes(state: Training, asked: Request) -> tuple[str, ...]:
+        if asked.tensor is None or asked.grid is None:
+            return others(state, asked)
+        return (_of_tensor_plan(state, asked, asked.grid, asked.tensor), *others(state, asked))
+
+    return notes
+
+
+def _of_tensor_plan(state: Training, asked: Request, grid: Grid, tensor: Plan) -> str:
+    divided = state_dict.is_divided(state, asked.model)
+    weights = written.weights(state, divided=divided)
+    touched = state_dict.tensor_cuts(grid, tensor, weights)
+    parameters = {value.owner for value in weights.values() if value.divided}
+    cut = sum(each is not None for each in touched.values())
+    counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"
+    apart = f"{len(parameters) - len(touched)} named by no pattern: whole on each of its ranks"
+    return f"tensor parallel by the plan of {tensor.source}: {counts}, {apart}"
+
+
 TARGETS = {
     target.name: target
     for target in (
@@ -207,8 +260,14 @@ TARGETS = {
         ),
         Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes()),
         Target("accelerate", "Accelerate's FSDP directory", _accelerate, _notes(*_BY_ACCELERATE)),
-        Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _notes()),
-        Target("verl", "verl's rank files", _verl, _notes("scheduler")),
+        Target(
+            "fsdp2",
+            "a file of DTensors a rank",
+            _ranks(state_dict.PAIR),
+            _rank_notes(),
+            has_mesh=True,
+        ),
+        Target("verl", "verl's rank files", _verl, _rank_notes("scheduler"), has_mesh=True),
         Target("fsdp", "FSDP 1 under Accelerate's names, flat too", _fsdp, _notes(*_BY_ACCELERATE)),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

@@ -16,11 +16,12 @@ from reshard import model as models
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.dcp import target as dcp
 from reshard.formats.state_dict import flat_target, target, written
-from reshard.formats.state_dict.distributed import Grid
+from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.state_dict.written import Value
 from reshard.formats.training import training
 from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
 from reshard.plan import plan
+from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
 from tests.judges.split_worker import resumed
@@ -251,28 +252,6 @@ def has_optimizer(place, told):
         return bool(checkpoint.manifest.train.param_groups)
 
 
-def assert_same_state(found, wanted):
-    """Bitwise: weights in their master's precision, slots; and steps, and groups."""
-    assert set(found) == set(wanted)
-    for name in wanted:
-        assert same(found[name][...], wanted[name][...]), name
-    known = {"param", "buffer", "master"}
-    slots = {entry.kind for entry in wanted.manifest.entries.values()} - known
-    assert {entry.kind for entry in found.manifest.entries.values()} - known == slots
-    for slot in slots:
-        held, other = found.optimizer(slot), wanted.optimizer(slot)
-        assert held.keys() == other.keys(), slot
-        for name, value in other.items():
-            assert same(held[name][...], value[...]), f"{slot} of {name}"
-    train, other = found.manifest.train, wanted.manifest.train
-    assert dict(train.optimizer_step) == dict(other.optimizer_step)
-    assert [set(g.fqns) for g in train.param_groups] == [set(g.fqns) for g in other.param_groups]
-    for group, wanted_group in zip(train.param_groups, other.param_groups, strict=True):
-        assert {k: group.hyper.get(k) for k in wanted_group.hyper} == dict(wanted_group.hyper)
-    assert train.step == other.step
-    assert train.scheduler == other.scheduler
-
-
 @pytest.mark.parametrize("case", STATES)
 def test_a_dcp_directory_reads_back_as_its_source(case, source, tmp_path):
     place, told = source
@@ -344,28 +323,6 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
         assert_alike(ours, theirs)
 
 
-def assert_alike(ours, theirs):
-    assert type(ours) is type(theirs)
-    if isinstance(ours, dict):
-        assert set(ours) == set(theirs)
-        for key in ours:
-            assert_alike(ours[key], theirs[key])
-    elif isinstance(ours, list):
-        assert len(ours) == len(theirs)
-        for pair in zip(ours, theirs, strict=True):
-            assert_alike(*pair)
-    elif hasattr(ours, "to_local"):
-        assert ours._spec == theirs._spec
-        assert hash(ours._spec) == hash(ours._spec)
-        assert ours.device_mesh == theirs.device_mesh
-        assert ours.requires_grad == theirs.requires_grad
-        assert same(ours.to_local(), theirs.to_local())
-    elif isinstance(ours, torch.Tensor):
-        assert same(ours, theirs)
-    else:
-        assert ours == theirs
-
-
 # Refusals
 
 
@@ -401,7 +358,7 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
     lay_out = lambda s: flat_target.fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
     refused(place / "fsdp2" / "ranks", lay_out, IncompleteError, "has no 'embed.weight'")
-    refused(decay, lambda s: target.fsdp2(s, Grid((2, 2))), UnsupportedError, "a mesh of (2, 2)")
+    refused(decay, lambda s: target.fsdp2(s, Grid((2, 2))), UnsupportedError, "a mesh of 2x2")
 
 
 def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_made, tmp_path):

@@ -159,3 +159,8 @@ def _decays(name: str) -> bool:
 
 def _holds(params: Sequence[nn.Parameter], wanted: nn.Parameter) -> bool:
     return any(p is wanted for p in params)
+
+
+def menagerie_tied() -> nn.Module:
+    """As the judge of ZeRO-3 trains it; without arguments, as ``--model`` wants it."""
+    return Menagerie(tied=True)

@@ -12,14 +12,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 from reshard import dtypes
-from reshard.box import Box, Index, row_major
+from reshard.box import Index, row_major
 from reshard.dtypes import DType
-from reshard.errors import UnsupportedError
+from reshard.formats.state_dict.mesh import Cuts, Grid, Placed
 from reshard.formats.torch_writer import Slot, Storage
-from reshard.layout import Cut, mesh_box
+from reshard.layout import Cut
 from reshard.unpickle import Call, Global
 
 _DTENSOR = "torch.distributed.tensor.DTensor"
@@ -29,104 +28,105 @@ _SHARDED = "torch.distributed._shard.sharded_tensor"
 _SHARDED_TENSOR = f"{_SHARDED}.api.ShardedTensor"
 _INT32 = dtypes.parse("int32")
 
-Cuts = Sequence[Cut | None]  # one a mesh axis; None replicates
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """A device mesh over all ranks, as ``init_device_mesh`` makes it.
-
-    Args:
-        names: of its axes; torch loads a DTensor only into a model on a mesh of the same names.
-        device: its type, which must be the model's as well: ``cuda``, ``cpu`` ...
-    """
-
-    sizes: Index
-    names: tuple[str, ...] | None = None
-    device: str = "cuda"
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return prod(self.sizes)
-
-    def coordinate(self, rank: int) -> Index:
-        """Where a rank stands."""
-        steps = row_major(self.sizes)
-        return tuple(rank // step % size for step, size in zip(steps, self.sizes, strict=True))
-
-    def box(self, shape: Index, cuts: Cuts, rank: int) -> Box:
-        """The block of a tensor that a rank holds."""
-        box = mesh_box(shape, cuts, self.sizes, self.coordinate(rank))
-        if box is None:
-            raise UnsupportedError(f"{cuts}", f"are no cuts of a mesh of {self.sizes}")
-        return box
-
 
 @dataclass(eq=False)
 class DTensors:
-    """Makes one rank's DTensors, which share a mesh; one for each file.
-
-    Args:
-        grid: the mesh; its process group is torch's default one where it has a single axis.
-    """
+    """Makes one rank's DTensors, which share their meshes; one for each file."""
 
     grid: Grid
     rank: int
-    _placements: dict[tuple[Cut | None, ...], tuple[tuple[Call, ...], tuple[Call, ...]]] = field(
-        default_factory=dict
+    _meshes: dict[Index, Call] = field(default_factory=dict)
+    _placements: dict[tuple[Cut | None, ...], tuple[tuple[Call, ...], tuple[Call, ...] | None]] = (
+        field(default_factory=dict)
     )
 
-    def make(self, shape: Index, dtype: DType, cuts: Cuts, local: Slot) -> Call:
+    def make(self, shape: Index, dtype: DType, placed: Placed, local: Slot) -> Call:
         """A tensor of which this rank holds ``local``."""
         strides = row_major(shape)
-        placements, order = self._placed(tuple(cuts))
+        placements, order = self._placed(placed.cuts)
         named = Global(f"torch.{dtype.name}")
         meta = Call(f"{_SPEC}.TensorMeta", (Call("torch.Size", (shape,)), strides, named))
         spec = {
-            "mesh": self._mesh,
+            "mesh": self._mesh(placed.axes),
             "placements": placements,
             "tensor_meta": meta,
             "shard_order": order,
-            "use_strided_shard_as_shard_order": False,
+            "use_strided_shard_as_shard_order": order is None,
             "_hash": None,
         }
         state = (None, {"_local_tensor": local, "_spec": Call(f"{_SPEC}.DTensorSpec", (), spec)})
         return Call(_DTENSOR, _wrapper(_DTENSOR, dtype, shape, "cpu", grad=False), state)
 
+    def _mesh(self, axes: Index) -> Call:
+        """The mesh of these axes: the root mesh, a slice of it, or one joined of slices."""
+        if axes not in self._meshes:
+            alone = len(axes) == len(self.grid.sizes) and not self._is_joined
+            self._meshes[axes] = self._root if alone else self._made(axes, self._root)
+        return self._meshes[axes]
+
+    @property
+    def _is_joined(self) -> bool:
+        """Whether ``fully_shard`` joins its own axes with those of tensor parallelism."""
+        return len(set(self.grid.roles) & {"shard", "tensor"}) > 1
+
     @cached_property
-    def _mesh(self) -> Call:
-        sizes, world = self.grid.sizes, self.grid.world
-        axes = tuple(
-            Call("torch.distributed._mesh_layout._FlatLayout", (), {"shape": (n,), "stride": (s,)})
-            for n, s in zip(sizes, row_major(sizes), strict=True)
+    def _root(self) -> Call:
+        return self._made(tuple(range(len(self.grid.sizes))), None)
+
+    @cached_property
+    def _ranks(self) -> Slot:
+        world = self.grid.world
+        data = struct.pack(f"<{world}i", *range(world))
+        return Slot(Storage(_INT32, world, data=data), (world,))
+
+    @cached_property
+    def _axes(self) -> tuple[Call, ...]:
+        sizes = self.grid.sizes
+        return tuple(
+            Call("torch.distributed._mesh_layout._FlatLayout", (), _flat_layout(size, step))
+            for size, step in zip(sizes, row_major(sizes), strict=True)
         )
-        layout = Call("torch.distributed._mesh_layout._MeshLayout", (), {"axes": axes})
-        ranks = struct.pack(f"<{world}i", *range(world))
+
+    def _made(self, axes: Index, root: Call | None) -> Call:
+        grid = self.grid
+        at, groups = grid.coordinate(self.rank), grid.group_names(self.rank)
+        layout = {"axes": tuple(self._axes[axis] for axis in axes)}
         state = {
-            "_device_type": self.grid.device,
-            "_layout": layout,
-            "_rank_map": Slot(Storage(_INT32, world, data=ranks), (world,)),
-            "_mesh_dim_names": self.grid.names,
-            "_root_mesh": None,
-            "_flatten_rank_map": tuple(range(world)),
+            "_device_type": grid.device,
+            "_layout": Call("torch.distributed._mesh_layout._MeshLayout", (), layout),
+            "_rank_map": self._ranks,
+            "_mesh_dim_names": grid.names and tuple(grid.names[axis] for axis in axes),
+            "_root_mesh": root,
+            "_flatten_rank_map": tuple(range(grid.world)),
             "_thread_id": None,
             "_flatten_mapping": {},
-            "_dim_group_names": ["0"] if len(sizes) == 1 else [],
+            "_dim_group_names": [groups[axis] for axis in axes],
             "_rank": self.rank,
-            "_coordinate_on_dim": self.grid.coordinate(self.rank),
+            "_coordinate_on_dim": tuple(at[axis] for axis in axes),
+            "_hash": None,
         }
         return Call("torch.distributed.device_mesh.DeviceMesh", (), state)
 
-    def _placed(self, cuts: tuple[Cut | None, ...]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """Placements, and the order of the cuts: per tensor dim the mesh axes, left to right."""
+    def _placed(
+        self, cuts: tuple[Cut | None, ...]
+    ) -> tuple[tuple[Call, ...], tuple[Call, ...] | None]:
+        """Placements, and the order of the cuts: per tensor dim the mesh axes, left to right.
+
+        Strided shards state their order by themselves.
+        """
         if cuts not in self._placements:
-            dims = sorted({cut.dim for cut in cuts if cut})
-            order = tuple(
-                Call(f"{_SPEC}.ShardOrderEntry", (dim, _axes_of(cuts, dim))) for dim in dims
-            )
+            order = None if any(cut and cut.split_factor > 1 for cut in cuts) else _order(cuts)
             self._placements[cuts] = (tuple(map(_placement, cuts)), order)
         return self._placements[cuts]
+
+
+def _flat_layout(size: int, step: int) -> dict[str, Index]:
+    return {"shape": (size,), "stride": (step,)} if size > 1 else {"shape": (), "stride": ()}
+
+
+def _order(cuts: Cuts) -> tuple[Call, ...]:
+    dims = sorted({cut.dim for cut in cuts if cut})
+    return tuple(Call(f"{_SPEC}.ShardOrderEntry", (dim, _axes_of(cuts, dim))) for dim in dims)
 
 
 def _axes_of(cuts: Cuts, dim: int) -> Index:
@@ -137,7 +137,8 @@ def _placement(cut: Cut | None) -> Call:
     if cut is None:
         return Call(f"{_PLACEMENTS}.Replicate", (), {})
     if cut.split_factor > 1:
-        raise UnsupportedError("a strided shard", "cannot be written yet", "write DCP instead")
+        state = {"dim": cut.dim, "split_factor": cut.split_factor}
+        return Call(f"{_PLACEMENTS}._StridedShard", (), state)
     return Call(f"{_PLACEMENTS}.Shard", (), {"dim": cut.dim})
 
 

@@ -22,7 +22,8 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.state_dict import written
-from reshard.formats.state_dict.distributed import Grid, sharded_tensor
+from reshard.formats.state_dict.distributed import sharded_tensor
+from reshard.formats.state_dict.mesh import Grid, Placing
 from reshard.formats.state_dict.target import (
     PAIR,
     VERL,
@@ -30,7 +31,6 @@ from reshard.formats.state_dict.target import (
     Sharder,
     accelerate_beside,
     beside,
-    data_parallel,
     is_divided,
     placed,
     whole_slot,
@@ -108,7 +108,9 @@ def fsdp1_sharded(
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `fsdp1_local`.
     """
-    cuts, ranks = data_parallel(grid), grid.world
+    if len(grid.sizes) > 1:
+        raise UnsupportedError(f"a mesh of {grid}", "is not written for FSDP 1")
+    placing, ranks = Placing(grid), grid.world
     flats = _flats(state, model, dtype)
     held = OrderedDict(written.weights(state, dtype=dtype, divided=is_divided(state, model)))
     raw: _FlatOptimizer | _OrigOptimizer | None = None
@@ -120,7 +122,7 @@ def fsdp1_sharded(
         )
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
-        yield from _files(naming, Sharder(grid, rank, cuts).of(held), raw, rank, ranks)
+        yield from _files(naming, Sharder(placing, rank).of(held), raw, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))

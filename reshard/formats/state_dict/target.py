@@ -25,13 +25,15 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.state_dict import written
-from reshard.formats.state_dict.distributed import Cuts, DTensors, Grid
+from reshard.formats.state_dict.distributed import DTensors
+from reshard.formats.state_dict.mesh import Grid, Placing
 from reshard.formats.state_dict.written import Keyed, Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
 from reshard.layout import Cut
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.tensor_parallel import Plan, cuts
 
 _SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
 
@@ -47,7 +49,8 @@ class Naming:
         about: a file that says how many ranks there were; empty for none.
         accelerate: whether Accelerate reads them.
         keyed: how the optimizer names its parameters.
-        mesh: the name of the mesh's axis.
+        meshes: the names of the axes of a mesh that is known to be read, the usual first; empty
+            for any.
     """
 
     model: str
@@ -56,7 +59,7 @@ class Naming:
     extra: str = ""
     beside: str = ""
     about: str = ""
-    mesh: tuple[str, ...] | None = None
+    meshes: tuple[tuple[str, ...], ...] = ()
     accelerate: bool = False
 
 
@@ -67,7 +70,7 @@ VERL = Naming(
     "optim_world_size_{world}_rank_{rank}.pt",
     extra="extra_state_world_size_{world}_rank_{rank}.pt",
     about="fsdp_config.json",
-    mesh=("fsdp",),
+    meshes=(("fsdp",), ("ddp", "fsdp")),  # create_device_mesh
 )
 ACCELERATE = Naming(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=False
     "pytorch_model_fsdp_0_rank{rank}.bin",
@@ -91,23 +94,26 @@ def fsdp2(
     grid: Grid,
     *,
     naming: Naming = PAIR,
+    tensor: Plan | None = None,
     weights_only: bool = False,
     model: ModelShapes | None = None,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """A file a rank of DTensors that are cut along their first dim.
+    """A file a rank of DTensors, as ``fully_shard`` after ``parallelize_module`` has them.
 
     Args:
         grid: the device mesh of the training to come, which must have its names and device.
+        tensor: how a tensor-parallel axis of the mesh cuts the parameters.
         model: says which weights are buffers, where the source does not.
         dtype: of the parameters; None keeps each in that of its master.
 
     Raises:
         IncompleteError: the source lacks what the optimizer needs, or does not tell buffers.
-        UnsupportedError: a mesh of several axes; a slot that has another shape than its parameter.
+        UnsupportedError: a slot that has another shape than its parameter; a packed weight.
+        UsageError: the plan does not fit the parameters.
     """
-    cuts = data_parallel(grid)
     held = written.weights(state, dtype=dtype, divided=is_divided(state, model))
+    placing = Placing(grid, tensor_cuts(grid, tensor, held))
     moments = None if weights_only else written.optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
@@ -117,7 +123,7 @@ def fsdp2(
             name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
         ]
         for name, root in placed(names, weights, moments).items():
-            yield torch_writer.lay_out_object(name, Sharder(grid, rank, cuts).of(root))
+            yield torch_writer.lay_out_object(name, Sharder(placing, rank).of(root))
         yield from beside(state, naming, rank, grid.world, version=2, weights_only=weights_only)
 
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
@@ -126,17 +132,30 @@ def fsdp2(
     return skeletons.joined(files)
 
 
-def data_parallel(grid: Grid) -> Cuts:
-    """How every parameter is cut; a rule for each fqn, once a mesh has other axes.
+def tensor_cuts(
+    grid: Grid, plan: Plan | None, weights: Mapping[str, Value]
+) -> dict[str, Cut | None]:
+    """How the tensor-parallel axis, if there is one, cuts each parameter that it touches.
+
+    Args:
+        weights: as `written.weights` gives them; the names of one tensor have one value.
 
     Raises:
-        UnsupportedError: it has.
+        UsageError, UnsupportedError: as `tensor_parallel.cuts`; there is no plan.
     """
-    if len(grid.sizes) != 1 or grid.world < 1:
-        raise UnsupportedError(
-            f"a mesh of {grid.sizes}", "cannot be written yet", "write DCP, which any mesh reads"
+    if "tensor" not in grid.roles:
+        return {}
+    if plan is None:
+        raise UsageError(
+            f"a mesh of {grid}",
+            "nothing says how tensor parallelism cuts the parameters",
+            "give --tp-plan FILE, or say which model it is: --model config.json|DIR|module:factory",
         )
-    return (Cut(0),)
+    names: dict[str, list[str]] = {}
+    for name, value in weights.items():
+        if value.divided:
+            names.setdefault(value.owner, []).append(name)
+    return cuts(plan, [(held, weights[held[0]].shape) for held in names.values()])
 
 
 def placed(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
@@ -231,9 +250,9 @@ def _is_parameter(model: ModelShapes, fqn: str) -> bool:
 class Sharder:
     """One file's tree with its `Value` leaves as that rank saves them."""
 
-    def __init__(self, grid: Grid, rank: int, cuts: Cuts) -> None:
-        self._grid, self._rank, self._cuts = grid, rank, cuts
-        self._dtensors = DTensors(grid, rank)
+    def __init__(self, placing: Placing, rank: int) -> None:
+        self._placing, self._rank = placing, rank
+        self._dtensors = DTensors(placing.grid, rank)
         self._made: dict[int, Any] = {}  # the names of one tensor share it
         self._shapes: dict[Index, Index] = {}
 
@@ -248,12 +267,13 @@ class Sharder:
         return [self.of(item) for item in value] if isinstance(value, list) else value
 
     def _tensor(self, value: Value) -> Any:
-        if not value.divided:
+        placed = self._placing.of(value.owner)
+        if not value.divided or not placed.axes:
             return whole_slot(value)
-        box = self._grid.box(value.shape, self._cuts, self._rank)
+        box = self._placing.grid.box(value.shape, placed, self._rank)
         local = Slot(Storage(value.dtype, box.volume, _part(value, box)), box.shape)
         shape = self._shapes.setdefault(value.shape, value.shape)
-        return self._dtensors.make(shape, value.dtype, self._cuts, local)
+        return self._dtensors.make(shape, value.dtype, placed, local)
 
 
 def _part(value: Value, box: Box) -> tuple[Part, ...]:

@@ -14,7 +14,7 @@ import struct
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -50,6 +50,7 @@ class Value:
     Args:
         entry: all of which it is; None where its content is ``data``, or zeros.
         divided: whether sharded training cuts it; what is not is whole on every rank.
+        owner: the parameter that it is, or is a slot of.
     """
 
     dtype: DType
@@ -57,6 +58,7 @@ class Value:
     entry: Entry | None = None
     data: bytes | None = None
     divided: bool = False
+    owner: str = ""
 
     @property
     def numel(self) -> int:
@@ -84,8 +86,9 @@ def weights(
     found: dict[str, Value] = {}
     for weight in state.weights:
         cut = divided(weight) if divided else not weight.is_buffer
-        value = Value(weight_dtype(weight, dtype), weight.shape, weight.value, divided=cut)
-        found[weight.fqn] = value
+        found[weight.fqn] = Value(
+            weight_dtype(weight, dtype), weight.shape, weight.value, divided=cut, owner=weight.fqn
+        )
     for alias, kept in state.manifest.tied.items():
         if kept in found:
             found.setdefault(alias, found[kept])
@@ -213,7 +216,8 @@ def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value]:
     """Step and slots of one parameter; nothing where it was never stepped."""
     names = expected_slots(group)
     if not member.slots and member.weight.value.numel == 0 and names:
-        slots = {name: Value(dtypes.FLOAT32, member.weight.shape, divided=True) for name in names}
+        empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
+        slots = {name: replace(empty) for name in names}
         step = next((m.step for m in group.members if m.slots), None)
         return slots if step is None else {"step": counter(step), **slots}
     if not member.slots:
@@ -225,7 +229,8 @@ def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value]:
 
 def _slot(member: Trained, entry: Entry) -> Value:
     cut = entry.shape == member.weight.shape and not member.weight.is_buffer
-    return Value(entry.dtype, entry.shape, entry, divided=cut and bool(entry.shape))
+    cut = cut and bool(entry.shape)
+    return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
 
 
 def expected_slots(group: Group) -> tuple[str, ...]:

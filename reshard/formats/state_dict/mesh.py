@@ -1,0 +1,207 @@
+"""A device mesh, what each of its axes does, and where it puts a parameter.
+
+``fully_shard`` after ``parallelize_module`` has its axes in one order: replicate, shard, tensor. It
+cuts dim 0 of what tensor parallelism has left of a parameter, so where that has cut dim 0 too the
+shard is strided. A parameter that tensor parallelism leaves alone knows nothing of that axis: its
+mesh is the slice of the others.
+
+Sources: torch 2.13 ``distributed/device_mesh.py`` (``_init_process_groups``, ``_create_sub_mesh``,
+``_concatenate``), ``distributed/fsdp/_fully_shard/_fsdp_param.py`` (``_init_sharding_spec_tp``,
+``_init_sharding_spec_plain``). Names: torchtitan 0.3 ``distributed/parallel_dims.py``, Accelerate
+1.15 ``parallelism_config.py``, transformers 5.23 ``distributed/utils.py``, verl 0.9
+``workers/engine/fsdp/utils.py``, torch's own examples.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from reshard.box import Box, Index, row_major
+from reshard.errors import UnsupportedError, UsageError
+from reshard.layout import Cut, mesh_box
+
+Role = Literal["replicate", "shard", "tensor"]
+Cuts = Sequence[Cut | None]  # one a mesh axis; None replicates
+
+ROLES: Mapping[str, Role] = {  # in the order in which fully_shard joins them
+    **dict.fromkeys(("replicate", "dp_replicate", "ddp"), "replicate"),
+    **dict.fromkeys(("dp", "dp_shard", "dp_shard_cp", "fsdp", "shard", "data_parallel"), "shard"),
+    **dict.fromkeys(("tp", "tensor", "tensor_parallel"), "tensor"),
+}
+_ORDER = list(dict.fromkeys(ROLES.values()))
+_AXIS = re.compile(r"([A-Za-z_]\w*)=(\d{1,9})", re.ASCII)
+_NOT_OURS = {
+    "cp": "ranks of context parallelism hold shards as data-parallel ones do: give their product"
+    " as dp_shard_cp or fsdp",
+    "sp": "ranks of sequence parallelism hold shards as data-parallel ones do: give their product",
+    "pp": "pipeline stages hold different layers: split each stage by itself",
+    "ep": "experts apart from one another are not written yet",
+    "efsdp": "experts apart from one another are not written yet",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a tensor lies.
+
+    Args:
+        axes: the mesh axes that its own mesh has, in order; none where every rank has a plain one.
+        cuts: one for each of them.
+    """
+
+    axes: Index
+    cuts: tuple[Cut | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A device mesh over all ranks, as ``init_device_mesh`` makes it.
+
+    Args:
+        names: of its axes; torch loads a DTensor only into a model on a mesh of the same names.
+            A single axis without a name shards.
+        device: its type, which must be the model's as well: ``cuda``, ``cpu`` ...
+    """
+
+    sizes: Index
+    names: tuple[str, ...] | None = None
+    device: str = "cuda"
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """What each axis does.
+
+        Raises:
+            UnsupportedError: that is not known.
+        """
+        if self.names is None and len(self.sizes) == 1:
+            return ("shard",)
+        unknown = next((name for name in self.names or ("",) if name not in ROLES), None)
+        if unknown is not None:
+            raise UnsupportedError(f"a mesh of {self}", f"nothing says what {unknown!r} does")
+        return tuple(ROLES[name] for name in self.names or ())
+
+    def size(self, *roles: Role) -> int:
+        """How many ranks the axes with these roles have together; 1 where there are none."""
+        pairs = zip(self.roles, self.sizes, strict=True)
+        return prod(size for role, size in pairs if role in roles)
+
+    def coordinate(self, rank: int) -> Index:
+        """Where a rank stands."""
+        steps = row_major(self.sizes)
+        return tuple(rank // step % size for step, size in zip(steps, self.sizes, strict=True))
+
+    def group_names(self, rank: int) -> tuple[str, ...]:
+        """What torch calls the process groups in which a rank is, one an axis.
+
+        They are numbers, counted from the default group's 0 axis by axis; an axis of all ranks has
+        the default group. This holds where the mesh is the first to make groups.
+        """
+        at, made, names = self.coordinate(rank), 0, []
+        for axis, size in enumerate(self.sizes):
+            if size == self.world:
+                names.append("0")
+                continue
+            others = [other for other in range(len(self.sizes)) if other != axis]
+            steps = row_major([self.sizes[other] for other in others])
+            place = sum(at[other] * step for other, step in zip(others, steps, strict=True))
+            names.append(str(made + place + 1))
+            made += self.world // size
+        return tuple(names)
+
+    def box(self, shape: Index, placed: Placed, rank: int) -> Box:
+        """The block of a tensor that a rank holds."""
+        at = self.coordinate(rank)
+        sizes = [self.sizes[axis] for axis in placed.axes]
+        box = mesh_box(shape, placed.cuts, sizes, [at[axis] for axis in placed.axes])
+        if box is None:
+            raise UnsupportedError(f"{placed.cuts}", f"are no cuts of a mesh of {self}")
+        return box
+
+    def __str__(self) -> str:
+        if self.names is None:
+            return "x".join(map(str, self.sizes))
+        return ",".join(f"{n}={size}" for n, size in zip(self.names, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where a mesh puts each parameter.
+
+    Args:
+        tensor: how tensor parallelism cuts the parameters that it touches; None replicates.
+    """
+
+    grid: Grid
+    tensor: Mapping[str, Cut | None] = field(default_factory=dict)
+    _known: dict[str, Placed] = field(default_factory=dict, compare=False, repr=False)
+
+    def of(self, fqn: str) -> Placed:
+        """The parameter's place, which is also that of its optimizer's slots."""
+        if fqn not in self._known:  # every rank asks
+            self._known[fqn] = self._placed(fqn)
+        return self._known[fqn]
+
+    def _placed(self, fqn: str) -> Placed:
+        touched, cut = fqn in self.tensor, self.tensor.get(fqn)
+        factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1
+        cuts = {"replicate": None, "shard": Cut(0, factor), "tensor": cut}
+        roles = self.grid.roles
+        axes = tuple(a for a, role in enumerate(roles) if touched or role != "tensor")
+        return Placed(axes, tuple(cuts[roles[axis]] for axis in axes))
+
+
+def parse(text: str, device: str) -> Grid:
+    """What ``--mesh NAME=SIZE,...`` says.
+
+    Raises:
+        UsageError: it says nothing, or not what each axis does, or what torch does not do.
+    """
+    option = f"--mesh {text}"
+    matches = [_AXIS.fullmatch(part.strip()) for part in text.split(",")]
+    axes = [(match[1], int(match[2])) for match in matches if match and int(match[2])]
+    if len(axes) < len(matches):
+        raise UsageError(option, "is no mesh", "write NAME=SIZE,... as in dp_shard=4,tp=2")
+    for name, _ in axes:
+        if name not in ROLES:
+            raise UsageError(option, f"nothing says what the axis {name!r} does", _remedy(name))
+    grid = Grid(tuple(n for _, n in axes), tuple(name for name, _ in axes), device)
+    role, times = Counter(grid.roles).most_common(1)[0]
+    if times > 1:
+        raise UsageError(
+            option, f"has {times} axes that {_does(role)}", "give their product as one"
+        )
+    if [_ORDER.index(role) for role in grid.roles] != sorted(map(_ORDER.index, grid.roles)):
+        raise UsageError(
+            option,
+            "its axes stand in another order than those of the DTensors that fully_shard makes",
+            "write replicate before shard before tp",
+        )
+    if "replicate" in grid.roles and "shard" not in grid.roles:
+        raise UsageError(
+            option,
+            "replicates and shards nothing: its ranks hold the same, which needs no mesh",
+            "write --to torch, or name the axis that shards",
+        )
+    return grid
+
+
+def _does(role: Role) -> str:
+    return {"replicate": "replicate", "shard": "shard", "tensor": "are tensor parallel"}[role]
+
+
+def _remedy(name: str) -> str:
+    known = "; ".join(
+        f"{role}: {', '.join(name for name in ROLES if ROLES[name] == role)}" for role in _ORDER
+    )
+    return _NOT_OURS.get(name, f"the names that are known: {known}")

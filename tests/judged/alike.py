@@ -1,0 +1,69 @@
+"""What it means that two state dicts, or two checkpoints, are the same."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.menagerie import same
+
+
+def assert_alike(ours, theirs):
+    """The same storages, views and objects, as ``torch.load`` gives them."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, dict):
+        assert set(ours) == set(theirs)
+        for key in ours:
+            assert_alike(ours[key], theirs[key])
+    elif isinstance(ours, list):
+        assert len(ours) == len(theirs)
+        for pair in zip(ours, theirs, strict=True):
+            assert_alike(*pair)
+    elif hasattr(ours, "to_local"):
+        assert ours._spec == theirs._spec
+        assert hash(ours._spec) == hash(ours._spec)
+        for name in ("shard_order", "use_strided_shard_as_shard_order"):
+            assert getattr(ours._spec, name) == getattr(theirs._spec, name)
+        assert ours.requires_grad == theirs.requires_grad
+        assert_same_mesh(ours.device_mesh, theirs.device_mesh)
+        assert same(ours.to_local(), theirs.to_local())
+    elif isinstance(ours, torch.Tensor):
+        assert same(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def assert_same_mesh(ours, theirs):
+    """Every field: torch's own equality leaves out groups, the rank's place, the root mesh."""
+    assert ours == theirs
+    held, other = ({**mesh.__getstate__(), "_hash": None} for mesh in (ours, theirs))
+    assert held.keys() == other.keys()
+    for key, value in held.items():
+        if isinstance(value, DeviceMesh):
+            assert_same_mesh(value, other[key])
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, other[key]), key
+        else:
+            assert value == other[key], key
+
+
+def assert_same_state(found, wanted):
+    """Bitwise: weights in their master's precision, slots; and steps, and groups."""
+    assert set(found) == set(wanted)
+    for name in wanted:
+        assert same(found[name][...], wanted[name][...]), name
+    known = {"param", "buffer", "master"}
+    slots = {entry.kind for entry in wanted.manifest.entries.values()} - known
+    assert {entry.kind for entry in found.manifest.entries.values()} - known == slots
+    for slot in slots:
+        held, other = found.optimizer(slot), wanted.optimizer(slot)
+        assert held.keys() == other.keys(), slot
+        for name, value in other.items():
+            assert same(held[name][...], value[...]), f"{slot} of {name}"
+    train, other = found.manifest.train, wanted.manifest.train
+    assert dict(train.optimizer_step) == dict(other.optimizer_step)
+    assert [set(g.fqns) for g in train.param_groups] == [set(g.fqns) for g in other.param_groups]
+    for group, wanted_group in zip(train.param_groups, other.param_groups, strict=True):
+        assert {k: group.hyper.get(k) for k in wanted_group.hyper} == dict(wanted_group.hyper)
+    assert train.step == other.step
+    assert train.scheduler == other.scheduler

@@ -1,0 +1,173 @@
+"""Rank files for meshes of several axes: those of real PyTorch, and loaded by real PyTorch."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import UnsupportedError, UsageError
+from tests.judged.alike import assert_alike, assert_same_state
+from tests.judges import mesh_worker as worker
+from tests.trainer import worlds
+
+pytestmark = pytest.mark.judge
+
+MODEL = "tests.judges.torch_models:mlp"
+FLAT, TENSOR, HYBRID = "fsdp=4", "dp=2,tp=2", "ddp=2,fsdp=2"
+RESUMED = (TENSOR, HYBRID)
+MESHES = {  # as --mesh has it -> the ranks
+    FLAT: 4,
+    TENSOR: 4,
+    HYBRID: 4,
+    "dp_replicate=1,dp_shard=2,tp=2": 4,
+    "tp=2": 2,
+    "dp=1,tp=1": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Where real training on each mesh saved after three steps; and the losses of the next two.
+
+    Each in processes of its own: torch numbers a mesh's groups from those that there are.
+    """
+    place, losses = tmp_path_factory.mktemp("meshes"), {}
+    for mesh, world in MESHES.items():
+        (place / mesh).mkdir()
+        steps = 2 if mesh in (FLAT, *RESUMED) else 0
+        losses[mesh] = worlds.run(world, worker.save, mesh, place / mesh, steps)[0]
+    return place, losses
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    path.write_text(json.dumps(worker.PLAN))
+    return path
+
+
+def split(source, out, mesh, plan=None, **options):
+    options = {"to": "fsdp2", "device": "cpu", **options}
+    if plan and "tp" in mesh:
+        options |= {"tp_plan": plan, "model": MODEL}
+    return reshard.split(source, out, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_rank_files_hold_what_pytorch_itself_put_there(trained, plan, mesh, tmp_path):
+    """From its DCP, which knows no mesh: the same values, specs and meshes, to the last field."""
+    source = trained[0] / mesh
+    split(source / "dcp", tmp_path / "out", mesh, plan, model=MODEL)
+    names = {f"{kind}_rank{rank}.pt" for kind in ("model", "optim") for rank in range(MESHES[mesh])}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    for name in names:
+        assert_alike(torch.load(tmp_path / "out" / name), torch.load(source / "ranks" / name))
+
+
+@pytest.fixture(scope="module")
+def loaded(trained, plan, made, tmp_path_factory):
+    """Name -> what each rank of real PyTorch found when it loaded that."""
+    place, out = trained[0], tmp_path_factory.mktemp("split")
+    jobs = []
+    for mesh in RESUMED:  # the same mesh, and from one of a single axis
+        for source in (mesh, FLAT):
+            name = f"{source} to {mesh}"
+            split(place / source / "ranks", out / name, mesh, plan)
+            jobs.append((name, worker.resumed, mesh, "pair", out / name, place / source))
+    split(place / FLAT / "ranks", out / "verl", HYBRID, to="verl")
+    jobs.append(("verl", worker.resumed, HYBRID, "verl", out / "verl", place / FLAT))
+    case = made / "z3_zero_init_tied_ws4"
+    model = "tests.judges.deepspeed_models:menagerie_tied"
+    told = split(case / "run", out / "zero3", TENSOR, model=model)
+    reference = torch.load(case / "reference.pt", weights_only=False)
+    jobs.append(("zero3", worker.from_deepspeed, TENSOR, out / "zero3", reference))
+    config = made / "hf_z1_fp32_tied" / "run" / "config.json"
+    jobs.append(("specs", worker.specs_of, TENSOR, config))
+    found = {name: [] for name, *_ in jobs}
+    for rank in worlds.run(4, worker.in_turn, jobs):
+        for name, result in rank.items():
+            found[name].append(result)
+    return found, told, reference["next"]["losses"]
+
+
+def test_pytorch_loads_every_bit_to_where_it_lies(loaded):
+    for name, ranks in loaded[0].items():
+        for result in ranks:
+            assert result.get("at") is None, (name, result["at"])
+            assert result.get("differing", []) == [], name
+
+
+def test_training_goes_on_exactly_as_it_would_have(loaded, trained):
+    for mesh in RESUMED:
+        assert loaded[0][f"{mesh} to {mesh}"][0]["losses"] == trained[1][mesh], mesh
+
+
+def test_another_mesh_goes_on_as_one_axis_would_have(loaded, trained):
+    wanted = list(map(float.fromhex, trained[1][FLAT]))
+    for name in (f"{FLAT} to {TENSOR}", f"{FLAT} to {HYBRID}", "verl"):
+        found = list(map(float.fromhex, loaded[0][name][0]["losses"]))
+        assert found == pytest.approx(wanted, rel=3e-7), name
+
+
+def test_a_mesh_goes_on_where_deepspeed_stopped(loaded):
+    """Four ranks of ZeRO-3 become 2 x 2, the Llama in it cut by transformers' own plan."""
+    found, report, wanted = loaded
+    assert found["zero3"][0]["losses"] == pytest.approx(wanted, rel=1e-6)
+    told = "15 of 26 parameters cut, 0 replicated, 11 named by no pattern: whole on each"
+    assert any(told in note for note in report.notes), report.notes
+    assert report.target == "fsdp2 dp=2,tp=2"
+    assert any("gradient_accumulation_steps 1 -> 2" in note for note in report.derived)
+
+
+def test_the_model_beside_a_checkpoint_says_how_it_is_cut(loaded, made, tmp_path):
+    """``config.json``: placed as transformers itself places a model on such a mesh."""
+    split(made / "hf_z1_fp32_tied" / "run", tmp_path / "out", TENSOR)
+    for rank, wanted in enumerate(loaded[0]["specs"]):
+        read = torch.load(tmp_path / "out" / f"model_rank{rank}.pt")
+        assert {name: repr(worker.place_of(value)) for name, value in read.items()} == wanted
+
+
+def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path):
+    """By way of meshes that divide nothing evenly, with more ranks than rows."""
+    source = trained[0] / FLAT / "ranks"
+    split(source, tmp_path / "direct", FLAT)
+    split(source, tmp_path / "1", "dp=2,tp=5", plan)
+    split(tmp_path / "1", tmp_path / "2", "dp_replicate=2,dp_shard=3,tp=2", plan)
+    split(tmp_path / "2", tmp_path / "back", FLAT)
+    with reshard.open(source) as wanted:
+        for number in (1, 2):
+            with reshard.open(tmp_path / str(number)) as found:
+                assert_same_state(found, wanted)
+    for path in (tmp_path / "direct").iterdir():
+        assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "error", "text"),
+    [
+        (TENSOR, {"to": "dcp"}, UsageError, "any mesh reads DCP"),
+        (TENSOR, {"to": "torch"}, UsageError, "writes no files of a mesh"),
+        (TENSOR, {"world_size": 8}, UsageError, "has 4 ranks"),
+        (TENSOR, {}, UsageError, "nothing says how tensor parallelism cuts"),
+        (TENSOR, {"model": MODEL}, UsageError, "has no plan of tensor parallelism"),
+        (FLAT, {"tp_plan": "plan.json"}, UsageError, "needs --mesh with an axis tp=N"),
+        ("dp_replicate=2,dp_shard=2", {"to": "verl"}, UsageError, "give fsdp=N or ddp=N,fsdp=N"),
+        ("dp=2,pp=2", {}, UsageError, "split each stage by itself"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(trained, mesh, options, error, text, tmp_path):
+    with pytest.raises(error, match=text):
+        split(trained[0] / FLAT / "ranks", tmp_path / "out", mesh, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_packed_weights_are_refused(trained, tmp_path, monkeypatch):
+    from reshard import model
+
+    packed = {"blocks.*.inner.up": "packed_colwise"}
+    monkeypatch.setattr(model, "_tensor_plan", lambda _root: packed)
+    with pytest.raises(UnsupportedError, match="several blocks"):
+        split(trained[0] / FLAT / "ranks", tmp_path / "out", TENSOR, model=MODEL)

@@ -1,0 +1,256 @@
+"""Live FSDP 2 with tensor parallelism and replicas: it saves, and goes on from what reshard wrote.
+
+Each job is a function of (ranks, ...) for `worlds.run` and returns plain values. A mesh is written
+as ``--mesh`` has it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from tests.judges import deepspeed_models, torch_models
+from tests.judges.split_worker import (
+    LOADS,
+    ROWS,
+    STEPS,
+    TRUTH,
+    differing,
+    in_turn,
+    rank_files,
+    state_of,
+)
+from tests.menagerie import same
+
+__all__ = ["in_turn"]
+TENSOR = "tp"
+
+
+class Replicated(ParallelStyle):
+    """A module whose parameters are DTensors that nothing cuts, as ``distribute_module`` has it."""
+
+    def _apply(self, module, mesh):
+        made = lambda _module, args, mesh: tuple(  # noqa: E731
+            DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in args
+        )
+        plain = lambda _module, output, _mesh: output.to_local()  # noqa: E731
+        return distribute_module(module, mesh, input_fn=made, output_fn=plain)
+
+
+# The same plan: torch's own styles of `torch_models.Mlp`, and what a user writes for reshard.
+STYLES = {
+    "embed": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "blocks.*.norm": Replicated,
+    "blocks.*.inner.up": ColwiseParallel,
+    "blocks.*.inner.down": RowwiseParallel,
+    "blocks.*.out": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "head": lambda: ColwiseParallel(output_layouts=Replicate()),
+}
+PLAN = {
+    "embed": "colwise",
+    "blocks.*.norm": "replicate",
+    "blocks.*.inner.up": "colwise",
+    "blocks.*.inner.down": "rowwise",
+    "blocks.*.out": "rowwise",
+    "head": "colwise",
+}
+
+
+def make_mesh(text):
+    axes = dict(axis.split("=") for axis in text.split(","))
+    return init_device_mesh("cpu", tuple(map(int, axes.values())), mesh_dim_names=tuple(axes))
+
+
+def shard(model, mesh, units, **options):
+    """``fully_shard`` of what tensor parallelism has left, over all other axes."""
+    names = tuple(name for name in mesh.mesh_dim_names if name != TENSOR)
+    if names:
+        at = mesh[names if len(names) > 1 else names[0]]
+        for unit in units:
+            fully_shard(unit, mesh=at)
+        fully_shard(model, mesh=at, **options)
+    return model
+
+
+def live(mesh, seed):
+    """A sharded model and its optimizer with two groups."""
+    torch.manual_seed(seed)
+    model = torch_models.mlp()
+    if TENSOR in mesh.mesh_dim_names:
+        parallelize_module(model, mesh[TENSOR], {at: made() for at, made in STYLES.items()})
+    shard(model, mesh, model.blocks)
+    named = dict(model.named_parameters())
+    small = [n for n in named if n.endswith(("bias", "gain")) or ".norm." in n]
+    groups = [
+        {"params": [p for n, p in named.items() if n not in small], "weight_decay": 0.1},
+        {"params": [named[n] for n in small], "betas": (0.8, 0.95)},
+    ]
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def share_of(batch, mesh, ranks):
+    """The rows of this rank's model: the ranks of one tensor-parallel group see the same."""
+    width = mesh[TENSOR].size() if TENSOR in mesh.mesh_dim_names else 1
+    replicas, replica = ranks.world // width, ranks.rank // width
+    size = len(batch) // replicas
+    return batch[replica * size : (replica + 1) * size]
+
+
+def mean(loss, ranks):
+    """Over all ranks, in float64."""
+    total = loss.detach().double()
+    if ranks.world > 1:
+        dist.all_reduce(total)
+    return (total / ranks.world).item()
+
+
+def train(ranks, mesh, model, optimizer, first, steps):
+    losses = []
+    for step in range(first, first + steps):
+        chance = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, torch_models.VOCABULARY, (ROWS, 8), generator=chance)
+        loss = model(share_of(tokens, mesh, ranks))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss, ranks).hex())
+    return losses
+
+
+def save(ranks, text, place, steps):
+    """Train, save a file a rank and in DCP; keep the truth and train on where steps are asked."""
+    mesh = make_mesh(text)
+    model, optimizer = live(mesh, 7)
+    train(ranks, mesh, model, optimizer, 0, STEPS)
+    rank_files(ranks, place, model.state_dict(), optimizer.state_dict())
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=place / "dcp")
+    if not steps:
+        return []
+    truth = state_of(model, optimizer)
+    if ranks.rank == 0:
+        torch.save(truth, place / TRUTH)
+    return train(ranks, mesh, model, optimizer, STEPS, steps)
+
+
+def resumed(ranks, text, form, place, source):
+    """Load into a model with other values, compare with the truth, train on."""
+    mesh = make_mesh(text)
+    model, optimizer = live(mesh, 99)
+    LOADS[form](ranks, Path(place), model, optimizer)
+    wrong = differing(state_of(model, optimizer), torch.load(source / TRUTH))
+    wrong += misplaced(ranks, place, form, model, optimizer)
+    return {"differing": wrong, "losses": train(ranks, mesh, model, optimizer, STEPS, 2)}
+
+
+def misplaced(ranks, place, form, model, optimizer):
+    """Names of what lies elsewhere in a rank's file than in the live model and its optimizer."""
+    if form != "pair":
+        return []
+    read = torch.load(place / f"model_rank{ranks.rank}.pt")
+    held = model.state_dict()
+    wrong = [f"{name} in the file" for name in read if place_of(read[name]) != place_of(held[name])]
+    for parameter, slots in optimizer.state.items():
+        wrong += [
+            f"{slot} of {tuple(parameter.shape)}"
+            for slot in ("exp_avg", "exp_avg_sq")
+            if place_of(slots[slot]) != place_of(parameter)
+        ]
+    return wrong
+
+
+def place_of(tensor):
+    if not isinstance(tensor, DTensor):
+        return None
+    return tensor.device_mesh, tensor.placements, tensor.to_local().shape
+
+
+def from_deepspeed(ranks, text, place, reference):
+    """DeepSpeed's menagerie, its Llama by transformers' own plan, from where ZeRO-3 stopped."""
+    mesh = make_mesh(text)
+    torch.manual_seed(99)
+    model = deepspeed_models.menagerie_tied().float()  # as DeepSpeed has it, buffers too
+    by_transformers(model.llama, mesh)
+    scalar = model.extras.scalar  # fully_shard refuses a scalar
+    shard(model, mesh, model.llama.model.layers, ignored_params={scalar})
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    optimizer = torch.optim.AdamW(trained, lr=0.5, weight_decay=0.7, eps=0.1)
+    LOADS["pair"](ranks, place, model, optimizer)
+    wrong = misplaced(ranks, place, "pair", model, optimizer)
+    wrong += untrue(model, optimizer, reference)
+    losses, first = [], reference["train"]["step"]
+    for step in range(first, first + len(reference["next"]["losses"])):
+        loss = model(share_of(deepspeed_models.global_batch(step, 0, 1), mesh, ranks))
+        optimizer.zero_grad()
+        loss.backward()
+        dist.all_reduce(scalar.grad)
+        scalar.grad /= ranks.world
+        clip([p.grad for p in trained if p.grad is not None])
+        optimizer.step()
+        losses.append(mean(loss, ranks))
+    return {"differing": wrong, "losses": losses}
+
+
+def by_transformers(model, mesh):
+    """What ``from_pretrained(distributed_config=...)`` does, where no names are tied yet."""
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    plan = model._expand_parallel_plan(model.tp_plan)
+    apply_tensor_parallelism(model, mesh[TENSOR], plan)
+    model.tie_weights()
+
+
+def untrue(model, optimizer, reference):
+    """Names of what DeepSpeed itself held otherwise."""
+    told = {**reference["params"], **reference["frozen"], **reference["buffers"]}
+    live_ones = model.state_dict(keep_vars=True)
+    names = {id(p): name for name, p in model.named_parameters()}
+    wrong = [n for n, value in told.items() if not same(whole(live_ones[n]), value)]
+    states = {names[id(p)]: slots for p, slots in optimizer.state.items()}
+    return wrong + [
+        f"{slot} of {name}"
+        for slot, values in reference["slots"].items()
+        for name, value in values.items()
+        if value.numel() and not same(whole(states[name][slot]), value)
+    ]
+
+
+def whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip(gradients):
+    """To norm 1; of several meshes, which torch's ``clip_grad_norm_`` does not take together."""
+    norm = torch.stack([whole(g).double().square().sum() for g in gradients]).sum().sqrt()
+    for gradient in gradients:
+        gradient.mul_(float(torch.clamp(1.0 / (norm + 1e-6), max=1.0)))
+
+
+def specs_of(ranks, text, config):
+    """What transformers and ``fully_shard`` make of a config's model, by name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    mesh = make_mesh(text)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    by_transformers(model, mesh)
+    shard(model, mesh, [m for m in model.modules() if isinstance(m, LlamaDecoderLayer)])
+    return {n: repr(place_of(t)) for n, t in model.state_dict().items()}
