@@ -18,6 +18,9 @@ from typing import Any
 from reshard import errors as errors
 from reshard import formats as _formats
 from reshard import keys as _keys
+from reshard.commands.diff import DiffOptions as DiffOptions
+from reshard.commands.diff import DiffReport as DiffReport
+from reshard.commands.diff import diff as _diff
 from reshard.commands.inspect import Inspection as Inspection
 from reshard.commands.inspect import inspect as inspect
 from reshard.commands.merge import MergeOptions as MergeOptions
@@ -33,6 +36,8 @@ from reshard.version import __version__ as __version__
 
 __all__ = [
     "Checkpoint",
+    "DiffOptions",
+    "DiffReport",
     "Inspection",
     "LazyTensor",
     "MergeOptions",
@@ -40,6 +45,7 @@ __all__ = [
     "ReshardError",
     "SplitOptions",
     "SplitReport",
+    "diff",
     "errors",
     "inspect",
     "merge",
@@ -90,3 +96,12 @@ def split(source: _formats.Paths, destination: str | Path, **options: Any) -> Sp
         ReshardError: nothing is left at the destination then.
     """
     return _split(source, destination, SplitOptions(**options))
+
+
+def diff(a: _formats.Paths, b: _formats.Paths, **options: Any) -> DiffReport:
+    """Compare two training states of any layouts; keywords as in `DiffOptions`.
+
+    Raises:
+        ReshardError: one cannot be read; a difference is no error.
+    """
+    return _diff(a, b, DiffOptions(**options))

@@ -67,7 +67,7 @@ def cast(
 def _cast_block(
     source: Array, target: Array, dtype: DType, target_dtype: DType, clamp: bool
 ) -> tuple[int, int]:
-    numbers = _as_numbers(source, dtype)
+    numbers = as_numbers(source, dtype)
     if target_dtype == BFLOAT16:
         narrow = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
     else:
@@ -78,7 +78,8 @@ def _cast_block(
     return 0, 0
 
 
-def _as_numbers(source: Array, dtype: DType) -> Array:
+def as_numbers(source: Array, dtype: DType) -> Array:
+    """Float elements as numpy computes with them: bfloat16's bits as float32."""
     if dtype != BFLOAT16:
         return source
     return (source.astype(np.uint32) << 16).view(np.float32)

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import click
 
 from reshard import __version__, formats, keys, units
+from reshard.commands.diff import DiffOptions
+from reshard.commands.diff import diff as run_diff
 from reshard.commands.inspect import inspect as run_inspect
 from reshard.commands.merge import MergeOptions
 from reshard.commands.merge import merge as run_merge
@@ -40,8 +42,7 @@ def main() -> NoReturn:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _interrupt)
     try:
-        cli(standalone_mode=False)
-        code = 0
+        code = cli(standalone_mode=False) or 0  # an int where a command ended with its own code
     except BaseException as error:  # noqa: BLE001 - nothing leaves without its message and code
         if "-v" in sys.argv or "--verbose" in sys.argv:
             traceback.print_exc()
@@ -130,13 +131,9 @@ def inspect(
     _print(run_inspect(sources, force=source_format, **options), as_json=as_json)
 
 
-def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that say how files are written; the same for every command that writes."""
+def _budget_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say what reading tensors may take, and trust."""
     for option in (
-        click.option("-q", "--quiet", is_flag=True, help="No progress, no report."),
-        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-        click.option("--no-verify", is_flag=True, help="Do not read the output back."),
-        click.option("--overwrite", is_flag=True, help="Replace DESTINATION."),
         click.option(
             "--max-memory",
             default="256MiB",
@@ -150,6 +147,19 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME",
             help="Accept an unknown class (never run).",
         ),
+    ):
+        command = option(command)
+    return command
+
+
+def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say how files are written; the same for every command that writes."""
+    for option in (
+        click.option("-q", "--quiet", is_flag=True, help="No progress, no report."),
+        click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+        click.option("--no-verify", is_flag=True, help="Do not read the output back."),
+        click.option("--overwrite", is_flag=True, help="Replace DESTINATION."),
+        _budget_options,
         click.option(
             "--on-overflow",
             type=click.Choice(["error", "clamp", "allow"]),
@@ -277,6 +287,49 @@ def convert(sources: tuple[Path, ...], destination: Path, **options: Any) -> Non
     _write(run_split, SplitOptions, sources, destination, **options)
 
 
+@cli.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--atol", default=0.0, help="Absolute distance to allow.")
+@click.option("--rtol", default=0.0, help="Distance to allow, relative to B.")
+@click.option("--ulp", default=0, help="Representable numbers between A and B to allow.")
+@click.option("--exact", is_flag=True, help="Only equal bits are equal.  [default]")
+@click.option("--dtype", help="Compare weights as if cast to bf16, fp16 or fp32.")
+@click.option("--ignore", multiple=True, metavar="REGEX", help="Names to leave out.")
+@click.option(
+    "--kind",
+    "kinds",
+    multiple=True,
+    help="weights, optimizer, train, or a slot such as exp_avg.  [default: all]",
+)
+@_budget_options
+@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
+@_source_options
+def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
+    """Say whether A and B are the same training state, in whatever layouts.
+
+    Exit code 0 if they are, 1 if not.
+    """
+    if exact and any(options[name] for name in ("atol", "rtol", "ulp")):
+        raise UsageError("--exact", "allows no distance: leave out --atol, --rtol and --ulp")
+    _read(run_diff, DiffOptions, a, b, **options)
+
+
+def _read(run: Callable[..., Any], made: Callable[..., Any], *places: Path, **options: Any) -> None:
+    """Run a command that only reads tensors, and end with the code of its report."""
+    as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
+    memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
+    chosen = made(max_memory_bytes=memory, **options)
+    report = run(*places, chosen, _bar if _is_watched(quiet=quiet) else None)
+    if not quiet or as_json:
+        _print(report, as_json=as_json)
+    raise click.exceptions.Exit(report.exit_code)
+
+
+def _is_watched(*, quiet: bool) -> bool:
+    return sys.stderr is not None and sys.stderr.isatty() and not quiet
+
+
 def _write(
     run: Callable[..., Any],
     made: Callable[..., Any],
@@ -289,8 +342,7 @@ def _write(
     options["verify"] = not options.pop("no_verify")
     memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
     chosen = made(max_memory_bytes=memory, **options)
-    show = sys.stderr is not None and sys.stderr.isatty() and not quiet
-    report = run(sources, destination, chosen, _bar if show else None)
+    report = run(sources, destination, chosen, _bar if _is_watched(quiet=quiet) else None)
     if not quiet or as_json:
         _print(report, as_json=as_json)
 

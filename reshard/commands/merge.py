@@ -11,13 +11,12 @@ from typing import get_args
 from reshard import commit, formats, keys, weights
 from reshard.commands.merge_report import MergeReport, describe
 from reshard.commands.output import (
-    Meter,
     OutputOptions,
     check_skeleton,
-    one_of,
     opened,
     write,
 )
+from reshard.commands.reading import Meter, one_of
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
 from reshard.files import SourceFiles

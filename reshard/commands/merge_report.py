@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import keys, units
+from reshard.commands.lines import LISTED, listed
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan import Plan
 from reshard.weights import Weights
 
 SCHEMA = 1
-_LISTED = 8
 
 
 @dataclass(slots=True)
@@ -58,10 +58,10 @@ class MergeReport:
         total = sum(file["bytes"] for file in self.files)
         count = _plural(len(self.files), "file")
         yield f"{verb} {self.destination}: {units.show_bytes(total)} in {count}"
-        for file in self.files[:_LISTED]:
+        for file in self.files[:LISTED]:
             yield f"  {file['name']}  {units.show_bytes(file['bytes'])}"
-        if len(self.files) > _LISTED:
-            yield f"  ... {len(self.files) - _LISTED} more"
+        if len(self.files) > LISTED:
+            yield f"  ... {len(self.files) - LISTED} more"
         yield (
             f"tensors     {self.tensors} ({units.show_count(self.parameters)} elements), "
             + ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
@@ -91,15 +91,15 @@ class MergeReport:
             yield f"tied        {alias} = {kept}: not written twice"
         for alias, kept in self.written_aliases.items():
             yield f"tied        {alias} = {kept}: written as a copy"
-        yield from _listed("stripped", [f"{old} -> {new}" for old, new in self.stripped])
-        yield from _listed("renamed", [f"{old} -> {new}" for old, new in self.renamed])
-        yield from _listed("excluded", self.excluded)
-        yield from _listed("kept fp32", self.kept_fp32)
+        yield from listed("stripped", [f"{old} -> {new}" for old, new in self.stripped])
+        yield from listed("renamed", [f"{old} -> {new}" for old, new in self.renamed])
+        yield from listed("excluded", self.excluded)
+        yield from listed("kept fp32", self.kept_fp32)
         if self.optimizer_tensors_left:
             count = _plural(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} (merge writes weights)"
-        yield from _listed("infinite", [f"{n}: {c} values" for n, c in self.overflowed.items()])
-        yield from _listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
+        yield from listed("infinite", [f"{n}: {c} values" for n, c in self.overflowed.items()])
+        yield from listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
         for text in self.changes:
             yield f"changed     {text}"
         for text in self.warnings:
@@ -108,13 +108,6 @@ class MergeReport:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _listed(label: str, items: list[str]) -> Iterator[str]:
-    for item in items[:_LISTED]:
-        yield f"{label:<12}{item}"
-    if len(items) > _LISTED:
-        yield f"{label:<12}... {len(items) - _LISTED} more (all of them with --json)"
 
 
 def describe(

@@ -1,41 +1,30 @@
-"""What every command that writes shares: budget, proof of the target, staging, reading back."""
+"""What every command that writes shares: proof of the target, staging, reading back."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_args
 
-from reshard import commit, execute, formats, units
-from reshard.errors import DifferentError, ResourceError, UnsafeError, UsageError
+from reshard import commit, execute
+from reshard.commands.lines import LISTED
+from reshard.commands.reading import Meter, ReadOptions, one_of, trusted
+from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
-from reshard.plan import WINDOW_BYTES, Plan
+from reshard.plan import Plan
 
 OnOverflow = Literal["error", "clamp", "allow"]
-Meter = Callable[[int], AbstractContextManager[Callable[[int], None]]]
 Check = Callable[[Path], None]
-
-_MIN_WINDOW = 64 << 10
-_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions:
-    """How a command reads its source and may write; the defaults are the safe ones."""
+class OutputOptions(ReadOptions):
+    """How a command may write; the defaults are the safe ones."""
 
-    tag: str | None = None
-    key: str | None = None
-    model: str | None = None  # config.json, a directory of one, or module:factory
-    wrap: str | None = None  # class names, size=N or none
-    source_format: str | None = None
     on_overflow: OnOverflow = "error"
-    allow_pickle: Sequence[str] = ()
-    workers: int = 0  # 0: one a core, at most 8
-    max_memory_bytes: int = 256 << 20  # buffers of all workers together
     overwrite: bool = False
     verify: bool = True
     dry_run: bool = False
@@ -48,42 +37,6 @@ class OutputOptions:
         """
         one_of("on_overflow", self.on_overflow, get_args(OnOverflow))
 
-    def budget(self) -> tuple[int, int]:
-        """(workers, bytes a window): a worker holds one window and one read buffer.
-
-        Raises:
-            UsageError: no worker.
-            ResourceError: not the memory for one.
-        """
-        workers = self.workers or min(_cores(), 8)
-        if workers < 1:
-            raise UsageError(f"--workers {self.workers}", "at least one is needed")
-        most = self.max_memory_bytes // (2 * _MIN_WINDOW)
-        if most < 1:
-            raise ResourceError(
-                f"--max-memory {units.show_bytes(self.max_memory_bytes)}",
-                f"one worker needs {units.show_bytes(2 * _MIN_WINDOW)}",
-            )
-        workers = min(workers, most)
-        return workers, min(WINDOW_BYTES, self.max_memory_bytes // (2 * workers))
-
-
-def one_of(name: str, value: object, choices: Sequence[object]) -> None:
-    """Refuse a value that is not among the choices.
-
-    Raises:
-        UsageError: naming them.
-    """
-    if value not in choices:
-        raise UsageError(f"{name}={value!r}", f"must be one of {', '.join(map(str, choices))}")
-
-
-def _cores() -> int:
-    """Cores that this process may use, where the system says; else those of the machine."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
 
 def opened(
     sources: Sequence[Path], destination: Path, options: OutputOptions, *, is_directory: bool
@@ -93,15 +46,7 @@ def opened(
     Raises:
         ReshardError: the source cannot be read or trusted, or the destination is taken.
     """
-    manifest = formats.read(
-        sources,
-        force=options.source_format,
-        tag=options.tag,
-        key=options.key,
-        model=options.model,
-        wrap=options.wrap,
-    )
-    check_trust(manifest, options.allow_pickle)
+    manifest = trusted(sources, options)
     commit.check_destination(
         destination,
         [*sources, Path(manifest.origin.path)],
@@ -109,23 +54,6 @@ def opened(
         overwrite=options.overwrite,
     )
     return manifest
-
-
-def check_trust(manifest: Manifest, allowed: Sequence[str]) -> None:
-    """Refuse a source whose pickles name classes that nobody knows.
-
-    Raises:
-        UnsafeError: naming them.
-    """
-    refused = [name for name in manifest.unknown_globals if name not in allowed]
-    if refused:
-        raise UnsafeError(
-            manifest.origin.path,
-            f"its pickles name {', '.join(refused)}, which no known framework writes",
-            "if they are your own classes, go on with "
-            + " ".join(f"--allow-pickle {name}" for name in refused)
-            + " (they are never executed either way)",
-        )
 
 
 def check_skeleton(skeleton: Skeleton) -> None:
@@ -207,8 +135,8 @@ def _unseen(_nbytes: int) -> None:
 
 def _refuse_overflow(outcome: execute.Outcome, skeleton: Skeleton) -> None:
     names = outcome.overflowed.most_common()
-    shown = ", ".join(f"{fqn} ({count})" for fqn, count in names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more tensors" if len(names) > _LISTED else ""
+    shown = ", ".join(f"{fqn} ({count})" for fqn, count in names[:LISTED])
+    more = f" and {len(names) - LISTED} more tensors" if len(names) > LISTED else ""
     written = [entry.dtype for entry in skeleton.entries if entry.fqn == names[0][0]]
     dtype = min(written, key=lambda dtype: dtype.itemsize)
     raise DifferentError(

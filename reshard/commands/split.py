@@ -11,13 +11,12 @@ from reshard import commit, dtypes, formats, keys, tensor_parallel, weights
 from reshard.commands.batch import rebalanced
 from reshard.commands.companions import config_beside, with_companions
 from reshard.commands.output import (
-    Meter,
     OutputOptions,
     check_places,
-    one_of,
     opened,
     write,
 )
+from reshard.commands.reading import Meter, one_of
 from reshard.commands.split_report import SplitReport, describe
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, IncompleteError, UsageError

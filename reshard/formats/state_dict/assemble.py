@@ -112,6 +112,8 @@ def manifest(
         files=found.files,
         train=TrainState(
             step=split.step,
+            samples=split.samples,
+            skipped_steps=split.skipped_steps,
             optimizer_step=steps,
             param_groups=groups,
             scheduler=plain(split.scheduler),

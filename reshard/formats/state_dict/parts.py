@@ -31,7 +31,10 @@ _NAMED = {
     "scaler": re.compile(r"(grad_?|loss_?)?scaler(_state)?|amp|native_amp_scaling_state"),
     "rng": re.compile(r"rng(_states?)?|random_states?(_\d+)?|rng_state_\d+"),
     "step": re.compile(r"(global_?)?(steps?|iterations?|iter)"),
+    "samples": re.compile(r"global_samples"),  # these two as DeepSpeed calls them
+    "skipped_steps": re.compile(r"skipped_steps"),
 }
+TRAIN_STATE = "train_state"  # the file in which reshard puts what is neither model nor optimizer
 
 
 @dataclass(slots=True)
@@ -45,6 +48,8 @@ class Parts:
     scaler: Any = None
     rng: Any = None
     step: int | None = None
+    samples: int | None = None
+    skipped_steps: int | None = None
     client: dict[str, Any] = field(default_factory=dict)  # everything else, by dotted path
     other_models: list[str] = field(default_factory=list)
 
@@ -198,9 +203,12 @@ def _sort_one(parts: Parts, path: Path, value: Any) -> None:
     kind = _kind(path)
     if kind == "step" and type(value) is int:
         parts.step = value if parts.step is None else max(parts.step, value)
+    elif kind in ("samples", "skipped_steps") and type(value) is int:
+        setattr(parts, kind, value)
     elif kind in ("scheduler", "scaler", "rng") and value:
         setattr(parts, kind, value)
         if kind == "rng" and isinstance(value, dict) and type(value.get("step")) is int:
             parts.step = value["step"]  # Accelerate counts its steps among the random states
     else:
-        parts.client[dotted(path)] = value
+        own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
+        parts.client[dotted(own)] = value

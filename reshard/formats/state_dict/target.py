@@ -27,6 +27,7 @@ from reshard.formats import skeletons, torch_writer
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.distributed import DTensors
 from reshard.formats.state_dict.mesh import Grid, Placing
+from reshard.formats.state_dict.parts import TRAIN_STATE
 from reshard.formats.state_dict.written import Keyed, Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
@@ -63,8 +64,8 @@ class Naming:
     accelerate: bool = False
 
 
-PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt", beside="train_state.pt")
-ONE = Naming("rank{rank}.pt", "rank{rank}.pt", beside="train_state.pt")
+PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
+ONE = Naming("rank{rank}.pt", "rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
 VERL = Naming(
     "model_world_size_{world}_rank_{rank}.pt",
     "optim_world_size_{world}_rank_{rank}.pt",

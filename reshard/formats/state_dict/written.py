@@ -290,8 +290,12 @@ def hyper(state: Training, group: Group) -> dict[str, Any]:
 def carried(train: TrainState) -> dict[str, Any]:
     """What else a checkpoint can hold: scheduler, scaler, step, the application's own values."""
     extra = {name: value for name, value in train.client.items() if is_faithful(value)}
-    if train.step is not None:
-        extra["step"] = train.step
+    counted = {
+        "step": train.step,
+        "global_samples": train.samples,
+        "skipped_steps": train.skipped_steps,
+    }
+    extra.update((name, count) for name, count in counted.items() if count is not None)
     if train.scheduler is not None and is_faithful(train.scheduler):
         extra["scheduler"] = train.scheduler
     scaler = loss_scale.as_torch(train.scaler)

@@ -5,14 +5,17 @@ Equal bytes are found by comparing memory; numbers are looked at only in blocks 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.box import Box
+from reshard.box import Box, contiguous_cuts
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
 from reshard.tensors import read_block
+from reshard.workers import spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +67,53 @@ class Difference:
         self.max_ulp = max(self.max_ulp, other.max_ulp)
 
 
-def block_difference(
-    pool: SourceFiles, a: Entry, b: Entry, box: Box, dtype: DType, tolerance: Tolerance
+def differences(
+    pairs: Sequence[tuple[Entry, Entry, DType]],
+    tolerance: Tolerance,
+    *,
+    workers: int,
+    window_bytes: int,
+    progress: Callable[[int], None],
+) -> dict[int, Difference]:
+    """Compare pairs of equal shape, each as if cast to its dtype, streaming both sides.
+
+    Args:
+        progress: called with the bytes that were read of both.
+
+    Returns:
+        What differs, by the pair's number; nothing for those that are equal.
+    """
+    found: dict[int, Difference] = {}
+    lock = threading.Lock()
+
+    def items() -> Iterator[tuple[int, Box]]:
+        for number, (a, b, dtype) in enumerate(pairs):
+            widest = max(a.dtype.itemsize, b.dtype.itemsize, dtype.itemsize)
+            for box in contiguous_cuts(a.shape, max(window_bytes // widest, 1)):
+                yield number, box
+
+    def compare(item: tuple[int, Box]) -> None:
+        number, box = item
+        block = _block_difference(pool, *pairs[number], box, tolerance)
+        if block is not None:
+            with lock:
+                if number in found:
+                    found[number].add(block)
+                else:
+                    found[number] = block
+
+    def done(item: tuple[int, Box]) -> None:
+        number, box = item
+        a, b, _ = pairs[number]
+        progress(box.volume * (a.dtype.itemsize + b.dtype.itemsize))
+
+    with SourceFiles() as pool:
+        spread(items(), lambda: compare, workers, done)
+    return found
+
+
+def _block_difference(
+    pool: SourceFiles, a: Entry, b: Entry, dtype: DType, box: Box, tolerance: Tolerance
 ) -> Difference | None:
     """What differs in one block, both sides as if cast to ``dtype``; None where nothing does.
 
@@ -123,14 +171,21 @@ def _difference(
 def _numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     """Those elements as numbers wide enough for their distance."""
     import numpy as np
-    import torch
 
-    chosen = torch.frombuffer(side, dtype=getattr(torch, dtype.name))[torch.from_numpy(at)]
+    from reshard import cast
+
+    if dtype.family == "float8":
+        import torch  # numpy has none
+
+        eighths = torch.frombuffer(side, dtype=getattr(torch, dtype.name))
+        return eighths[torch.from_numpy(at)].to(torch.float64).numpy()
+    if dtype.family == "float":
+        stored: Any = np.frombuffer(side, cast.numpy_dtype(dtype, casting=True))[at]
+        return cast.as_numbers(stored, dtype).astype(np.float64)
+    values: Any = np.frombuffer(side, np.dtype(dtype.name))[at]
     if dtype.family == "complex":
-        return chosen.to(torch.complex128).numpy()
-    if dtype.family in ("float", "float8"):
-        return chosen.to(torch.float64).numpy()
-    return chosen.numpy().astype(np.float64)  # near enough to say how far two integers are apart
+        return values.astype(np.complex128)
+    return values.astype(np.float64)  # near enough to say how far two integers are apart
 
 
 def _ulps(raw: list[Any], at: Any, dtype: DType) -> Any:

@@ -1,0 +1,263 @@
+"""``diff``: are two checkpoints the same training state, whatever layout each is in?"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from reshard import dtypes, formats, keys, units
+from reshard.commands.lines import LISTED, listed, row
+from reshard.commands.reading import Meter, ReadOptions, trusted
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.manifest import Manifest
+from reshard.proof import train
+from reshard.proof.compare import Difference, Tolerance, differences
+from reshard.proof.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
+
+SCHEMA = 1
+WEIGHTS, OPTIMIZER, TRAIN = "weights", "optimizer", "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffOptions(ReadOptions):
+    """What is compared, and how strictly. ``tag``, ``key``, ``source_format`` are of both sides."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+    ulp: int = 0
+    dtype: str | None = None  # compare weights as if both were cast to it
+    ignore: Sequence[str] = ()  # regexes searched in names
+    kinds: Sequence[str] = ()  # weights, optimizer, train, or a slot; empty: all
+
+
+@dataclass(slots=True)
+class Unequal:
+    """A tensor that is not the same on both sides.
+
+    Args:
+        what: ``shape``, ``dtype`` or ``values``.
+        at: the first unequal element, as an index of the whole tensor; None where no value is.
+    """
+
+    kind: str
+    fqn: str
+    what: str
+    a: str
+    b: str
+    at: tuple[int, ...] | None = None
+    numel: int = 0
+    count: int = 0
+    max_abs: float = 0.0
+    max_rel: float = 0.0
+    max_ulp: int = 0
+    not_finite: int = 0
+
+    def text(self) -> str:
+        """One line for a person."""
+        name = f"{self.kind} {self.fqn}"
+        if self.what != "values":
+            beside = f"; {self.count} of {self.numel} values differ too" if self.count else ""
+            return f"{name}: {self.what} {self.a} and {self.b}{beside}"
+        worst = f"max abs {self.max_abs:.3g}, rel {self.max_rel:.3g}, {self.max_ulp} ulp"
+        strange = f", {self.not_finite} of them not finite" if self.not_finite else ""
+        where = f"first at {list(self.at or ())}: {self.a} and {self.b}"
+        return f"{name}: {self.count} of {self.numel}{strange}; {worst}; {where}"
+
+
+@dataclass(slots=True)
+class DiffReport:
+    """The result of `diff`. Sizes in bytes."""
+
+    a: str
+    b: str
+    equal: int = 0  # tensors that are the same under the tolerance
+    equal_by_kind: dict[str, int] = field(default_factory=dict)
+    unequal: list[Unequal] = field(default_factory=list)
+    only_a: list[Key] = field(default_factory=list)
+    only_b: list[Key] = field(default_factory=list)
+    train: list[train.Value] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    exact: bool = True
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing that was asked for differs."""
+        return not (self.unequal or self.only_a or self.only_b or self.train)
+
+    @property
+    def exit_code(self) -> int:
+        """0 same, 1 different, as ``diff`` has it."""
+        return 0 if self.same else 1
+
+    def to_json(self) -> dict[str, Any]:
+        """One document with a stable schema."""
+        return {"schema": SCHEMA, "command": "diff", "same": self.same, **asdict(self)}
+
+    def lines(self) -> Iterator[str]:
+        """The report for a person."""
+        how = "bit by bit" if self.exact else "under the tolerance"
+        counts = ", ".join(f"{count} {kind}" for kind, count in self.equal_by_kind.items())
+        verdict = "the same" if self.same else "DIFFERENT"
+        yield f"{self.a} and {self.b}: {verdict}"
+        yield row("equal", f"{self.equal} tensors {how}" + (f" ({counts})" if counts else ""))
+        yield from listed("unequal", [each.text() for each in self.unequal])
+        yield from listed("only in A", [f"{kind} {fqn}" for kind, fqn in self.only_a])
+        yield from listed("only in B", [f"{kind} {fqn}" for kind, fqn in self.only_b])
+        for value in self.train:
+            if value.only:
+                yield row(f"only in {value.only.upper()}", value.name)
+            else:
+                yield row("unequal", f"{value.name}: {_short(value.a)} and {_short(value.b)}")
+        yield from listed("note", self.notes)
+        rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
+        read = units.show_bytes(self.bytes_read)
+        yield row("time", f"{self.seconds:.2f} s, {read} read, {rate}/s")
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def diff(
+    a: formats.Paths,
+    b: formats.Paths,
+    options: DiffOptions | None = None,
+    meter: Meter | None = None,
+) -> DiffReport:
+    """Compare two checkpoints of any formats, streaming both.
+
+    Raises:
+        ReshardError: one cannot be read; a difference is no error.
+    """
+    options = options or DiffOptions()
+    began = time.perf_counter()
+    left, right = (_opened(paths, options) for paths in (a, b))
+    dtype = dtypes.parse(options.dtype) if options.dtype else None
+    if dtype is not None and dtype.family != "float":
+        raise UsageError(f"--dtype {options.dtype}", "must be bf16, fp16, fp32 or fp64")
+    report = DiffReport(left.origin.path, right.origin.path)
+    tolerance = Tolerance(options.atol, options.rtol, options.ulp)
+    report.exact = tolerance.is_exact
+    wanted = _Wanted(options, left, right)
+    paired = wanted.of(pair(left, right))
+    report.only_a, report.only_b = paired.only_a, paired.only_b
+    if paired.unnamed:
+        shown = ", ".join(paired.unnamed[:LISTED])
+        report.notes.append(f"tied weights that one side does not name: {shown}")
+    if wanted.train:
+        report.train = [v for v in train.differences(left, right) if wanted.named(v.name)]
+    _compare(paired.pairs, report, tolerance, dtype, options, meter)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _opened(paths: formats.Paths, options: DiffOptions) -> Manifest:
+    return keys.edit(trusted(formats.as_paths(paths), options), keys.Edits()).manifest
+
+
+class _Wanted:
+    """What the user chose to compare."""
+
+    def __init__(self, options: DiffOptions, *manifests: Manifest) -> None:
+        slots = {kind for each in manifests for kind, _ in each.entries} - {"buffer", "param"}
+        known = {WEIGHTS, OPTIMIZER, TRAIN, *(slots - {"master"})}
+        for kind in options.kinds:
+            if kind not in known:
+                raise UsageError(f"--kind {kind}", f"is none of {', '.join(sorted(known))}")
+        self._kinds = set(options.kinds)
+        self._ignored: list[re.Pattern[str]] = keys.compiled(options.ignore, "--ignore")
+
+    @property
+    def train(self) -> bool:
+        """Whether what is no tensor is compared."""
+        return not self._kinds or TRAIN in self._kinds
+
+    def named(self, name: str) -> bool:
+        """Whether a name is not ignored."""
+        return not any(pattern.search(name) for pattern in self._ignored)
+
+    def of(self, paired: Paired) -> Paired:
+        """What is left of all tensors."""
+        return Paired(
+            [each for each in paired.pairs if self._key((each.kind, each.fqn))],
+            [key for key in paired.only_a if self._key(key)],
+            [key for key in paired.only_b if self._key(key)],
+            [fqn for fqn in paired.unnamed if self._key((WEIGHT, fqn))],
+        )
+
+    def _key(self, key: Key) -> bool:
+        kind, fqn = key
+        group = WEIGHTS if kind in (WEIGHT, COPY) else OPTIMIZER
+        return self.named(fqn) and (not self._kinds or bool(self._kinds & {group, kind}))
+
+
+def _compare(
+    pairs: Sequence[Pair],
+    report: DiffReport,
+    tolerance: Tolerance,
+    dtype: DType | None,
+    options: DiffOptions,
+    meter: Meter | None,
+) -> None:
+    """Fill in which tensors are equal."""
+    workers, window_bytes = options.budget()
+    alike = [each for each in pairs if each.a.shape == each.b.shape and _common(each, dtype)]
+    compared = [(each.a, each.b, _common(each, dtype) or each.a.dtype) for each in alike]
+    report.bytes_read = sum(each.a.nbytes + each.b.nbytes for each in alike)
+    show = meter or (lambda _total: nullcontext(lambda _nbytes: None))
+    with show(report.bytes_read) as progress:
+        found = differences(
+            compared, tolerance, workers=workers, window_bytes=window_bytes, progress=progress
+        )
+    numbers = {id(each): number for number, each in enumerate(alike)}
+    for each in pairs:
+        number = numbers.get(id(each))
+        unequal = _unequal(each, None if number is None else found.get(number), dtype)
+        if unequal is not None:
+            report.unequal.append(unequal)
+            continue
+        report.equal += 1
+        report.equal_by_kind[each.kind] = report.equal_by_kind.get(each.kind, 0) + 1
+
+
+def _common(each: Pair, dtype: DType | None) -> DType | None:
+    """In which dtype the two are compared; None where there is none."""
+    floats = each.a.dtype.family == each.b.dtype.family == "float"
+    if dtype is not None and each.is_weight and floats:
+        return dtype
+    if each.a.dtype == each.b.dtype:
+        return each.a.dtype
+    return min(each.a.dtype, each.b.dtype, key=lambda held: held.itemsize) if floats else None
+
+
+def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequal | None:
+    a, b = each.a, each.b
+    values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
+    if found is not None:
+        values.a, values.b = (f"{value:.9g}" for value in found.first_values)
+        values.at = _index(found.first, a.shape)
+        values.count, values.not_finite = found.count, found.not_finite
+        values.max_abs, values.max_rel = found.max_abs, found.max_rel
+        values.max_ulp = found.max_ulp
+    if a.shape != b.shape:
+        return replace(values, what="shape", a=str(list(a.shape)), b=str(list(b.shape)))
+    cast = dtype is not None and each.is_weight and _common(each, dtype) == dtype
+    if a.dtype != b.dtype and not cast:
+        return replace(values, what="dtype", a=str(a.dtype), b=str(b.dtype))
+    return values if found is not None else None
+
+
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))

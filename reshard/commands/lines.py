@@ -1,0 +1,20 @@
+"""How every report writes its lines for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+LISTED = 8  # of many; all of them with --json
+
+
+def row(label: str, text: str) -> str:
+    """One line: a label, and what there is to say."""
+    return f"{label:<12}{text}"
+
+
+def listed(label: str, items: Sequence[str]) -> Iterator[str]:
+    """A line each for the first, and how many more there are."""
+    for item in items[:LISTED]:
+        yield row(label, item)
+    if len(items) > LISTED:
+        yield row(label, f"... {len(items) - LISTED} more (all of them with --json)")

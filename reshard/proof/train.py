@@ -1,0 +1,104 @@
+"""Everything of two training states that is no tensor: steps, groups, scheduler, scaler ..."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.formats import loss_scale
+from reshard.manifest import Manifest, TrainState
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Something that is not the same on both sides; None where a side has nothing."""
+
+    name: str
+    a: Any
+    b: Any
+
+    @property
+    def only(self) -> str:
+        """``a`` or ``b`` where one side alone has it; empty where they differ."""
+        return "b" if self.a is None else "a" if self.b is None else ""
+
+
+def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
+    """What differs, by name.
+
+    Hyper-parameters are compared parameter by parameter, so that groups may be cut and ordered as
+    each framework does it; of a group's keys those that both sides have (``foreach``, ``fused``
+    and the like are of one library). A loss scaler is compared in torch's form.
+    """
+    one, two = a.train, b.train
+    for name in ("step", "skipped_steps", "samples", "scheduler", "rng"):
+        yield from _unequal(name, getattr(one, name), getattr(two, name))
+    yield from _unequal("scaler", _scaler(one), _scaler(two))
+    yield from _mapped("client", one.client, two.client)
+    yield from _steps(one.optimizer_step, two.optimizer_step)
+    yield from _hypers(one, two)
+
+
+def _unequal(name: str, a: Any, b: Any) -> Iterator[Value]:
+    if _plain(a) != _plain(b):
+        yield Value(name, a, b)
+
+
+def _plain(value: Any) -> Any:
+    """Without the differences that a file format makes: tuples and lists, texts for numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _scaler(train: TrainState) -> Any:
+    if loss_scale.is_idle(train.scaler):
+        return None
+    return loss_scale.as_torch(train.scaler) or train.scaler
+
+
+def _mapped(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Value]:
+    for key in dict.fromkeys((*a, *b)):
+        yield from _unequal(f"{name}: {key}", a.get(key), b.get(key))
+
+
+def _steps(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[Value]:
+    """One value for all parameters with the same difference."""
+    found: dict[tuple[float | None, float | None], list[str]] = {}
+    for fqn in dict.fromkeys((*a, *b)):
+        if a.get(fqn) != b.get(fqn):
+            found.setdefault((a.get(fqn), b.get(fqn)), []).append(fqn)
+    for (left, right), fqns in found.items():
+        yield Value(f"optimizer step of {_all(fqns)}", left, right)
+
+
+def _all(fqns: Sequence[str]) -> str:
+    return fqns[0] + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
+
+
+def _hypers(a: TrainState, b: TrainState) -> Iterator[Value]:
+    """One value for all parameters with the same difference."""
+    one, two = _by_parameter(a), _by_parameter(b)
+    if bool(one) != bool(two):
+        yield Value("param groups", len(a.param_groups) or None, len(b.param_groups) or None)
+        return
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for fqn in dict.fromkeys((*one, *two)):
+        if fqn not in one or fqn not in two:
+            found.setdefault(("in a group", str(fqn in one), str(fqn in two)), []).append(fqn)
+            continue
+        left, right = one[fqn], two[fqn]
+        for key in left:
+            if key in right and _plain(left[key]) != _plain(right[key]):
+                found.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
+    for (key, left_text, right_text), fqns in found.items():
+        yield Value(f"{key} of {_all(fqns)}", left_text, right_text)
+
+
+def _by_parameter(train: TrainState) -> dict[str, Mapping[str, Any]]:
+    return {fqn: group.hyper for group in train.param_groups for fqn in group.fqns}
