@@ -145,6 +145,7 @@ class Manifest:
     files: Mapping[str, SourceFile]
     train: TrainState = field(default_factory=TrainState)
     tied: Mapping[str, str] = field(default_factory=dict)  # alias fqn -> kept fqn
+    tied_again: tuple[Entry, ...] = ()  # aliases of which a file has another copy than the kept one
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
     absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for

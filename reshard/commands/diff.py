@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from reshard import dtypes, formats, keys, units
+from reshard.box import index_of
 from reshard.commands.lines import LISTED, listed, row
 from reshard.commands.reading import Meter, ReadOptions, trusted
 from reshard.dtypes import DType
@@ -243,7 +244,7 @@ def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequ
     values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
     if found is not None:
         values.a, values.b = (f"{value:.9g}" for value in found.first_values)
-        values.at = _index(found.first, a.shape)
+        values.at = index_of(found.first, a.shape)
         values.count, values.not_finite = found.count, found.not_finite
         values.max_abs, values.max_rel = found.max_abs, found.max_rel
         values.max_ulp = found.max_ulp
@@ -253,11 +254,3 @@ def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequ
     if a.dtype != b.dtype and not cast:
         return replace(values, what="dtype", a=str(a.dtype), b=str(b.dtype))
     return values if found is not None else None
-
-
-def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.append(at)
-    return tuple(reversed(index))

@@ -19,6 +19,7 @@ from reshard.dtypes import DType
 from reshard.errors import (
     CorruptError,
     IncompleteError,
+    StaleError,
     UnrecognisedError,
     UnsafeError,
     UsageError,
@@ -128,7 +129,7 @@ def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[s
         raise IncompleteError(index, f"says that {shard.name} holds {fqn!r}; it does not")
     if held - promised:
         fqn = min(held - promised)
-        raise CorruptError(
+        raise StaleError(
             shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
         )
 

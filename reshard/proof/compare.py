@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.box import Box, contiguous_cuts
+from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
@@ -123,14 +123,7 @@ def _block_difference(
     left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
     if left == right:
         return None
-    return _difference(left, right, dtype, tolerance, _first_element(a, box))
-
-
-def _first_element(entry: Entry, box: Box) -> int:
-    at = 0
-    for start, size in zip(box.origin, entry.shape, strict=True):
-        at = at * size + start
-    return at
+    return _difference(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
 
 
 def _difference(
