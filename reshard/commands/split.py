@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from reshard import commit, dtypes, formats, keys, weights
 from reshard.commands.batch import rebalanced
 from reshard.commands.companions import with_companions
-from reshard.commands.output import (
-    Meter,
-    OutputOptions,
-    check_places,
-    one_of,
-    opened,
-    write,
-)
+from reshard.commands.output import Meter, check_places, opened, write
+from reshard.commands.split_options import SplitOptions
 from reshard.commands.split_report import SplitReport, describe
-from reshard.dtypes import DType
+from reshard.commands.split_state import is_weights, made_state, stored, told
+from reshard.dtypes import FLOAT32, DType
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import targets
 from reshard.formats.targets import Request, Target
-from reshard.formats.training import Training, training
+from reshard.formats.training import Training
 from reshard.manifest import Manifest, Skeleton
-from reshard.model import Told
+from reshard.model import ModelShapes
 from reshard.plan import plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
@@ -38,32 +33,6 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "hf-trainer": "accelerate",
     "fsdp": "fsdp2",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitOptions(OutputOptions):
-    """What a split can be asked for."""
-
-    world_size: int | None = None  # None: the source's
-    to: str | None = None  # one of `targets.NAMES`; None: as the source
-    zero_stage: int | None = None  # None: the source's, else 2
-    state_dict_type: targets.StateDictType = "sharded"  # of FSDP
-    dtype: str | None = None  # of the module's copy; None: as trained
-    weights_only: bool = False
-    device: str = "cuda"  # of the mesh in DTensor files
-
-    def __post_init__(self) -> None:
-        """Refuse a choice that there is not.
-
-        Raises:
-            UsageError: naming the choices.
-        """
-        OutputOptions.__post_init__(self)
-        if self.zero_stage is not None:
-            one_of("zero_stage", self.zero_stage, range(4))
-        one_of("state_dict_type", self.state_dict_type, targets.STATE_DICT_TYPES)
-        if self.to is not None:
-            one_of("to", self.to, targets.NAMES)
 
 
 def split(
@@ -89,26 +58,29 @@ def split(
             f"lists {manifest.absent[0]!r}, but no rank holds a value for it",
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
-    request, target = _request(manifest, options)
+    manifest, shapes = told(manifest, options)
+    request, target = _request(manifest, shapes, options)
     config, batch_notes = rebalanced(manifest, request.world_size)
+    batch_notes = [] if is_weights(manifest) else batch_notes  # of no run
     manifest = replace(manifest, train=replace(manifest.train, config=config))
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
-    state = training(manifest, weights_only=options.weights_only)
+    state, made = made_state(manifest, request, target, options)
     skeleton = with_companions(
         target.lay_out(state, request), manifest, tagged=target.name == "deepspeed"
     )
     check_places(skeleton)
-    planned = plan(manifest.entries, skeleton, options.budget()[1])
+    held = stored(skeleton, state)
+    planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
-    report.derived += batch_notes
+    report.derived += [*made, *batch_notes]
     if options.dry_run:
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
         planned,
-        skeleton,
+        held,
         manifest,
         destination,
         options,
@@ -123,7 +95,9 @@ def split(
     return report
 
 
-def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target]:
+def _request(
+    manifest: Manifest, shapes: ModelShapes | None, options: SplitOptions
+) -> tuple[Request, Target]:
     """What is to be written, with the source's own choices where the user made none.
 
     Raises:
@@ -143,10 +117,10 @@ def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target
         Request(
             world_size=world_size,
             zero_stage=_stage(manifest, options),
-            dtype=_dtype(options.dtype),
-            weights_only=options.weights_only,
+            dtype=_dtype(name, options),
+            weights_only=options.without_optimizer,
             state_dict_type=options.state_dict_type,
-            model=Told(options.model, options.wrap).shapes() if options.model else None,
+            model=shapes,
             device=options.device,
         ),
         targets.TARGETS[name],
@@ -160,12 +134,14 @@ def _stage(manifest: Manifest, options: SplitOptions) -> int:
     return int(said) if said.isdecimal() else 2
 
 
-def _dtype(text: str | None) -> DType | None:
-    if text is None:
-        return None
-    dtype = dtypes.parse(text)
+def _dtype(target: str, options: SplitOptions) -> DType | None:
+    """The dtype of the weights; PyTorch's optimizers update them in place, so masters are fp32."""
+    if options.dtype is None:
+        in_place = options.init_optimizer == "zeros" and target != "deepspeed"
+        return FLOAT32 if in_place else None
+    dtype = dtypes.parse(options.dtype)
     if dtype.family != "float":
-        raise UsageError(f"--dtype {text}", "weights are written as bf16, fp16 or fp32")
+        raise UsageError(f"--dtype {options.dtype}", "weights are written as bf16, fp16 or fp32")
     return dtype
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import units
+from reshard.dtypes import FLOAT32
 from reshard.formats.targets import Request, Target
 from reshard.formats.training import Training
 from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
@@ -98,10 +100,26 @@ def describe(
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:
         report.kept.append(f"{masters} fp32 master weights")
-    if state.groups:
+    if state.groups and not state.made:
         names = ", ".join(state.slots)
         report.kept.append(f"{names}; step {state.step()}; {len(state.groups)} param groups")
     elif held:
-        report.dropped.append(f"{len(held)} optimizer tensors (--weights-only)")
+        why = "--init-optimizer zeros" if state.groups else "--weights-only"
+        report.dropped.append(f"{len(held)} optimizer tensors ({why})")
+    if state.made:
+        report.derived += _masters(state, request)
     report.notes = list(target.notes(state, request))
     return report
+
+
+def _masters(state: Training, request: Request) -> Iterator[str]:
+    """Masters that a new optimizer begins with, where the source's weights are narrower."""
+    written = request.dtype or FLOAT32
+    narrow = Counter(
+        member.weight.value.dtype.name
+        for group in state.groups
+        for member in group.members
+        if member.weight.value.dtype != written
+    )
+    for dtype, count in narrow.items():
+        yield f"{count} {written} master weights are cast from {dtype}"

@@ -50,21 +50,29 @@ class Target:
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
-    if not state.manifest.ordered:
+    if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
             state.manifest.origin.path,
-            "DeepSpeed knows parameters by their place in the model, and these stand in the order"
-            " of FSDP's units",
+            "DeepSpeed knows parameters by their place in the model, and nothing says which that is"
+            " (FSDP's units and safetensors have an order of their own)",
             "say which model it is: --model config.json|DIR|module:factory",
         )
     return deepspeed.lay_out(
-        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+        state,
+        world_size=asked.world_size,
+        stage=asked.zero_stage,
+        precision=asked.dtype,
+        weights_only=asked.weights_only,
     )
 
 
 def _deepspeed_notes(state: Training, asked: Request) -> tuple[str, ...]:
     return deepspeed.notes(
-        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+        state,
+        world_size=asked.world_size,
+        stage=asked.zero_stage,
+        precision=asked.dtype,
+        weights_only=asked.weights_only,
     )
 
 

@@ -117,11 +117,13 @@ def _compiled(op: str) -> bool:
     return Path(cpp_extension._get_build_directory(op, verbose=False), f"{op}.so").exists()
 
 
-def start(case: Case, world: int, scratch: Path, seed: int = 7) -> Run:
-    """Make the engine."""
+def start(case: Case, world: int, scratch: Path, seed: int = 7, weights: Path | None = None) -> Run:
+    """Make the engine, around a model with the weights of a Hugging Face directory if given."""
     config = resolved_config(case, world, scratch)
     with scalars_broadcast():
         model = build_model(case, config, seed)
+    if weights is not None:
+        model.load_state_dict(type(model).from_pretrained(weights).state_dict())  # type: ignore[attr-defined]
     groups = models.param_groups(model, case.groups)
     members = [list(group["params"]) for group in groups]
     optimizer: torch.optim.Optimizer | None = None
@@ -215,15 +217,28 @@ def convert_universal(run: Path, target: Path) -> None:
     )
 
 
-def load(case: Case, run_dir: Path, steps: int, out: Path) -> None:
-    """Resume ``run_dir`` with real DeepSpeed from other initial weights, and train on."""
+def begin(case: Case, weights: Path, steps: int, out: Path) -> None:
+    """Train a fresh engine from a model's weights."""
+    run = start(case, dist.get_world_size(), out, seed=8, weights=weights)
+    loaded = describe(run, truth.snapshot(run.engine, ()))
+    losses = [train_step(run, step) for step in range(steps)]
+    params = truth.snapshot(run.engine, case.slots).params
+    write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
+
+
+def load(case: Case, run_dir: Path, steps: int, out: Path, **how: Any) -> None:
+    """Resume ``run_dir`` with real DeepSpeed from other initial weights, and train on.
+
+    ``how`` are arguments of ``load_checkpoint``; without the optimizer's states no slot is told.
+    """
     run = start(case, dist.get_world_size(), out, seed=8)
-    path, client_state = run.engine.load_checkpoint(str(run_dir))
+    path, client_state = run.engine.load_checkpoint(str(run_dir), **how)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
     # DeepSpeed returns all of its own keys that it does not consume together with the client's.
     kept = {key: client_state[key] for key in case.client_state}
-    loaded = describe(run, truth.snapshot(run.engine, case.slots), kept)
+    slots = () if how.get("load_module_only") else case.slots
+    loaded = describe(run, truth.snapshot(run.engine, slots), kept)
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]
     params = truth.snapshot(run.engine, case.slots).params

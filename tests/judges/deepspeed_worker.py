@@ -7,7 +7,7 @@ import importlib
 import deepspeed
 
 from tests.judges import deepspeed_refused, deepspeed_train, deepspeed_trainers, ranks
-from tests.judges.deepspeed_cases import CASES
+from tests.judges.deepspeed_cases import CASES, Case
 
 KINDS = {
     "train": deepspeed_train.make,
@@ -30,13 +30,20 @@ PRELOADED = (
 """What DeepSpeed would import late, once in every rank; here it is imported before the forks."""
 
 
+def case_of(job: ranks.Job) -> Case:
+    """The row of the table; a job may have a name of its own."""
+    return CASES[job.told.get("like", job.case)]
+
+
 def work(job: ranks.Job, rank: int) -> None:
-    """Make the case, or resume from the run that the job names."""
-    case = CASES[job.case]
+    """Make the case, or go on from what the job names: a run, or a model's weights."""
+    case, told = case_of(job), job.told
     ranks.join_group(job, rank)
     deepspeed_train.start_rank()
-    if "load" in job.told:
-        deepspeed_train.load(case, job.told["load"], job.told["steps"], job.out)
+    if "load" in told:
+        deepspeed_train.load(case, told["load"], told["steps"], job.out, **told.get("how", {}))
+    elif "begin" in told:
+        deepspeed_train.begin(case, told["begin"], told["steps"], job.out)
     else:
         KINDS[case.kind](case, job.out)
 
@@ -50,7 +57,7 @@ def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     for module in PRELOADED:
         importlib.import_module(module)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    disk = [job for job in jobs if CASES[job.case].nvme]
+    disk = [job for job in jobs if case_of(job).nvme]
     if not disk:
         return {}
     reason = deepspeed_train.load_aio(compile_it=disk[0].told["compile_aio"])

@@ -11,7 +11,7 @@ from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed.target import carried, order, scaling
-from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
@@ -33,6 +33,7 @@ class Choice:
         carried: plain values that stand beside DeepSpeed's own in the model states.
         lost: the names of those that are more than plain.
         scaler: the loss scaler's state; new where the source has none.
+        weights_only: without optimizer, in the layout of stage 0 or 3.
     """
 
     state: Training
@@ -52,6 +53,7 @@ class Choice:
     lost: tuple[str, ...]
     scaler: Mapping[str, Any]
     scaler_is_new: bool
+    weights_only: bool
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """What fills the module's copy, and its dtype there.
@@ -79,10 +81,15 @@ def choose(
     stage: int,
     precision: DType | None = None,
     tag: str | None = None,
+    weights_only: bool = False,
 ) -> Choice:
     """Decide everything; errors as `lay_out`."""
     _check_request(world_size, stage, precision, tag)
-    _check_source(state)
+    if weights_only:
+        state, stage = _without_optimizer(state), 3 if stage == 3 else 0
+    else:
+        refuse_without_optimizer(state)
+    _check_source(state, weights_only=weights_only)
     of_run = precision or _precision(state)
     source_config = _config(state)
     config = _adapted(source_config, stage, of_run)
@@ -111,7 +118,21 @@ def choose(
         lost=tuple(lost),
         scaler=scaler or scaling.fresh(order.section(config, "fp16")),
         scaler_is_new=scaler is None,
+        weights_only=weights_only,
     )
+
+
+def _without_optimizer(state: Training) -> Training:
+    """The weights as one group of what could be trained: DeepSpeed then finds them by name.
+
+    Stages 0 to 2 keep them in one file, which does not depend on stage or ranks; only stage 3 cuts.
+    """
+    members = tuple(
+        Trained(weight, {}, None)
+        for weight in state.weights
+        if not _is_buffer(weight) and weight.fqn not in state.manifest.frozen
+    )
+    return replace(state, groups=(Group({}, members),))
 
 
 def _check_request(world_size: int, stage: int, precision: DType | None, tag: str | None) -> None:
@@ -125,24 +146,18 @@ def _check_request(world_size: int, stage: int, precision: DType | None, tag: st
         raise UsageError(f"tag {tag!r}", "is not the name of a directory")
 
 
-def _check_source(state: Training) -> None:
+def _check_source(state: Training, *, weights_only: bool) -> None:
     manifest = state.manifest
-    if not any(group.members for group in state.groups):
-        raise IncompleteError(
-            manifest.origin.path,
-            "holds no optimizer whose parameters are known: DeepSpeed goes on training only from"
-            " masters, moments and hyper-parameters",
-            "merge the weights instead, and begin a new run from them",
-        )
     if manifest.absent:
         shown = ", ".join(manifest.absent[:_LISTED])
         raise IncompleteError(manifest.origin.path, f"holds no value of {shown}")
     for number, group in enumerate(state.groups):
-        if not group.hyper:
+        if not group.hyper and not weights_only:
             raise IncompleteError(
                 manifest.origin.path,
                 f"keeps no hyper-parameters of param group {number} (elastic_checkpoint does not):"
                 " the optimizer that loads them would have no learning rate",
+                "give them with --param-groups FILE",
             )
 
 
@@ -192,7 +207,7 @@ def _users_order(state: Training) -> Callable[[Sequence[Trained]], Sequence[Trai
     one of their own (FSDP 1: unit after unit).
     """
     origin, config = state.manifest.origin, _config(state)
-    if not origin.format.startswith("deepspeed"):
+    if state.regrouped or not origin.format.startswith("deepspeed"):
         place = {weight.fqn: number for number, weight in enumerate(state.weights)}
         return lambda members: sorted(members, key=lambda member: place[member.fqn])
     stage = order.section(config, "zero_optimization").get("stage", 0)

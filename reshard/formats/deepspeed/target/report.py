@@ -18,6 +18,9 @@ def notes(choice: Choice) -> Iterator[str]:
         yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
     if train.rng is not None:
         yield "the random states are not carried: DeepSpeed's files have no place for them"
+    if choice.weights_only:
+        yield from _of_weights(choice)
+        return
     if train.samples is None:
         yield "the source does not count samples: DeepSpeed takes its steps times its batch"
     if choice.scaler_is_new:
@@ -25,6 +28,16 @@ def notes(choice: Choice) -> Iterator[str]:
     yield from _of_groups(choice)
     if not choice.state.manifest.origin.format.startswith("deepspeed"):
         yield from _of_other_frameworks(choice)
+
+
+def _of_weights(choice: Choice) -> Iterator[str]:
+    """How DeepSpeed loads a module without its optimizer, and what that costs."""
+    needed = ", load_optimizer_states=False" if choice.stage == 3 else ""
+    yield f"load it with load_checkpoint(..., load_module_only=True{needed})"
+    if choice.stage != 3:
+        yield "stages 0, 1 and 2 load this one file at any number of ranks"
+    if choice.precision != FLOAT32:
+        yield f"DeepSpeed then begins its fp32 masters from the {choice.precision} weights"
 
 
 def _of_groups(choice: Choice) -> Iterator[str]:
