@@ -27,6 +27,7 @@ from reshard.commands.split_options import SplitOptions
 from reshard.errors import ReshardError, UsageError
 from reshard.formats import targets
 from reshard.formats.groups import InitOptimizer
+from reshard.formats.rng import Policy
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -222,6 +223,11 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--dtype", help="Of the module's parameters: bf16, fp16 or fp32.  [default: as trained]"
         ),
         click.option(
+            "--rng",
+            type=click.Choice(get_args(Policy)),
+            help="Random states of ranks.  [default: keep, where they can be]",
+        ),
+        click.option(
             "--zero-stage",
             type=click.IntRange(0, 3),
             help="Of DeepSpeed.  [default: as is]",
@@ -229,9 +235,7 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--state-dict-type",
             type=click.Choice(targets.STATE_DICT_TYPES),
-            default="sharded",
-            show_default=True,
-            help="Of FSDP.",
+            help="Of FSDP, or unsharded.  [default: sharded; hf-trainer: as the source]",
         ),
         click.option(
             "--world-size",

@@ -24,7 +24,7 @@ OUTPUT_OPTIONS = {
 }
 SPLIT_OPTIONS = {
     *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
-    *("--device", "--state-dict-type", "--init-optimizer", "--param-groups"),
+    *("--device", "--state-dict-type", "--init-optimizer", "--param-groups", "--rng"),
 }
 OPTIONS = {
     "inspect": SOURCE_OPTIONS | {"--tensors"},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from reshard import commit, dtypes, formats, keys, weights
+from reshard.commands import split_rng
 from reshard.commands.batch import rebalanced
 from reshard.commands.companions import with_companions
 from reshard.commands.output import Meter, check_places, opened, write
@@ -16,7 +17,7 @@ from reshard.commands.split_state import is_weights, made_state, stored, told
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import targets
+from reshard.formats import hf_trainer, targets
 from reshard.formats.targets import Request, Target
 from reshard.formats.training import Training
 from reshard.manifest import Manifest, Skeleton
@@ -30,9 +31,10 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "torchtitan": "dcp",
     "verl": "verl",
     "accelerate": "accelerate",
-    "hf-trainer": "accelerate",
+    "hf-trainer": "hf-trainer",
     "fsdp": "fsdp2",
 }
+_FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
 
 
 def split(
@@ -60,21 +62,22 @@ def split(
         )
     manifest, shapes = told(manifest, options)
     request, target = _request(manifest, shapes, options)
-    config, batch_notes = rebalanced(manifest, request.world_size)
-    batch_notes = [] if is_weights(manifest) else batch_notes  # of no run
-    manifest = replace(manifest, train=replace(manifest.train, config=config))
+    batch_notes: list[str] = []
+    if not is_weights(manifest):
+        manifest, batch_notes = rebalanced(manifest, request.world_size)
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
-    state, made = made_state(manifest, request, target, options)
-    skeleton = with_companions(
-        target.lay_out(state, request), manifest, tagged=target.name == "deepspeed"
-    )
+    states = split_rng.chosen(manifest, request, target, options)
+    state, made = made_state(manifest, request, options)
+    state = replace(state, rng=states.states)
+    skeleton = _with_companions(target.lay_out(state, request), state, target)
     check_places(skeleton)
     held = stored(skeleton, state)
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
     report.derived += [*made, *batch_notes]
+    states.tell(report)
     if options.dry_run:
         return report
     commit.check_space(destination, report.bytes_written)
@@ -113,18 +116,55 @@ def _request(
     world_size = options.world_size or int(manifest.origin.mesh.get("world", 1))
     if world_size < 1:
         raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
+    deepspeed = name == "deepspeed" or (
+        name == "hf-trainer" and _holds_deepspeed(manifest, options)
+    )
     return (
         Request(
             world_size=world_size,
             zero_stage=_stage(manifest, options),
-            dtype=_dtype(name, options),
+            dtype=_dtype(options, deepspeed=deepspeed),
             weights_only=options.without_optimizer,
-            state_dict_type=options.state_dict_type,
+            state_dict_type=_state_dict_type(name, manifest, options),
+            deepspeed=deepspeed,
             model=shapes,
             device=options.device,
         ),
         targets.TARGETS[name],
     )
+
+
+def _holds_deepspeed(manifest: Manifest, options: SplitOptions) -> bool:
+    """Whether HF Trainer's checkpoint is one of DeepSpeed: asked for, or as the source is."""
+    if options.zero_stage is not None:
+        if options.state_dict_type is not None:
+            raise UsageError("--zero-stage", "and --state-dict-type exclude each other there")
+        return True
+    return options.state_dict_type is None and manifest.origin.format.startswith("deepspeed")
+
+
+def _state_dict_type(
+    target: str, manifest: Manifest, options: SplitOptions
+) -> targets.StateDictType:
+    """What was asked for; HF Trainer's is otherwise as the source, all else sharded."""
+    if options.state_dict_type is not None:
+        return options.state_dict_type
+    if target != "hf-trainer" or manifest.origin.format in _FSDP:
+        return "sharded"
+    if any(path.endswith("pytorch_model_fsdp.bin") for path in manifest.files):
+        return "full"
+    of_fsdp = any("pytorch_model_fsdp" in path for path in manifest.files)
+    return "sharded" if of_fsdp else "unsharded"
+
+
+def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:
+    """What lies beside the state files goes beside them; above a tag's directory, above it."""
+    if target.name == "hf-trainer":
+        inside = hf_trainer.directory(state)
+        return with_companions(skeleton, state.manifest, beside=inside, above=inside)
+    tagged = target.name == "deepspeed"
+    within = str(PurePosixPath(skeleton.files[-1].name).parent) if tagged else ""
+    return with_companions(skeleton, state.manifest, beside=within)
 
 
 def _stage(manifest: Manifest, options: SplitOptions) -> int:
@@ -134,10 +174,10 @@ def _stage(manifest: Manifest, options: SplitOptions) -> int:
     return int(said) if said.isdecimal() else 2
 
 
-def _dtype(target: str, options: SplitOptions) -> DType | None:
+def _dtype(options: SplitOptions, *, deepspeed: bool) -> DType | None:
     """The dtype of the weights; PyTorch's optimizers update them in place, so masters are fp32."""
     if options.dtype is None:
-        in_place = options.init_optimizer == "zeros" and target != "deepspeed"
+        in_place = options.init_optimizer == "zeros" and not deepspeed
         return FLOAT32 if in_place else None
     dtype = dtypes.parse(options.dtype)
     if dtype.family != "float":

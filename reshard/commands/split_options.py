@@ -10,6 +10,7 @@ from reshard.commands.output import OutputOptions, one_of
 from reshard.errors import UsageError
 from reshard.formats import targets
 from reshard.formats.groups import InitOptimizer
+from reshard.formats.rng import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +20,12 @@ class SplitOptions(OutputOptions):
     world_size: int | None = None  # None: the source's
     to: str | None = None  # one of `targets.NAMES`; None: as the source
     zero_stage: int | None = None  # None: the source's, else 2
-    state_dict_type: targets.StateDictType = "sharded"  # of FSDP
+    state_dict_type: targets.StateDictType | None = None  # None: sharded; of HF Trainer, as it is
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins
     param_groups: Path | None = None  # a JSON file; see `groups`
+    rng: Policy | None = None  # random states; None: kept where they can be
     device: str = "cuda"  # of the mesh in DTensor files
 
     def __post_init__(self) -> None:
@@ -35,7 +37,8 @@ class SplitOptions(OutputOptions):
         OutputOptions.__post_init__(self)
         if self.zero_stage is not None:
             one_of("zero_stage", self.zero_stage, range(4))
-        one_of("state_dict_type", self.state_dict_type, targets.STATE_DICT_TYPES)
+        one_of("state_dict_type", self.state_dict_type, (None, *targets.STATE_DICT_TYPES))
+        one_of("rng", self.rng, (None, *get_args(Policy)))
         if self.to is not None:
             one_of("to", self.to, targets.NAMES)
         one_of("init_optimizer", self.init_optimizer, (None, *get_args(InitOptimizer)))

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import units
-from reshard.dtypes import FLOAT32
 from reshard.formats.targets import Request, Target
 from reshard.formats.training import Training
 from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
@@ -16,6 +15,7 @@ from reshard.plan import Plan
 
 SCHEMA = 1
 _LISTED = 8
+_OF_FORMS = ("deepspeed", "fsdp", "hf-trainer")
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ def describe(
     report = SplitReport(
         source=manifest.origin.path,
         format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
-        target=target.name + (f" stage {request.zero_stage}" if target.name == "deepspeed" else ""),
+        target=f"{target.name} {request.form}" if target.name in _OF_FORMS else target.name,
         ranks_before=int(manifest.origin.mesh.get("world", 1)),
         ranks=request.world_size,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
@@ -114,7 +114,7 @@ def describe(
 
 def _masters(state: Training, request: Request) -> Iterator[str]:
     """Masters that a new optimizer begins with, where the source's weights are narrower."""
-    written = request.dtype or FLOAT32
+    written = request.master
     narrow = Counter(
         member.weight.value.dtype.name
         for group in state.groups

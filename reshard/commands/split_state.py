@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.commands.split_options import SplitOptions
-from reshard.dtypes import FLOAT32
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import groups, huggingface
-from reshard.formats.targets import Request, Target
+from reshard.formats.targets import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelShapes, Told
@@ -54,7 +53,7 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
 
 
 def made_state(
-    manifest: Manifest, request: Request, target: Target, options: SplitOptions
+    manifest: Manifest, request: Request, options: SplitOptions
 ) -> tuple[Training, list[str]]:
     """What is to be written, with what the user has made anew, and what to say of that."""
     made, said = training(manifest, weights_only=options.without_optimizer), list[str]()
@@ -68,8 +67,7 @@ def made_state(
         made, notes = groups.regrouped(made, given)
         said += notes
     if fresh:
-        dtype = FLOAT32 if target.name == "deepspeed" else request.dtype or FLOAT32
-        made, notes = groups.with_fresh_adam(made, dtype)
+        made, notes = groups.with_fresh_adam(made, request.master)
         said += notes
     return made, said
 

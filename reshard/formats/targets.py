@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from reshard.dtypes import DType
+from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UsageError
+from reshard.formats import hf_trainer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.state_dict import flat_target, written
@@ -17,7 +18,7 @@ from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 
-StateDictType = Literal["full", "local", "sharded"]
+StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
 
 
@@ -30,8 +31,19 @@ class Request:
     dtype: DType | None = None  # of the module's parameters; None: as trained
     weights_only: bool = False
     state_dict_type: StateDictType = "sharded"
+    deepspeed: bool = False  # whether DeepSpeed's directory is written, by itself or in another
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
+
+    @property
+    def master(self) -> DType:
+        """Of the weights that an optimizer updates, where it begins anew."""
+        return FLOAT32 if self.deepspeed or self.dtype is None else self.dtype
+
+    @property
+    def form(self) -> str:
+        """What the target's name leaves open, in words."""
+        return f"stage {self.zero_stage}" if self.deepspeed else self.state_dict_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +53,14 @@ class Target:
     Args:
         lay_out: the files.
         notes: what was derived or is dropped.
+        keeps_rng: whether it has a place for the random states of ranks.
     """
 
     name: str
     what: str
     lay_out: Callable[[Training, Request], Skeleton]
     notes: Callable[[Training, Request], tuple[str, ...]]
+    keeps_rng: Callable[[Request], bool] = lambda _asked: False
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
@@ -109,6 +123,12 @@ def _fsdp(state: Training, asked: Request) -> Skeleton:
         )
     if asked.state_dict_type == "sharded":
         return _accelerate(state, asked)
+    if asked.state_dict_type == "unsharded":
+        raise UsageError(
+            "--state-dict-type unsharded",
+            "is no form of FSDP's",
+            "write --to hf-trainer, or --to torch for one file",
+        )
     if asked.model is None or not asked.model.units:
         raise UsageError(
             "--state-dict-type local",
@@ -131,8 +151,46 @@ def _plain(state: Training, asked: Request) -> Skeleton:
     )
 
 
+def _hf_trainer(state: Training, asked: Request) -> Skeleton:
+    if asked.deepspeed:
+        held = _deepspeed(state, asked)
+    elif asked.state_dict_type == "unsharded":
+        held = hf_trainer.unsharded(
+            state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
+        )
+    elif asked.state_dict_type == "full":
+        held = state_dict.fsdp1_full(state, weights_only=asked.weights_only, dtype=asked.dtype)
+    elif asked.state_dict_type == "sharded":
+        held = dcp.fsdp(
+            state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+        )
+    else:
+        raise UsageError(
+            "--state-dict-type local",
+            "is no form that the Trainer resumes from",
+            "choose sharded, full or unsharded",
+        )
+    return hf_trainer.run(
+        state,
+        held,
+        ranks=asked.world_size,
+        deepspeed=asked.deepspeed,
+        weights_only=asked.weights_only,
+    )
+
+
+def _hf_trainer_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    inner = _deepspeed_notes(state, asked) if asked.deepspeed else _dropped(state, asked)
+    own = hf_trainer.notes(state, deepspeed=asked.deepspeed, weights_only=asked.weights_only)
+    return (*inner, *own)
+
+
 def _dropped(state: Training, _asked: Request) -> tuple[str, ...]:
     return tuple(f"not carried: {name}" for name in written.dropped(state.manifest.train))
+
+
+def _always(_asked: Request) -> bool:
+    return True
 
 
 TARGETS = {
@@ -140,10 +198,19 @@ TARGETS = {
     for target in (
         Target("deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes),
         Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _dropped),
-        Target("accelerate", "Accelerate's FSDP directory (DCP)", _accelerate, _dropped),
+        Target("accelerate", "Accelerate's FSDP directory (DCP)", _accelerate, _dropped, _always),
+        Target(
+            "hf-trainer", "a checkpoint-N of HF Trainer", _hf_trainer, _hf_trainer_notes, _always
+        ),
         Target("fsdp2", "a file of DTensors a rank", _ranks(state_dict.PAIR), _dropped),
         Target("verl", "verl's rank files", _ranks(state_dict.VERL), _dropped),
-        Target("fsdp", "FSDP under Accelerate's names: DCP, whole or flat", _fsdp, _dropped),
+        Target(
+            "fsdp",
+            "FSDP under Accelerate's names: DCP, whole or flat",
+            _fsdp,
+            _dropped,
+            lambda asked: asked.state_dict_type != "local",
+        ),
         Target("torch", "one file with torch.optim's own state", _plain, _dropped),
     )
 }

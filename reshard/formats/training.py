@@ -14,6 +14,7 @@ from reshard import dtypes
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError
+from reshard.formats.rng import RankRng
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 
 
@@ -63,6 +64,7 @@ class Training:
     manifest: Manifest
     weights: tuple[Weight, ...]  # in state-dict order, aliases of tied weights not among them
     groups: tuple[Group, ...]
+    rng: tuple[RankRng, ...] = ()  # of each rank to come; none where they are not carried
     regrouped: bool = False  # the groups are not the source's: each is in the order of the weights
 
     @property

@@ -105,6 +105,9 @@ def engines(weights, made, tmp_path_factory):
     reshard.split(weights[True], place / "none0.run", to="deepspeed", init_optimizer="none")
     reshard.split(made / "z2_bf16/run", place / "decay.run", param_groups=decay)
     jobs.append(("decay", "z2_groups_decay", 2, {"load": place / "decay.run"}))
+    turns = {"world_size": 4, "dtype": "fp32"}
+    reshard.split(made / "z2_round_robin/run", place / "turns.run", param_groups=decay, **turns)
+    jobs.append(("turns", "z2_round_robin_groups_ws4", 4, {"load": place / "turns.run"}))
     return asked(place / "out", jobs)
 
 
@@ -137,42 +140,36 @@ def test_deepspeed_has_the_adam_that_begins(engines):
         assert loaded["train"]["step"] == 0
 
 
-def test_deepspeed_has_each_parameters_state_in_its_new_group(engines, made):
-    loaded = engines["decay"]["loaded"]
-    wanted = torch.load(made / "z2_bf16/reference.pt", weights_only=False)
-    for name, value in wanted["params"].items():
-        assert same(loaded["params"][name], value), name
+@pytest.mark.parametrize(("name", "source"), [("decay", "z2_bf16"), ("turns", "z2_round_robin")])
+def test_deepspeed_has_each_parameters_state_in_its_new_group(name, source, engines, made):
+    loaded = engines[name]["loaded"]
+    wanted = torch.load(made / source / "reference.pt", weights_only=False)
+    for fqn, value in wanted["params"].items():
+        assert same(loaded["params"][fqn], value), fqn
     for slot, tensors in wanted["slots"].items():
         assert tensors.keys() == loaded["slots"][slot].keys()
-        for name, value in tensors.items():
-            assert same(loaded["slots"][slot][name], value), (slot, name)
+        for fqn, value in tensors.items():
+            assert same(loaded["slots"][slot][fqn], value), (slot, fqn)
     groups = loaded["train"]["param_groups"]
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1e-3, 0.1), (1e-3, 0.0)]
     assert loaded["train"]["step"] == wanted["train"]["step"]
-    assert engines["decay"]["losses"][0] == pytest.approx(wanted["next"]["losses"][0], abs=1e-6)
+    if name == "decay":  # the other is of another precision
+        assert engines[name]["losses"][0] == pytest.approx(wanted["next"]["losses"][0], abs=1e-6)
 
 
 def test_fsdp_2_trains_as_a_fresh_run(weights, tmp_path, groups_file):
     options = {"init_optimizer": "zeros", "param_groups": groups_file(*worker.GROUPS)}
-    for tied in (False, True):
-        for to in ("dcp", "fsdp2"):
-            out = tmp_path / f"{to}{tied}"
-            reshard.split(weights[tied], out, to=to, world_size=2, device="cpu", **options)
+    for to in ("dcp", "fsdp2"):
+        reshard.split(weights[True], tmp_path / to, to=to, world_size=2, device="cpu", **options)
     jobs = [
-        (f"{name} {tied}", job, weights[tied], *place, STEPS)
-        for tied in (False, True)
-        for name, job, *place in (
-            ("fresh", worker.fresh),
-            ("dcp", worker.from_dcp, tmp_path / f"dcp{tied}"),
-            ("ranks", worker.from_ranks, tmp_path / f"fsdp2{tied}"),
-        )
+        ("fresh", worker.fresh, weights[True], STEPS),
+        ("dcp", worker.from_dcp, weights[True], tmp_path / "dcp", STEPS),
+        ("ranks", worker.from_ranks, weights[True], tmp_path / "fsdp2", STEPS),
     ]
     for found in worlds.run(2, in_turn, jobs):
-        for tied in (False, True):
-            wanted = found[f"fresh {tied}"]
-            assert isinstance(wanted, list), wanted
-            assert found[f"dcp {tied}"] == wanted
-            assert found[f"ranks {tied}"] == wanted
+        assert isinstance(found["fresh"], list), found["fresh"]
+        assert found["dcp"] == found["fresh"]
+        assert found["ranks"] == found["fresh"]
 
 
 # What is said, and what is refused

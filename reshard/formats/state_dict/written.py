@@ -284,8 +284,6 @@ def dropped(train: TrainState) -> list[str]:
         lost.append("scheduler")
     if train.scaler is not None:
         lost.append("loss scaler")
-    if train.rng is not None:
-        lost.append("random states")
     return lost
 
 

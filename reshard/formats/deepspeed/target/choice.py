@@ -11,6 +11,7 @@ from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.deepspeed.target import carried, order, scaling
+from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
 
@@ -26,6 +27,8 @@ class Choice:
         precision: of the run.
         recast: what the user asked the parameters to become; None: each as trained.
         config: the source's, adapted; where it is not known, no more than stage and precision.
+        clip_grad: what the source clips gradients to, if it says so; loading it would end the
+            clipping of a run that sets its own.
         groups: the optimizer's, members in the order in which the model was given to it.
         flats: the members of each flat tensor, in flat order; at stage 0 those of each group.
         flats_of: the flat tensors of each group, by index.
@@ -43,7 +46,7 @@ class Choice:
     precision: DType
     recast: DType | None
     config: dict[str, Any]
-    config_is_known: bool
+    clip_grad: float | None
     groups: tuple[Group, ...]
     flats: tuple[tuple[Trained, ...], ...]
     flats_of: tuple[tuple[int, ...], ...]
@@ -108,7 +111,7 @@ def choose(
         precision=of_run,
         recast=precision,
         config=config,
-        config_is_known=source_config is not None,
+        clip_grad=_clip_grad(state, config),
         groups=groups,
         flats=flats,
         flats_of=flats_of,
@@ -175,6 +178,14 @@ def _config(state: Training) -> dict[str, Any] | None:
     config = state.manifest.train.config
     of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
     return config if of_deepspeed and isinstance(config, dict) else None
+
+
+def _clip_grad(state: Training, config: Mapping[str, Any]) -> float | None:
+    """Of the optimizer states: Accelerate sets another value than the configuration's."""
+    for found in (state.manifest.train.opaque.get(CLIP), config.get("gradient_clipping")):
+        if isinstance(found, (int, float)):
+            return found
+    return None
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:

@@ -16,8 +16,6 @@ def notes(choice: Choice) -> Iterator[str]:
     train = choice.state.manifest.train
     for name in choice.lost:
         yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
-    if train.rng is not None:
-        yield "the random states are not carried: DeepSpeed's files have no place for them"
     if choice.weights_only:
         yield from _of_weights(choice)
         return
