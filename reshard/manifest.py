@@ -118,7 +118,8 @@ class TrainState:
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None
-    rng: Any = None
+    rng: Any = None  # the first rank's, as far as it prints
+    rng_files: tuple[str, ...] = ()  # those that keep random states and no more, in rank order
     client: Mapping[str, Any] = field(default_factory=dict)
     config: Any = None
     opaque: Mapping[str, Any] = field(default_factory=dict)

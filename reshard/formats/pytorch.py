@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard import trust
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnrecognisedError, UsageError
-from reshard.formats import huggingface, torch_file
+from reshard.formats import huggingface, rng, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place, missing_ranks
@@ -129,7 +129,8 @@ def read(
         )
     if train.step is None:
         train = replace(train, step=_step_of(place))
-    return replace(made, train=train)
+    files = () if place.chosen else rng.files_of(place)
+    return replace(made, train=replace(train, rng_files=files))
 
 
 def with_companions(manifest: Manifest, place: Place) -> Manifest:
@@ -153,6 +154,7 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
                 train,
                 scheduler=train.scheduler or values.get("scheduler"),
                 rng=train.rng or values.get("rng"),
+                rng_files=rng.files_of(near),
                 client=_with_trainer(train.client, trainer),
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),

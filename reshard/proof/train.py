@@ -34,12 +34,21 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     and the like are of one library). A loss scaler is compared in torch's form.
     """
     one, two = a.train, b.train
-    for name in ("step", "skipped_steps", "samples", "scheduler", "rng"):
+    yield from _unequal("step", _step(one), _step(two))
+    yield from _unequal("skipped_steps", one.skipped_steps or None, two.skipped_steps or None)
+    for name in ("samples", "scheduler", "rng"):
         yield from _unequal(name, getattr(one, name), getattr(two, name))
     yield from _unequal("scaler", _scaler(one), _scaler(two))
     yield from _mapped("client", one.client, two.client)
     yield from _steps(one.optimizer_step, two.optimizer_step)
     yield from _hypers(one, two)
+
+
+def _step(train: TrainState) -> float | None:
+    """The run's counter, else the optimizer's, as a target derives it."""
+    return (
+        train.step if train.step is not None else max(train.optimizer_step.values(), default=None)
+    )
 
 
 def _unequal(name: str, a: Any, b: Any) -> Iterator[Value]:

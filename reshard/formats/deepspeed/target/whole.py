@@ -23,6 +23,7 @@ from reshard.formats.deepspeed.target.slots import (
     slot_named,
     step_of,
 )
+from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.torch_writer import Slot, whole_tensor
 from reshard.formats.training import Group, Trained
 
@@ -39,7 +40,7 @@ def optimizer(choice: Choice) -> dict[str, Any]:
             "fp32_groups_flat": [
                 _flat(group.members, FLOAT32, master_of) for group in choice.groups
             ],
-            "clip_grad": choice.config.get("gradient_clipping", 0.0),
+            CLIP: choice.clip_grad or 0.0,
         }
     return {
         **kept,
