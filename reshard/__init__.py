@@ -29,6 +29,9 @@ from reshard.commands.merge_report import MergeReport as MergeReport
 from reshard.commands.split import split as _split
 from reshard.commands.split_options import SplitOptions as SplitOptions
 from reshard.commands.split_report import SplitReport as SplitReport
+from reshard.commands.verify import VerifyOptions as VerifyOptions
+from reshard.commands.verify import VerifyReport as VerifyReport
+from reshard.commands.verify import verify as _verify
 from reshard.errors import ReshardError as ReshardError
 from reshard.tensors import Checkpoint as Checkpoint
 from reshard.tensors import LazyTensor as LazyTensor
@@ -45,12 +48,15 @@ __all__ = [
     "ReshardError",
     "SplitOptions",
     "SplitReport",
+    "VerifyOptions",
+    "VerifyReport",
     "diff",
     "errors",
     "inspect",
     "merge",
     "open",
     "split",
+    "verify",
 ]
 
 
@@ -105,3 +111,12 @@ def diff(a: _formats.Paths, b: _formats.Paths, **options: Any) -> DiffReport:
         ReshardError: one cannot be read; a difference is no error.
     """
     return _diff(a, b, DiffOptions(**options))
+
+
+def verify(source: _formats.Paths, **options: Any) -> VerifyReport:
+    """Check a checkpoint by named checks; keywords as in `VerifyOptions`.
+
+    Raises:
+        ReshardError: nothing can be said of it; a check that fails is in the report.
+    """
+    return _verify(source, VerifyOptions(**options))

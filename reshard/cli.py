@@ -26,6 +26,8 @@ from reshard.commands.merge import MergeOptions
 from reshard.commands.merge import merge as run_merge
 from reshard.commands.split import split as run_split
 from reshard.commands.split_options import SplitOptions
+from reshard.commands.verify import VerifyOptions
+from reshard.commands.verify import verify as run_verify
 from reshard.errors import ReshardError, UsageError
 from reshard.formats import targets
 from reshard.formats.groups import InitOptimizer
@@ -333,7 +335,36 @@ def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
     _read(run_diff, DiffOptions, a, b, **options)
 
 
-def _read(run: Callable[..., Any], made: Callable[..., Any], *places: Path, **options: Any) -> None:
+@cli.command()
+@_sources
+@click.option("--deep/--quick", default=False, help="Read every byte.  [default: headers alone]")
+@click.option(
+    "--write-manifest",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what every tensor holds (SHA-256), if all checks pass.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Compare with a manifest, made from any layout.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the manifest that is there.")
+@click.option("--ignore", multiple=True, metavar="REGEX", help="Names whose values may be NaN ...")
+@_budget_options
+@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
+@_source_options
+def verify(sources: tuple[Path, ...], **options: Any) -> None:
+    """Say whether the checkpoint SOURCE can be trusted.
+
+    Exit code 0 if all checks pass, 1 if something is missing or different, 3 if a file is corrupt,
+    5 if one is unsafe.
+    """
+    _read(run_verify, VerifyOptions, sources, **options)
+
+
+def _read(run: Callable[..., Any], made: Callable[..., Any], *places: Any, **options: Any) -> None:
     """Run a command that only reads tensors, and end with the code of its report."""
     as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
     memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")

@@ -238,7 +238,7 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         if config.is_file():
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
-            parsed = _parse_config(config)
+            parsed = json_object(config)
             others = [
                 child
                 for child in sorted(place.iterdir())
@@ -256,7 +256,7 @@ def is_model_config(path: Path) -> bool:
     Raises:
         CorruptError: it is not JSON.
     """
-    return bool({"model_type", "architectures"} & _parse_config(path).keys())
+    return bool({"model_type", "architectures"} & json_object(path).keys())
 
 
 def _belongs(name: str, config: Mapping[str, Any]) -> bool:
@@ -266,7 +266,12 @@ def _belongs(name: str, config: Mapping[str, Any]) -> bool:
     return name != "config.json" and _COMPANIONS.fullmatch(name) is not None
 
 
-def _parse_config(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CorruptError: it holds something else.
+    """
     try:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

@@ -123,12 +123,17 @@ def _block_difference(
     left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
     if left == right:
         return None
-    return _difference(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
+    return difference(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
 
 
-def _difference(
+def difference(
     left: bytearray, right: bytearray, dtype: DType, tolerance: Tolerance, start: int
 ) -> Difference | None:
+    """What differs in two blocks of unequal bytes; None where the tolerance allows it.
+
+    Args:
+        start: the flat index of their first element.
+    """
     import numpy as np
 
     bits = np.dtype(f"<u{min(dtype.itemsize, 8)}")
