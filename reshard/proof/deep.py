@@ -21,7 +21,7 @@ from reshard.proof.scan import (
     Scan,
     Task,
     Unequal,
-    as_cast,
+    cast_into,
     chunk_at,
     count_other,
     gaps,
@@ -276,9 +276,10 @@ def _padding(dtype: DType, *, fsdp: bool) -> frozenset[bytes]:
     zero = bytes(dtype.itemsize)
     if dtype.family != "float":
         return frozenset((zero,))
-    number = bytearray(struct.pack("<f", _FSDP_PADDING))
+    number = bytearray(dtype.itemsize)
+    cast_into(number, bytearray(struct.pack("<f", _FSDP_PADDING)), FLOAT32, dtype)
     negative = zero[:-1] + b"\x80"
-    return frozenset((zero, negative, *([bytes(as_cast(number, FLOAT32, dtype))] * fsdp)))
+    return frozenset((zero, negative, *([bytes(number)] * fsdp)))
 
 
 def finite(manifest: Manifest, scan: Scan, ignored: Ignored) -> Check:

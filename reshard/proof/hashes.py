@@ -1,8 +1,9 @@
 """A manifest of contents: what each tensor holds, whatever layout it is stored in.
 
 A tensor's digest is the SHA-256 of its elements, row-major, little-endian. A weight is its most
-precise value and has besides the digests of its casts to the 16-bit dtypes, so that a file that
-was merged as bf16 is checked against the manifest of the sharded run that it came from.
+precise value, and has the digests of its casts to float32, bfloat16 and float16 besides, so that a
+file that was merged as any of them is checked against the manifest of the sharded run that it came
+from.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from reshard.version import __version__
 SCHEMA = 1
 _KIND = "reshard-manifest"
 _MERGED = (FLOAT32, BFLOAT16, FLOAT16)  # what merge writes weights as
-_LOOSE = ("rng", "client")  # of one rank, of one script: another layout may have none
+_LOOSE = ("rng", "client")  # of one rank, of one script
+_PLACELESS = ("samples", "skipped_steps")  # not every layout has a place for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Contents:
 def wanted(manifest: Manifest) -> dict[Key, tuple[DType, ...]]:
     """In which dtypes each tensor is hashed for a new manifest, by the key of its entry."""
     return {
-        entry.key: (entry.dtype, *(_narrower(entry.dtype) if kind == pairs.WEIGHT else ()))
+        entry.key: (entry.dtype, *(_others(entry.dtype) if kind == pairs.WEIGHT else ()))
         for (kind, _), entry in pairs.tensors(manifest).items()
         if entry.numel
     }
@@ -73,9 +75,10 @@ def wanted_for(manifest: Manifest, contents: Contents) -> dict[Key, tuple[DType,
     return {key: tuple(dict.fromkeys(held)) for key, held in found.items()}
 
 
-def _narrower(dtype: DType) -> Iterator[DType]:
+def _others(dtype: DType) -> Iterator[DType]:
+    """The further dtypes in which merge may write a weight."""
     if dtype.family == "float":
-        yield from (other for other in _MERGED if other.itemsize < dtype.itemsize)
+        yield from (other for other in _MERGED if other != dtype)
 
 
 def _common(entry: Entry, content: Content) -> DType | None:
@@ -85,8 +88,9 @@ def _common(entry: Entry, content: Content) -> DType | None:
     """
     if entry.dtype.name in content.sha256:
         return entry.dtype
-    narrower = {dtype.name: dtype for dtype in _narrower(entry.dtype)}
-    return narrower.get(content.dtype) if content.kind == pairs.WEIGHT else None
+    others = _others(entry.dtype) if content.kind == pairs.WEIGHT else ()
+    narrower = {dtype.name: dtype for dtype in others if dtype.itemsize < entry.dtype.itemsize}
+    return narrower.get(content.dtype)
 
 
 def contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]]) -> Contents:
@@ -107,17 +111,18 @@ def contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]]) -> Co
 def to_bytes(made: Contents) -> bytes:
     """The manifest as JSON; its ``digest`` tells whether the list of tensors was altered."""
     tensors = [asdict(made.tensors[key]) for key in sorted(made.tensors)]
-    document = {
+    head = {
         "schema": SCHEMA,
         "kind": _KIND,
         "made_by": f"reshard {__version__}",
         "source": made.source,
         "digest": _digest(tensors),
-        "tensors": tensors,
         "tied": made.tied,
         "train": _train_to_json(made.train),
     }
-    return (json.dumps(document, indent=1) + "\n").encode()
+    lines = [f'"{key}": {json.dumps(value)}' for key, value in head.items()]
+    listed = ",\n".join(map(json.dumps, tensors))
+    return ("{\n" + ",\n".join([*lines, f'"tensors": [\n{listed}\n]']) + "\n}\n").encode()
 
 
 def read(path: Path) -> Contents:
@@ -263,10 +268,12 @@ def _unequal(content: Content, entry: Entry, digests: Mapping[str, str]) -> str:
     """What is wrong with one tensor; nothing where it is what the manifest says."""
     if entry.shape != content.shape:
         return f"shape {list(entry.shape)}, {list(content.shape)} in the manifest"
+    if not entry.numel:
+        return ""
     dtype = _common(entry, content)
     if dtype is None:
         return f"{entry.dtype}, {content.dtype} in the manifest"
-    if entry.numel and digests[dtype.name] != content.sha256[dtype.name]:
+    if digests[dtype.name] != content.sha256[dtype.name]:
         return f"other contents than in the manifest (as {dtype})"
     return ""
 
@@ -275,7 +282,8 @@ def _compare_train(manifest: Manifest, listed: Contents, found: Check) -> None:
     here = replace(manifest, train=_plain(manifest.train))
     there = Manifest(Origin("manifest", ""), {}, {}, train=listed.train)
     for value in train.differences(here, there):
-        loose = value.name.split(":")[0] in _LOOSE
+        name = value.name.split(":")[0]
+        loose = name in _LOOSE or (name in _PLACELESS and bool(value.only))
         shown = (
             f"{value.name}: {_short(value.a)}, {_short(value.b)} in the manifest"
             if not value.only

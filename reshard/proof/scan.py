@@ -21,7 +21,7 @@ from reshard.dtypes import DType
 from reshard.execute import ReadSpan, fill
 from reshard.files import SourceFiles
 from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
-from reshard.plan import Blocks
+from reshard.plan import Blocks, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
 from reshard.records import Spans, record_crc
@@ -127,7 +127,10 @@ def scan(
     with SourceFiles() as pool:
         reader = _Reader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
         spread(
-            reader.items(tasks), lambda: reader.read, workers, lambda item: progress(item.nbytes)
+            reader.items(tasks),
+            lambda: _Worker(reader),
+            workers,
+            lambda item: progress(item.nbytes),
         )
         found = reader.found
         found.bytes_read = sum(task.nbytes for task in tasks)
@@ -162,7 +165,17 @@ class _Reader:
             for path, file in files.items()
             if any(record.crc32 is not None for record in file.records)
         }
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+
+    def fill(self, window: Window, buffer: bytearray) -> None:
+        """Read a window, with checksums where its files store any."""
+        fill(
+            self._pool,
+            window.copies,
+            memoryview(buffer),
+            read_bytes=self._block_bytes,
+            reads=self.reads if any(c.file in self._summed for c in window.copies) else None,
+        )
 
     def items(self, tasks: Iterable[Task]) -> Iterator[_Item]:
         """Single blocks in any order; a tensor that is hashed is one item."""
@@ -180,69 +193,80 @@ class _Reader:
             for box in cuts:
                 yield _Item(task, blocks, rivals, (box,), box.volume * per_element)
 
-    def read(self, item: _Item) -> None:
-        """All blocks of an item."""
-        task = item.task
+
+class _Worker:
+    """One thread, with buffers that it fills again and again."""
+
+    def __init__(self, reader: _Reader) -> None:
+        self._reader = reader
+        self._buffers: dict[str, bytearray] = {}
+
+    def __call__(self, item: _Item) -> None:
+        """Read all blocks of an item."""
+        task, found = item.task, self._reader.found
         hashes = {dtype: hashlib.sha256() for dtype in task.digests}
         facts = Facts()
         for box in item.boxes:
             start = flat_span(box, task.entry.shape)[0]
-            block = self._block(item.blocks, task.entry, box)
+            block = self._block("block", item.blocks, task.entry, box)
             facts.add(look(block, task.entry.dtype, start, signs=task.signs))
             for rival, places in zip(task.rivals, item.rivals, strict=True):
-                other = self._block(places, rival.entry, box)
+                other = self._block("other", places, rival.entry, box)
                 self._compare(task.entry, rival, block, other, start)
             for dtype, made in hashes.items():
-                made.update(as_cast(block, task.entry.dtype, dtype))
-        with self._lock:
-            self.found.facts.setdefault(task.entry.key, Facts()).add(facts)
+                made.update(self._cast(block, task.entry.dtype, dtype))
+        with self._reader.lock:
+            found.facts.setdefault(task.entry.key, Facts()).add(facts)
             if hashes:
-                self.found.digests[task.entry.key] = {
+                found.digests[task.entry.key] = {
                     dtype.name: made.hexdigest() for dtype, made in hashes.items()
                 }
 
-    def _block(self, blocks: Blocks, entry: Entry, box: Box) -> bytearray:
+    def _buffer(self, name: str, nbytes: int) -> bytearray:
+        """Of exactly that size; nearly all blocks have one size."""
+        if len(self._buffers.get(name, b"")) != nbytes:
+            self._buffers[name] = bytearray(nbytes)
+        return self._buffers[name]
+
+    def _block(self, name: str, blocks: Blocks, entry: Entry, box: Box) -> bytearray:
         window = blocks.window(box, entry.dtype)
-        buffer = bytearray(window.nbytes)
-        summed = any(copy.file in self._summed for copy in window.copies)
-        fill(
-            self._pool,
-            window.copies,
-            memoryview(buffer),
-            read_bytes=self._block_bytes,
-            reads=self.reads if summed else None,
-        )
+        buffer = self._buffer(name, window.nbytes)
+        self._reader.fill(window, buffer)
         return buffer
+
+    def _cast(self, block: bytearray, dtype: DType, target: DType) -> bytearray:
+        if dtype == target:
+            return block
+        made = self._buffer("cast", len(block) // dtype.itemsize * target.itemsize)
+        cast_into(made, block, dtype, target)
+        return made
 
     def _compare(
         self, entry: Entry, rival: Rival, block: bytearray, other: bytearray, start: int
     ) -> None:
+        found = self._reader.found
         if rival.looked_at:
             facts = look(other, rival.entry.dtype, start, signs=False)
-            with self._lock:
-                self.found.facts.setdefault(rival.entry.key, Facts()).add(facts)
-        wanted = as_cast(block, entry.dtype, rival.entry.dtype)
+            with self._reader.lock:
+                found.facts.setdefault(rival.entry.key, Facts()).add(facts)
+        wanted = self._cast(block, entry.dtype, rival.entry.dtype)
         if wanted == other:
             return
-        found = difference(wanted, other, rival.entry.dtype, _EXACT, start)
-        if found is not None:
-            with self._lock:
-                self.found.unequal.append(Unequal(entry, rival, found))
+        unequal = difference(wanted, other, rival.entry.dtype, _EXACT, start)
+        if unequal is not None:
+            with self._reader.lock:
+                found.unequal.append(Unequal(entry, rival, unequal))
 
 
-def as_cast(block: bytearray, dtype: DType, target: DType) -> bytearray:
-    """A block in another float dtype, rounded once, to nearest even."""
-    if dtype == target:
-        return block
+def cast_into(made: bytearray, block: bytearray, dtype: DType, target: DType) -> None:
+    """Fill a buffer with a block in another float dtype, rounded once, to nearest even."""
     import numpy as np
 
     from reshard import cast
 
     source: Any = np.frombuffer(block, cast.numpy_dtype(dtype, casting=True))
-    made = bytearray(source.size * target.itemsize)
     filled: Any = np.frombuffer(made, cast.numpy_dtype(target, casting=True))
     cast.cast(source, filled, dtype, target, clamp=False)
-    return made
 
 
 def _by_tensor(found: Iterable[Unequal]) -> list[Unequal]:
