@@ -36,8 +36,8 @@ class VerifyOptions(ReadOptions):
     """What is checked. Manifests need every byte: they imply ``deep``."""
 
     deep: bool = False
-    write_manifest: Path | None = None
-    against: Path | None = None
+    write_manifest: str | Path | None = None
+    against: str | Path | None = None
     overwrite: bool = False  # of the manifest that is written
     ignore: Sequence[str] = ()  # regexes of names whose values may be anything
 
@@ -134,11 +134,10 @@ def verify(
     options = options or VerifyOptions()
     began = time.perf_counter()
     sources = formats.as_paths(source)
-    listed = hashes.read(options.against) if options.against else None
+    listed = hashes.read(Path(options.against)) if options.against else None
     if options.write_manifest:
-        commit.check_destination(
-            options.write_manifest, sources, is_directory=False, overwrite=options.overwrite
-        )
+        path = Path(options.write_manifest)
+        commit.check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
     report = VerifyReport(str(sources[0]), "deep" if options.reads_all else "quick")
     manifest = opened(lambda: _read(sources, options))
     if isinstance(manifest, Check):

@@ -1,9 +1,8 @@
 """A manifest of contents: what each tensor holds, whatever layout it is stored in.
 
 A tensor's digest is the SHA-256 of its elements, row-major, little-endian. A weight is its most
-precise value, and has the digests of its casts to float32, bfloat16 and float16 besides, so that a
-file that was merged as any of them is checked against the manifest of the sharded run that it came
-from.
+precise value, and has the digests of its casts to narrower dtypes besides, so that a file that was
+merged in any of them is checked against the manifest of the sharded run that it came from.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from reshard.box import Index, as_index
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, UsageError
 from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.proof import checks, pairs, train
 from reshard.proof.checks import Check, counted, some
@@ -76,21 +75,23 @@ def wanted_for(manifest: Manifest, contents: Contents) -> dict[Key, tuple[DType,
 
 
 def _others(dtype: DType) -> Iterator[DType]:
-    """The further dtypes in which merge may write a weight."""
+    """The further dtypes in which a weight is hashed: what merge may write, but for wider ones.
+
+    A wider file is cast back to be compared, which loses nothing.
+    """
     if dtype.family == "float":
-        yield from (other for other in _MERGED if other != dtype)
+        yield from (o for o in _MERGED if o != dtype and o.itemsize <= dtype.itemsize)
 
 
 def _common(entry: Entry, content: Content) -> DType | None:
     """The dtype in which a tensor is compared with what a manifest says; None where there is none.
 
-    Its own, else the manifest's where that is a narrower float.
+    A wider weight as the manifest's dtype, else its own, which the manifest must have a digest of.
     """
-    if entry.dtype.name in content.sha256:
-        return entry.dtype
-    others = _others(entry.dtype) if content.kind == pairs.WEIGHT else ()
-    narrower = {dtype.name: dtype for dtype in others if dtype.itemsize < entry.dtype.itemsize}
-    return narrower.get(content.dtype)
+    narrower = {o.name: o for o in _others(entry.dtype) if o.itemsize < entry.dtype.itemsize}
+    if content.kind == pairs.WEIGHT and content.dtype in narrower:
+        return narrower[content.dtype]
+    return entry.dtype if entry.dtype.name in content.sha256 else None
 
 
 def contents(manifest: Manifest, digests: Mapping[Key, Mapping[str, str]]) -> Contents:
@@ -129,8 +130,11 @@ def read(path: Path) -> Contents:
     """A manifest file.
 
     Raises:
+        UsageError: there is no such file.
         CorruptError: it is none, or was altered.
     """
+    if not path.is_file():
+        raise UsageError(path, "there is no such manifest")
     try:
         document = json.loads(path.read_text())
         if document["kind"] != _KIND or document["schema"] != SCHEMA:

@@ -22,6 +22,7 @@ _FLOAT8: dict[str, tuple[int | None, Callable[[int], bool]]] = {
     "float8_e4m3fnuz": (None, lambda bits: bits == 0x80),
     "float8_e8m0fnu": (None, lambda bits: bits == 0xFF),
 }
+_WITHOUT_ZERO = "float8_e8m0fnu"  # an exponent alone
 
 
 @dataclass(slots=True)
@@ -146,7 +147,8 @@ def _see_float8(bits: Any, dtype: DType, _signs: bool) -> tuple[Any, ...]:
     infinity, is_nan = _FLOAT8[dtype.name]
     nan = np.array([is_nan(number) for number in range(256)])[bits]
     infinite = bits & 0x7F == infinity if infinity is not None else None
-    return not (bits & 0x7F).any(), nan, infinite, None
+    zero = (bits & 0x7F == 0) & ~nan & (dtype.name != _WITHOUT_ZERO)
+    return bool(zero.all()), nan, infinite, None
 
 
 def _see_bits(octets: Any, _dtype: DType, _signs: bool) -> tuple[Any, ...]:
