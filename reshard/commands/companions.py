@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from reshard.formats import hf_trainer, huggingface
+from reshard.formats import huggingface
 from reshard.manifest import Manifest, OutputFile, Skeleton
 
 _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
@@ -52,7 +52,7 @@ def config_beside(manifest: Manifest) -> Path | None:
 def _progress(path: Path, manifest: Manifest) -> bytes:
     """The account of the run, with the batch of a rank that the manifest has."""
     data = path.read_bytes()
-    wanted = manifest.train.client.get(hf_trainer.STATE, {}).get(_MICRO)
+    wanted = (manifest.train.trainer_state or {}).get(_MICRO)
     held = json.loads(data) if wanted is not None else {}
     if held.get(_MICRO) == wanted:
         return data

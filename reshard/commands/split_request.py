@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def requested(
             f"say what to write: --to {'|'.join(targets.NAMES)}",
         )
     target = targets.TARGETS[name]
-    grid = _grid(target, options)
+    _check_heeded(target, options)
+    grid = _grid(options)
     world_size = options.world_size or int(manifest.origin.mesh.get("world", 1))
     world_size = grid.world if grid else world_size
     if world_size < 1:
@@ -102,22 +104,32 @@ def _state_dict_type(
     return "sharded" if of_fsdp or target != "hf-trainer" else "unsharded"
 
 
-def _grid(target: Target, options: SplitOptions) -> Grid | None:
+def _check_heeded(target: Target, options: SplitOptions) -> None:
+    """Refuse a choice that would change nothing.
+
+    Raises:
+        UsageError: naming it, and the targets that it is for.
+    """
+    for field in fields(SplitOptions):
+        heeding = [name for name, each in targets.TARGETS.items() if field.name in each.heeds]
+        given = getattr(options, field.name) != field.default
+        if given and heeding and target.name not in heeding:
+            raise UsageError(
+                f"--{field.name.replace('_', '-')}",
+                f"changes nothing of --to {target.name}",
+                f"leave it out; it is for --to {'|'.join(heeding)}",
+            )
+
+
+def _grid(options: SplitOptions) -> Grid | None:
     """The mesh that was asked for.
 
     Raises:
-        UsageError: the target has none, or it has another number of ranks than was asked for.
+        UsageError: it has another number of ranks than was asked for.
     """
     if options.mesh is None:
         return None
     grid, option = mesh.parse(options.mesh, options.device), f"--mesh {options.mesh}"
-    if not target.has_mesh:
-        raise UsageError(
-            option,
-            f"--to {target.name} writes no files of a mesh",
-            "leave it out: any mesh reads DCP, and the others know only the number of ranks; or"
-            " write --to fsdp2",
-        )
     if options.world_size not in (None, grid.world):
         raise UsageError(
             option, f"has {grid.world} ranks", f"leave out --world-size {options.world_size}"

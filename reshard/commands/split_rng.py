@@ -44,7 +44,7 @@ def chosen(manifest: Manifest, request: Request, target: Target, options: SplitO
     if obstacle is not None:
         if options.rng:
             raise obstacle
-        return Chosen(how="dropped", text=f"random states: {obstacle.problem}")
+        return Chosen(how="dropped", text=f"random states: {obstacle.where} {obstacle.problem}")
     states = rng.read(manifest.train.rng_files)
     ranks = request.world_size
     if options.rng != "derive":

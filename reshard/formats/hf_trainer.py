@@ -29,7 +29,6 @@ _SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it
 _GROUPS = 2  # `Trainer.create_optimizer`
 _EVERY = 500  # steps: what TrainingArguments has for logging, evaluation and saving
 _MICRO = "train_micro_batch_size_per_gpu"
-STATE = "trainer_state"  # the client's value that a reader makes of trainer_state.json
 
 
 def directory(state: Training) -> str:
@@ -71,7 +70,7 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
         yield torch_writer.lay_out_object(name, rng.written(kept, rng.HF_TRAINER))
-    if STATE not in state.manifest.train.client:
+    if state.manifest.train.trainer_state is None:
         text = huggingface.json_text(_progress(state))
         yield skeletons.of_bytes("trainer_state.json", text)
 
@@ -143,7 +142,7 @@ def notes(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[s
             f"scheduler.pt is made: a LambdaLR at step {state.step()} (the Trainer loads no"
             " optimizer without one)"
         )
-    if STATE not in state.manifest.train.client:
+    if state.manifest.train.trainer_state is None:
         yield (
             f"trainer_state.json is made: step {state.step()}, train_batch_size"
             f" {_micro_batch(state)}, and the steps between logs, evaluations and saves, which the"

@@ -125,7 +125,7 @@ def read(
         train = replace(
             train,
             step=step if type(step) is int else train.step,
-            client=_with_trainer(train.client, trainer),
+            trainer_state=trainer,
         )
     if train.step is None:
         train = replace(train, step=_step_of(place))
@@ -155,15 +155,11 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
                 scheduler=train.scheduler or values.get("scheduler"),
                 rng=train.rng or values.get("rng"),
                 rng_files=rng.files_of(near),
-                client=_with_trainer(train.client, trainer),
+                trainer_state=trainer or None,
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
     return manifest
-
-
-def _with_trainer(client: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
-    return {**client, "trainer_state": trainer} if trainer else dict(client)
 
 
 def _collected(place: Place) -> tuple[Found, list[str]]:

@@ -69,7 +69,7 @@ class Target:
         lay_out: the files.
         notes: what was derived or is dropped.
         tagged: whether the state files lie in a directory of their step.
-        has_mesh: whether its files are of one device mesh.
+        heeds: the choices, among those that not every target has, which mean something to it.
         keeps_rng: whether it has a place for the random states of ranks.
     """
 
@@ -78,7 +78,7 @@ class Target:
     lay_out: Callable[[Training, Request], Skeleton]
     notes: Callable[[Training, Request], tuple[str, ...]]
     tagged: bool = False
-    has_mesh: bool = False
+    heeds: tuple[str, ...] = ()
     keeps_rng: Callable[[Request], bool] = lambda _asked: False
 
 
@@ -322,7 +322,12 @@ TARGETS = {
     target.name: target
     for target in (
         Target(
-            "deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes, tagged=True
+            "deepspeed",
+            "DeepSpeed's native directory",
+            _deepspeed,
+            _deepspeed_notes,
+            tagged=True,
+            heeds=("zero_stage",),
         ),
         Target(
             "ds-universal",
@@ -330,6 +335,7 @@ TARGETS = {
             _universal,
             _universal_notes,
             tagged=True,
+            heeds=("zero_stage",),
         ),
         Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes()),
         Target(
@@ -338,6 +344,7 @@ TARGETS = {
             _accelerate,
             _notes(*_BY_ACCELERATE),
             keeps_rng=_always,
+            heeds=("state_dict_type", "rank_files", "device"),
         ),
         Target(
             "hf-trainer",
@@ -345,21 +352,29 @@ TARGETS = {
             _hf_trainer,
             _hf_trainer_notes,
             keeps_rng=_always,
+            heeds=("zero_stage", "state_dict_type"),
         ),
         Target(
             "fsdp2",
             "a file of DTensors a rank",
             _ranks(state_dict.PAIR),
             _rank_notes(),
-            has_mesh=True,
+            heeds=("device", "mesh", "tp_plan"),
         ),
-        Target("verl", "verl's rank files", _verl, _rank_notes("scheduler"), has_mesh=True),
+        Target(
+            "verl",
+            "verl's rank files",
+            _verl,
+            _rank_notes("scheduler"),
+            heeds=("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params"),
+        ),
         Target(
             "fsdp",
             "FSDP 1 under Accelerate's names, flat too",
             _fsdp,
             _notes(*_BY_ACCELERATE),
             keeps_rng=_always,
+            heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
         ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

@@ -53,7 +53,8 @@ def scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without its members."""
-    return {str(key): plain(value) for key, value in group.items() if key != "params"}
+    kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
+    return {str(key): plain(value) for key, value in kept}
 
 
 def state(

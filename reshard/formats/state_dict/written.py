@@ -23,6 +23,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
+from reshard.formats.state_dict import order
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import Entry, Manifest, TrainState
 from reshard.model import ModelShapes
@@ -135,9 +136,20 @@ def optimizer(
 
 
 def is_unsure(state: Training) -> bool:
-    """Whether there are parameters that no group has: a number then says little by itself."""
-    owned = {member.fqn for group in state.groups for member in group.members}
-    return any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights)
+    """Whether a number says little by itself.
+
+    There are parameters that no group has, or like ones in several groups.
+    """
+    names = [[member.fqn for member in group.members] for group in state.groups]
+    owned = {fqn for members in names for fqn in members}
+    if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
+        return True
+    trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
+    shapes = [
+        [member.weight.shape if member.slots else None for member in group.members]
+        for group in state.groups
+    ]
+    return len(names) > 1 and not order.tell(trained, shapes, names)
 
 
 def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[tuple[Trained, ...]]:
