@@ -149,7 +149,9 @@ def verify(
         report.notes = list(manifest.warnings)
         told = Told(options.model, options.wrap).shapes() if options.model else None
         report.checks = _quick(manifest, sources, options, told)
-        if options.reads_all and report.check(checks.SAFE).status == checks.PASSED:
+        if options.reads_all and report.check(checks.SAFE).failures:
+            report.checks += [not_run(name, "the source is not safe") for name in checks.DEEP]
+        elif options.reads_all:
             _deep(manifest, report, options, told, listed, meter)
     report.seconds = time.perf_counter() - began
     return report
