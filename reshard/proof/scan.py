@@ -209,12 +209,13 @@ class _Worker:
         for box in item.boxes:
             start = flat_span(box, task.entry.shape)[0]
             block = self._block("block", item.blocks, task.entry, box)
-            facts.add(look(block, task.entry.dtype, start, signs=task.signs))
+            seen = look(block, task.entry.dtype, start, signs=task.signs)
+            facts.add(seen)
             for rival, places in zip(task.rivals, item.rivals, strict=True):
                 other = self._block("other", places, rival.entry, box)
-                self._compare(task.entry, rival, block, other, start)
+                self._compare(task.entry, rival, block, other, start, seen)
             for dtype, made in hashes.items():
-                made.update(self._cast(block, task.entry.dtype, dtype))
+                made.update(self._cast(block, task.entry.dtype, dtype)[0])
         with self._reader.lock:
             found.facts.setdefault(task.entry.key, Facts()).add(facts)
             if hashes:
@@ -234,39 +235,50 @@ class _Worker:
         self._reader.fill(window, buffer)
         return buffer
 
-    def _cast(self, block: bytearray, dtype: DType, target: DType) -> bytearray:
+    def _cast(self, block: bytearray, dtype: DType, target: DType) -> tuple[bytearray, int]:
+        """The block in another dtype, and how many finite elements became infinite."""
         if dtype == target:
-            return block
+            return block, 0
         made = self._buffer("cast", len(block) // dtype.itemsize * target.itemsize)
-        cast_into(made, block, dtype, target)
-        return made
+        return made, cast_into(made, block, dtype, target)
 
     def _compare(
-        self, entry: Entry, rival: Rival, block: bytearray, other: bytearray, start: int
+        self,
+        entry: Entry,
+        rival: Rival,
+        block: bytearray,
+        other: bytearray,
+        start: int,
+        seen: Facts,
     ) -> None:
-        found = self._reader.found
+        """Compare a rival's block, and look at it where it is not known from the first."""
+        found, dtype = self._reader.found, rival.entry.dtype
+        wanted, overflowed = self._cast(block, entry.dtype, dtype)
+        equal = wanted == other
         if rival.looked_at:
-            facts = look(other, rival.entry.dtype, start, signs=False)
+            known = equal and not overflowed and seen.first_strange is None
+            facts = Facts(is_zero=seen.is_zero) if known else look(other, dtype, start, signs=False)
             with self._reader.lock:
                 found.facts.setdefault(rival.entry.key, Facts()).add(facts)
-        wanted = self._cast(block, entry.dtype, rival.entry.dtype)
-        if wanted == other:
-            return
-        unequal = difference(wanted, other, rival.entry.dtype, _EXACT, start)
+        unequal = None if equal else difference(wanted, other, dtype, _EXACT, start)
         if unequal is not None:
             with self._reader.lock:
                 found.unequal.append(Unequal(entry, rival, unequal))
 
 
-def cast_into(made: bytearray, block: bytearray, dtype: DType, target: DType) -> None:
-    """Fill a buffer with a block in another float dtype, rounded once, to nearest even."""
+def cast_into(made: bytearray, block: bytearray, dtype: DType, target: DType) -> int:
+    """Fill a buffer with a block in another float dtype, rounded once, to nearest even.
+
+    Returns:
+        How many finite elements became infinite.
+    """
     import numpy as np
 
     from reshard import cast
 
     source: Any = np.frombuffer(block, cast.numpy_dtype(dtype, casting=True))
     filled: Any = np.frombuffer(made, cast.numpy_dtype(target, casting=True))
-    cast.cast(source, filled, dtype, target, clamp=False)
+    return cast.cast(source, filled, dtype, target, clamp=False)[0]
 
 
 def _by_tensor(found: Iterable[Unequal]) -> list[Unequal]:
