@@ -118,6 +118,7 @@ class TrainState:
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None
+    clip: float | None = None  # gradient norm to clip to, as the optimizer itself saved it; 0: none
     rng: Any = None
     client: Mapping[str, Any] = field(default_factory=dict)
     config: Any = None

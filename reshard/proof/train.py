@@ -36,6 +36,8 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     one, two = a.train, b.train
     for name in ("step", "skipped_steps", "samples", "scheduler", "rng"):
         yield from _unequal(name, getattr(one, name), getattr(two, name))
+    if one.clip is not None and two.clip is not None:  # few layouts have a place for it
+        yield from _unequal("gradient clipping", one.clip, two.clip)
     yield from _unequal("scaler", _scaler(one), _scaler(two))
     yield from _mapped("client", one.client, two.client)
     yield from _steps(one.optimizer_step, two.optimizer_step)

@@ -59,7 +59,7 @@ def state(
     *,
     groups: Sequence[ParamGroup],
     steps: Mapping[str, float],
-    scaler_root: Mapping[str, Any],
+    optimizer_root: Mapping[str, Any],
 ) -> TrainState:
     """The train state of one checkpoint, from its first model states file."""
     root = model.root
@@ -72,7 +72,8 @@ def state(
         optimizer_step=dict(steps),
         param_groups=tuple(groups),
         scheduler=plain(root.get("lr_scheduler")),
-        scaler=scaler(scaler_root),
+        scaler=scaler(optimizer_root),
+        clip=optimizer_root.get("clip_grad"),  # not of stage 3
         client=client,
         config=plain(root.get("ds_config")),
         opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None},

@@ -44,7 +44,6 @@ class Choice:
     precision: DType
     recast: DType | None
     config: dict[str, Any]
-    config_is_known: bool
     groups: tuple[Group, ...]
     flats: tuple[tuple[Trained, ...], ...]
     flats_of: tuple[tuple[int, ...], ...]
@@ -66,6 +65,16 @@ class Choice:
             dtype = self.recast
         copy = self.state.manifest.entries.get((PARAM, weight.fqn))
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    @property
+    def clip(self) -> float | None:
+        """The norm that gradients are clipped to; None where nothing says: the run's own stays.
+
+        What the optimizer saved comes first: without ``gradient_clipping`` in the configuration
+        DeepSpeed clips to a default, which has changed (0.19.8 ``runtime/constants.py``: 1.0).
+        """
+        saved = self.state.manifest.train.clip
+        return self.config.get("gradient_clipping") if saved is None else saved
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As the optimizer keeps them: hyper-parameters, and the indices of the flat tensors."""
@@ -93,8 +102,7 @@ def choose(
     _check_request(world_size, stage, precision, tag)
     _check_source(state, needs_hyper=not universal)
     of_run = precision or _precision(state)
-    source_config = _config(state)
-    config = _adapted(source_config, stage, of_run)
+    config = _adapted(_config(state), stage, of_run)
     turns_ended = universal and order.goes_round(config)
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
@@ -113,7 +121,6 @@ def choose(
         precision=of_run,
         recast=precision,
         config=config,
-        config_is_known=source_config is not None,
         groups=groups,
         flats=flats,
         flats_of=flats_of,

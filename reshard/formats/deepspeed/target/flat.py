@@ -55,12 +55,11 @@ class Flat:
         """One rank's ``optimizer_state_dict``."""
         choice = self._choice
         shares = [group.share(rank) for group in self._groups]
-        clip = choice.config.get("gradient_clipping", 0.0)
         return {
             "loss_scaler": scaler(choice.scaler),
             "dynamic_loss_scale": choice.scaler["dynamic"],
             "overflow": False,
-            **({"clip_grad": clip} if choice.config_is_known else {}),  # else the run's own
+            **({} if choice.clip is None else {"clip_grad": choice.clip}),  # else the run's own
             "base_optimizer_state": {
                 "state": {number: s.state for number, s in enumerate(shares) if s.state},
                 "param_groups": choice.param_groups(),

@@ -134,12 +134,11 @@ def _optimizer(choice: Choice, counts: list[float | None]) -> dict[str, Any]:
     Stage 3 looks for all that it needs of the base optimizer in a dict of its own, and takes one
     counter for all parameters, that of the first group.
     """
-    clip = choice.config.get("gradient_clipping", 0.0)
     counted = {"step": _first_step(choice, counts)} if _counts(counts) else {}
     return {
         **({} if choice.scaler_is_new else _scaler(choice)),
         "overflow": False,
-        **({"clip_grad": clip} if choice.config_is_known else {}),
+        **({} if choice.clip is None else {"clip_grad": choice.clip}),
         "ds_version": WRITTEN_AS,
         "param_groups": choice.param_groups(),
         "optimizer_state_dict": {

@@ -26,6 +26,8 @@ from reshard.formats.deepspeed.target.slots import (
 from reshard.formats.torch_writer import Slot, whole_tensor
 from reshard.formats.training import Group, Trained
 
+_CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer asks for a value
+
 
 def optimizer(choice: Choice) -> dict[str, Any]:
     """What the model states hold under ``optimizer``."""
@@ -39,7 +41,7 @@ def optimizer(choice: Choice) -> dict[str, Any]:
             "fp32_groups_flat": [
                 _flat(group.members, FLOAT32, master_of) for group in choice.groups
             ],
-            "clip_grad": choice.config.get("gradient_clipping", 0.0),
+            "clip_grad": _CLIP if choice.clip is None else choice.clip,
         }
     return {
         **kept,
