@@ -118,6 +118,7 @@ class TrainState:
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None
+    clip: float | None = None  # gradient norm to clip to, as the optimizer itself saved it; 0: none
     rng: Any = None  # the first rank's, as far as it prints
     rng_files: tuple[str, ...] = ()  # those that keep random states and no more, in rank order
     client: Mapping[str, Any] = field(default_factory=dict)

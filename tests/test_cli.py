@@ -36,6 +36,13 @@ OPTIONS = {
         *("--dtype", "--keep-fp32", "--max-shard-size", "--hf-dir", "--tied", "--no-strip"),
         *("--rename", "--include", "--exclude"),
     },
+    "resume-check": SOURCE_OPTIONS
+    | SPLIT_OPTIONS
+    | {
+        *("--steps", "--command", "--require", "--rtol", "--unbroken", "--control", "--timeout"),
+        *("--keep", "--allow-pickle", "--workers", "--max-memory", "-q", "--quiet"),
+    },
+    "demo": {"--keep", "-v", "--verbose"},
     "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "verify": SOURCE_OPTIONS

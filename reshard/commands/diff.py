@@ -140,7 +140,21 @@ def diff(
     """
     options = options or DiffOptions()
     began = time.perf_counter()
-    left, right = (_opened(paths, options) for paths in (a, b))
+    left, right = (opened(paths, options) for paths in (a, b))
+    report = compare(left, right, options, meter)
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def compare(
+    left: Manifest, right: Manifest, options: DiffOptions, meter: Meter | None = None
+) -> DiffReport:
+    """The same of two checkpoints that are open.
+
+    Raises:
+        ReshardError: a tensor cannot be read, or the options fit neither side.
+    """
+    began = time.perf_counter()
     dtype = dtypes.parse(options.dtype) if options.dtype else None
     if dtype is not None and dtype.family != "float":
         raise UsageError(f"--dtype {options.dtype}", "must be bf16, fp16, fp32 or fp64")
@@ -160,7 +174,12 @@ def diff(
     return report
 
 
-def _opened(paths: formats.Paths, options: DiffOptions) -> Manifest:
+def opened(paths: formats.Paths, options: ReadOptions) -> Manifest:
+    """A checkpoint under the names that `merge` writes, once it is known to be safe.
+
+    Raises:
+        ReshardError: it cannot be read or trusted.
+    """
     return keys.edit(trusted(formats.as_paths(paths), options), keys.Edits()).manifest
 
 

@@ -191,7 +191,7 @@ def _optimizer(
             ranks[0].file.path,
             f"optimizer states of an unknown form: {', '.join(sorted(map(str, root)))}",
         )
-    state = train.state(first, groups=groups, steps=steps, scaler_root=root)
+    state = train.state(first, groups=groups, steps=steps, optimizer_root=root)
     return stage, entries, state, _unread_slots(ranks, stage) + _excluded_frozen(first, stage)
 
 
@@ -245,7 +245,7 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
             " their index: they are in no param group here"
         )
     steps = _indexed_steps(first, names)
-    state = train.state(first, groups=groups, steps=steps, scaler_root=optimizer)
+    state = train.state(first, groups=groups, steps=steps, optimizer_root=optimizer)
     return 0, entries, state, warnings
 
 

@@ -76,7 +76,7 @@ def read(place: Place) -> Manifest:
         ),
         entries=keyed(entries),
         files={path: file.source() for path, file in files.items()},
-        train=train.state(model, groups=_groups(model, root), steps=steps, scaler_root=root),
+        train=train.state(model, groups=_groups(model, root), steps=steps, optimizer_root=root),
         tied=tied,
         tied_again=tuple(model.stored_again(tied)),
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
