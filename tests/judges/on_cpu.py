@@ -6,10 +6,17 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.judges.library_cpu import pass_for_gpus
 
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-pass_for_gpus()
-runpy.run_path(sys.argv[0], run_name="__main__")
+def main(script: str) -> None:
+    """As ``python SCRIPT`` would, after the change."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from tests.judges.library_cpu import pass_for_gpus
+
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    pass_for_gpus()
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
