@@ -20,7 +20,7 @@ SOURCE_OPTIONS = {
 }
 OUTPUT_OPTIONS = {
     *("--on-overflow", "--allow-pickle", "--workers", "--max-memory", "--overwrite"),
-    *("--no-verify", "--dry-run", "-q", "--quiet"),
+    *("--no-verify", "--dry-run", "-q", "--quiet", "--html"),
 }
 SPLIT_OPTIONS = {
     *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
@@ -28,7 +28,7 @@ SPLIT_OPTIONS = {
     *("--mesh", "--tp-plan"),
 }
 OPTIONS = {
-    "inspect": SOURCE_OPTIONS | {"--tensors"},
+    "inspect": SOURCE_OPTIONS | {"--tensors", "--html", "--overwrite"},
     "merge": SOURCE_OPTIONS
     | OUTPUT_OPTIONS
     | {
@@ -37,6 +37,11 @@ OPTIONS = {
     },
     "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
+    "diff": SOURCE_OPTIONS
+    | {
+        *("--atol", "--rtol", "--ulp", "--exact", "--dtype", "--ignore", "--kind", "-q", "--quiet"),
+        *("--max-memory", "--workers", "--allow-pickle", "--html", "--overwrite"),
+    },
 }
 MERGE_KEYS = set(
     "schema command source format destination done verified files tensors parameters dtypes"

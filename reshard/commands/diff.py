@@ -7,10 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes, formats, keys, units
+from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, listed, row
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, ReadOptions, trusted
 from reshard.dtypes import DType
 from reshard.errors import UsageError
@@ -18,6 +20,9 @@ from reshard.manifest import Manifest
 from reshard.proof import train
 from reshard.proof.compare import Difference, Tolerance, differences
 from reshard.proof.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 SCHEMA = 1
 WEIGHTS, OPTIMIZER, TRAIN = "weights", "optimizer", "train"
@@ -139,6 +144,7 @@ def diff(
     """
     options = options or DiffOptions()
     began = time.perf_counter()
+    check_page(options, [*formats.as_paths(a), *formats.as_paths(b)])
     left, right = (_opened(paths, options) for paths in (a, b))
     dtype = dtypes.parse(options.dtype) if options.dtype else None
     if dtype is not None and dtype.family != "float":
@@ -156,7 +162,15 @@ def diff(
         report.train = [v for v in train.differences(left, right) if wanted.named(v.name)]
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, left, right))
     return report
+
+
+def _page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
+    from reshard.html import pages
+
+    facts = [Inspection(manifest).to_json() for manifest in (a, b)]
+    return pages.compared(report.to_json(), facts, a, b)
 
 
 def _opened(paths: formats.Paths, options: DiffOptions) -> Manifest:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard import commit, dtypes, formats, keys, tensor_parallel, weights
 from reshard.commands.batch import rebalanced
 from reshard.commands.companions import config_beside, with_companions
+from reshard.commands.inspect import Inspection
 from reshard.commands.output import (
     OutputOptions,
     check_places,
     opened,
     write,
 )
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
 from reshard.commands.split_report import SplitReport, describe
 from reshard.dtypes import DType
@@ -30,6 +32,9 @@ from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelShapes, Told
 from reshard.plan import plan
 from reshard.tensor_parallel import Plan
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 _FAMILY = {  # what a source is written as, where the user names no target
     "deepspeed": "deepspeed",
@@ -92,6 +97,7 @@ def split(
     began = time.perf_counter()
     sources, report_as = formats.as_paths(source), str(destination)
     destination = Path(destination).resolve()
+    check_page(options, sources, destination)
     manifest = opened(sources, destination, options, is_directory=True)
     manifest = keys.edit(manifest, keys.Edits()).manifest
     if manifest.absent:
@@ -113,6 +119,7 @@ def split(
     report.destination = report_as
     report.derived += batch_notes
     if options.dry_run:
+        write_page(options, lambda: _page(report, manifest, skeleton))
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
@@ -129,7 +136,14 @@ def split(
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, manifest, skeleton))
     return report
+
+
+def _page(report: SplitReport, manifest: Manifest, skeleton: Skeleton) -> Page:
+    from reshard.html import pages
+
+    return pages.written(report.to_json(), Inspection(manifest).to_json(), manifest, skeleton)
 
 
 def _request(manifest: Manifest, options: SplitOptions) -> tuple[Request, Target]:
