@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 benchmarks/make_zero.py DIR --stage 2 --hidden 1536 --layers 12
 
-No step is taken: DeepSpeed allocates masters and moments when it starts.
+Without ``--train`` no step is taken, and there are masters but no moments.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument(
+        "--train", action="store_true", help="take a step, so that there are moments"
+    )
     args = parser.parse_args()
     config = LlamaConfig(
         hidden_size=args.hidden,
@@ -44,6 +47,7 @@ def main() -> None:
         "zero_optimization": {"stage": args.stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # needs a compiler, and spins
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -56,6 +60,10 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=settings
     )
+    if args.train:
+        tokens = torch.randint(0, args.vocab, (1, 8))
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
     engine.save_checkpoint(str(args.directory))
     if engine.global_rank == 0:
         config.save_pretrained(args.directory)

@@ -54,7 +54,10 @@ def of_deepspeed(run: Path, ranks: int, spans: Path) -> list[Contender]:
         split("split to ds-universal", run, "--to", "ds-universal"),
         Contender(
             "ds_to_universal",
-            lambda out: [*universal, "--input_folder", str(tag), "--output_folder", f"{out}/u"],
+            lambda out: [
+                *(*universal, "--inject_missing_state"),
+                *("--input_folder", str(tag), "--output_folder", f"{out}/u"),
+            ],
         ),
     ]
 

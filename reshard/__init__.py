@@ -26,8 +26,8 @@ from reshard.commands.inspect import inspect as inspect
 from reshard.commands.merge import MergeOptions as MergeOptions
 from reshard.commands.merge import merge as _merge
 from reshard.commands.merge_report import MergeReport as MergeReport
-from reshard.commands.split import SplitOptions as SplitOptions
 from reshard.commands.split import split as _split
+from reshard.commands.split_options import SplitOptions as SplitOptions
 from reshard.commands.split_report import SplitReport as SplitReport
 from reshard.errors import ReshardError as ReshardError
 from reshard.tensors import Checkpoint as Checkpoint

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import click
 
@@ -24,10 +24,12 @@ from reshard.commands.diff import diff as run_diff
 from reshard.commands.inspect import inspect as run_inspect
 from reshard.commands.merge import MergeOptions
 from reshard.commands.merge import merge as run_merge
-from reshard.commands.split import SplitOptions
 from reshard.commands.split import split as run_split
+from reshard.commands.split_options import SplitOptions
 from reshard.errors import ReshardError, UsageError
 from reshard.formats import targets
+from reshard.formats.groups import InitOptimizer
+from reshard.formats.rng import Policy
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -247,7 +249,23 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
         click.option(
+            "--init-optimizer",
+            type=click.Choice(get_args(InitOptimizer)),
+            help="Where SOURCE has no optimizer: none, or an Adam of zeros at step 0.",
+        ),
+        click.option(
+            "--param-groups",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="JSON: param groups and hyper-parameters.  [default: as is]",
+        ),
+        click.option(
             "--dtype", help="Of the module's parameters: bf16, fp16 or fp32.  [default: as trained]"
+        ),
+        click.option(
+            "--rng",
+            type=click.Choice(get_args(Policy)),
+            help="Random states of ranks.  [default: keep, where they can be]",
         ),
         click.option(
             "--zero-stage",
@@ -257,7 +275,7 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--state-dict-type",
             type=click.Choice(targets.STATE_DICT_TYPES),
-            help="Of FSDP.  [default: as is, else sharded]",
+            help="Of FSDP, or unsharded.  [default: as is, else sharded]",
         ),
         click.option("--rank-files", is_flag=True, help="Of FSDP: a file a rank, not DCP."),
         click.option(

@@ -118,8 +118,10 @@ class TrainState:
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None
-    rng: Any = None
+    rng: Any = None  # the first rank's, as far as it prints
+    rng_files: tuple[str, ...] = ()  # those that keep random states and no more, in rank order
     client: Mapping[str, Any] = field(default_factory=dict)
+    trainer_state: Mapping[str, Any] | None = None  # of HF Trainer: its account of the run
     config: Any = None
     opaque: Mapping[str, Any] = field(default_factory=dict)
 

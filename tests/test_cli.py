@@ -26,6 +26,7 @@ SPLIT_OPTIONS = {
     *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
     *("--device", "--state-dict-type", "--rank-files", "--fsdp-version", "--use-orig-params"),
     *("--mesh", "--tp-plan"),
+    *("--init-optimizer", "--param-groups", "--rng"),
 }
 OPTIONS = {
     "inspect": SOURCE_OPTIONS | {"--tensors", "--html", "--overwrite"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from reshard.manifest import Manifest
@@ -9,30 +10,73 @@ from reshard.manifest import Manifest
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
+_PROGRESS_MICRO = "train_batch_size"  # of each rank, in HF Trainer's account
 _UNKNOWN = (
     "{0} ranks become {1}: multiply the accumulation steps by {0}/{1} to keep the global batch"
 )
 _CHANGED = "no accumulation keeps the global batch of {} at {} ranks: it becomes {}"
 
 
-def rebalanced(manifest: Manifest, world_size: int) -> tuple[Any, list[str]]:
-    """The run's configuration with the accumulation that keeps the global batch, and what to say.
+def rebalanced(manifest: Manifest, world_size: int) -> tuple[Manifest, list[str]]:
+    """The run with the accumulation that keeps the global batch, and what to say.
 
-    Only DeepSpeed keeps its configuration in the checkpoint (``ds_config``); for others the rule is
-    said.
+    DeepSpeed keeps its configuration in the checkpoint (``ds_config``), HF Trainer no more than the
+    batch of a rank (``trainer_state.json``); for others the rule is said.
     """
     config, before = manifest.train.config, int(manifest.origin.mesh.get("world", 1))
     if before == world_size:
-        return config, []
-    if not isinstance(config, dict) or not isinstance(config.get(_MICRO), int):
-        return config, [_UNKNOWN.format(before, world_size)]
+        return manifest, []
+    if isinstance(config, dict) and isinstance(config.get(_MICRO), int):
+        return _of_deepspeed(manifest, config, before, world_size)
+    progress = manifest.train.trainer_state
+    if progress is not None and type(progress.get(_PROGRESS_MICRO)) is int:
+        return _of_trainer(manifest, progress[_PROGRESS_MICRO], before, world_size)
+    return manifest, [_UNKNOWN.format(before, world_size)]
+
+
+def _of_deepspeed(
+    manifest: Manifest, config: dict[str, Any], before: int, world_size: int
+) -> tuple[Manifest, list[str]]:
     micro, steps = config[_MICRO], int(config.get(_STEPS, 1))
     total = micro * steps * before
-    for smaller in range(micro, 0, -1):
-        if total % (smaller * world_size) == 0:
-            new = total // (smaller * world_size)
-            changed = {**config, _MICRO: smaller, _STEPS: new, _TOTAL: total}
-            cut = f"{_MICRO} {micro} -> {smaller}, " if smaller < micro else ""
-            return changed, [f"{cut}{_STEPS} {steps} -> {new}: the global batch stays {total}"]
-    reached = micro * steps * world_size
-    return {**config, _TOTAL: reached}, [_CHANGED.format(total, world_size, reached)]
+    smaller = _micro(micro, total, world_size)
+    if smaller is None:
+        reached = micro * steps * world_size
+        text = _CHANGED.format(total, world_size, reached)
+        return _configured(manifest, {**config, _TOTAL: reached}), [text]
+    new = total // (smaller * world_size)
+    changed = {**config, _MICRO: smaller, _STEPS: new, _TOTAL: total}
+    cut = f"{_MICRO} {micro} -> {smaller}, " if smaller < micro else ""
+    manifest = _with_progress(_configured(manifest, changed), smaller)
+    return manifest, [f"{cut}{_STEPS} {steps} -> {new}: the global batch stays {total}"]
+
+
+def _of_trainer(
+    manifest: Manifest, micro: int, before: int, world_size: int
+) -> tuple[Manifest, list[str]]:
+    """Its accumulation is an argument of the run alone: what it must be multiplied by is said."""
+    smaller = _micro(micro, micro * before, world_size)
+    if smaller is None:
+        return manifest, [_UNKNOWN.format(before, world_size)]
+    factor = micro * before // (smaller * world_size)
+    cut = f"per_device_train_batch_size {micro} -> {smaller}, " if smaller < micro else ""
+    text = f"{cut}multiply {_STEPS} by {factor}: the global batch stays"
+    return _with_progress(manifest, smaller), [text]
+
+
+def _micro(most: int, total: int, ranks: int) -> int | None:
+    """The largest batch of a rank, no more than before, of which whole steps make the total."""
+    return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
+
+
+def _configured(manifest: Manifest, config: dict[str, Any]) -> Manifest:
+    return replace(manifest, train=replace(manifest.train, config=config))
+
+
+def _with_progress(manifest: Manifest, micro: int) -> Manifest:
+    """HF Trainer's account, where there is one, with another batch of a rank."""
+    train = manifest.train
+    if train.trainer_state is None:
+        return manifest
+    changed = {**train.trainer_state, _PROGRESS_MICRO: micro}
+    return replace(manifest, train=replace(train, trainer_state=changed))

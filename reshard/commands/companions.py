@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+import json
+from pathlib import Path
 
 from reshard.formats import huggingface
 from reshard.manifest import Manifest, OutputFile, Skeleton
 
 _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
+_MICRO = "train_batch_size"
 _MAX_BYTES = 64 << 20
 
 
-def with_companions(skeleton: Skeleton, manifest: Manifest, *, tagged: bool) -> Skeleton:
+def with_companions(
+    skeleton: Skeleton, manifest: Manifest, *, beside: str = "", above: str = ""
+) -> Skeleton:
     """The skeleton with the files that lie beside the source's, in the same place beside its own.
 
-    What lies in the checkpoint's directory goes beside the state files, what lies above it (HF
-    Trainer puts its own above DeepSpeed's) to the top.
-
     Args:
-        tagged: whether the state files lie in a tag's directory.
+        beside: where in the skeleton goes what lies in the checkpoint's directory.
+        above: where goes what lies above it (HF Trainer puts its own above DeepSpeed's).
     """
-    within = PurePosixPath(skeleton.files[-1].name).parent if tagged else None
     place = Path(manifest.origin.path)
     place = place if place.is_dir() else place.parent
     taken = {file.name for file in skeleton.files}
     added: dict[str, OutputFile] = {}
-    for directory, below in ((place, within), (place.resolve().parent, None)):
+    for directory, below in ((place, beside), (place.resolve().parent, above)):
         for path in _beside(directory):
             name = f"{below}/{path.name}" if below else path.name
-            if name not in taken:
-                data = path.read_bytes()
-                added.setdefault(name, OutputFile(name, len(data), ((0, data),)))
-        if added and below is None:
+            if name not in taken and name not in added:
+                data = _progress(path, manifest) if path.name == _PROGRESS else path.read_bytes()
+                added[name] = OutputFile(name, len(data), ((0, data),))
+        if added and not beside:
             break
     return Skeleton((*skeleton.files, *added.values()), skeleton.entries, skeleton.checksums)
 
@@ -46,6 +47,16 @@ def config_beside(manifest: Manifest) -> Path | None:
     place = place if place.is_dir() else place.parent
     directory = huggingface.companions(None, [place, place.resolve().parent]).directory
     return directory / "config.json" if directory else None
+
+
+def _progress(path: Path, manifest: Manifest) -> bytes:
+    """The account of the run, with the batch of a rank that the manifest has."""
+    data = path.read_bytes()
+    wanted = (manifest.train.trainer_state or {}).get(_MICRO)
+    held = json.loads(data) if wanted is not None else {}
+    if held.get(_MICRO) == wanted:
+        return data
+    return huggingface.json_text({**held, _MICRO: wanted})
 
 
 def _beside(directory: Path) -> list[Path]:

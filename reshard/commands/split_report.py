@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from reshard.plan import Plan
 
 SCHEMA = 1
 _LISTED = 8
+_OF_FORMS = ("deepspeed", "fsdp", "hf-trainer")
 
 
 @dataclass(slots=True)
@@ -75,8 +77,8 @@ class SplitReport:
 
 
 def _form(target: Target, request: Request) -> str:
-    if target.name == "deepspeed":
-        return f"stage {request.zero_stage}"
+    if target.name in _OF_FORMS:
+        return request.form
     return str(request.grid) if request.grid else ""
 
 
@@ -104,10 +106,26 @@ def describe(
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:
         report.kept.append(f"{masters} fp32 master weights")
-    if state.groups:
+    if state.groups and not state.made:
         names = ", ".join(state.slots)
         report.kept.append(f"{names}; step {state.step()}; {len(state.groups)} param groups")
     elif held:
-        report.dropped.append(f"{len(held)} optimizer tensors (--weights-only)")
+        why = "--init-optimizer zeros" if state.groups else "--weights-only"
+        report.dropped.append(f"{len(held)} optimizer tensors ({why})")
+    if state.made:
+        report.derived += _masters(state, request)
     report.notes = list(target.notes(state, request))
     return report
+
+
+def _masters(state: Training, request: Request) -> Iterator[str]:
+    """Masters that a new optimizer begins with, where the source's weights are narrower."""
+    written = request.master
+    narrow = Counter(
+        member.weight.value.dtype.name
+        for group in state.groups
+        for member in group.members
+        if member.weight.value.dtype != written
+    )
+    for dtype, count in narrow.items():
+        yield f"{count} {written} master weights are cast from {dtype}"

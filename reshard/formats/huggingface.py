@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,12 +21,24 @@ from reshard.errors import (
     IncompleteError,
     UnrecognisedError,
     UnsafeError,
+    UnsupportedError,
     UsageError,
 )
 from reshard.formats import safetensors, torch_file
 from reshard.formats.place import Place
 from reshard.formats.state_dict import assemble, parts, tree
-from reshard.manifest import PARAM, Entry, Manifest, Origin, OutputFile, Skeleton, SourceFile, keyed
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    OutputFile,
+    Skeleton,
+    SourceFile,
+    keyed,
+)
+from reshard.model import ModelShapes
 
 NAME = "huggingface"
 METADATA = {"format": "pt"}
@@ -166,7 +178,38 @@ def _manifest(
         files=sources,
         trained_dtypes={entry.fqn: entry.dtype for entry in entries},
         unknown_globals=trust.unknown(globals_),
+        ordered=False,  # files and index are sorted by name, or by dtype and name
     )
+
+
+def described(manifest: Manifest, model: ModelShapes) -> Manifest:
+    """A model's weights in the model's order, its buffers known as such, its tied names listed.
+
+    Raises:
+        UsageError: the model is another one.
+        UnsupportedError: the files hold both names of a tied tensor.
+    """
+    shapes = {**model.parameters, **model.buffers}
+    held: dict[str, Entry] = {}
+    for entry in manifest.entries.values():
+        first = model.tied.get(entry.fqn, entry.fqn)
+        wanted = shapes.get(first)
+        if wanted != entry.shape:
+            found = f"of {entry.shape}, in the model of {wanted}" if wanted else "not in the model"
+            raise UsageError(model.source, f"is another model: {entry.fqn!r} is {found}")
+        if first in held:
+            raise UnsupportedError(
+                manifest.origin.path,
+                f"stores {held[first].fqn!r} and {entry.fqn!r}, which are one tensor in the model",
+                "reshard merge compares them and writes one",
+            )
+        held[first] = replace(entry, kind=BUFFER if first in model.buffers else PARAM)
+    lacking = [fqn for fqn in shapes if fqn not in held]
+    if lacking:
+        raise UsageError(model.source, f"is another model: no file holds {lacking[0]!r}")
+    names = [*model.tied.items(), *((first, first) for first in held)]
+    tied = {alias: held[first].fqn for alias, first in names if held[first].fqn != alias}
+    return replace(manifest.with_entries(held[fqn] for fqn in shapes), tied=tied, ordered=True)
 
 
 # ---------------------------------------------------------------------------------------- writing

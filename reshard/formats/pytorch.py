@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard import trust
 from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UsageError
-from reshard.formats import huggingface, torch_file
+from reshard.formats import huggingface, rng, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place, missing_ranks
@@ -125,11 +125,12 @@ def read(
         train = replace(
             train,
             step=step if type(step) is int else train.step,
-            client=_with_trainer(train.client, trainer),
+            trainer_state=trainer,
         )
     if train.step is None:
         train = replace(train, step=_step_of(place))
-    return replace(made, train=train)
+    files = () if place.chosen else rng.files_of(place)
+    return replace(made, train=replace(train, rng_files=files))
 
 
 def with_companions(manifest: Manifest, place: Place) -> Manifest:
@@ -153,15 +154,12 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
                 train,
                 scheduler=train.scheduler or values.get("scheduler"),
                 rng=train.rng or values.get("rng"),
-                client=_with_trainer(train.client, trainer),
+                rng_files=rng.files_of(near),
+                trainer_state=trainer or None,
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
     return manifest
-
-
-def _with_trainer(client: Mapping[str, Any], trainer: Mapping[str, Any]) -> dict[str, Any]:
-    return {**client, "trainer_state": trainer} if trainer else dict(client)
 
 
 def _collected(place: Place) -> tuple[Found, list[str]]:

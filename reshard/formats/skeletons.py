@@ -24,6 +24,19 @@ def joined(parts: Iterable[Skeleton]) -> Skeleton:
     return Skeleton(tuple(files), tuple(made), tuple(checksums))
 
 
+def moved(part: Skeleton, directory: str) -> Skeleton:
+    """The same files in a directory below."""
+
+    def chunks(entry: Entry) -> tuple[Chunk, ...]:
+        return tuple(replace(c, file=f"{directory}/{c.file}") for c in entry.chunks)
+
+    return Skeleton(
+        tuple(replace(file, name=f"{directory}/{file.name}") for file in part.files),
+        tuple(replace(entry, chunks=chunks(entry)) for entry in part.entries),
+        tuple(replace(c, file=f"{directory}/{c.file}") for c in part.checksums),
+    )
+
+
 def of_bytes(name: str, data: bytes) -> Skeleton:
     """A file whose content is known."""
     literals = ((0, data),) if data else ()

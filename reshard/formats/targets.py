@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from reshard.dtypes import DType
+from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UsageError
+from reshard.formats import hf_trainer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.state_dict import flat_target, written
@@ -18,7 +19,7 @@ from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.tensor_parallel import Plan
 
-StateDictType = Literal["full", "local", "sharded"]
+StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
 FsdpVersion = Literal[1, 2]
 FSDP_VERSIONS = get_args(FsdpVersion)
@@ -38,6 +39,7 @@ class Request:
     rank_files: bool = False  # a file a rank where the form is DCP by default
     fsdp_version: FsdpVersion = 2  # of verl's files
     orig_params: DType | None = None  # FSDP 1: use_orig_params with a forward pass in this dtype
+    deepspeed: bool = False  # whether DeepSpeed's directory is written, by itself or in another
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
     grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
@@ -48,6 +50,16 @@ class Request:
         """How many ranks see different data."""
         return self.world_size // (self.grid.size("tensor") if self.grid else 1)
 
+    @property
+    def master(self) -> DType:
+        """Of the weights that an optimizer updates, where it begins anew."""
+        return FLOAT32 if self.deepspeed or self.dtype is None else self.dtype
+
+    @property
+    def form(self) -> str:
+        """What the target's name leaves open, in words."""
+        return f"stage {self.zero_stage}" if self.deepspeed else self.state_dict_type
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -57,7 +69,8 @@ class Target:
         lay_out: the files.
         notes: what was derived or is dropped.
         tagged: whether the state files lie in a directory of their step.
-        has_mesh: whether its files are of one device mesh.
+        heeds: the choices, among those that not every target has, which mean something to it.
+        keeps_rng: whether it has a place for the random states of ranks.
     """
 
     name: str
@@ -65,29 +78,44 @@ class Target:
     lay_out: Callable[[Training, Request], Skeleton]
     notes: Callable[[Training, Request], tuple[str, ...]]
     tagged: bool = False
-    has_mesh: bool = False
+    heeds: tuple[str, ...] = ()
+    keeps_rng: Callable[[Request], bool] = lambda _asked: False
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
-    if not state.manifest.ordered:
+    if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
             state.manifest.origin.path,
-            "DeepSpeed knows parameters by their place in the model, and these stand in the order"
-            " of FSDP's units",
+            "DeepSpeed knows parameters by their place in the model, and nothing says which that is"
+            " (FSDP's units and safetensors have an order of their own)",
             "say which model it is: --model config.json|DIR|module:factory",
         )
     return deepspeed.lay_out(
-        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+        state,
+        world_size=asked.world_size,
+        stage=asked.zero_stage,
+        precision=asked.dtype,
+        weights_only=asked.weights_only,
     )
 
 
 def _deepspeed_notes(state: Training, asked: Request) -> tuple[str, ...]:
     return deepspeed.notes(
-        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+        state,
+        world_size=asked.world_size,
+        stage=asked.zero_stage,
+        precision=asked.dtype,
+        weights_only=asked.weights_only,
     )
 
 
 def _universal(state: Training, asked: Request) -> Skeleton:
+    if asked.weights_only:
+        raise UsageError(
+            "--to ds-universal",
+            "is an optimizer's state, a file a parameter",
+            "write the weights alone with --to deepspeed, or with reshard merge",
+        )
     return deepspeed.lay_out_universal(
         state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
     )
@@ -106,6 +134,13 @@ def _dcp(state: Training, asked: Request) -> Skeleton:
 
 
 def _accelerate(state: Training, asked: Request) -> Skeleton:
+    if asked.state_dict_type not in ("full", "sharded"):
+        raise UsageError(
+            f"--state-dict-type {asked.state_dict_type}",
+            "is no form that Accelerate loads",
+            "write sharded or full; flat parameters are of --to fsdp, DDP's files of --to"
+            " hf-trainer, one file is --to torch",
+        )
     if asked.state_dict_type == "full":
         return _full(state, asked)
     if asked.rank_files:
@@ -245,11 +280,54 @@ def _of_tensor_plan(state: Training, asked: Request, grid: Grid, tensor: Plan) -
     return f"tensor parallel by the plan of {tensor.source}: {counts}, {apart}"
 
 
+def _hf_trainer(state: Training, asked: Request) -> Skeleton:
+    if asked.deepspeed:
+        held = _deepspeed(state, asked)
+    elif asked.state_dict_type == "unsharded":
+        held = hf_trainer.unsharded(
+            state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
+        )
+    elif asked.state_dict_type == "full":
+        held = state_dict.fsdp1_full(state, weights_only=asked.weights_only, dtype=asked.dtype)
+    elif asked.state_dict_type == "sharded":
+        held = dcp.fsdp(
+            state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+        )
+    else:
+        raise UsageError(
+            "--state-dict-type local",
+            "is no form that the Trainer resumes from",
+            "choose sharded, full or unsharded",
+        )
+    return hf_trainer.run(
+        state,
+        held,
+        ranks=asked.world_size,
+        deepspeed=asked.deepspeed,
+        weights_only=asked.weights_only,
+    )
+
+
+def _hf_trainer_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    inner = _deepspeed_notes if asked.deepspeed else _notes("scheduler", "step")
+    own = hf_trainer.notes(state, deepspeed=asked.deepspeed, weights_only=asked.weights_only)
+    return (*inner(state, asked), *own)
+
+
+def _always(_asked: Request) -> bool:
+    return True
+
+
 TARGETS = {
     target.name: target
     for target in (
         Target(
-            "deepspeed", "DeepSpeed's native directory", _deepspeed, _deepspeed_notes, tagged=True
+            "deepspeed",
+            "DeepSpeed's native directory",
+            _deepspeed,
+            _deepspeed_notes,
+            tagged=True,
+            heeds=("zero_stage",),
         ),
         Target(
             "ds-universal",
@@ -257,18 +335,47 @@ TARGETS = {
             _universal,
             _universal_notes,
             tagged=True,
+            heeds=("zero_stage",),
         ),
         Target("dcp", "a DCP directory, which any number of ranks reads", _dcp, _notes()),
-        Target("accelerate", "Accelerate's FSDP directory", _accelerate, _notes(*_BY_ACCELERATE)),
+        Target(
+            "accelerate",
+            "Accelerate's FSDP directory",
+            _accelerate,
+            _notes(*_BY_ACCELERATE),
+            keeps_rng=_always,
+            heeds=("state_dict_type", "rank_files", "device"),
+        ),
+        Target(
+            "hf-trainer",
+            "a checkpoint-N of HF Trainer",
+            _hf_trainer,
+            _hf_trainer_notes,
+            keeps_rng=_always,
+            heeds=("zero_stage", "state_dict_type"),
+        ),
         Target(
             "fsdp2",
             "a file of DTensors a rank",
             _ranks(state_dict.PAIR),
             _rank_notes(),
-            has_mesh=True,
+            heeds=("device", "mesh", "tp_plan"),
         ),
-        Target("verl", "verl's rank files", _verl, _rank_notes("scheduler"), has_mesh=True),
-        Target("fsdp", "FSDP 1 under Accelerate's names, flat too", _fsdp, _notes(*_BY_ACCELERATE)),
+        Target(
+            "verl",
+            "verl's rank files",
+            _verl,
+            _rank_notes("scheduler"),
+            heeds=("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params"),
+        ),
+        Target(
+            "fsdp",
+            "FSDP 1 under Accelerate's names, flat too",
+            _fsdp,
+            _notes(*_BY_ACCELERATE),
+            keeps_rng=_always,
+            heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
+        ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )
 }

@@ -14,7 +14,8 @@ from reshard import dtypes
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.formats.rng import RankRng
+from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,19 @@ class Training:
     manifest: Manifest
     weights: tuple[Weight, ...]  # in state-dict order, aliases of tied weights not among them
     groups: tuple[Group, ...]
+    rng: tuple[RankRng, ...] = ()  # of each rank to come; none where they are not carried
+    regrouped: bool = False  # the groups are not the source's: each is in the order of the weights
+
+    @property
+    def made(self) -> frozenset[Key]:
+        """The slots that the source does not hold: zeros, which no chunk fills."""
+        return frozenset(
+            entry.key
+            for group in self.groups
+            for member in group.members
+            for entry in member.slots.values()
+            if not entry.chunks
+        )
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -138,3 +152,18 @@ def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, .
             "convert the weights alone with --weights-only",
         )
     return groups
+
+
+def refuse_without_optimizer(state: Training) -> None:
+    """Refuse to leave an optimizer out in silence.
+
+    Raises:
+        IncompleteError: the source has none.
+    """
+    if not any(group.members for group in state.groups):
+        raise IncompleteError(
+            state.manifest.origin.path,
+            "holds no optimizer whose parameters are known",
+            "write the weights alone with --init-optimizer none, or with an Adam that begins:"
+            " --init-optimizer zeros --param-groups FILE",
+        )

@@ -34,12 +34,23 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     and the like are of one library). A loss scaler is compared in torch's form.
     """
     one, two = a.train, b.train
-    for name in ("step", "skipped_steps", "samples", "scheduler", "rng"):
+    yield from _unequal("step", _step(one), _step(two))
+    yield from _unequal("skipped_steps", one.skipped_steps or None, two.skipped_steps or None)
+    for name in ("samples", "scheduler", "rng"):
         yield from _unequal(name, getattr(one, name), getattr(two, name))
     yield from _unequal("scaler", _scaler(one), _scaler(two))
     yield from _mapped("client", one.client, two.client)
+    if one.trainer_state is not None and two.trainer_state is not None:
+        yield from _mapped("trainer_state", one.trainer_state, two.trainer_state)
     yield from _steps(one.optimizer_step, two.optimizer_step)
     yield from _hypers(one, two)
+
+
+def _step(train: TrainState) -> float | None:
+    """The run's counter, else the optimizer's, as a target derives it."""
+    return (
+        train.step if train.step is not None else max(train.optimizer_step.values(), default=None)
+    )
 
 
 def _unequal(name: str, a: Any, b: Any) -> Iterator[Value]:
@@ -50,10 +61,16 @@ def _unequal(name: str, a: Any, b: Any) -> Iterator[Value]:
 def _plain(value: Any) -> Any:
     """Without the differences that a file format makes: tuples and lists, texts for numbers."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        plain = {str(key): _plain(item) for key, item in value.items()}
+        return {key: item for key, item in plain.items() if not _is_empty(item)}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it holds nothing: DCP loses empty dicts."""
+    return isinstance(value, (dict, list)) and all(map(_is_empty, value))
 
 
 def _scaler(train: TrainState) -> Any:

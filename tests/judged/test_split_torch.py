@@ -337,7 +337,7 @@ def refused(source, lay_out, error, *texts, **told):
 def test_what_is_missing_is_named(torch_made, made, trained):
     place, _ = trained
     ranks = torch_made / "fsdp2_ranks_model_only_ws4" / "ckpt"
-    refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "no optimizer state")
+    refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "holds no optimizer")
     elastic = made / "z1_elastic" / "run"
     refused(elastic, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "hyper-parameters")
     whole = torch_made / "fsdp2_dcp" / "ckpt"

@@ -118,9 +118,19 @@ def _compiled(op: str) -> bool:
 
 
 def start(
-    case: Case, world: int, scratch: Path, seed: int = 7, universal: Path | None = None
+    case: Case,
+    world: int,
+    scratch: Path,
+    seed: int = 7,
+    *,
+    universal: Path | None = None,
+    weights: Path | None = None,
 ) -> Run:
-    """Make the engine; ``universal`` is the universal checkpoint that it will load."""
+    """Make the engine.
+
+    ``universal`` is the universal checkpoint that it will load, ``weights`` a Hugging Face
+    directory whose weights the model begins with.
+    """
     config = resolved_config(case, world, scratch)
     if universal:
         config["checkpoint"] = {"load_universal": True}
@@ -128,6 +138,8 @@ def start(
         model = build_model(case, config, seed)
     if universal:
         give_untrained(model, universal)
+    if weights is not None:
+        model.load_state_dict(type(model).from_pretrained(weights).state_dict())  # type: ignore[attr-defined]
     groups = models.param_groups(model, case.groups)
     members = [list(group["params"]) for group in groups]
     optimizer: torch.optim.Optimizer | None = None
@@ -234,18 +246,33 @@ def give_untrained(model: nn.Module, run_dir: Path) -> None:
     model.load_state_dict({n: t for n, t in held.items() if n not in trained}, strict=False)
 
 
-def load(case: Case, run_dir: Path, steps: int, out: Path, *, universal: bool = False) -> None:
-    """Resume ``run_dir`` with real DeepSpeed from other initial weights, and train on."""
+def begin(case: Case, weights: Path, steps: int, out: Path) -> None:
+    """Train a fresh engine from a model's weights."""
+    run = start(case, dist.get_world_size(), out, seed=8, weights=weights)
+    loaded = describe(run, truth.snapshot(run.engine, ()))
+    losses = [train_step(run, step) for step in range(steps)]
+    params = truth.snapshot(run.engine, case.slots).params
+    write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
+
+
+def load(
+    case: Case, run_dir: Path, steps: int, out: Path, *, universal: bool = False, **how: Any
+) -> None:
+    """Resume ``run_dir`` with real DeepSpeed from other initial weights, and train on.
+
+    ``how`` are arguments of ``load_checkpoint``; without the optimizer's states no slot is told.
+    """
     directory = run_dir if universal else None
     run = start(case, dist.get_world_size(), out, seed=8, universal=directory)
-    path, client_state = run.engine.load_checkpoint(str(run_dir))
+    path, client_state = run.engine.load_checkpoint(str(run_dir), **how)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
     if universal:
         end_sharing(run.engine.basic_optimizer)
     # DeepSpeed returns all of its own keys that it does not consume together with the client's.
     kept = {key: client_state[key] for key in case.client_state}
-    loaded = describe(run, truth.snapshot(run.engine, case.slots), kept)
+    slots = () if how.get("load_module_only") else case.slots
+    loaded = describe(run, truth.snapshot(run.engine, slots), kept)
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]
     params = truth.snapshot(run.engine, case.slots).params

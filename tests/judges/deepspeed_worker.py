@@ -31,19 +31,20 @@ PRELOADED = (
 
 
 def case_of(job: ranks.Job) -> Case:
-    """A case of the table, or one that the job brings along."""
-    return job.told.get("case") or CASES[job.case]
+    """A row of the table, under its own name or another, or one that the job brings along."""
+    return job.told.get("case") or CASES[job.told.get("like", job.case)]
 
 
 def work(job: ranks.Job, rank: int) -> None:
-    """Make the case, or resume from the run that the job names."""
-    case = case_of(job)
+    """Make the case, or go on from what the job names: a run, or a model's weights."""
+    case, told = case_of(job), job.told
     ranks.join_group(job, rank)
     deepspeed_train.start_rank()
-    if "load" in job.told:
-        universal = job.told.get("universal", False)
-        load, steps = job.told["load"], job.told["steps"]
-        deepspeed_train.load(case, load, steps, job.out, universal=universal)
+    if "load" in told:
+        how = {"universal": told.get("universal", False), **told.get("how", {})}
+        deepspeed_train.load(case, told["load"], told["steps"], job.out, **how)
+    elif "begin" in told:
+        deepspeed_train.begin(case, told["begin"], told["steps"], job.out)
     else:
         KINDS[case.kind](case, job.out)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -39,6 +40,16 @@ def arguments(out: Path, steps: int, **settings: Any) -> TrainingArguments:
 
 def train(model: nn.Module, args: TrainingArguments, rows: Tensor) -> Trainer:
     """The Trainer after its run."""
-    trainer = Trainer(model=model, args=args, train_dataset=Rows(rows))
+    trainer = prepared(model, args, rows)
     trainer.train()
     return trainer
+
+
+def prepared(
+    model: nn.Module,
+    args: TrainingArguments,
+    rows: Tensor,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Trainer:
+    """The Trainer before it."""
+    return Trainer(model=model, args=args, train_dataset=Rows(rows), callbacks=list(callbacks))

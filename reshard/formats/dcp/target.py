@@ -75,34 +75,40 @@ def lay_out(
     return lay_out_state(root, shards=shards, directory=directory)
 
 
+def fsdp(
+    state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
+) -> Skeleton:
+    """The two directories of FSDP's ``SHARDED_STATE_DICT`` under Accelerate's names."""
+    weights = lay_out(
+        state,
+        shards=shards,
+        optimizer_key=None,
+        directory="pytorch_model_fsdp_0",
+        dtype=dtype,
+        extra={},
+    )
+    if weights_only:
+        return weights
+    moments = lay_out(
+        state,
+        shards=shards,
+        model_key=None,
+        optimizer_key="optimizer",
+        directory="optimizer_0",
+        extra={},
+    )
+    return skeletons.joined([weights, moments])
+
+
 def accelerate(
     state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
-    """What Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``, but random states.
+    """What Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
 
     There are as many ranks as shards.
     """
-    parts = [
-        lay_out(
-            state,
-            shards=shards,
-            optimizer_key=None,
-            directory="pytorch_model_fsdp_0",
-            dtype=dtype,
-            extra={},
-        )
-    ]
+    parts = [fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
     if not weights_only:
-        parts.append(
-            lay_out(
-                state,
-                shards=shards,
-                model_key=None,
-                optimizer_key="optimizer",
-                directory="optimizer_0",
-                extra={},
-            )
-        )
         parts += accelerate_beside(state, shards)
     return skeletons.joined(parts)
 

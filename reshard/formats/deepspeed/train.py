@@ -29,6 +29,8 @@ _ENGINE_KEYS = frozenset(
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
+CLIP = "clip_grad"  # in the optimizer states of stages 0 to 2
+
 GroupState = Callable[[int], dict[str, Any]]
 
 
@@ -51,7 +53,8 @@ def scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without its members."""
-    return {str(key): plain(value) for key, value in group.items() if key != "params"}
+    kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
+    return {str(key): plain(value) for key, value in kept}
 
 
 def state(
@@ -75,8 +78,15 @@ def state(
         scaler=scaler(scaler_root),
         client=client,
         config=plain(root.get("ds_config")),
-        opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None},
+        opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None}
+        | _clipping(scaler_root),
     )
+
+
+def _clipping(root: Mapping[str, Any]) -> dict[str, float]:
+    """What gradients are clipped to: a library may have set it beside the configuration."""
+    found = root.get(CLIP)
+    return {CLIP: found} if isinstance(found, (int, float)) else {}
 
 
 def sharded_groups(

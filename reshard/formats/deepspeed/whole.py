@@ -50,16 +50,32 @@ def _slot_shape(state: Mapping[str, Any]) -> Sign:
 
 
 def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str | None]]:
-    """The fqn of each member of every group, as `name_groups`.
+    """The fqn of each member of every group: as named there, else as `name_groups`.
 
     Raises:
         AmbiguousError: see `order.name_groups`.
     """
+    named = _named(model, candidates)
+    if named:
+        return named
     shapes = member_shapes(model)
     flat = model.mapping("optimizer").get("fp32_groups_flat")
     if flat and [len(group) for group in shapes] != [len(candidates)]:
         raise AmbiguousError(list(candidates))
     return name_groups(candidates, shapes)
+
+
+def _named(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str | None]]:
+    """What an optimizer of named parameters says (torch 2.6 ``optim/optimizer.py``)."""
+    listed: list[list[str | None]] = []
+    for group in torch_optimizer(model).get("param_groups", []):
+        given = group.get("param_names")
+        names = list(given) if isinstance(given, (list, tuple)) else []
+        if not names or not all(name in candidates for name in names):
+            return []
+        listed.append(names)
+    named = [name for names in listed for name in names]
+    return listed if len(set(named)) == len(named) else []
 
 
 def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator[Entry]:

@@ -53,6 +53,14 @@ def name_groups(candidates: Mapping[str, Sign], groups: Groups, *, ordered: bool
     return _by_sign(candidates, groups)
 
 
+def tell(candidates: Mapping[str, Sign], groups: Groups, names: Sequence[Sequence[str]]) -> bool:
+    """Whether `name_groups` finds these names, so that they need not be written down."""
+    try:
+        return name_groups(candidates, groups) == [list(members) for members in names]
+    except AmbiguousError:
+        return False
+
+
 def _refuse_alike(candidates: Mapping[str, Sign], groups: Groups) -> None:
     counts = Counter(candidates.values())
     stated = {sign for group in groups for sign in group if sign is not None}

@@ -205,10 +205,11 @@ def _sort_one(parts: Parts, path: Path, value: Any) -> None:
         parts.step = value if parts.step is None else max(parts.step, value)
     elif kind in ("samples", "skipped_steps") and type(value) is int:
         setattr(parts, kind, value)
+    elif kind == "rng" and isinstance(value, dict) and type(value.get("step")) is int:
+        parts.step = value["step"]  # Accelerate counts its steps among the random states
+        parts.rng = {name: state for name, state in value.items() if name != "step"} or None
     elif kind in ("scheduler", "scaler", "rng") and value:
         setattr(parts, kind, value)
-        if kind == "rng" and isinstance(value, dict) and type(value.get("step")) is int:
-            parts.step = value["step"]  # Accelerate counts its steps among the random states
     else:
         own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
         parts.client[dotted(own)] = value

@@ -23,7 +23,7 @@ from typing import Any
 from reshard.box import Box, Index, whole
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import skeletons, torch_writer
+from reshard.formats import rng, skeletons, torch_writer
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.distributed import DTensors
 from reshard.formats.state_dict.mesh import Grid, Placing
@@ -187,18 +187,19 @@ def beside(
 def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
     """What Accelerate's ``load_state`` wants beside weights and optimizer.
 
-    It finds its count of steps among each rank's random states, which are of ranks that are gone:
-    without them it goes on (``load_accelerator_state``).
+    It finds its count of steps among each rank's random states; where those are of ranks that are
+    gone, it goes on without them (``load_accelerator_state``).
     """
     beside = written.carried(state.manifest.train)
     if "scheduler" in beside:
         yield torch_writer.lay_out_object("scheduler.bin", beside["scheduler"])
     if "scaler" in beside:
         yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
-    if "step" in beside:
-        for rank in range(ranks):
-            name = f"random_states_{rank}.pkl"
-            yield torch_writer.lay_out_object(name, {"step": beside["step"]})
+    counted = {"step": beside["step"]} if "step" in beside else {}
+    for rank in range(ranks):
+        kept = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
+        if counted or kept:
+            yield torch_writer.lay_out_object(f"random_states_{rank}.pkl", {**counted, **kept})
 
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
@@ -290,13 +291,14 @@ def whole_slot(value: Value) -> Slot:
     return Slot(storage, value.shape)
 
 
-class _Wholes:
+class Wholes:
     """One file's tree with its `Value` leaves stored whole."""
 
     def __init__(self) -> None:
         self._made: dict[int, Slot] = {}
 
     def __call__(self, value: Any) -> Slot | None:
+        """The slot of a `Value`, the same each time; None for all else."""
         if not isinstance(value, Value):
             return None
         if id(value) not in self._made:
@@ -324,7 +326,7 @@ def fsdp1_full(
     moments = None if weights_only else written.optimizer(state, "fqn")
     files = placed(names, weights, moments)
     made = [
-        torch_writer.lay_out_object(name, root, slot_of=_Wholes()) for name, root in files.items()
+        torch_writer.lay_out_object(name, root, slot_of=Wholes()) for name, root in files.items()
     ]
     if ranks and not weights_only:
         made += accelerate_beside(state, ranks)
@@ -346,4 +348,4 @@ def plain(
         root["optimizer"] = written.optimizer(state, "index", model, named=several)
         beside = written.carried(state.manifest.train)
         root.update((key, value) for key, value in beside.items() if key not in root)
-    return torch_writer.lay_out_object(name, root, slot_of=_Wholes())
+    return torch_writer.lay_out_object(name, root, slot_of=Wholes())

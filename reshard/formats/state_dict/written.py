@@ -23,7 +23,8 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
-from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.formats.state_dict import order
+from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import Entry, Manifest, TrainState
 from reshard.model import ModelShapes
 
@@ -115,7 +116,7 @@ def optimizer(
             how its parameters are numbered.
         UnsupportedError: it does what torch's does not.
     """
-    refuse_without(state)
+    refuse_without_optimizer(state)
     other = state.manifest.train.opaque.get("optimizer", {})
     states: dict[Any, dict[str, Any]] = {}
     groups = []
@@ -135,9 +136,20 @@ def optimizer(
 
 
 def is_unsure(state: Training) -> bool:
-    """Whether there are parameters that no group has: a number then says little by itself."""
-    owned = {member.fqn for group in state.groups for member in group.members}
-    return any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights)
+    """Whether a number says little by itself.
+
+    There are parameters that no group has, or like ones in several groups.
+    """
+    names = [[member.fqn for member in group.members] for group in state.groups]
+    owned = {fqn for members in names for fqn in members}
+    if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
+        return True
+    trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
+    shapes = [
+        [member.weight.shape if member.slots else None for member in group.members]
+        for group in state.groups
+    ]
+    return len(names) > 1 and not order.tell(trained, shapes, names)
 
 
 def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[tuple[Trained, ...]]:
@@ -196,20 +208,6 @@ def is_flat(manifest: Manifest) -> bool:
                 if owners.setdefault((chunk.file, record), entry.fqn) != entry.fqn:
                     return True
     return False
-
-
-def refuse_without(state: Training) -> None:
-    """Refuse a source without optimizer.
-
-    Raises:
-        IncompleteError: it has no param groups.
-    """
-    if not state.groups:
-        raise IncompleteError(
-            state.manifest.origin.path,
-            "has no optimizer state",
-            "write the weights alone with --weights-only",
-        )
 
 
 def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value]:
@@ -326,8 +324,6 @@ def dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]
         lost.append("scheduler")
     if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:
         lost.append("loss scaler, which is not a dynamic one")
-    if train.rng is not None:
-        lost.append("random states")
     return lost
 
 

@@ -41,6 +41,7 @@ def lay_out(
     stage: int,
     precision: DType | None = None,
     tag: str | None = None,
+    weights_only: bool = False,
 ) -> Skeleton:
     """The run directory: ``latest``, and the files of every rank in the tag's directory.
 
@@ -50,13 +51,23 @@ def lay_out(
     Args:
         precision: of the module's parameters; None: each as it was trained.
         tag: the directory's name; None: ``global_step`` and the step.
+        weights_only: what ``load_checkpoint(..., load_module_only=True)`` reads; stages 0 to 2 have
+            one file for any number of ranks. Stage 3 needs ``load_optimizer_states=False`` with it
+            (``engine.py``, ``_load_checkpoint``): DeepSpeed reads nothing but placeholders without.
 
     Raises:
         IncompleteError: the source lacks what DeepSpeed needs to go on training.
         UnsupportedError: an optimizer state that this stage has no place for.
         UsageError: no such stage, number of ranks, precision or tag.
     """
-    choice = choose(state, world_size=world_size, stage=stage, precision=precision, tag=tag)
+    choice = choose(
+        state,
+        world_size=world_size,
+        stage=stage,
+        precision=precision,
+        tag=tag,
+        weights_only=weights_only,
+    )
     models = skeletons.joined(_models(choice))
     optimizers = skeletons.joined(_optimizers(choice))
     latest = skeletons.of_bytes("latest", choice.tag.encode())
@@ -68,14 +79,25 @@ def lay_out(
 
 
 def notes(
-    state: Training, *, world_size: int, stage: int, precision: DType | None = None
+    state: Training,
+    *,
+    world_size: int,
+    stage: int,
+    precision: DType | None = None,
+    weights_only: bool = False,
 ) -> tuple[str, ...]:
     """What a user must be told about the directory that `lay_out` makes: derived and dropped.
 
     Raises:
         ReshardError: as `lay_out`.
     """
-    choice = choose(state, world_size=world_size, stage=stage, precision=precision)
+    choice = choose(
+        state,
+        world_size=world_size,
+        stage=stage,
+        precision=precision,
+        weights_only=weights_only,
+    )
     return tuple(report.notes(choice))
 
 

@@ -12,7 +12,8 @@ from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target import carried, order, scaling
-from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.formats.deepspeed.train import CLIP
+from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
@@ -27,6 +28,8 @@ class Choice:
         precision: of the run.
         recast: what the user asked the parameters to become; None: each as trained.
         config: the source's, adapted; where it is not known, no more than stage and precision.
+        clip_grad: what the source clips gradients to, if it says so; loading it would end the
+            clipping of a run that sets its own.
         groups: the optimizer's, members in the order in which the model was given to it.
         flats: the members of each flat tensor, in flat order; at stage 0 those of each group.
         flats_of: the flat tensors of each group, by index.
@@ -35,6 +38,7 @@ class Choice:
         lost: the names of those that are more than plain.
         scaler: the loss scaler's state; new where the source has none.
         turns_ended: whether ``round_robin_gradients`` of the source is off in ``config``.
+        weights_only: without optimizer, in the layout of stage 0 or 3.
     """
 
     state: Training
@@ -44,7 +48,7 @@ class Choice:
     precision: DType
     recast: DType | None
     config: dict[str, Any]
-    config_is_known: bool
+    clip_grad: float | None
     groups: tuple[Group, ...]
     flats: tuple[tuple[Trained, ...], ...]
     flats_of: tuple[tuple[int, ...], ...]
@@ -54,6 +58,7 @@ class Choice:
     lost: tuple[str, ...]
     scaler: Mapping[str, Any]
     scaler_is_new: bool
+    weights_only: bool
     turns_ended: bool = False
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
@@ -83,6 +88,7 @@ def choose(
     precision: DType | None = None,
     tag: str | None = None,
     universal: bool = False,
+    weights_only: bool = False,
 ) -> Choice:
     """Decide everything; errors as `lay_out`.
 
@@ -91,7 +97,11 @@ def choose(
             is; and an optimizer without hyper-parameters keeps those that it has when it loads.
     """
     _check_request(world_size, stage, precision, tag)
-    _check_source(state, needs_hyper=not universal)
+    if weights_only:
+        state, stage = _without_optimizer(state), 3 if stage == 3 else 0
+    else:
+        refuse_without_optimizer(state)
+    _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or _precision(state)
     source_config = _config(state)
     config = _adapted(source_config, stage, of_run)
@@ -113,7 +123,7 @@ def choose(
         precision=of_run,
         recast=precision,
         config=config,
-        config_is_known=source_config is not None,
+        clip_grad=_clip_grad(state, config),
         groups=groups,
         flats=flats,
         flats_of=flats_of,
@@ -123,8 +133,22 @@ def choose(
         lost=tuple(lost),
         scaler=scaler or scaling.fresh(order.section(config, "fp16")),
         scaler_is_new=scaler is None,
+        weights_only=weights_only,
         turns_ended=turns_ended,
     )
+
+
+def _without_optimizer(state: Training) -> Training:
+    """The weights as one group of what could be trained: DeepSpeed then finds them by name.
+
+    Stages 0 to 2 keep them in one file, which does not depend on stage or ranks; only stage 3 cuts.
+    """
+    members = tuple(
+        Trained(weight, {}, None)
+        for weight in state.weights
+        if not _is_buffer(weight) and weight.fqn not in state.manifest.frozen
+    )
+    return replace(state, groups=(Group({}, members),))
 
 
 def _check_request(world_size: int, stage: int, precision: DType | None, tag: str | None) -> None:
@@ -140,13 +164,6 @@ def _check_request(world_size: int, stage: int, precision: DType | None, tag: st
 
 def _check_source(state: Training, *, needs_hyper: bool) -> None:
     manifest = state.manifest
-    if not any(group.members for group in state.groups):
-        raise IncompleteError(
-            manifest.origin.path,
-            "holds no optimizer whose parameters are known: DeepSpeed goes on training only from"
-            " masters, moments and hyper-parameters",
-            "merge the weights instead, and begin a new run from them",
-        )
     if manifest.absent:
         shown = ", ".join(manifest.absent[:_LISTED])
         raise IncompleteError(manifest.origin.path, f"holds no value of {shown}")
@@ -156,7 +173,8 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
                 manifest.origin.path,
                 f"keeps no hyper-parameters of param group {number} (elastic_checkpoint does not):"
                 " the optimizer that loads them would have no learning rate",
-                "write --to ds-universal, with which the optimizer keeps those of its script",
+                "give them with --param-groups FILE, or write --to ds-universal, with which the"
+                " optimizer keeps those of its script",
             )
 
 
@@ -174,6 +192,14 @@ def _config(state: Training) -> dict[str, Any] | None:
     config = state.manifest.train.config
     of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
     return config if of_deepspeed and isinstance(config, dict) else None
+
+
+def _clip_grad(state: Training, config: Mapping[str, Any]) -> float | None:
+    """Of the optimizer states: Accelerate sets another value than the configuration's."""
+    for found in (state.manifest.train.opaque.get(CLIP), config.get("gradient_clipping")):
+        if isinstance(found, (int, float)):
+            return found
+    return None
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
@@ -206,7 +232,7 @@ def _users_order(state: Training) -> Callable[[Sequence[Trained]], Sequence[Trai
     one of their own (FSDP 1: unit after unit).
     """
     origin, config = state.manifest.origin, _config(state)
-    if not origin.format.startswith("deepspeed"):
+    if state.regrouped or not origin.format.startswith("deepspeed"):
         place = {weight.fqn: number for number, weight in enumerate(state.weights)}
         return lambda members: sorted(members, key=lambda member: place[member.fqn])
     stage = order.section(config, "zero_optimization").get("stage", 0)

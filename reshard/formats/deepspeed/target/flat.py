@@ -33,6 +33,7 @@ from reshard.formats.deepspeed.target.slots import (
     slot_named,
     step_of,
 )
+from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.torch_writer import Slot
 from reshard.formats.training import Group, Trained
 from reshard.unpickle import Call
@@ -55,12 +56,11 @@ class Flat:
         """One rank's ``optimizer_state_dict``."""
         choice = self._choice
         shares = [group.share(rank) for group in self._groups]
-        clip = choice.config.get("gradient_clipping", 0.0)
         return {
             "loss_scaler": scaler(choice.scaler),
             "dynamic_loss_scale": choice.scaler["dynamic"],
             "overflow": False,
-            **({"clip_grad": clip} if choice.config_is_known else {}),  # else the run's own
+            **({} if choice.clip_grad is None else {CLIP: choice.clip_grad}),
             "base_optimizer_state": {
                 "state": {number: s.state for number, s in enumerate(shares) if s.state},
                 "param_groups": choice.param_groups(),

@@ -80,7 +80,7 @@ def _root(
     return {
         "module": module,
         "buffer_names": [weight.fqn for weight in choice.buffers],
-        "optimizer": None if sharded else whole.optimizer(choice),
+        "optimizer": None if sharded or choice.weights_only else whole.optimizer(choice),
         "param_shapes": _param_shapes(choice) if sharded else None,
         "frozen_param_shapes": None if frozen is None else _frozen_shapes(choice),
         "shared_params": dict(choice.state.manifest.tied) if sharded else None,

@@ -18,6 +18,9 @@ _STAGE_3 = ("exp_avg", "exp_avg_sq")  # the slots that it loads of a universal c
 def notes(choice: Choice) -> Iterator[str]:
     """Of a native directory; one sentence each."""
     yield from _of_the_run(choice)
+    if choice.weights_only:
+        yield from _of_weights(choice)
+        return
     yield from _of_scaler(choice, f"one begins at {choice.scaler['cur_scale']}")
     if choice.stage:
         yield from _of_idle(choice)
@@ -65,9 +68,7 @@ def _of_the_run(choice: Choice) -> Iterator[str]:
     train = choice.state.manifest.train
     for name in choice.lost:
         yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
-    if train.rng is not None:
-        yield "the random states are not carried: DeepSpeed's files have no place for them"
-    if train.samples is None:
+    if train.samples is None and not choice.weights_only:
         yield "the source does not count samples: DeepSpeed takes its steps times its batch"
 
 
@@ -144,6 +145,16 @@ def _of_small_groups(choice: Choice) -> Iterator[str]:
                 f"param group {number} has {numel} elements, not one for every rank of"
                 f" {choice.world_size}: stages 1 and 2 load it at fewer ranks only"
             )
+
+
+def _of_weights(choice: Choice) -> Iterator[str]:
+    """How DeepSpeed loads a module without its optimizer, and what that costs."""
+    needed = ", load_optimizer_states=False" if choice.stage == 3 else ""
+    yield f"load it with load_checkpoint(..., load_module_only=True{needed})"
+    if choice.stage != 3:
+        yield "stages 0, 1 and 2 load this one file at any number of ranks"
+    if choice.precision != FLOAT32:
+        yield f"DeepSpeed then begins its fp32 masters from the {choice.precision} weights"
 
 
 def _of_idle(choice: Choice) -> Iterator[str]:

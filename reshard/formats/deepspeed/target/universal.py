@@ -31,6 +31,7 @@ from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS, scaler, step
 from reshard.formats.deepspeed.target.pieces import run_of
 from reshard.formats.deepspeed.target.slots import dtype_of, names_of, step_of
+from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.torch_writer import Slot, Storage
 from reshard.formats.training import Group, Trained
 from reshard.manifest import Entry, Skeleton
@@ -134,12 +135,11 @@ def _optimizer(choice: Choice, counts: list[float | None]) -> dict[str, Any]:
     Stage 3 looks for all that it needs of the base optimizer in a dict of its own, and takes one
     counter for all parameters, that of the first group.
     """
-    clip = choice.config.get("gradient_clipping", 0.0)
     counted = {"step": _first_step(choice, counts)} if _counts(counts) else {}
     return {
         **({} if choice.scaler_is_new else _scaler(choice)),
         "overflow": False,
-        **({"clip_grad": clip} if choice.config_is_known else {}),
+        **({} if choice.clip_grad is None else {CLIP: choice.clip_grad}),
         "ds_version": WRITTEN_AS,
         "param_groups": choice.param_groups(),
         "optimizer_state_dict": {

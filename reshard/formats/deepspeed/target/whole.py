@@ -23,6 +23,8 @@ from reshard.formats.deepspeed.target.slots import (
     slot_named,
     step_of,
 )
+from reshard.formats.deepspeed.train import CLIP
+from reshard.formats.state_dict import order
 from reshard.formats.torch_writer import Slot, whole_tensor
 from reshard.formats.training import Group, Trained
 
@@ -39,7 +41,7 @@ def optimizer(choice: Choice) -> dict[str, Any]:
             "fp32_groups_flat": [
                 _flat(group.members, FLOAT32, master_of) for group in choice.groups
             ],
-            "clip_grad": choice.config.get("gradient_clipping", 0.0),
+            CLIP: choice.clip_grad or 0.0,
         }
     return {
         **kept,
@@ -55,12 +57,12 @@ def _by_parameter(choice: Choice) -> dict[str, Any]:
     state: dict[int, dict[str, Any]] = {}
     param_groups = []
     first = 0
-    for group in choice.groups:
+    for group, names in zip(choice.groups, _names(choice), strict=True):
         for index, member in enumerate(group.members, first):
             if member.slots:
                 state[index] = _state(member, group)
         following = first + len(group.members)
-        param_groups.append({**group.hyper, "params": list(range(first, following))})
+        param_groups.append({**group.hyper, "params": list(range(first, following)), **names})
         first = following
     return {"state": state, "param_groups": param_groups}
 
@@ -81,7 +83,24 @@ def _by_group(choice: Choice) -> dict[str, Any]:
             held[name] = _flat(group.members, dtype, slot_named(name))
         if held:
             state[number] = held
-    return {"state": state, "param_groups": choice.param_groups()}
+    listed = zip(choice.param_groups(), _names(choice), strict=True)
+    return {"state": state, "param_groups": [{**group, **names} for group, names in listed]}
+
+
+def _names(choice: Choice) -> list[dict[str, list[str]]]:
+    """What says whose each number is, a group: names as torch keeps them, where shapes do not."""
+    names = [[member.fqn for member in group.members] for group in choice.groups]
+    candidates = {
+        weight.fqn: weight.shape
+        for weight in choice.state.weights
+        if weight.value.numel and weight.fqn not in {buffer.fqn for buffer in choice.buffers}
+    }
+    shapes = [
+        [member.weight.shape if member.slots else None for member in group.members]
+        for group in choice.groups
+    ]
+    told = order.tell(candidates, shapes, names)
+    return [{} if told else {"param_names": held} for held in names]
 
 
 def _flat(members: Sequence[Trained], dtype: DType, value: Value) -> Slot:

@@ -1,0 +1,63 @@
+"""What ``split`` and ``convert`` can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from reshard.commands.output import OutputOptions
+from reshard.commands.reading import one_of
+from reshard.errors import UsageError
+from reshard.formats import targets
+from reshard.formats.groups import InitOptimizer
+from reshard.formats.rng import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOptions(OutputOptions):
+    """What a split can be asked for."""
+
+    world_size: int | None = None  # None: the source's
+    to: str | None = None  # one of `targets.NAMES`; None: as the source
+    zero_stage: int | None = None  # None: the source's, else 2
+    state_dict_type: targets.StateDictType | None = None  # None: the source's, else sharded
+    rank_files: bool = False  # of FSDP: a file a rank instead of DCP
+    fsdp_version: targets.FsdpVersion = 2  # of verl's files
+    use_orig_params: str | None = None  # FSDP 1: the dtype of the forward pass; None: flat
+    dtype: str | None = None  # of the module's copy; None: as trained
+    weights_only: bool = False
+    init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins
+    param_groups: Path | None = None  # a JSON file; see `groups`
+    rng: Policy | None = None  # random states; None: kept where they can be
+    device: str = "cuda"  # of the mesh in DTensor files
+    mesh: str | None = None  # NAME=SIZE,... of DTensor files; None: one axis of all ranks
+    tp_plan: str | Path | None = None  # how its tensor-parallel axis cuts; None: the model's plan
+
+    def __post_init__(self) -> None:
+        """Refuse a choice that there is not.
+
+        Raises:
+            UsageError: naming the choices.
+        """
+        OutputOptions.__post_init__(self)
+        if self.zero_stage is not None:
+            one_of("zero_stage", self.zero_stage, range(4))
+        one_of("state_dict_type", self.state_dict_type, (None, *targets.STATE_DICT_TYPES))
+        one_of("fsdp_version", self.fsdp_version, targets.FSDP_VERSIONS)
+        one_of("rng", self.rng, (None, *get_args(Policy)))
+        if self.to is not None:
+            one_of("to", self.to, targets.NAMES)
+        one_of("init_optimizer", self.init_optimizer, (None, *get_args(InitOptimizer)))
+        if self.without_optimizer:
+            for name, given in (
+                ("--init-optimizer zeros", self.init_optimizer == "zeros"),
+                ("--param-groups", self.param_groups is not None),
+            ):
+                if given:
+                    raise UsageError(name, "and no optimizer at all exclude each other")
+
+    @property
+    def without_optimizer(self) -> bool:
+        """Whether the weights alone are written."""
+        return self.weights_only or self.init_optimizer == "none"

@@ -1,0 +1,189 @@
+"""What a split is to write: the user's choices, and the source's own where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from reshard import dtypes, tensor_parallel
+from reshard.commands.companions import config_beside
+from reshard.commands.split_options import SplitOptions
+from reshard.dtypes import FLOAT32, DType
+from reshard.errors import UsageError
+from reshard.formats import targets
+from reshard.formats.state_dict import mesh
+from reshard.formats.state_dict.mesh import Grid
+from reshard.formats.targets import Request, Target
+from reshard.manifest import Manifest
+from reshard.model import ModelShapes, Told
+from reshard.tensor_parallel import Plan
+
+_FAMILY = {  # what a source is written as, where the user names no target
+    "deepspeed": "deepspeed",
+    "deepspeed-universal": "deepspeed",
+    "dcp": "dcp",
+    "torchtitan": "dcp",
+    "verl": "verl",
+    "accelerate": "accelerate",
+    "hf-trainer": "hf-trainer",
+    "fsdp": "fsdp2",
+}
+_STAGE = 2  # of a source that knows none
+_FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
+
+
+def requested(
+    manifest: Manifest, shapes: ModelShapes | None, options: SplitOptions
+) -> tuple[Request, Target]:
+    """What is to be written, and as what.
+
+    Args:
+        shapes: the model, where it is known.
+
+    Raises:
+        UsageError: no such target, or no telling which; or a choice that it has no use for.
+    """
+    name = options.to or _FAMILY.get(manifest.origin.format)
+    if name is None:
+        raise UsageError(
+            manifest.origin.path,
+            f"is a {manifest.origin.format} checkpoint, which is not split",
+            f"say what to write: --to {'|'.join(targets.NAMES)}",
+        )
+    target = targets.TARGETS[name]
+    _check_heeded(target, options)
+    grid = _grid(options)
+    world_size = options.world_size or int(manifest.origin.mesh.get("world", 1))
+    world_size = grid.world if grid else world_size
+    if world_size < 1:
+        raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
+    deepspeed = name == "deepspeed" or (
+        name == "hf-trainer" and _holds_deepspeed(manifest, options)
+    )
+    return (
+        Request(
+            world_size=world_size,
+            zero_stage=_stage(manifest, options),
+            dtype=_weight_dtype(options, deepspeed=deepspeed),
+            weights_only=options.without_optimizer,
+            state_dict_type=_state_dict_type(name, manifest, options),
+            rank_files=options.rank_files,
+            fsdp_version=options.fsdp_version,
+            orig_params=_dtype("--use-orig-params", options.use_orig_params),
+            deepspeed=deepspeed,
+            model=shapes,
+            device=options.device,
+            grid=grid,
+            tensor=_tensor_plan(manifest, grid, shapes, options),
+        ),
+        target,
+    )
+
+
+def _holds_deepspeed(manifest: Manifest, options: SplitOptions) -> bool:
+    """Whether HF Trainer's checkpoint is one of DeepSpeed: asked for, or as the source is."""
+    if options.zero_stage is not None:
+        if options.state_dict_type is not None:
+            raise UsageError("--zero-stage", "and --state-dict-type exclude each other there")
+        return True
+    return options.state_dict_type is None and manifest.origin.format.startswith("deepspeed")
+
+
+def _state_dict_type(
+    target: str, manifest: Manifest, options: SplitOptions
+) -> targets.StateDictType:
+    """What was asked for, else the source's: whole files become whole files."""
+    if options.state_dict_type is not None:
+        return options.state_dict_type
+    if manifest.origin.format in _FSDP:
+        return "sharded"
+    if any(path.endswith("pytorch_model_fsdp.bin") for path in manifest.files):
+        return "full"
+    of_fsdp = any("pytorch_model_fsdp" in path for path in manifest.files)
+    return "sharded" if of_fsdp or target != "hf-trainer" else "unsharded"
+
+
+def _check_heeded(target: Target, options: SplitOptions) -> None:
+    """Refuse a choice that would change nothing.
+
+    Raises:
+        UsageError: naming it, and the targets that it is for.
+    """
+    for field in fields(SplitOptions):
+        heeding = [name for name, each in targets.TARGETS.items() if field.name in each.heeds]
+        given = getattr(options, field.name) != field.default
+        if given and heeding and target.name not in heeding:
+            raise UsageError(
+                f"--{field.name.replace('_', '-')}",
+                f"changes nothing of --to {target.name}",
+                f"leave it out; it is for --to {'|'.join(heeding)}",
+            )
+
+
+def _grid(options: SplitOptions) -> Grid | None:
+    """The mesh that was asked for.
+
+    Raises:
+        UsageError: it has another number of ranks than was asked for.
+    """
+    if options.mesh is None:
+        return None
+    grid, option = mesh.parse(options.mesh, options.device), f"--mesh {options.mesh}"
+    if options.world_size not in (None, grid.world):
+        raise UsageError(
+            option, f"has {grid.world} ranks", f"leave out --world-size {options.world_size}"
+        )
+    return grid
+
+
+def _tensor_plan(
+    manifest: Manifest, grid: Grid | None, model: ModelShapes | None, options: SplitOptions
+) -> Plan | None:
+    """How a tensor-parallel axis cuts: the user's plan, else that of the model.
+
+    Raises:
+        UsageError: there is a plan and no such axis, or nothing says what the axis does.
+    """
+    if grid is None or "tensor" not in grid.roles:
+        if options.tp_plan is not None:
+            raise UsageError(f"--tp-plan {options.tp_plan}", "needs --mesh with an axis tp=N")
+        return None
+    if options.tp_plan is not None:
+        return tensor_parallel.read(Path(options.tp_plan), model)
+    if model is None:
+        config = config_beside(manifest)
+        model = Told(str(config)).shapes() if config else None
+    return tensor_parallel.of_model(model) if model else None
+
+
+def _stage(manifest: Manifest, options: SplitOptions) -> int:
+    if options.zero_stage is not None:
+        return options.zero_stage
+    said = manifest.origin.detail.removeprefix("ZeRO stage ")
+    if said.isdecimal():
+        return int(said)
+    is_universal = manifest.origin.format == "deepspeed-universal"
+    return _configured_stage(manifest.train.config) if is_universal else _STAGE
+
+
+def _configured_stage(config: Any) -> int:
+    """The stage of the run that a universal checkpoint was made from."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    return stage if isinstance(stage, int) and stage in range(4) else _STAGE
+
+
+def _weight_dtype(options: SplitOptions, *, deepspeed: bool) -> DType | None:
+    """The dtype of the weights; PyTorch's optimizers update them in place, so masters are fp32."""
+    in_place = options.init_optimizer == "zeros" and not deepspeed
+    return _dtype("--dtype", options.dtype) or (FLOAT32 if in_place else None)
+
+
+def _dtype(option: str, text: str | None) -> DType | None:
+    if text is None:
+        return None
+    dtype = dtypes.parse(text)
+    if dtype.family != "float":
+        raise UsageError(f"{option} {text}", "must be bf16, fp16 or fp32")
+    return dtype

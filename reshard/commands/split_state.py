@@ -1,0 +1,80 @@
+"""What a split writes: the source's state, with what it lacks and the user has asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from reshard.commands.split_options import SplitOptions
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import groups, huggingface
+from reshard.formats.targets import Request
+from reshard.formats.training import Training, refuse_without_optimizer, training
+from reshard.manifest import Manifest, Skeleton
+from reshard.model import ModelShapes, Told
+
+
+def is_weights(manifest: Manifest) -> bool:
+    """Whether it is of a format that has weights alone, which says nothing of the model."""
+    return manifest.origin.format in (huggingface.NAME, "safetensors")
+
+
+def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShapes | None]:
+    """The model that the user named; for files of weights alone, the one of the config beside.
+
+    Such files have no order, and one name of a tied weight: with a model their manifest has both.
+
+    Raises:
+        IncompleteError: an optimizer is to be made, and nothing says which model it is of.
+        UsageError: the model is another one.
+    """
+    shapes = Told(options.model, options.wrap).shapes() if options.model else None
+    if not is_weights(manifest):
+        return manifest, shapes
+    if shapes is not None:
+        return huggingface.described(manifest, shapes), shapes
+    place = Path(manifest.origin.path)
+    config = (place if place.is_dir() else place.parent) / "config.json"
+    problem = ""
+    if config.is_file() and huggingface.is_model_config(config):
+        try:
+            shapes = Told(str(config), options.wrap).shapes()
+            return huggingface.described(manifest, shapes), shapes
+        except (UsageError, UnsupportedError) as error:
+            problem = f"{config} does not help: {error.problem}"
+    if options.init_optimizer == "zeros":
+        raise IncompleteError(
+            manifest.origin.path,
+            problem or "does not say which tensors are parameters, and in which order",
+            "say which model it is: --model config.json|DIR|module:factory",
+        )
+    warnings = (*manifest.warnings, *filter(None, [problem]))
+    return replace(manifest, warnings=warnings), None
+
+
+def made_state(
+    manifest: Manifest, request: Request, options: SplitOptions
+) -> tuple[Training, list[str]]:
+    """What is to be written, with what the user has made anew, and what to say of that."""
+    made, said = training(manifest, weights_only=options.without_optimizer), list[str]()
+    given = groups.read(options.param_groups) if options.param_groups else None
+    fresh = options.init_optimizer == "zeros"
+    if fresh and given is None and not made.groups:
+        given = groups.ONE
+    if not fresh and not options.without_optimizer:
+        refuse_without_optimizer(made)
+    if given:
+        made, notes = groups.regrouped(made, given)
+        said += notes
+    if fresh:
+        made, notes = groups.with_fresh_adam(made, request.master)
+        said += notes
+    return made, said
+
+
+def stored(skeleton: Skeleton, state: Training) -> Skeleton:
+    """The skeleton without what is made of zeros: no window fills that, and no source has it."""
+    made = state.made
+    if not made:
+        return skeleton
+    return replace(skeleton, entries=tuple(e for e in skeleton.entries if e.key not in made))

@@ -1,0 +1,277 @@
+"""An optimizer that begins and groups that a user gives: real engines train on as from their own.
+
+Three sources of derived state, each judged by what the real framework does next: weights alone, an
+Adam at step 0 (bitwise as a fresh run from the same weights), and groups that are split anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from tests.judges import begin_worker as worker
+from tests.judges import deepspeed_judge, deepspeed_models
+from tests.judges.split_worker import in_turn
+from tests.menagerie import same
+from tests.trainer import worlds
+
+pytestmark = pytest.mark.judge
+
+STEPS = 3
+OF_CASES = {"lr": 1e-3, "weight_decay": 0.01}  # deepspeed_cases.ADAMW
+DECAY = [  # deepspeed_models.param_groups(model, "decay")
+    {"match": r"^(?!.*norm)(?!extras\.)", "weight_decay": 0.1},
+    {"weight_decay": 0.0},
+]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[bool, Path]:
+    """Tied or not -> a Hugging Face directory of a bf16 model."""
+    place = tmp_path_factory.mktemp("weights")
+    for tied in (False, True):
+        torch.manual_seed(3)
+        model = deepspeed_models.llama(tied=tied).bfloat16()
+        model.save_pretrained(place / str(tied))
+    return {tied: place / str(tied) for tied in (False, True)}
+
+
+@pytest.fixture
+def groups_file(tmp_path):
+    """Writes a file of groups."""
+
+    def write(*groups) -> Path:
+        path = tmp_path / "groups.json"
+        path.write_text(json.dumps(groups))
+        return path
+
+    return write
+
+
+def asked(place, jobs) -> dict[str, dict]:
+    """What DeepSpeed found in each job: (name, case, ranks, what it is told)."""
+    judge = deepspeed_judge.JUDGE
+    made = {
+        name: judge.job(
+            name,
+            place / name,
+            place / "logs",
+            world,
+            like=case,
+            steps=STEPS,
+            compile_aio=False,
+            **told,
+        )
+        for name, case, world, told in jobs
+    }
+    found = {}
+    for report in judge.ask(list(made.values())):
+        job = made[report.case]
+        assert not any(report.exits), judge.failure(job, report)
+        found[report.case] = torch.load(job.out / "reference.pt", weights_only=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def engines(weights, made, tmp_path_factory):
+    """All that DeepSpeed is asked, in one process: imports take long."""
+    place = tmp_path_factory.mktemp("engines")
+    one, decay = place / "one.json", place / "decay.json"
+    one.write_text(json.dumps([OF_CASES]))
+    decay.write_text(json.dumps(DECAY))
+    jobs = []
+    module = {"load_module_only": True}
+    for stage, case, tied in ((2, "hf_z2", False), (3, "hf_z3_tied", True)):
+        for name, options in (
+            ("zeros", {"init_optimizer": "zeros", "param_groups": one}),
+            ("none", {"init_optimizer": "none"}),
+        ):
+            out = place / f"{name}{stage}.run"
+            reshard.split(
+                weights[tied], out, to="deepspeed", zero_stage=stage, world_size=2, **options
+            )
+        parts = {**module, "load_optimizer_states": False} if stage == 3 else module
+        jobs += [
+            (f"fresh{stage}", case, 2, {"begin": weights[tied]}),
+            (f"zeros{stage}", case, 2, {"load": place / f"zeros{stage}.run"}),
+            (f"none{stage}", case, 2, {"load": place / f"none{stage}.run", "how": parts}),
+        ]
+    jobs.append(("none at 1", "hf_z0_tied", 1, {"load": place / "none0.run", "how": module}))
+    reshard.split(weights[True], place / "none0.run", to="deepspeed", init_optimizer="none")
+    reshard.split(made / "z2_bf16/run", place / "decay.run", param_groups=decay)
+    jobs.append(("decay", "z2_groups_decay", 2, {"load": place / "decay.run"}))
+    turns = {"world_size": 4, "dtype": "fp32"}
+    reshard.split(made / "z2_round_robin/run", place / "turns.run", param_groups=decay, **turns)
+    jobs.append(("turns", "z2_round_robin_groups_ws4", 4, {"load": place / "turns.run"}))
+    return asked(place / "out", jobs)
+
+
+@pytest.mark.parametrize("how", ["zeros", "none"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_trains_as_a_fresh_engine(engines, how, stage):
+    got, wanted = engines[f"{how}{stage}"], engines[f"fresh{stage}"]
+    assert got["losses"] == wanted["losses"]
+    for part in ("params", "live"):
+        for name, value in wanted["loaded"][part].items():
+            assert same(got["loaded"][part][name], value), name
+    for name, value in wanted["params"].items():
+        assert same(got["params"][name], value), name
+
+
+def test_deepspeeds_stage_0_loads_the_same_weights(engines, weights):
+    """Not compared with a fresh engine: in 16 bits that has made an update before the first."""
+    loaded = engines["none at 1"]["loaded"]
+    with reshard.open(weights[True]) as wanted:
+        for name in wanted:
+            assert same(loaded["live"][name], wanted[name][...]), name
+            assert same(loaded["params"][name], wanted[name][...].float()), name
+
+
+def test_deepspeed_has_the_adam_that_begins(engines):
+    for stage in (2, 3):
+        loaded = engines[f"zeros{stage}"]["loaded"]
+        assert all(not t.any() for slot in loaded["slots"].values() for t in slot.values())
+        assert set(loaded["optimizer_steps"].values()) == {0.0}
+        assert loaded["train"]["step"] == 0
+
+
+@pytest.mark.parametrize(("name", "source"), [("decay", "z2_bf16"), ("turns", "z2_round_robin")])
+def test_deepspeed_has_each_parameters_state_in_its_new_group(name, source, engines, made):
+    loaded = engines[name]["loaded"]
+    wanted = torch.load(made / source / "reference.pt", weights_only=False)
+    for fqn, value in wanted["params"].items():
+        assert same(loaded["params"][fqn], value), fqn
+    for slot, tensors in wanted["slots"].items():
+        assert tensors.keys() == loaded["slots"][slot].keys()
+        for fqn, value in tensors.items():
+            assert same(loaded["slots"][slot][fqn], value), (slot, fqn)
+    groups = loaded["train"]["param_groups"]
+    assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1e-3, 0.1), (1e-3, 0.0)]
+    assert loaded["train"]["step"] == wanted["train"]["step"]
+    if name == "decay":  # the other is of another precision
+        assert engines[name]["losses"][0] == pytest.approx(wanted["next"]["losses"][0], abs=1e-6)
+
+
+def test_fsdp_2_trains_as_a_fresh_run(weights, tmp_path, groups_file):
+    options = {"init_optimizer": "zeros", "param_groups": groups_file(*worker.GROUPS)}
+    for to in ("dcp", "fsdp2"):
+        reshard.split(weights[True], tmp_path / to, to=to, world_size=2, device="cpu", **options)
+    jobs = [
+        ("fresh", worker.fresh, weights[True], STEPS),
+        ("dcp", worker.from_dcp, weights[True], tmp_path / "dcp", STEPS),
+        ("ranks", worker.from_ranks, weights[True], tmp_path / "fsdp2", STEPS),
+    ]
+    for found in worlds.run(2, in_turn, jobs):
+        assert isinstance(found["fresh"], list), found["fresh"]
+        assert found["dcp"] == found["fresh"]
+        assert found["ranks"] == found["fresh"]
+
+
+# What is said, and what is refused
+
+
+def test_the_report_says_what_is_derived(weights, tmp_path, groups_file):
+    report = reshard.split(
+        weights[False],
+        tmp_path / "out",
+        to="dcp",
+        init_optimizer="zeros",
+        param_groups=groups_file({"match": "norm", "lr": 1e-3}, {"lr": 1e-3}),
+    )
+    said = "\n".join(report.derived)
+    for text in ("Adam at step 0", "cast from bfloat16", "5 + 16", "torch.optim.AdamW's own"):
+        assert text in said, said
+    assert (report.optimizer_tensors_in, report.optimizer_tensors_out) == (0, 42)
+    assert not any("exp_avg" in text for text in report.kept)
+
+
+def test_an_optimizer_that_begins_anew_keeps_the_sources_groups(made, tmp_path):
+    source = made / "z2_groups_decay/run"
+    report = reshard.split(source, tmp_path / "out", world_size=3, init_optimizer="zeros")
+    assert any("optimizer tensors (--init-optimizer zeros)" in text for text in report.dropped)
+    with reshard.open(source) as before, reshard.open(tmp_path / "out") as after:
+        old, new = before.manifest.train, after.manifest.train
+        assert [g.hyper for g in new.param_groups] == [
+            {"amsgrad": False, **g.hyper} for g in old.param_groups
+        ]
+        assert [set(g.fqns) for g in new.param_groups] == [set(g.fqns) for g in old.param_groups]
+        assert all(same(after[name][...], before[name][...]) for name in before)
+        assert not any(t[...].any() for t in after.optimizer("exp_avg").values())
+
+
+def test_a_source_without_an_optimizer_names_both_choices(weights, tmp_path):
+    for to in ("dcp", "deepspeed", "fsdp2", "torch"):
+        with pytest.raises(IncompleteError, match=r"none(.|\n)*--init-optimizer zeros"):
+            reshard.split(weights[False], tmp_path / "out", to=to)
+    with pytest.raises(UsageError, match="no learning rate"):
+        reshard.split(weights[False], tmp_path / "out", to="dcp", init_optimizer="zeros")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_optimizer_needs_to_know_the_model(weights, tmp_path, groups_file):
+    alone = tmp_path / "model.safetensors"
+    alone.write_bytes((weights[False] / "model.safetensors").read_bytes())
+    options = {"to": "dcp", "init_optimizer": "zeros", "param_groups": groups_file({"lr": 1.0})}
+    with pytest.raises(IncompleteError, match="--model"):
+        reshard.split(alone, tmp_path / "out", **options)
+    with pytest.raises(UnsupportedError, match="one tensor in the model"):
+        reshard.split(alone, tmp_path / "out", **options, model=str(weights[True]))
+    other = "tests.judges.library_models:llama"
+    with pytest.raises(UsageError, match="another model"):
+        reshard.split(alone, tmp_path / "out", **options, model=other)
+    reshard.split(alone, tmp_path / "out", **options, model=str(weights[False]))
+
+
+def test_only_an_adam_begins(made, tmp_path):
+    with pytest.raises(UnsupportedError, match="another optimizer"):
+        reshard.split(made / "z1_sgd/run", tmp_path / "out", init_optimizer="zeros")
+
+
+def test_groups_that_are_none(made, tmp_path, groups_file):
+    source = made / "z2_groups_decay/run"
+    for said, *groups in (
+        ("no group to", {"match": "norm"}),
+        ("several groups", {"match": "norm"}, {"match": "weight|extras"}),
+        ("takes no parameter", {"match": "absent"}, {}),
+        ("no trained parameter", {"fqns": ["extras.frozen"]}, {}),
+        ("does not give weight_decay", {"lr": 1e-3}),
+        ("several groups without match", {}, {}),
+        ("not a regular expression", {"match": "("}),
+        ("has 'params'", {"params": [0]}),
+        ("no JSON object", "norm"),
+        ("optimizer state", {"match": "norm", "frozen": True}, {"weight_decay": 0.1}),
+    ):
+        with pytest.raises(UsageError, match=said):
+            reshard.split(source, tmp_path / "out", param_groups=groups_file(*groups))
+    (tmp_path / "groups.json").write_text("{")
+    with pytest.raises(UsageError, match="no JSON"):
+        reshard.split(source, tmp_path / "out", param_groups=tmp_path / "groups.json")
+    with pytest.raises(UsageError, match="exclude each other"):
+        reshard.split(source, tmp_path / "out", weights_only=True, param_groups=tmp_path)
+
+
+def test_groups_of_a_torch_scheduler_follow(libraries, tmp_path, groups_file):
+    source = libraries / "acc_fsdp2_sharded/ckpt"
+    with reshard.open(source) as checkpoint:
+        before = checkpoint.manifest.train
+    report = reshard.split(
+        source,
+        tmp_path / "out",
+        param_groups=groups_file(
+            {"match": "norm", "weight_decay": 0.0},
+            {"match": "embed", "weight_decay": 0.2},
+            {"weight_decay": 0.1},
+        ),
+    )
+    with reshard.open(tmp_path / "out") as checkpoint:
+        train = checkpoint.manifest.train
+    assert [group.hyper["weight_decay"] for group in train.param_groups] == [0.0, 0.2, 0.1]
+    assert len(before.param_groups) != 3
+    assert len(train.scheduler["base_lrs"]) == 3
+    assert set(train.scheduler["base_lrs"]) == set(before.scheduler["base_lrs"])
+    assert any("scheduler's lists" in text for text in report.derived)

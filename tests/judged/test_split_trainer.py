@@ -1,0 +1,290 @@
+"""``--to hf-trainer`` and ``--rng``: the real Trainer resumes at the new size and trains on.
+
+Three real runs at 2 ranks (DDP, FSDP 2, DeepSpeed) save at step 3 and go on to step 6; reshard
+makes a ``checkpoint-3`` of each for other ranks and other ways to shard, and real Trainers resume.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import reshard
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import rng
+from tests.judges import resume_worker as worker
+from tests.judges import server
+from tests.menagerie import same
+
+pytestmark = pytest.mark.judge
+
+JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
+RUNS = {  # what saves
+    "ddp": {"kind": "ddp"},
+    "fsdp2": {"kind": "fsdp2", "type": "SHARDED_STATE_DICT"},
+    "deepspeed": {"kind": "deepspeed", "stage": 2},
+}
+TRAINERS = [{"match": "^(?!.*norm)", "weight_decay": 0.1}, {"weight_decay": 0.0}]
+RESUMED = {  # name -> which run, ranks, how it is written, how the Trainer resumes
+    "ddp at 2": ("ddp", 2, {}, RUNS["ddp"]),
+    "ddp at 2, no rng": ("ddp", 2, {"rng": "drop"}, RUNS["ddp"]),
+    "ddp at 1": ("ddp", 1, {"rng": "derive"}, {"kind": "one"}),
+    "ddp as fsdp2": ("ddp", 2, {"state_dict_type": "sharded"}, RUNS["fsdp2"]),
+    "ddp as full": (
+        "ddp",
+        2,
+        {"state_dict_type": "full"},
+        {"kind": "fsdp2", "type": "FULL_STATE_DICT"},
+    ),
+    "fsdp2 at 4": ("fsdp2", 4, {}, RUNS["fsdp2"]),
+    "fsdp2 at 1": ("fsdp2", 1, {"state_dict_type": "unsharded", "model": True}, {"kind": "one"}),
+    "deepspeed at 2": ("deepspeed", 2, {}, RUNS["deepspeed"]),
+    "deepspeed at 1": ("deepspeed", 1, {"zero_stage": 3}, {"kind": "deepspeed", "stage": 3}),
+    "deepspeed as ddp": (
+        "deepspeed",
+        2,
+        {"state_dict_type": "unsharded", "param_groups": TRAINERS},
+        RUNS["ddp"],
+    ),
+}
+UNBROKEN = ("ddp at 2", "deepspeed at 2")  # nothing has changed
+SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
+
+
+def asked(place, jobs):
+    """Job -> what its ranks saw; one process imports the frameworks for all."""
+    made = {
+        name: JUDGE.job(name, place / name, place / "logs", world, **told)
+        for name, (world, told) in jobs.items()
+    }
+    found = {}
+    for report in JUDGE.ask(list(made.values())):
+        job = made[report.case]
+        failed = any(report.exits)
+        found[report.case] = JUDGE.failure(job, report) if failed else worker.found(job.out)
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The real runs: where they lie, and what they held at step 3 and lost next."""
+    place = tmp_path_factory.mktemp("saved")
+    found = asked(place, {name: (2, told) for name, told in RUNS.items()})
+    for name, seen in found.items():
+        assert isinstance(seen, dict), (name, seen)
+    return {name: (place / name / "run" / "checkpoint-3", seen) for name, seen in found.items()}
+
+
+@pytest.fixture(scope="module")
+def written(saved, tmp_path_factory):
+    """Name -> the report of the split and the run directory."""
+    place = tmp_path_factory.mktemp("written")
+    groups = place / "groups.json"
+    groups.write_text(json.dumps(TRAINERS))
+    made = {}
+    for name, (run, ranks, how, _) in RESUMED.items():
+        options = dict(how)
+        if "param_groups" in options:
+            options["param_groups"] = groups
+        if options.pop("model", None):
+            options["model"] = "tests.judges.resume_worker:model"
+        out = place / name
+        report = reshard.split(saved[run][0], out, to="hf-trainer", world_size=ranks, **options)
+        made[name] = report, out / "checkpoint-3"
+    return made
+
+
+@pytest.fixture(scope="module")
+def resumed(written, tmp_path_factory):
+    """Name -> what the real Trainer held right after it had resumed, and lost next."""
+    jobs = {
+        name: (RESUMED[name][1], {**RESUMED[name][3], "resume": place})
+        for name, (_, place) in written.items()
+    }
+    return asked(tmp_path_factory.mktemp("resumed"), jobs)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_trainer_resumes_with_every_bit(name, resumed, saved):
+    seen, truth = resumed[name], saved[RESUMED[name][0]][1]
+    assert isinstance(seen, dict), seen
+    assert seen["step"] == truth["step"] == worker.SAVED
+    for fqn, value in truth["params"].items():
+        assert same(seen["params"][fqn], value), fqn
+    assert seen["optimizer"].keys() == truth["optimizer"].keys()
+    for fqn, slots in truth["optimizer"].items():
+        for slot, value in slots.items():
+            assert same(seen["optimizer"][fqn][slot], value), f"{slot} of {fqn}"
+    assert set(seen["steps"].values()) == set(truth["steps"].values()) == {3.0}
+    if "groups" in seen and "groups" in truth:
+        for group, wanted in zip(seen["groups"], truth["groups"], strict=True):
+            assert sorted(group["params"]) == sorted(wanted["params"])
+            for key in ("lr", "weight_decay", "eps"):
+                assert group[key] == wanted[key], key
+            assert tuple(group["betas"]) == tuple(wanted["betas"])
+        assert seen["scheduler"]["last_epoch"] == truth["scheduler"]["last_epoch"]
+
+
+@pytest.mark.parametrize("name", SAME_GENERATORS)
+def test_its_losses_are_those_of_the_unbroken_run(name, resumed, saved):
+    run, *_ = RESUMED[name]
+    wanted = saved[run][1]["losses"]
+    if name in UNBROKEN:
+        assert resumed[name]["losses"] == wanted
+    if name != "deepspeed as ddp":  # its schedule is made: only the next forward is the same
+        assert resumed[name]["losses"] == pytest.approx(wanted, rel=1e-6)
+    assert resumed[name]["losses"][0] == pytest.approx(wanted[0], rel=1e-6)
+
+
+def test_without_random_states_it_goes_another_way(resumed, saved):
+    """What shows that the losses above depend on them."""
+    assert resumed["ddp at 2, no rng"]["losses"] != saved["ddp"][1]["losses"]
+
+
+def test_the_report_tells_what_became_of_random_states(written):
+    for name, kept in (("ddp at 2", "kept"), ("ddp at 1", "derived"), ("fsdp2 at 4", "dropped")):
+        told = getattr(written[name][0], kept)
+        assert any("random states" in text for text in told), (name, told)
+    names = {path.name for path in written["ddp at 1"][1].iterdir()}
+    assert "rng_state.pth" in names
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= {
+        path.name for path in written["ddp at 2"][1].iterdir()
+    }
+
+
+def test_the_batch_of_a_rank_stays_right(written):
+    for name, batch, said in (("ddp at 1", 2, "steps by 2"), ("fsdp2 at 4", 1, "2 -> 1")):
+        report, place = written[name]
+        assert json.loads((place / "trainer_state.json").read_text())["train_batch_size"] == batch
+        assert any(said in text for text in report.derived), report.derived
+    state = json.loads((written["fsdp2 at 4"][1] / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+    assert len(state["log_history"]) == 3
+
+
+def test_a_state_of_the_trainer_is_made_where_there_is_none(made, tmp_path):
+    report = reshard.split(
+        made / "z2_groups_decay/run", tmp_path / "out", to="hf-trainer", state_dict_type="unsharded"
+    )
+    state = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())
+    assert (state["global_step"], state["train_batch_size"]) == (3, 6)
+    for text in ("trainer_state.json is made", "scheduler.pt is made"):
+        assert any(text in note for note in report.notes)
+
+
+# Random states
+
+
+def generators():
+    """What Python, numpy and torch have now."""
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002 - what the libraries save
+    return random.getstate(), numpy, torch.get_rng_state()
+
+
+@pytest.fixture
+def loaded():
+    """Has Accelerate itself load a rank's random states; this process keeps its own."""
+    from accelerate import PartialState
+    from accelerate.checkpointing import load_accelerator_state
+
+    PartialState(cpu=True)  # it logs
+    before = generators()
+
+    def load(place, rank):
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        told = load_accelerator_state(place, [], [], [], [], rank)
+        return told, generators()
+
+    yield load
+    random.setstate(before[0])
+    np.random.set_state(before[1])  # noqa: NPY002
+    torch.set_rng_state(before[2])
+    PartialState._reset_state()
+
+
+def alike(one, other):
+    return (
+        one[0] == other[0]
+        and one[1]["state"]["pos"] == other[1]["state"]["pos"]
+        and np.array_equal(one[1]["state"]["key"], other[1]["state"]["key"])
+        and torch.equal(one[2], other[2])
+    )
+
+
+def test_accelerate_loads_the_states_that_are_kept(libraries, tmp_path, loaded):
+    source = libraries / "acc_fsdp2_sharded/ckpt"
+    reshard.split(source, tmp_path / "out")
+    for rank in range(2):
+        told, found = loaded(tmp_path / "out", rank)
+        wanted_told, wanted = loaded(source, rank)
+        assert told == wanted_told
+        assert alike(found, wanted)
+    assert not alike(loaded(source, 0)[1], loaded(source, 1)[1])
+
+
+def test_accelerate_loads_the_states_of_a_trainer(libraries, tmp_path, loaded):
+    source = libraries / "trainer_fsdp2_sharded/ckpt/checkpoint-4"
+    reshard.split(source, tmp_path / "out", to="accelerate")
+    for rank in range(2):
+        _, found = loaded(tmp_path / "out", rank)
+        saved = torch.load(source / f"rng_state_{rank}.pth", weights_only=False)
+        assert found[0] == saved["python"]
+        assert np.array_equal(found[1]["state"]["key"], saved["numpy"][1])
+        assert torch.equal(found[2], saved["cpu"])
+
+
+def test_states_are_made_for_other_ranks(libraries, tmp_path, loaded):
+    source = libraries / "acc_fsdp2_sharded/ckpt"
+    for name in ("a", "b"):
+        reshard.split(source, tmp_path / name, world_size=3, rng="derive")
+    (first, *_) = rng.read([str(source / "random_states_0.pkl")])
+    states = []
+    for rank in range(3):
+        _, found = loaded(tmp_path / "a", rank)
+        assert alike(found, loaded(tmp_path / "b", rank)[1])
+        seed = rng.seed_of(first, rank)
+        assert torch.equal(found[2], torch.Generator().manual_seed(seed).get_state())
+        assert found[0] == random.Random(seed).getstate()
+        states.append(found[2])
+    assert len({state.numpy().tobytes() for state in states}) == 3
+
+
+def test_choices_that_cannot_be(libraries, made, tmp_path):
+    source = libraries / "acc_fsdp2_sharded/ckpt"
+    with pytest.raises(UsageError, match="mean nothing at 3"):
+        reshard.split(source, tmp_path / "out", world_size=3, rng="keep")
+    with pytest.raises(UnsupportedError, match="no place"):
+        reshard.split(source, tmp_path / "out", to="dcp", rng="keep")
+    with pytest.raises(IncompleteError, match="random states"):
+        reshard.split(made / "z2_bf16/run", tmp_path / "out", to="accelerate", rng="derive")
+    with pytest.raises(UsageError, match="local"):
+        reshard.split(source, tmp_path / "out", to="hf-trainer", state_dict_type="local")
+    with pytest.raises(UsageError, match="unsharded"):
+        reshard.split(source, tmp_path / "out", to="fsdp", state_dict_type="unsharded")
+    with pytest.raises(UsageError, match="exclude each other"):
+        reshard.split(
+            source, tmp_path / "out", to="hf-trainer", state_dict_type="full", zero_stage=2
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("random_state", (3, (1, 2), None)),
+        ("numpy_random_seed", ("PCG64", 1, 2, 3, 4)),
+        ("torch_manual_seed", torch.zeros(3)),
+    ],
+)
+def test_states_that_are_none_are_refused(key, value, libraries, tmp_path):
+    source = libraries / "acc_fsdp2_sharded/ckpt/random_states_0.pkl"
+    held = torch.load(source, weights_only=False) | {key: value}
+    torch.save(held, tmp_path / "random_states_0.pkl")
+    with pytest.raises(UnsupportedError, match="--rng drop"):
+        rng.read([str(tmp_path / "random_states_0.pkl")])

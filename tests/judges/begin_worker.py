@@ -1,0 +1,73 @@
+"""Live FSDP 2 that begins from a model's weights, and from what reshard made of them.
+
+Each job is a function of (ranks, ...) for `worlds.run` and returns plain values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from transformers import LlamaForCausalLM
+
+from tests.judges import dcp_reader_worker as reader
+
+GROUPS = [  # as a file of groups says it
+    {"match": "norm", "weight_decay": 0.0, "lr": 2e-3, "betas": [0.8, 0.95]},
+    {"weight_decay": 0.1, "lr": 1e-3, "eps": 1e-6},
+]
+
+
+def optimizer_of(model, groups):
+    """AdamW with those groups; what they do not say is torch's own."""
+    named = dict(model.named_parameters())
+    norms = [name for name in named if "norm" in name]
+    members = [norms, [name for name in named if name not in norms]]
+    return torch.optim.AdamW(
+        [
+            {**{key: value for key, value in group.items() if key != "match"}}
+            | {"params": [named[name] for name in names]}
+            for group, names in zip(groups, members, strict=True)
+        ],
+        lr=0.5,
+    )
+
+
+def fresh(ranks, weights, steps):
+    """Losses of a run that begins from a Hugging Face directory."""
+    model = LlamaForCausalLM.from_pretrained(
+        weights, dtype=torch.float32, attn_implementation="eager"
+    )
+    model = reader.sharded("fsdp2", ranks, model)
+    made = optimizer_of(model, GROUPS)
+    return reader.train(ranks, "fsdp2", model, made, 0, steps)
+
+
+def from_dcp(ranks, weights, place, steps):
+    """The same of a model with other values and hyper-parameters, once it has loaded a DCP."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(weights))
+    made = optimizer_of(model, [{"lr": 0.3, "weight_decay": 0.7, "eps": 0.1}] * 2)
+    state = {
+        "model": get_model_state_dict(model),
+        "optim": get_optimizer_state_dict(model, made),
+    }
+    dcp.load(state, checkpoint_id=place)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, made, state["optim"])
+    return reader.train(ranks, "fsdp2", model, made, 0, steps)
+
+
+def from_ranks(ranks, weights, place, steps):
+    """The same, of rank files."""
+    model = reader.sharded("fsdp2", ranks, reader.llama(weights))
+    made = optimizer_of(model, [{"lr": 0.3, "weight_decay": 0.7, "eps": 0.1}] * 2)
+    model.load_state_dict(torch.load(Path(place) / f"model_rank{ranks.rank}.pt"))
+    made.load_state_dict(torch.load(Path(place) / f"optim_rank{ranks.rank}.pt"))
+    return reader.train(ranks, "fsdp2", model, made, 0, steps)

@@ -1,0 +1,182 @@
+"""The worker of real Trainers that begin, save and resume: a fresh set of ranks for every job.
+
+Each has dropout, so that its next losses tell whether the random states were resumed too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import LlamaForCausalLM, TrainerCallback
+
+from tests.judges import hf_trainer, ranks
+from tests.judges import library_truth as truth
+from tests.judges.library_cpu import pass_for_gpus
+from tests.judges.models import llama_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import Trainer
+
+VOCABULARY, SEQUENCE = 96, 8
+BATCH = 4  # of all ranks together
+STEPS, SAVED = 6, 3
+PRELOADED = (
+    "deepspeed",
+    "deepspeed.runtime.zero.stage3",
+    "transformers.trainer",
+    "transformers.integrations.deepspeed",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "torch._inductor.config",
+)
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+}
+
+
+class Tell(TrainerCallback):
+    """Keeps what the Trainer's objects hold when it has resumed, and when it saves."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.held: dict[str, Any] = {}
+
+    def on_train_begin(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
+        """After a resume."""
+        if state.global_step:
+            self._look()
+
+    def on_save(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
+        """At the step that the others resume from."""
+        if state.global_step == SAVED and not self.held:
+            self._look()
+
+    def _look(self) -> None:
+        trainer = self.trainer
+        assert trainer is not None
+        if trainer.is_deepspeed_enabled:
+            self.held = of_engine(trainer.model_wrapped)
+            return
+        fresh = model()
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        self.held = truth.of(
+            fresh, trainer.model_wrapped, optimizer, trainer.lr_scheduler, trainer.state.global_step
+        )
+
+
+def of_engine(engine: Any) -> truth.Truth:
+    """Masters and moments of a DeepSpeed engine, and its step."""
+    from tests.judges.deepspeed_truth import snapshot
+
+    found = snapshot(engine, ("exp_avg", "exp_avg_sq"))
+    names = list(found.params)
+    return {
+        "params": found.params,
+        "optimizer": {n: {slot: found.slots[slot][n] for slot in found.slots} for n in names},
+        "steps": found.steps,
+        "step": engine.global_steps,
+    }
+
+
+def model() -> LlamaForCausalLM:
+    """A model whose loss depends on the random states, which are left as they are."""
+    config = llama_config(VOCABULARY)
+    config.attention_dropout = 0.2
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return LlamaForCausalLM(config)
+
+
+def settings(job: ranks.Job) -> dict[str, Any]:
+    """Arguments of the way in which the job trains."""
+    kind = job.told["kind"]
+    if kind == "deepspeed":
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        from accelerate import PartialState
+
+        assert PartialState(backend="gloo").num_processes == job.world
+        config = {**DEEPSPEED, "zero_optimization": {"stage": job.told["stage"]}}
+        return {"deepspeed": config, "accelerator_config": {"use_configured_state": True}}
+    if kind == "fsdp2":
+        pass_for_gpus()
+        return {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2,
+                "state_dict_type": job.told["type"],
+                "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            },
+            "accelerator_config": {"use_configured_state": True},
+        }
+    return {"use_cpu": True, **({"ddp_backend": "gloo"} if job.world > 1 else {})}
+
+
+def work(job: ranks.Job, rank: int) -> None:
+    """Train to the end, from the beginning or from a checkpoint; rank 0 writes what it saw."""
+    if job.world > 1 or job.told["kind"] == "deepspeed":
+        ranks.join_group(job, rank)
+    else:
+        torch.set_num_threads(1)
+    if job.told["kind"] == "deepspeed":
+        from tests.judges.deepspeed_train import start_rank
+
+        start_rank()
+    chosen = hf_trainer.arguments(
+        job.out / "run",
+        STEPS,
+        save_steps=SAVED,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        warmup_steps=2,
+        per_device_train_batch_size=BATCH // job.world,
+        **settings(job),
+    )
+    chance = torch.Generator().manual_seed(11)
+    rows = torch.randint(0, VOCABULARY, (STEPS * BATCH, SEQUENCE), generator=chance)
+    tell = Tell()
+    trainer = hf_trainer.prepared(model(), chosen, rows, [tell])
+    tell.trainer = trainer
+    resume = job.told.get("resume")
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    entries = trainer.state.log_history
+    logged = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    if rank == 0:
+        losses = [logged[step] for step in range(SAVED + 1, STEPS + 1)]
+        torch.save({**tell.held, "losses": losses}, job.out / "found.pt")
+
+
+def found(out: Path) -> dict[str, Any]:
+    """What a job saw."""
+    seen: dict[str, Any] = torch.load(out / "found.pt", weights_only=False)
+    return seen
+
+
+def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
+    """Import everything once."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return {}
+
+
+if __name__ == "__main__":
+    ranks.serve(work, preload)
