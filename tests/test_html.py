@@ -22,7 +22,7 @@ import reshard
 from reshard import dtypes, formats
 from reshard.box import Box, flat_span, whole
 from reshard.errors import ExistsError, UsageError
-from reshard.html import document, pages, shards
+from reshard.html import document, pages, proof_pages, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
@@ -358,6 +358,109 @@ def test_the_baseline_is_one_of_the_runs(baseline):
         Curves.of([{"name": "x", "steps": [1], "loss": [1.0]}], baseline)
 
 
+# ---- verify and resume-check, as their reports have it
+
+
+def check(name, status, failures=(), warnings=()):
+    return {
+        "name": name,
+        "status": status,
+        "looked_at": "3 files",
+        "failures": list(failures),
+        "warnings": list(warnings),
+    }
+
+
+def verification(*checks):
+    return {
+        "source": "run",
+        "mode": "deep",
+        "checks": list(checks),
+        "notes": ["a note"],
+        "bytes_read": 10,
+        "seconds": 1.0,
+        "manifest": "",
+    }
+
+
+def rendered(page):
+    return Parsed(document.render(page))
+
+
+def test_checks_are_a_table_and_what_they_found_is_written_out():
+    found = verification(
+        check("headers", "passed"),
+        check("crc", "failed", ["x.pt: not its CRC-32"]),
+        check("zeros", "warned", [], ["w: zero"]),
+    )
+    page = rendered(proof_pages.verified(found))
+    columns = {c["title"]: c["values"] for c in page.section("table")["columns"]}
+    assert columns["Result"] == ["passed", "failed", "warned"]
+    assert {"failed: crc", "x.pt: not its CRC-32", "w: zero", "a note"} <= set(page.texts)
+
+
+def test_checks_of_a_checkpoint_that_is_read_come_with_its_map():
+    inspection = reshard.inspect(EXAMPLE)
+    found = verification(check("headers", "passed"), check("zeros", "warned", [], ["w: zero"]))
+    page = rendered(proof_pages.verified(found, inspection.to_json(), inspection.manifest))
+    assert "passed the deep checks, with warnings: zeros" in page.texts
+    assert len(page.section("maps")["sides"][0]["rows"]) == 4
+
+
+def went_on(name, losses, failure=""):
+    points = [
+        {"step": n, "loss": round(loss, 3), "loss_hex": loss.hex(), "grad_norm": None}
+        for n, loss in enumerate(losses)
+    ]
+    return {"name": name, "series": points, "failure": failure, "said": ["Boom"], "seconds": 1.0}
+
+
+def layout(name, losses, failure=""):
+    reached = not failure
+    distance = {"max_rel": 0.0, "at": 0, "not_finite": [], "bitwise": True}
+    compared = {"loss": distance, "grad_norm": None, "parameters_equal": True}
+    return {
+        "name": name,
+        "run": went_on(name, losses, failure),
+        "reached": {"state": True, "trajectory": reached, "bitwise": reached},
+        "state": {"equal": 5, "unequal": [], "only_a": [], "only_b": []},
+        "trajectory": compared if reached else None,
+        "written": {
+            "warnings": [],
+            "dropped": ["the scheduler"],
+            "derived": [],
+            "kept": ["exp_avg"],
+            "notes": [],
+        },
+    }
+
+
+def test_runs_are_laid_over_each_other_with_the_bits_of_their_logs():
+    report = {
+        "source": "run",
+        "format": "deepspeed",
+        "ranks": 2,
+        "step": 6,
+        "steps": 3,
+        "reached": False,
+        "require": "trajectory",
+        "rtol": 1e-3,
+        "seconds": 9.0,
+        "unbroken": went_on("unbroken", [1 / 3, 0.25]),
+        "control": None,
+        "notes": [],
+        "targets": [layout("one", [1 / 3, 0.25]), layout("two", [], "ended with code 1")],
+    }
+    page = rendered(proof_pages.resumed(report))
+    assert [run["loss"] for run in page.section("curves")["runs"]] == [[1 / 3, 0.25]] * 2
+    assert {"trajectory reached by 1 of 2 layouts", "ended with code 1", "Boom"} <= set(page.texts)
+    columns = {c["title"]: c["values"] for c in page.section("table")["columns"]}
+    assert columns["Trajectory"] == ["yes", "no"]
+    assert columns["Weights at the end"] == ["equal", "not compared"]
+    said = [data for kind, data in page.data if kind == "table"][1]
+    assert said["columns"][2]["values"] == ["the scheduler", "exp_avg"] * 2
+
+
 # ---- the commands
 
 
@@ -393,6 +496,29 @@ def test_split_shows_before_and_after(tmp_path, more):
     )
     assert (tmp_path / "two").exists() != bool(more)
     assert any("dry run" in text for text in page.texts) == bool(more)
+
+
+LAYOUTS = [
+    *(["--to", "deepspeed", "--zero-stage", str(stage)] for stage in range(4)),
+    ["--to", "deepspeed", "--zero-stage", "1", "--dtype", "fp32"],
+    *(["--to", to] for to in ("ds-universal", "dcp", "fsdp2", "accelerate", "verl", "torch")),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids="-".join)
+def test_the_map_of_what_is_written_is_what_a_reader_finds(tmp_path, layout):
+    out = tmp_path / "out"
+    done = run("convert", EXAMPLE, out, "--html", tmp_path / "x.html", "-q", *layout)
+    assert done.returncode == 0, done.stderr
+    after = parsed(tmp_path / "x.html").section("maps")["sides"][1]
+    manifest = formats.read([out])
+    names = {path: str(Path(path).relative_to(out)) for path in manifest.files}
+    found = {(name, at, kind) for name, at, _, kind, _, _ in held(after)}
+    wanted = {(name, at, kind) for name, at, _, kind, _, _ in chunks_of(manifest, names)}
+    read = {(name, at): kind for name, at, kind in wanted}
+    assert {read[name, at] for name, at, _ in found if (name, at) in read} >= {"exp_avg"}
+    wrong = [each for each in found if read.get(each[:2], each[2]) != each[2]]
+    assert wrong == []
 
 
 def test_what_the_report_says_stands_in_the_page(tmp_path):

@@ -167,10 +167,10 @@ def diff(
 
 
 def _page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
-    from reshard.html import pages
+    from reshard.html import proof_pages
 
     facts = [Inspection(manifest).to_json() for manifest in (a, b)]
-    return pages.compared(report.to_json(), facts, a, b)
+    return proof_pages.compared(report.to_json(), facts, a, b)
 
 
 def _opened(paths: formats.Paths, options: DiffOptions) -> Manifest:

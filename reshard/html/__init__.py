@@ -3,6 +3,7 @@
 shards    where the bytes of a checkpoint lie, rank by rank, small enough to embed
 curves    losses of several runs, and how far they are apart
 page      what a page is made of
-pages     the page of each command's report
+pages, proof_pages
+          the page of each command's report
 document  a page as one file, and the file on disk
 """

@@ -36,7 +36,7 @@ class Column:
 
     Args:
         type: ``name`` is set in a fixed pitch; ``bytes`` are shown as sizes; a ``state`` is a word
-            such as ``passed`` or ``failed``, in its colour.
+            such as ``passed`` or ``failed``, ``yes`` or ``no``, in its colour.
         values: a text or a number a row; None where there is none.
     """
 

@@ -1,20 +1,23 @@
-"""The page of each command's report, from the report's JSON document and the manifests behind it.
+"""Pages of `inspect` and of the commands that write.
 
-A ``document`` is what ``to_json()`` of the report gives; ``facts`` of a checkpoint are those that
-``inspect`` tells of it.
+Each is made from a ``document``, which is what ``to_json()`` of the command's report gives, and
+from the manifests behind it. ``facts`` of a checkpoint are the document that ``inspect`` gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard import units
 from reshard.html import shards
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
-from reshard.manifest import Entry, Manifest, Skeleton
+from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest, Skeleton
 
 Document = Mapping[str, Any]
+
+_MODULE_FILES = "_model_states.pt"  # DeepSpeed's, of the module
 
 
 def inspected(document: Document, manifest: Manifest) -> Page:
@@ -42,39 +45,9 @@ def inspected(document: Document, manifest: Manifest) -> Page:
     )
 
 
-def compared(document: Document, facts: Sequence[Document], a: Manifest, b: Manifest) -> Page:
-    """Two checkpoints, side by side."""
-    counts = [
-        (len(document["unequal"]), "unequal"),
-        (len(document["only_a"]), "only in A"),
-        (len(document["only_b"]), "only in B"),
-        (len(document["train"]), "other values differ"),
-    ]
-    found = ", ".join(f"{count} {what}" for count, what in counts if count)
-    how = "bit by bit" if document["exact"] else "under the tolerance"
-    equal = f"{document['equal']} tensors equal {how}"
-    maps = Maps(
-        (shards.of_manifest("A", a), shards.of_manifest("B", b)),
-        [(_as_stored(each["kind"]), each["fqn"]) for each in document["unequal"]],
-        "unequal",
-    )
-    return Page(
-        "diff",
-        f"{document['a']} and {document['b']}",
-        f"the same: {equal}" if document["same"] else f"different: {found}; {equal}",
-        "good" if document["same"] else "bad",
-        facts=(
-            checkpoint("A", facts[0]),
-            checkpoint("B", facts[1]),
-            Facts("Compared", _comparison(document)),
-        ),
-        findings=(Findings("Notes", document["notes"]),),
-        sections=(*_differences(document), maps),
-    )
-
-
 def written(document: Document, facts: Document, manifest: Manifest, skeleton: Skeleton) -> Page:
     """A merge, split or conversion: what came in, what went out."""
+    made = _as_read_back(skeleton, document.get("target", ""))
     verb = "wrote" if document["done"] else "would write (dry run)"
     size = units.show_bytes(document["bytes_written"])
     checked = "every byte read back" if document["verified"] else "not read back"
@@ -91,8 +64,8 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
         ),
         findings=_findings(document),
         sections=(
-            Maps((shards.of_manifest("Before", manifest), shards.of_skeleton("After", skeleton))),
-            tensors("Tensors written", skeleton.entries),
+            Maps((shards.of_manifest("Before", manifest), shards.of_skeleton("After", made))),
+            tensors("Tensors written", made.entries),
             Table(
                 "Files written",
                 (
@@ -102,6 +75,36 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
             ),
         ),
     )
+
+
+def _as_read_back(skeleton: Skeleton, target: str) -> Skeleton:
+    """The entries under the kinds that a reader will give them.
+
+    An entry of a skeleton is named after the one that fills it, so that the module's weights may be
+    called masters, masters that are made of them weights, and one may be both. Only DeepSpeed has
+    masters: in files of the optimizer's, or wider than the module's beside them.
+    """
+    has_masters = target.startswith(("deepspeed", "ds-universal"))
+    sizes: dict[str, set[int]] = {}
+    for entry in skeleton.entries:
+        if entry.kind in (PARAM, MASTER):
+            sizes.setdefault(entry.fqn, set()).update(c.dtype.itemsize for c in entry.chunks)
+
+    def is_master(fqn: str, chunk: Chunk) -> bool:
+        wider = len(sizes[fqn]) > 1 and chunk.dtype.itemsize == max(sizes[fqn])
+        return has_masters and (wider or not chunk.file.endswith(_MODULE_FILES))
+
+    def read(entry: Entry) -> Iterator[Entry]:
+        if entry.kind not in (PARAM, MASTER) or not entry.chunks:
+            yield entry
+            return
+        for kind in (PARAM, MASTER):
+            chunks = [c for c in entry.chunks if is_master(entry.fqn, c) == (kind == MASTER)]
+            if chunks:
+                yield Entry(entry.fqn, kind, chunks[0].dtype, entry.shape, tuple(chunks))
+
+    entries = tuple(found for entry in skeleton.entries for found in read(entry))
+    return replace(skeleton, entries=entries)
 
 
 def checkpoint(title: str, document: Document) -> Facts:
@@ -169,11 +172,12 @@ def _words(value: Any) -> str:
     """A state as a person writes it, where it is a plain one."""
     if isinstance(value, Mapping):
         pairs = [str(v) if k == "class" else f"{k} {_words(v)}" for k, v in value.items()]
-        return _short(", ".join(pairs))
-    return _short(value)
+        return short(", ".join(pairs))
+    return short(value)
 
 
-def _short(value: Any, most: int = 200) -> str:
+def short(value: Any, most: int = 200) -> str:
+    """A value as text, cut where it is long."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
@@ -242,63 +246,3 @@ def _findings(document: Document) -> tuple[Findings, ...]:
         Findings("Tied, not written twice", pairs("dropped_aliases", " = ")),
         Findings("Tied, written as a copy", pairs("written_aliases", " = ")),
     )
-
-
-def _comparison(document: Document) -> list[tuple[str, str]]:
-    kinds = [(kind, f"{count} equal") for kind, count in document["equal_by_kind"].items()]
-    read = units.show_bytes(document["bytes_read"])
-    return [*kinds, ("Read", read), ("Time", f"{document['seconds']:.2f} s")]
-
-
-def _differences(document: Document) -> tuple[Table, ...]:
-    unequal, train = document["unequal"], document["train"]
-    only = [(side, *key) for side in ("a", "b") for key in document[f"only_{side}"]]
-    tables = (
-        Table(
-            "Unequal tensors",
-            (
-                Column("Name", "name", [each["fqn"] for each in unequal]),
-                Column("Kind", "text", [each["kind"] for each in unequal]),
-                Column("What", "text", [each["what"] for each in unequal]),
-                Column("Unequal", "number", [each["count"] for each in unequal]),
-                Column("Of", "number", [each["numel"] for each in unequal]),
-                Column("Max abs", "number", [each["max_abs"] for each in unequal]),
-                Column("Max rel", "number", [each["max_rel"] for each in unequal]),
-                Column("Max ulp", "number", [each["max_ulp"] for each in unequal]),
-                Column("Not finite", "number", [each["not_finite"] for each in unequal]),
-                Column("First at", "name", [_index(each["at"]) for each in unequal]),
-                Column("A", "name", [each["a"] for each in unequal]),
-                Column("B", "name", [each["b"] for each in unequal]),
-            ),
-        ),
-        Table(
-            "Only on one side",
-            (
-                Column("Name", "name", [fqn for _, _, fqn in only]),
-                Column("Kind", "text", [kind for _, kind, _ in only]),
-                Column("Side", "text", [side.upper() for side, _, _ in only]),
-            ),
-        ),
-        Table(
-            "Not tensors",
-            (
-                Column("Name", "name", [value["name"] for value in train]),
-                Column("A", "name", [_value(value["a"]) for value in train]),
-                Column("B", "name", [_value(value["b"]) for value in train]),
-            ),
-        ),
-    )
-    return tuple(table for table in tables if table.height)
-
-
-def _as_stored(kind: str) -> str:
-    """The kind of a compared tensor as maps know it; the module's copy is one of a weight."""
-    return "weight" if kind == "copy" else kind
-
-
-def _index(at: Sequence[int] | None) -> str | None:
-    return None if at is None else str(list(at))
-
-
-def _value(value: Any) -> str | None:
-    return None if value is None else _short(value)

@@ -83,7 +83,7 @@ class Shards:
             [row.label, row.rank, list(row.files), *layouts.add(row.pieces)] for row in self.rows
         ]
         tensors = [
-            [e.fqn, e.kind, str(e.dtype), shapes.setdefault(e.shape, len(shapes))]
+            [e.fqn, e.kind, str(e.dtype), shapes.setdefault(e.shape, len(shapes)), _itemsize(e)]
             for e in self.tensors
         ]
         return {
@@ -97,6 +97,11 @@ class Shards:
             "coarse": self.coarse,
             "undrawn": list(self.undrawn),
         }
+
+
+def _itemsize(entry: Entry) -> int:
+    """Of an element as it is stored."""
+    return (entry.chunks[0].dtype if entry.chunks else entry.dtype).itemsize
 
 
 def of_manifest(title: str, manifest: Manifest, most: int = MOST_PIECES) -> Shards:

@@ -29,6 +29,7 @@ function differenceText(value) {
   return Math.abs(value) < 1e-3 ? value.toExponential(1) : numberText(value);
 }
 
+const STEP_GAPS = [1, 2, 5].flatMap((times) => Array.from({ length: 10 }, (_, power) => times * 10 ** power)).sort((a, b) => a - b);
 const stepText = (tick) => (Number.isInteger(tick) ? numberText(tick) : "");
 
 function plotOptions(title, series, { width, height, format, sync }) {
@@ -48,7 +49,7 @@ function plotOptions(title, series, { width, height, format, sync }) {
     legend: { live: true },
     series: [{ label: "step" }, ...series.map((each) => ({ ...each, value }))],
     axes: [
-      { ...axis, size: 32, values: (_plot, ticks) => ticks.map(stepText) },
+      { ...axis, size: 32, incrs: STEP_GAPS, values: (_plot, ticks) => ticks.map(stepText) },
       { ...axis, size: 70, values: (_plot, ticks) => ticks.map(format) },
     ],
   };
@@ -94,15 +95,17 @@ class CurvePair {
     const above = plotOptions(this.label, drawn.map((number) => this.line(number)), {
       ...{ width, height: CURVE_HEIGHT, format, sync },
     });
+    const apart = others.map((number) => apartFrom(this.values[baseline], this.values[number]));
+    const isNothing = apart.every((values) => values.every((value) => !value));
+    const zeroText = (value) => (value === 0 ? "0" : ""); // a scale of nothing has no other place
     const title = `Difference from ${this.data.runs[baseline].name}`;
     const below = plotOptions(title, others.map((number) => this.line(number)), {
-      ...{ width, height: APART_HEIGHT, format: differenceText, sync },
+      ...{ width, height: APART_HEIGHT, format: isNothing ? zeroText : differenceText, sync },
     });
     this.plots = [
       new uPlot(above, [this.steps, ...drawn.map((number) => this.values[number])], this.place),
     ];
     if (others.length) {
-      const apart = others.map((number) => apartFrom(this.values[baseline], this.values[number]));
       this.plots.push(new uPlot(below, [this.steps, ...apart], this.place));
     }
   }

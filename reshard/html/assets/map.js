@@ -64,14 +64,15 @@ class Side {
   // What there is to say of a piece; `at` are bytes of its own file.
   told(row, piece) {
     const { tensor, offset, nbytes, shape, start, step, more } = row.layout;
-    const [fqn, kind, dtype, whole] = this.tensors[tensor[piece]];
+    const [fqn, kind, dtype, whole, itemsize] = this.tensors[tensor[piece]];
     const file = this.fileAt(row, offset[piece]);
     const at = offset[piece] - file.start;
     const first = start[piece] + row.index * step[piece];
     const box = shape[piece] < 0 ? null : this.shapes[shape[piece]];
     return {
-      ...{ fqn, kind, dtype, more: more[piece], first, box, whole: this.shapes[whole] },
+      ...{ fqn, kind, dtype, more: more[piece], first, whole: this.shapes[whole] },
       ...{ file: file.name, at, stop: at + nbytes[piece], nbytes: nbytes[piece] },
+      held: box ? shapeText(box) : counting(nbytes[piece] / itemsize, "element"),
     };
   }
 
@@ -570,10 +571,9 @@ function shortened(text, most) {
   return `${text.slice(0, half)}…${text.slice(-half)}`;
 }
 
-function heldText({ box, more, first, whole }) {
+function heldText({ held, more, first, whole }) {
   if (more) return `the largest of ${numberText(more + 1)} neighbours drawn together`;
   const count = whole.length ? `of ${shapeText(whole)}` : "a scalar";
-  const held = box ? shapeText(box) : "a run";
   return whole.length ? `${held} ${count}, from element ${numberText(first)}` : count;
 }
 
@@ -642,7 +642,7 @@ function rowTable(place, side, row) {
       column("Tensor", "name", (piece) => (piece.more ? `${piece.fqn} and ${piece.more} more` : piece.fqn)),
       column("Kind", "text", (piece) => piece.kind),
       column("Dtype", "text", (piece) => piece.dtype),
-      column("Piece", "name", (piece) => (piece.box ? shapeText(piece.box) : "run")),
+      column("Piece", "name", (piece) => (piece.more ? "" : piece.held)),
       column("Of", "name", (piece) => shapeText(piece.whole)),
       column("From element", "number", (piece) => piece.first),
       column("Size", "bytes", (piece) => piece.nbytes),

@@ -3,6 +3,7 @@
 const ROW_HEIGHT = 28; // pixels, as in the style sheet
 const PRINTED_ROWS = 300;
 const MOST_CHOICES = 12; // of a column that gets a menu
+const LONGEST_CHOICE = 28; // letters
 const LONGEST_CELL = 64; // letters
 
 class DataTable {
@@ -70,7 +71,8 @@ class DataTable {
     this.columns.forEach((column, number) => {
       if (column.type !== "text" && column.type !== "state") return;
       const values = [...new Set(this.texts[number])].sort();
-      if (values.length < 2 || values.length > MOST_CHOICES) return;
+      const isWord = values.every((value) => value.length <= LONGEST_CHOICE);
+      if (values.length < 2 || values.length > MOST_CHOICES || !isWord) return;
       const menu = element(
         "select",
         {},
@@ -189,12 +191,12 @@ function cellText(value, type) {
   return type === "bytes" ? sizeText(value) : numberText(value);
 }
 
-const GOOD_STATES = /^(passed|pass|ok|equal|same|good)$/i;
-const BAD_STATES = /^(failed|fail|different|error|bad|corrupt|missing)$/i;
+const GOOD_STATES = new Set(["passed", "equal", "yes"]);
+const BAD_STATES = new Set(["failed", "different", "no"]);
 
 function cellClass(column, text) {
   if (column.type === "state") {
-    const tone = GOOD_STATES.test(text) ? "good" : BAD_STATES.test(text) ? "bad" : "plain";
+    const tone = GOOD_STATES.has(text) ? "good" : BAD_STATES.has(text) ? "bad" : "plain";
     return `state ${tone}`;
   }
   return isNumeric(column) ? "right" : column.type;
