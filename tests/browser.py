@@ -129,7 +129,7 @@ def tab() -> Iterator[Tab]:
     read, to_write = os.pipe()
 
     shell = f'exec "$@" 3<&{to_read} 4>&{to_write}'
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             ["bash", "-c", shell, "bash", browser, *_FLAGS, f"--user-data-dir={profile}"],
             stdout=subprocess.DEVNULL,
