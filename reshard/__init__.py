@@ -12,6 +12,7 @@ Importing it, opening a checkpoint and inspecting one import neither torch nor n
 
 from __future__ import annotations
 
+from dataclasses import fields as _fields
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,15 @@ from reshard.commands.inspect import inspect as inspect
 from reshard.commands.merge import MergeOptions as MergeOptions
 from reshard.commands.merge import merge as _merge
 from reshard.commands.merge_report import MergeReport as MergeReport
+from reshard.commands.resume_check import ResumeCheckOptions as ResumeCheckOptions
+from reshard.commands.resume_check import resume_check as _resume_check
+from reshard.commands.resume_report import ResumeReport as ResumeReport
 from reshard.commands.split import split as _split
 from reshard.commands.split_options import SplitOptions as SplitOptions
 from reshard.commands.split_report import SplitReport as SplitReport
+from reshard.commands.verify import VerifyOptions as VerifyOptions
+from reshard.commands.verify import VerifyReport as VerifyReport
+from reshard.commands.verify import verify as _verify
 from reshard.errors import ReshardError as ReshardError
 from reshard.tensors import Checkpoint as Checkpoint
 from reshard.tensors import LazyTensor as LazyTensor
@@ -43,14 +50,20 @@ __all__ = [
     "MergeOptions",
     "MergeReport",
     "ReshardError",
+    "ResumeCheckOptions",
+    "ResumeReport",
     "SplitOptions",
     "SplitReport",
+    "VerifyOptions",
+    "VerifyReport",
     "diff",
     "errors",
     "inspect",
     "merge",
     "open",
+    "resume_check",
     "split",
+    "verify",
 ]
 
 
@@ -105,3 +118,25 @@ def diff(a: _formats.Paths, b: _formats.Paths, **options: Any) -> DiffReport:
         ReshardError: one cannot be read; a difference is no error.
     """
     return _diff(a, b, DiffOptions(**options))
+
+
+def verify(source: _formats.Paths, **options: Any) -> VerifyReport:
+    """Check a checkpoint by named checks; keywords as in `VerifyOptions`.
+
+    Raises:
+        ReshardError: nothing can be said of it; a check that fails is in the report.
+    """
+    return _verify(source, VerifyOptions(**options))
+
+
+def resume_check(source: str | Path, **options: Any) -> ResumeReport:
+    """Whether training goes on the same from what `split` writes.
+
+    Keywords as in `ResumeCheckOptions`, and as in `SplitOptions` for the layout.
+
+    Raises:
+        ReshardError: nothing could be compared; a run that goes on otherwise is no error.
+    """
+    own = {field.name for field in _fields(ResumeCheckOptions)} & options.keys()
+    chosen = {name: options.pop(name) for name in own}
+    return _resume_check(source, ResumeCheckOptions(layout=SplitOptions(**options), **chosen))

@@ -132,6 +132,19 @@ def flat_span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     return start, 1 + start + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
 
 
+def index_of(flat: int, shape: Sequence[int]) -> Index:
+    """The index of the element at a place in the row-major flattened tensor.
+
+    >>> index_of(7, (2, 5))
+    (1, 2)
+    """
+    index = []
+    for size in reversed(shape):
+        flat, at = divmod(flat, size)
+        index.append(at)
+    return tuple(reversed(index))
+
+
 def contiguous_cuts(shape: Sequence[int], limit: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most ``limit`` elements, each one run, in row-major order."""
     if prod(shape) <= limit or not shape:

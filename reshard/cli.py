@@ -7,6 +7,7 @@ input; 4 not enough memory or disk; 5 refused as unsafe; 70 a bug of ours; 130 i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -19,13 +20,19 @@ from typing import Any, NoReturn, get_args
 import click
 
 from reshard import __version__, formats, keys, units
+from reshard.commands.demo import demo as run_demo
 from reshard.commands.diff import DiffOptions
 from reshard.commands.diff import diff as run_diff
 from reshard.commands.inspect import inspect as run_inspect
 from reshard.commands.merge import MergeOptions
 from reshard.commands.merge import merge as run_merge
+from reshard.commands.resume_check import ResumeCheckOptions
+from reshard.commands.resume_check import resume_check as run_resume_check
+from reshard.commands.resume_report import LEVELS
 from reshard.commands.split import split as run_split
 from reshard.commands.split_options import SplitOptions
+from reshard.commands.verify import VerifyOptions
+from reshard.commands.verify import verify as run_verify
 from reshard.errors import ReshardError, UsageError
 from reshard.formats import targets
 from reshard.formats.groups import InitOptimizer
@@ -233,7 +240,8 @@ def merge(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
     )
 
 
-def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that say how a target is laid out, but for its name and its number of ranks."""
     for option in (
         click.option(
             "--tp-plan",
@@ -290,16 +298,20 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="DTYPE",
             help="FSDP 1 with the original parameters; DTYPE of its forward pass.",
         ),
-        click.option(
-            "--world-size",
-            "--num-shards",
-            "world_size",
-            type=click.IntRange(min=1),
-            help="Ranks of the run to come.  [default: as the source]",
-        ),
     ):
         command = option(command)
     return command
+
+
+def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    size = click.option(
+        "--world-size",
+        "--num-shards",
+        "world_size",
+        type=click.IntRange(min=1),
+        help="Ranks of the run to come.  [default: as the source]",
+    )
+    return size(_layout_options(command))
 
 
 @cli.command()
@@ -353,7 +365,136 @@ def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
     _read(run_diff, DiffOptions, a, b, **options)
 
 
-def _read(run: Callable[..., Any], made: Callable[..., Any], *places: Path, **options: Any) -> None:
+@cli.command()
+@_sources
+@click.option("--deep/--quick", default=False, help="Read every byte.  [default: headers alone]")
+@click.option(
+    "--write-manifest",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write what every tensor holds (SHA-256), if all checks pass.",
+)
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Compare with a manifest, made from any layout.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file of --write-manifest or --html.")
+@_html_option
+@click.option("--ignore", multiple=True, metavar="REGEX", help="Names whose values may be NaN ...")
+@_budget_options
+@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
+@_source_options
+def verify(sources: tuple[Path, ...], **options: Any) -> None:
+    """Say whether the checkpoint SOURCE can be trusted.
+
+    Exit code 0 if all checks pass, 1 if something is missing or different, 3 if a file is corrupt,
+    5 if one is unsafe.
+    """
+    _read(run_verify, VerifyOptions, sources, **options)
+
+
+@cli.command("resume-check")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "--world-size",
+    "--num-shards",
+    "world_sizes",
+    multiple=True,
+    type=click.IntRange(min=1),
+    help="Ranks to go on with; may be given again.  [default: as the source]",
+)
+@click.option(
+    "--to",
+    multiple=True,
+    type=click.Choice(targets.NAMES),
+    help="Layout; may be given again.  [default: as the source]",
+)
+@click.option("--steps", default=4, show_default=True, help="How far each run goes on.")
+@click.option(
+    "--command",
+    metavar="WORDS",
+    help="Your program, with {checkpoint}, {log}, {steps} or {until}, {world_size}, {out}."
+    "  [default: python -m trainer]",
+)
+@click.option(
+    "--require",
+    type=click.Choice(LEVELS),
+    default="trajectory",
+    show_default=True,
+    help="What every layout must reach for exit code 0.",
+)
+@click.option(
+    "--rtol", default=1e-3, show_default=True, help="Of losses, for the trajectory to be the same."
+)
+@click.option(
+    "--unbroken",
+    type=click.Path(path_type=Path),
+    metavar="LOG",
+    help="Log of the run that saved SOURCE and went on.  [default: go on from SOURCE now]",
+)
+@click.option(
+    "--control", is_flag=True, help="Also show that a lost optimizer would have been noticed."
+)
+@click.option(
+    "--timeout", "timeout_s", default=3600.0, show_default=True, help="Seconds, of each run."
+)
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Leave the checkpoints, logs and outputs there.",
+)
+@_layout_options
+@_page_options
+@_budget_options
+@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
+@_source_options
+def resume_check(source: Path, **options: Any) -> None:
+    """Say whether training goes on the same from what split writes of SOURCE.
+
+    A program goes on from SOURCE and from each layout; their losses are compared. Exit code 0 if
+    every layout reaches what is required, 1 if not.
+    """
+    as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
+    memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
+    own = {each.name for each in dataclasses.fields(ResumeCheckOptions)} & options.keys()
+    chosen = {name: options.pop(name) for name in own}
+    layout = SplitOptions(max_memory_bytes=memory, **options)
+    watched = _is_watched(quiet=quiet)
+    report = run_resume_check(
+        source,
+        ResumeCheckOptions(layout=layout, **chosen),
+        _bar if watched else None,
+        _say if watched else None,
+    )
+    if not quiet or as_json:
+        _print(report, as_json=as_json)
+    raise click.exceptions.Exit(report.exit_code)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+@cli.command()
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Leave everything that is made there.",
+)
+@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - main has seen it
+    """Train a tiny model at 4 ranks, merge it, generate, and go on at 2 ranks and under FSDP.
+
+    Exit code 0 if the losses are those of the unbroken run, 1 if not.
+    """
+    raise click.exceptions.Exit(0 if run_demo(keep, click.echo) else 1)
+
+
+def _read(run: Callable[..., Any], made: Callable[..., Any], *places: Any, **options: Any) -> None:
     """Run a command that only reads tensors, and end with the code of its report."""
     as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
     memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")

@@ -8,6 +8,7 @@ ReshardError
 |   |-- UnsupportedError     recognised, and refused: reshard cannot convert it (yet)
 |   `-- ExistsError          the destination is taken
 |-- CorruptError       3  a file lies about itself, or files contradict each other
+|   `-- StaleError           files of another save lie among those of this one
 |-- ResourceError      4  not enough memory or disk
 `-- UnsafeError        5  refused: the input asks for code to run or for a path to escape
 """
@@ -71,6 +72,10 @@ class CorruptError(ReshardError):
     """A file contradicts itself or its companions."""
 
     exit_code = 3
+
+
+class StaleError(CorruptError):
+    """Files of another save lie among those of this one."""
 
 
 class ResourceError(ReshardError):

@@ -162,15 +162,28 @@ def _disk_error(path: Path, error: OSError) -> ReshardError:
     return ReshardError(path, f"cannot be written: {error.strerror}")
 
 
-def fill(pool: SourceFiles, copies: Iterable[Copy], buffer: memoryview) -> Counter[str]:
+def fill(
+    pool: SourceFiles,
+    copies: Iterable[Copy],
+    buffer: memoryview,
+    *,
+    read_bytes: int = READ_BYTES,
+    reads: list[ReadSpan] | None = None,
+) -> Counter[str]:
     """Fill a buffer in memory; the copies' target offsets count from its start.
+
+    Args:
+        read_bytes: an upper limit of one read that needs a cast or has gaps.
+        reads: gets every range of a file that is read, with its checksum.
 
     Returns:
         How many finite values of each fqn a cast made infinite.
     """
-    filler = _Filler(pool, clamp=False, read_bytes=READ_BYTES, check=False)
+    filler = _Filler(pool, clamp=False, read_bytes=read_bytes, check=reads is not None)
     for copy in copies:
         filler.fill(copy, buffer)
+    if reads is not None:
+        reads += filler.seen.reads
     return filler.seen.overflowed
 
 

@@ -171,6 +171,7 @@ def _renamed_manifest(
         manifest.with_entries(kept),
         train=train,
         tied=tied,
+        tied_again=tuple(replace(entry, fqn=new(entry.fqn)) for entry in manifest.tied_again),
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
     )

@@ -118,6 +118,7 @@ class TrainState:
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None
+    clip: float | None = None  # gradient norm to clip to, as the optimizer itself saved it; 0: none
     rng: Any = None  # the first rank's, as far as it prints
     rng_files: tuple[str, ...] = ()  # those that keep random states and no more, in rank order
     client: Mapping[str, Any] = field(default_factory=dict)
@@ -147,6 +148,7 @@ class Manifest:
     files: Mapping[str, SourceFile]
     train: TrainState = field(default_factory=TrainState)
     tied: Mapping[str, str] = field(default_factory=dict)  # alias fqn -> kept fqn
+    tied_again: tuple[Entry, ...] = ()  # aliases of which a file has another copy than the kept one
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
     absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for

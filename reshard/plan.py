@@ -124,11 +124,23 @@ def _pieces(source: Entry, target: Chunk, window_bytes: int) -> Iterator[Window]
         yield Window(target.file, start, nbytes, _block(source, held, box, target))
 
 
+class Blocks:
+    """Boxes of one tensor as single windows, for one who asks for many."""
+
+    def __init__(self, source: Entry) -> None:
+        self._source = source
+        self._held = _replica_free(source)
+
+    def window(self, box: Box, dtype: DType) -> Window:
+        """The copies that fill one contiguous buffer with a box."""
+        buffer = contiguous("", 0, dtype, box, box.shape)
+        copies = _block(self._source, self._held, box, buffer)
+        return Window("", 0, box.volume * dtype.itemsize, copies)
+
+
 def block(source: Entry, box: Box, dtype: DType) -> Window:
     """The copies that fill one contiguous buffer with a box of a tensor."""
-    buffer = contiguous("", 0, dtype, box, box.shape)
-    copies = _block(source, _replica_free(source), box, buffer)
-    return Window("", 0, box.volume * dtype.itemsize, copies)
+    return Blocks(source).window(box, dtype)
 
 
 @dataclass(frozen=True, slots=True)

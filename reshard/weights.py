@@ -121,8 +121,8 @@ def settle_ties(
         else:
             weights.dropped_aliases[alias] = kept
     if policy != "keep" and declared is not False:
-        for head, embedding in _heads(by_name):
-            if declared is True or _is_untrained(manifest, head, embedding):
+        for head, embedding in heads(by_name):
+            if declared is True or is_untrained(manifest, head, embedding):
                 _drop_equal(weights, by_name, head, embedding, policy, pool, sure=declared is True)
     _refuse_absent(weights, manifest, tied=declared is True)
     return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
@@ -147,7 +147,7 @@ def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
         )
 
 
-def _heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+def heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Output heads with the input embedding of the same model, which may lie inside another."""
     names = list(names)
     for head in names:
@@ -166,10 +166,10 @@ def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
     """
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, MASTER)}
     tied = dict(manifest.tied)
-    for head, embedding in _heads(stored):
+    for head, embedding in heads(stored):
         a, b = stored[head], stored[embedding]
         alike = (a.shape, a.dtype) == (b.shape, b.dtype)
-        candidate = alike and _is_untrained(manifest, head, embedding)
+        candidate = alike and is_untrained(manifest, head, embedding)
         if candidate and first_difference(pool, a, b) is None:
             tied[head] = embedding
     if tied == manifest.tied:
@@ -178,7 +178,7 @@ def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
     return replace(manifest.with_entries(rest), tied=tied, frozen=manifest.frozen - tied.keys())
 
 
-def _is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:
+def is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:
     """Whether the optimizer holds the embedding only: it lists a tied weight once."""
     trained = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
     return embedding in trained and head not in trained

@@ -1,11 +1,14 @@
-"""Fixtures of every test: the menagerie, and one thread a process."""
+"""Fixtures of every test: the menagerie, one thread a process, and no clock."""
 
 from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
+hypothesis.settings.register_profile("busy", deadline=None)  # other work must not fail a test
+hypothesis.settings.load_profile("busy")
 os.environ["OMP_NUM_THREADS"] = "1"  # also of the processes that tests start
 
 

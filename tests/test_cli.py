@@ -36,6 +36,14 @@ OPTIONS = {
         *("--dtype", "--keep-fp32", "--max-shard-size", "--hf-dir", "--tied", "--no-strip"),
         *("--rename", "--include", "--exclude"),
     },
+    "resume-check": SOURCE_OPTIONS
+    | SPLIT_OPTIONS
+    | {
+        *("--steps", "--command", "--require", "--rtol", "--unbroken", "--control", "--timeout"),
+        *("--keep", "--allow-pickle", "--workers", "--max-memory", "-q", "--quiet"),
+        *("--html", "--overwrite"),
+    },
+    "demo": {"--keep", "-v", "--verbose"},
     "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "diff": SOURCE_OPTIONS
@@ -43,7 +51,21 @@ OPTIONS = {
         *("--atol", "--rtol", "--ulp", "--exact", "--dtype", "--ignore", "--kind", "-q", "--quiet"),
         *("--max-memory", "--workers", "--allow-pickle", "--html", "--overwrite"),
     },
+    "verify": SOURCE_OPTIONS
+    | {
+        *("--deep", "--quick", "--write-manifest", "--against", "--ignore", "--overwrite"),
+        *("--allow-pickle", "--workers", "--max-memory", "-q", "--quiet", "--html"),
+    },
 }
+VERIFY_KEYS = set(
+    "schema command source format detail mode passed exit_code checks notes manifest bytes_read"
+    " seconds".split()
+)
+CHECK_KEYS = set("status name looked_at failures warnings applies ran exit_code".split())
+CHECKS = (
+    "headers safe complete agreement index coverage ranks stale steps slots model"
+    " crc replicas masters tied padding finite moments zeros against".split()
+)
 MERGE_KEYS = set(
     "schema command source format destination done verified files tensors parameters dtypes"
     " trained_in from_master from_copy buffers kept_fp32 dropped_aliases written_aliases stripped"
@@ -242,6 +264,22 @@ def test_json_of_inspect_is_one_document_with_these_keys(source):
     assert document.keys() >= INSPECT_KEYS
     assert (document["schema"], document["command"]) == (1, "inspect")
     assert document["parameters"] == 16
+
+
+def test_json_of_verify_is_one_document_with_these_keys(source):
+    done = run("verify", source, "--deep", "--json")
+    document = json.loads(done.stdout)
+    assert document.keys() >= VERIFY_KEYS
+    assert (document["schema"], document["command"], document["mode"]) == (1, "verify", "deep")
+    assert [check["name"] for check in document["checks"]] == CHECKS
+    assert all(check.keys() >= CHECK_KEYS for check in document["checks"])
+
+
+def test_a_damaged_source_is_a_report_of_verify_with_its_code(source):
+    source.write_bytes(source.read_bytes()[:-4])
+    done = run("verify", source)
+    assert (done.returncode, done.stderr) == (3, "")
+    assert "FAILED headers" in done.stdout
 
 
 def test_json_survives_quiet_and_names_in_any_script(tmp_path):

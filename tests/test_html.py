@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import zlib
@@ -22,7 +23,7 @@ import reshard
 from reshard import dtypes, formats
 from reshard.box import Box, flat_span, whole
 from reshard.errors import ExistsError, UsageError
-from reshard.html import document, pages, proof_pages, shards
+from reshard.html import document, pages, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
@@ -358,109 +359,6 @@ def test_the_baseline_is_one_of_the_runs(baseline):
         Curves.of([{"name": "x", "steps": [1], "loss": [1.0]}], baseline)
 
 
-# ---- verify and resume-check, as their reports have it
-
-
-def check(name, status, failures=(), warnings=()):
-    return {
-        "name": name,
-        "status": status,
-        "looked_at": "3 files",
-        "failures": list(failures),
-        "warnings": list(warnings),
-    }
-
-
-def verification(*checks):
-    return {
-        "source": "run",
-        "mode": "deep",
-        "checks": list(checks),
-        "notes": ["a note"],
-        "bytes_read": 10,
-        "seconds": 1.0,
-        "manifest": "",
-    }
-
-
-def rendered(page):
-    return Parsed(document.render(page))
-
-
-def test_checks_are_a_table_and_what_they_found_is_written_out():
-    found = verification(
-        check("headers", "passed"),
-        check("crc", "failed", ["x.pt: not its CRC-32"]),
-        check("zeros", "warned", [], ["w: zero"]),
-    )
-    page = rendered(proof_pages.verified(found))
-    columns = {c["title"]: c["values"] for c in page.section("table")["columns"]}
-    assert columns["Result"] == ["passed", "failed", "warned"]
-    assert {"failed: crc", "x.pt: not its CRC-32", "w: zero", "a note"} <= set(page.texts)
-
-
-def test_checks_of_a_checkpoint_that_is_read_come_with_its_map():
-    inspection = reshard.inspect(EXAMPLE)
-    found = verification(check("headers", "passed"), check("zeros", "warned", [], ["w: zero"]))
-    page = rendered(proof_pages.verified(found, inspection.to_json(), inspection.manifest))
-    assert "passed the deep checks, with warnings: zeros" in page.texts
-    assert len(page.section("maps")["sides"][0]["rows"]) == 4
-
-
-def went_on(name, losses, failure=""):
-    points = [
-        {"step": n, "loss": round(loss, 3), "loss_hex": loss.hex(), "grad_norm": None}
-        for n, loss in enumerate(losses)
-    ]
-    return {"name": name, "series": points, "failure": failure, "said": ["Boom"], "seconds": 1.0}
-
-
-def layout(name, losses, failure=""):
-    reached = not failure
-    distance = {"max_rel": 0.0, "at": 0, "not_finite": [], "bitwise": True}
-    compared = {"loss": distance, "grad_norm": None, "parameters_equal": True}
-    return {
-        "name": name,
-        "run": went_on(name, losses, failure),
-        "reached": {"state": True, "trajectory": reached, "bitwise": reached},
-        "state": {"equal": 5, "unequal": [], "only_a": [], "only_b": []},
-        "trajectory": compared if reached else None,
-        "written": {
-            "warnings": [],
-            "dropped": ["the scheduler"],
-            "derived": [],
-            "kept": ["exp_avg"],
-            "notes": [],
-        },
-    }
-
-
-def test_runs_are_laid_over_each_other_with_the_bits_of_their_logs():
-    report = {
-        "source": "run",
-        "format": "deepspeed",
-        "ranks": 2,
-        "step": 6,
-        "steps": 3,
-        "reached": False,
-        "require": "trajectory",
-        "rtol": 1e-3,
-        "seconds": 9.0,
-        "unbroken": went_on("unbroken", [1 / 3, 0.25]),
-        "control": None,
-        "notes": [],
-        "targets": [layout("one", [1 / 3, 0.25]), layout("two", [], "ended with code 1")],
-    }
-    page = rendered(proof_pages.resumed(report))
-    assert [run["loss"] for run in page.section("curves")["runs"]] == [[1 / 3, 0.25]] * 2
-    assert {"trajectory reached by 1 of 2 layouts", "ended with code 1", "Boom"} <= set(page.texts)
-    columns = {c["title"]: c["values"] for c in page.section("table")["columns"]}
-    assert columns["Trajectory"] == ["yes", "no"]
-    assert columns["Weights at the end"] == ["equal", "not compared"]
-    said = [data for kind, data in page.data if kind == "table"][1]
-    assert said["columns"][2]["values"] == ["the scheduler", "exp_avg"] * 2
-
-
 # ---- the commands
 
 
@@ -548,6 +446,38 @@ def test_diff_lists_what_is_unequal_and_keeps_its_exit_code(tmp_path):
     columns = {c["title"]: c["values"] for c in page.section("table")["columns"]}
     assert (columns["Name"], columns["Unequal"], columns["First at"]) == (["other"], [1], ["[1]"])
     assert page.section("maps")["singled"] == [["weight", "other"]]
+
+
+def columns_of(page):
+    return {column["title"]: column["values"] for column in page.section("table")["columns"]}
+
+
+def test_verify_shows_its_checks_and_a_map(tmp_path):
+    done = run("verify", EXAMPLE, "--html", tmp_path / "x.html", "--json")
+    report, page = json.loads(done.stdout), parsed(tmp_path / "x.html")
+    checks = columns_of(page)
+    assert checks["Check"] == [check["name"] for check in report["checks"]]
+    assert checks["Result"] == [check["status"] for check in report["checks"]]
+    assert len(page.section("maps")["sides"][0]["rows"]) == 4
+
+
+@pytest.mark.parametrize("spoil", ["flipped", "lost"])
+def test_verify_writes_out_what_it_found(tmp_path, spoil):
+    shutil.copytree(EXAMPLE, tmp_path / "run")
+    file = sorted((tmp_path / "run").rglob("*_optim_states.pt"))[1]
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    if spoil == "lost":
+        file.unlink()
+    done = run("verify", tmp_path / "run", "--deep", "--html", tmp_path / "x.html", "--json")
+    report, page = json.loads(done.stdout), parsed(tmp_path / "x.html")
+    assert done.returncode == report["exit_code"] > 0
+    found = [text for check in report["checks"] for text in check["failures"]]
+    assert found
+    assert set(found) <= set(page.texts)
+    assert "failed" in columns_of(page)["Result"]
+    assert ("maps" in dict(page.data)) == (spoil == "flipped")
 
 
 def test_merge_names_what_it_left_out(tmp_path):

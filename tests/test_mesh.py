@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import UnsupportedError, UsageError
@@ -31,7 +31,6 @@ def placings(draw):
     return Placing(Grid(sizes, tuple(NAMES[role] for role in roles)), tensor), shape
 
 
-@settings(deadline=None)
 @given(placings())
 def test_boxes_are_torchs_and_hold_every_element_equally_often(drawn):
     from torch.distributed.tensor import Replicate, Shard

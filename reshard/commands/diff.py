@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes, formats, keys, units
+from reshard.box import index_of
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, listed, row
 from reshard.commands.page import check_page, write_page
@@ -145,7 +146,22 @@ def diff(
     options = options or DiffOptions()
     began = time.perf_counter()
     check_page(options, [*formats.as_paths(a), *formats.as_paths(b)])
-    left, right = (_opened(paths, options) for paths in (a, b))
+    left, right = (opened(paths, options) for paths in (a, b))
+    report = compare(left, right, options, meter)
+    report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, left, right))
+    return report
+
+
+def compare(
+    left: Manifest, right: Manifest, options: DiffOptions, meter: Meter | None = None
+) -> DiffReport:
+    """The same of two checkpoints that are open.
+
+    Raises:
+        ReshardError: a tensor cannot be read, or the options fit neither side.
+    """
+    began = time.perf_counter()
     dtype = dtypes.parse(options.dtype) if options.dtype else None
     if dtype is not None and dtype.family != "float":
         raise UsageError(f"--dtype {options.dtype}", "must be bf16, fp16, fp32 or fp64")
@@ -162,7 +178,6 @@ def diff(
         report.train = [v for v in train.differences(left, right) if wanted.named(v.name)]
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report, left, right))
     return report
 
 
@@ -173,7 +188,12 @@ def _page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
     return proof_pages.compared(report.to_json(), facts, a, b)
 
 
-def _opened(paths: formats.Paths, options: DiffOptions) -> Manifest:
+def opened(paths: formats.Paths, options: ReadOptions) -> Manifest:
+    """A checkpoint under the names that `merge` writes, once it is known to be safe.
+
+    Raises:
+        ReshardError: it cannot be read or trusted.
+    """
     return keys.edit(trusted(formats.as_paths(paths), options), keys.Edits()).manifest
 
 
@@ -257,7 +277,7 @@ def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequ
     values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
     if found is not None:
         values.a, values.b = (f"{value:.9g}" for value in found.first_values)
-        values.at = _index(found.first, a.shape)
+        values.at = index_of(found.first, a.shape)
         values.count, values.not_finite = found.count, found.not_finite
         values.max_abs, values.max_rel = found.max_abs, found.max_rel
         values.max_ulp = found.max_ulp
@@ -267,11 +287,3 @@ def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequ
     if a.dtype != b.dtype and not cast:
         return replace(values, what="dtype", a=str(a.dtype), b=str(b.dtype))
     return values if found is not None else None
-
-
-def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        flat, at = divmod(flat, size)
-        index.append(at)
-    return tuple(reversed(index))

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from reshard.commands.reading import ReadOptions
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:  # its imports cost time that only a page is worth
     from reshard.html.page import Page
 
 
+class PageOptions(Protocol):
+    """Options of a command whose report can be a page."""
+
+    @property
+    def html(self) -> str | Path | None:
+        """Where to write it; None: nowhere."""
+
+    @property
+    def overwrite(self) -> bool:
+        """Whether it may replace what is there."""
+
+
 def check_page(
-    options: ReadOptions, sources: Sequence[Path], destination: Path | None = None
+    options: PageOptions, sources: Sequence[Path], destination: Path | None = None
 ) -> None:
     """Refuse a place for the page before any work is done.
 
@@ -32,7 +42,7 @@ def check_page(
         )
 
 
-def write_page(options: ReadOptions, make: Callable[[], Page]) -> None:
+def write_page(options: PageOptions, make: Callable[[], Page]) -> None:
     """Write the page that ``make`` gives, whole or not at all.
 
     Raises:

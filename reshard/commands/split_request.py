@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def _state_dict_type(
         return "full"
     of_fsdp = any("pytorch_model_fsdp" in path for path in manifest.files)
     return "sharded" if of_fsdp or target != "hf-trainer" else "unsharded"
+
+
+def of_target(options: SplitOptions, beside: Sequence[str]) -> SplitOptions:
+    """The options without those that are for other targets asked for with it.
+
+    Args:
+        beside: the targets that the same options are for.
+    """
+    to = options.to
+    if to is None:
+        return options
+    others = {name for each in beside for name in targets.TARGETS[each].heeds}
+    unheeded = others - set(targets.TARGETS[to].heeds)
+    plain: dict[str, Any] = {
+        each.name: each.default for each in fields(SplitOptions) if each.name in unheeded
+    }
+    return replace(options, **plain)
 
 
 def _check_heeded(target: Target, options: SplitOptions) -> None:

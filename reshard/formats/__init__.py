@@ -13,7 +13,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats import deepspeed, huggingface, pytorch, run
+from reshard.formats import deepspeed, huggingface, pytorch, run, safetensors, torch_file
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
@@ -46,6 +46,7 @@ def read(
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    prove: bool = True,
 ) -> Manifest:
     """The checkpoint at a file or directory, its coverage proved.
 
@@ -56,6 +57,7 @@ def read(
         key: which state dict of a checkpoint that holds several, dotted.
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
+        prove: False leaves the proof (`manifest.check`) to the caller.
 
     Raises:
         UnrecognisedError: no format knows what lies there.
@@ -71,8 +73,23 @@ def read(
     name = force or (_detected(place) if tag is None else None)
     choice = _Choice(tag, key, model, wrap)
     manifest = _read(place, name, choice) if name else _read_run(place, choice)
-    check(manifest)
+    if prove:
+        check(manifest)
     return manifest
+
+
+def open_alone(path: Path) -> None:
+    """Read the header of one file, whatever lies beside it; of what has none, nothing.
+
+    Raises:
+        CorruptError: it is truncated or altered.
+    """
+    if path.suffix == ".safetensors":
+        safetensors.read(path)
+    elif path.suffix in pytorch.SUFFIXES:
+        torch_file.read(path)
+    elif path.suffix == ".json":
+        huggingface.json_object(path)
 
 
 def as_paths(paths: Paths) -> list[Path]:

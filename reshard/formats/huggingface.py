@@ -19,6 +19,7 @@ from reshard.dtypes import DType
 from reshard.errors import (
     CorruptError,
     IncompleteError,
+    StaleError,
     UnrecognisedError,
     UnsafeError,
     UnsupportedError,
@@ -140,7 +141,7 @@ def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[s
         raise IncompleteError(index, f"says that {shard.name} holds {fqn!r}; it does not")
     if held - promised:
         fqn = min(held - promised)
-        raise CorruptError(
+        raise StaleError(
             shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
         )
 
@@ -237,7 +238,7 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         if config.is_file():
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
-            parsed = _parse_config(config)
+            parsed = json_object(config)
             others = [
                 child
                 for child in sorted(place.iterdir())
@@ -255,7 +256,7 @@ def is_model_config(path: Path) -> bool:
     Raises:
         CorruptError: it is not JSON.
     """
-    return bool({"model_type", "architectures"} & _parse_config(path).keys())
+    return bool({"model_type", "architectures"} & json_object(path).keys())
 
 
 def _belongs(name: str, config: Mapping[str, Any]) -> bool:
@@ -265,7 +266,12 @@ def _belongs(name: str, config: Mapping[str, Any]) -> bool:
     return name != "config.json" and _COMPANIONS.fullmatch(name) is not None
 
 
-def _parse_config(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CorruptError: it holds something else.
+    """
     try:
         config = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import trust
-from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UsageError
+from reshard.errors import CorruptError, IncompleteError, StaleError, UnrecognisedError, UsageError
 from reshard.formats import huggingface, rng, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
@@ -267,7 +267,7 @@ def _families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         rank = int(match[2]) if match else 0
         ranks = families.setdefault(common.strip("_-.") or "rank", {})
         if rank in ranks:
-            raise CorruptError(
+            raise StaleError(
                 path,
                 f"and {ranks[rank].name} are both rank {rank}'s",
                 "files of two runs are mixed: move those of the other away",
@@ -291,7 +291,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
     first = next(iter(ranks.values()))
     stated = {match[1] for path in ranks.values() if (match := _WORLD.search(path.name))}
     if len(stated) > 1:
-        raise CorruptError(
+        raise StaleError(
             first.parent,
             f"holds files of worlds of {' and '.join(sorted(stated))} ranks",
             "files of two runs are mixed: move those of the other away",
@@ -306,7 +306,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
             " node's directory as a second source",
         )
     if max(ranks) >= wanted:
-        raise CorruptError(
+        raise StaleError(
             ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {wanted} ranks"
         )
 

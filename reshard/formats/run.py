@@ -65,11 +65,12 @@ def _tagged(place: Place, tag: str) -> Place | None:
     """The directory of that name, or of that number."""
     if tag in place.folders:
         return place.folders[tag]
-    numbers = _numbered(place)
+    numbers = numbered(place)
     return numbers.get(int(tag)) if tag.isdecimal() and len(tag) < _LONGEST else None
 
 
-def _numbered(place: Place) -> dict[int, Place]:
+def numbered(place: Place) -> dict[int, Place]:
+    """The checkpoints of a run that have a number in their name."""
     return {
         int(match[1]): folder
         for name, folder in place.folders.items()
@@ -99,7 +100,7 @@ def _pointed(place: Place) -> Place | None:
 
 def _newest(place: Place, detect: Callable[[Place], bool]) -> Place | None:
     """The highest number; where that is no checkpoint (an interrupted save), none is guessed."""
-    numbers = _numbered(place)
+    numbers = numbered(place)
     if any(checkpoint(folder, None, detect, 1) for folder in numbers.values()):
         return numbers[max(numbers)]
     return None

@@ -99,13 +99,16 @@ def resumed(document: Document) -> Page:
     """How training goes on from a checkpoint, and from every layout that was written of it."""
     targets, need = document["targets"], document["require"]
     good = sum(target["reached"][need] for target in targets)
+    verdict = f"{need} reached by {good} of {len(targets)} layouts"
+    if document["control"] and not document["control"]["noticed"] and need != "state":
+        verdict = "these steps cannot tell: not even an optimizer of zeros was noticed"
     runs = [document["unbroken"], *(target["run"] for target in targets)]
     series = [_series(run) for run in runs if run["series"]]
     drawn: list[Section] = [Curves.of(series)] if series else []
     return Page(
         "resume-check",
         document["source"],
-        f"{need} reached by {good} of {len(targets)} layouts",
+        verdict,
         "good" if document["reached"] else "bad",
         facts=(
             Facts("Checkpoint", _resumed_facts(document)),

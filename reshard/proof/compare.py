@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.box import Box, contiguous_cuts
+from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
@@ -123,19 +123,17 @@ def _block_difference(
     left, right = read_block(pool, a, box, dtype), read_block(pool, b, box, dtype)
     if left == right:
         return None
-    return _difference(left, right, dtype, tolerance, _first_element(a, box))
+    return difference(left, right, dtype, tolerance, flat_span(box, a.shape)[0])
 
 
-def _first_element(entry: Entry, box: Box) -> int:
-    at = 0
-    for start, size in zip(box.origin, entry.shape, strict=True):
-        at = at * size + start
-    return at
-
-
-def _difference(
+def difference(
     left: bytearray, right: bytearray, dtype: DType, tolerance: Tolerance, start: int
 ) -> Difference | None:
+    """What differs in two blocks of unequal bytes; None where the tolerance allows it.
+
+    Args:
+        start: the flat index of their first element.
+    """
     import numpy as np
 
     bits = np.dtype(f"<u{min(dtype.itemsize, 8)}")

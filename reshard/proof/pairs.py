@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
@@ -48,7 +48,7 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     A weight is its most precise value: the fp32 master, else the module's. Tensors without elements
     count as there. A tied weight is compared under each name that both sides have.
     """
-    left, right = _tensors(a), _tensors(b)
+    left, right = _with_copies(a), _with_copies(b)
     paired = Paired()
     for key, entry in left.items():
         if key in right:
@@ -67,11 +67,10 @@ def pair(a: Manifest, b: Manifest) -> Paired:
     return paired
 
 
-def _tensors(manifest: Manifest) -> dict[Key, Entry]:
+def tensors(manifest: Manifest) -> dict[Key, Entry]:
+    """Weights, each as its most precise value and under each of its names, and slots."""
     found = {(WEIGHT, entry.fqn): entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    masters = list(manifest.of_kind(MASTER))
-    found.update(_copies(found, masters))
-    found.update(((WEIGHT, entry.fqn), entry) for entry in masters)
+    found.update(((WEIGHT, entry.fqn), entry) for entry in manifest.of_kind(MASTER))
     for alias, kept in manifest.tied.items():
         if (WEIGHT, kept) in found:
             found.setdefault((WEIGHT, alias), found[WEIGHT, kept])
@@ -83,11 +82,11 @@ def _tensors(manifest: Manifest) -> dict[Key, Entry]:
     return found
 
 
-def _copies(found: Mapping[Key, Entry], masters: list[Entry]) -> Iterator[tuple[Key, Entry]]:
-    for entry in masters:
-        copy = found.get((WEIGHT, entry.fqn))
-        if copy is not None:
-            yield (COPY, entry.fqn), copy
+def _with_copies(manifest: Manifest) -> dict[Key, Entry]:
+    """The same, and the module's own values of weights that have masters."""
+    masters = {entry.fqn for entry in manifest.of_kind(MASTER)}
+    copies = (e for e in manifest.of_kind(PARAM, BUFFER) if e.fqn in masters)
+    return {**tensors(manifest), **{(COPY, entry.fqn): entry for entry in copies}}
 
 
 def _is_known(key: Key, has: Manifest, other: Manifest, others: Mapping[Key, Entry]) -> bool:

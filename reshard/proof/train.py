@@ -38,6 +38,8 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     yield from _unequal("skipped_steps", one.skipped_steps or None, two.skipped_steps or None)
     for name in ("samples", "scheduler", "rng"):
         yield from _unequal(name, getattr(one, name), getattr(two, name))
+    if one.clip is not None and two.clip is not None:  # few layouts have a place for it
+        yield from _unequal("gradient clipping", one.clip, two.clip)
     yield from _unequal("scaler", _scaler(one), _scaler(two))
     yield from _mapped("client", one.client, two.client)
     if one.trainer_state is not None and two.trainer_state is not None:

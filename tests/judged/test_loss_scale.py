@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
@@ -84,7 +84,6 @@ def after(scaler, history):
     return scaler
 
 
-@settings(deadline=None)
 @given(HISTORY)
 def test_deepspeeds_scaler_goes_on_in_torch(history):
     before = after(DeepSpeed(), history)
@@ -92,7 +91,6 @@ def test_deepspeeds_scaler_goes_on_in_torch(history):
     assert steps_until_raised(Torch(state)) == steps_until_raised(before)
 
 
-@settings(deadline=None)
 @given(HISTORY)
 def test_torchs_scaler_goes_on_in_deepspeed(history):
     before = after(Torch(), history)
@@ -100,7 +98,6 @@ def test_torchs_scaler_goes_on_in_deepspeed(history):
     assert steps_until_raised(DeepSpeed(state)) == steps_until_raised(before)
 
 
-@settings(deadline=None)
 @given(HISTORY)
 def test_there_and_back_again(history):
     before = after(Torch(), history).state()

@@ -63,7 +63,7 @@ def saved(groups, seed, path):
     torch.save({"model": net.state_dict(), "optimizer": state, "step": 2}, path)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(GROUPS, WAYS, st.integers(0, 99))
 def test_any_model_goes_any_way(groups, ways, seed):
     with tempfile.TemporaryDirectory() as place:

@@ -161,6 +161,11 @@ def _holds(params: Sequence[nn.Parameter], wanted: nn.Parameter) -> bool:
     return any(p is wanted for p in params)
 
 
+def menagerie() -> nn.Module:
+    """The model of most runs; without arguments, as ``--model`` wants it."""
+    return Menagerie(tied=False)
+
+
 def menagerie_tied() -> nn.Module:
     """As the judge of ZeRO-3 trains it; without arguments, as ``--model`` wants it."""
     return Menagerie(tied=True)

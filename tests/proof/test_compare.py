@@ -90,7 +90,7 @@ def test_bfloat16_ulps(tmp_path):
 NUMBERS = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=40), st.sampled_from([0, 1e-3]))
 def test_tolerance_is_that_of_allclose(tmp_path_factory, pairs, rtol):
     a, b = (torch.tensor(side) for side in zip(*pairs, strict=True))

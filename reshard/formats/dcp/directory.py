@@ -70,7 +70,11 @@ def read(place: Place) -> Found:
 
 def _stale(place: Place, used: set[str]) -> list[str]:
     """What lies beside the save and does not belong to it."""
-    rest = [name for name in place.files if name.endswith(".distcp") and name not in used]
+    rest = [
+        name
+        for name, path in place.files.items()
+        if name.endswith(".distcp") and name not in used and path.stat().st_size
+    ]  # a rank that had nothing to save leaves an empty file
     shown = ", ".join(rest[:_LISTED])
     return [f"files of another save lie beside this one: {shown}"] if rest else []
 

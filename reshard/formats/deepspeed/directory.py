@@ -11,7 +11,13 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UnsupportedError
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    StaleError,
+    UnrecognisedError,
+    UnsupportedError,
+)
 from reshard.formats.place import Place
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -59,7 +65,7 @@ class Census:
                 )
             if extra:
                 names = ", ".join(files[rank].name for rank in extra[:4])
-                raise CorruptError(
+                raise StaleError(
                     self.place,
                     f"the checkpoint is of {world_size} ranks, but {kind} states of rank"
                     f" {_ranks(extra)} lie beside it ({names}): left over from another run",
@@ -181,13 +187,13 @@ def census(place: Place) -> Census:
             prefixes.setdefault(match[1], child.name)
             found.optim[int(match[2])] = child
     if len(prefixes) > 1:
-        raise CorruptError(
+        raise StaleError(
             place,
             f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
             "move the files of the older run away",
         )
     if found.model_is_sharded and "mp_rank_00_model_states.pt" in place.files:
-        raise CorruptError(
+        raise StaleError(
             place,
             "holds model states of stage 3 (zero_pp_rank_*) and of another stage"
             " (mp_rank_00_model_states.pt): two runs are mixed",

@@ -104,8 +104,15 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
                 f" {world_size}",
                 MIXED,
             )
-    agree("ds_version", each(ranks, lambda rank: rank.ds_version), MIXED)
+    agree("ds_version", _versions(first, ranks), MIXED)
     agree("the loss scaler", each(ranks, lambda rank: train.scaler(rank.root)), MIXED)
+
+
+def _versions(first: ModelStates, ranks: Sequence[OptimizerStates]) -> dict[str, str]:
+    """What each file says of its DeepSpeed; old optimizer states say nothing."""
+    found = {first.file.path: str(first.root.get("ds_version") or "")}
+    found.update(each(ranks, lambda rank: rank.ds_version))
+    return {path: version for path, version in found.items() if version} or found
 
 
 def _assemble(
@@ -138,6 +145,7 @@ def _assemble(
         files={file.path: file.source() for file in opened} | _swap_files(swapped),
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
+        tied_again=tuple(first.stored_again(tied)),
         frozen=frozen,
         absent=absent,
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
@@ -183,7 +191,7 @@ def _optimizer(
             ranks[0].file.path,
             f"optimizer states of an unknown form: {', '.join(sorted(map(str, root)))}",
         )
-    state = train.state(first, groups=groups, steps=steps, scaler_root=root)
+    state = train.state(first, groups=groups, steps=steps, optimizer_root=root)
     return stage, entries, state, _unread_slots(ranks, stage) + _excluded_frozen(first, stage)
 
 
@@ -237,7 +245,7 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
             " their index: they are in no param group here"
         )
     steps = _indexed_steps(first, names)
-    state = train.state(first, groups=groups, steps=steps, scaler_root=optimizer)
+    state = train.state(first, groups=groups, steps=steps, optimizer_root=optimizer)
     return 0, entries, state, warnings
 
 

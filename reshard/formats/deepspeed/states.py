@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,14 @@ class ModelStates:
             if name not in skip:
                 kind = BUFFER if name in buffers else PARAM
                 yield whole_entry(self.file, name, kind, tensor)
+
+    def stored_again(self, tied: Mapping[str, str]) -> Iterator[Entry]:
+        """Aliases that are no view of the kept name's storage, as DeepSpeed's own always are."""
+        module = self.module
+        for alias, kept in tied.items():
+            tensor, first = module.get(alias), module.get(kept)
+            if tensor and first and tensor.numel and tensor.place != first.place:
+                yield whole_entry(self.file, alias, PARAM, tensor)
 
     def aliases(self) -> dict[str, str]:
         """Tied names, alias -> kept: ``shared_params``, and equal views of one storage.

@@ -29,7 +29,6 @@ _ENGINE_KEYS = frozenset(
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
-CLIP = "clip_grad"  # in the optimizer states of stages 0 to 2
 
 GroupState = Callable[[int], dict[str, Any]]
 
@@ -51,6 +50,10 @@ def scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
     return loose or None
 
 
+def _plain_number(value: Any) -> float | None:
+    return value if isinstance(value, (int, float)) else None
+
+
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without its members."""
     kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
@@ -62,7 +65,7 @@ def state(
     *,
     groups: Sequence[ParamGroup],
     steps: Mapping[str, float],
-    scaler_root: Mapping[str, Any],
+    optimizer_root: Mapping[str, Any],
 ) -> TrainState:
     """The train state of one checkpoint, from its first model states file."""
     root = model.root
@@ -75,18 +78,12 @@ def state(
         optimizer_step=dict(steps),
         param_groups=tuple(groups),
         scheduler=plain(root.get("lr_scheduler")),
-        scaler=scaler(scaler_root),
+        scaler=scaler(optimizer_root),
+        clip=_plain_number(optimizer_root.get("clip_grad")),  # not of stage 3
         client=client,
         config=plain(root.get("ds_config")),
-        opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None}
-        | _clipping(scaler_root),
+        opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None},
     )
-
-
-def _clipping(root: Mapping[str, Any]) -> dict[str, float]:
-    """What gradients are clipped to: a library may have set it beside the configuration."""
-    found = root.get(CLIP)
-    return {CLIP: found} if isinstance(found, (int, float)) else {}
 
 
 def sharded_groups(

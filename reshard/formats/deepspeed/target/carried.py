@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.training import Training
 
 _RESERVED = frozenset(  # DeepSpeed's own keys in the model states
@@ -31,8 +30,6 @@ def carried(state: Training) -> tuple[dict[str, Any], list[str]]:
         (train.opaque, train.opaque.keys() & _RESERVED if of_deepspeed else frozenset[str]()),
     ):
         for name, value in values.items():
-            if name == CLIP:
-                continue  # stands in the optimizer states
             if name in fits and is_plain(value):
                 kept[name] = value
             else:

@@ -12,7 +12,6 @@ from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target import carried, order, scaling
-from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
 
@@ -28,8 +27,6 @@ class Choice:
         precision: of the run.
         recast: what the user asked the parameters to become; None: each as trained.
         config: the source's, adapted; where it is not known, no more than stage and precision.
-        clip_grad: what the source clips gradients to, if it says so; loading it would end the
-            clipping of a run that sets its own.
         groups: the optimizer's, members in the order in which the model was given to it.
         flats: the members of each flat tensor, in flat order; at stage 0 those of each group.
         flats_of: the flat tensors of each group, by index.
@@ -48,7 +45,6 @@ class Choice:
     precision: DType
     recast: DType | None
     config: dict[str, Any]
-    clip_grad: float | None
     groups: tuple[Group, ...]
     flats: tuple[tuple[Trained, ...], ...]
     flats_of: tuple[tuple[int, ...], ...]
@@ -71,6 +67,17 @@ class Choice:
             dtype = self.recast
         copy = self.state.manifest.entries.get((PARAM, weight.fqn))
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    @property
+    def clip(self) -> float | None:
+        """The norm that gradients are clipped to; None where nothing says: the run's own stays.
+
+        What the optimizer saved comes first: without ``gradient_clipping`` in the configuration
+        DeepSpeed clips to a default, which has changed (0.19.8 ``runtime/constants.py``: 1.0).
+        """
+        saved = self.state.manifest.train.clip
+        said = self.config.get("gradient_clipping") if saved is None else saved
+        return said if isinstance(said, (int, float)) else None
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As the optimizer keeps them: hyper-parameters, and the indices of the flat tensors."""
@@ -103,8 +110,7 @@ def choose(
         refuse_without_optimizer(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or _precision(state)
-    source_config = _config(state)
-    config = _adapted(source_config, stage, of_run)
+    config = _adapted(_config(state), stage, of_run)
     turns_ended = universal and order.goes_round(config)
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
@@ -123,7 +129,6 @@ def choose(
         precision=of_run,
         recast=precision,
         config=config,
-        clip_grad=_clip_grad(state, config),
         groups=groups,
         flats=flats,
         flats_of=flats_of,
@@ -192,14 +197,6 @@ def _config(state: Training) -> dict[str, Any] | None:
     config = state.manifest.train.config
     of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
     return config if of_deepspeed and isinstance(config, dict) else None
-
-
-def _clip_grad(state: Training, config: Mapping[str, Any]) -> float | None:
-    """Of the optimizer states: Accelerate sets another value than the configuration's."""
-    for found in (state.manifest.train.opaque.get(CLIP), config.get("gradient_clipping")):
-        if isinstance(found, (int, float)):
-            return found
-    return None
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:

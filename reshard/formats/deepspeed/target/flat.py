@@ -33,7 +33,6 @@ from reshard.formats.deepspeed.target.slots import (
     slot_named,
     step_of,
 )
-from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.torch_writer import Slot
 from reshard.formats.training import Group, Trained
 from reshard.unpickle import Call
@@ -60,7 +59,7 @@ class Flat:
             "loss_scaler": scaler(choice.scaler),
             "dynamic_loss_scale": choice.scaler["dynamic"],
             "overflow": False,
-            **({} if choice.clip_grad is None else {CLIP: choice.clip_grad}),
+            **({} if choice.clip is None else {"clip_grad": choice.clip}),  # else the run's own
             "base_optimizer_state": {
                 "state": {number: s.state for number, s in enumerate(shares) if s.state},
                 "param_groups": choice.param_groups(),

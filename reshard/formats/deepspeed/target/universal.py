@@ -31,7 +31,6 @@ from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS, scaler, step
 from reshard.formats.deepspeed.target.pieces import run_of
 from reshard.formats.deepspeed.target.slots import dtype_of, names_of, step_of
-from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.torch_writer import Slot, Storage
 from reshard.formats.training import Group, Trained
 from reshard.manifest import Entry, Skeleton
@@ -139,7 +138,7 @@ def _optimizer(choice: Choice, counts: list[float | None]) -> dict[str, Any]:
     return {
         **({} if choice.scaler_is_new else _scaler(choice)),
         "overflow": False,
-        **({} if choice.clip_grad is None else {CLIP: choice.clip_grad}),
+        **({} if choice.clip is None else {"clip_grad": choice.clip}),
         "ds_version": WRITTEN_AS,
         "param_groups": choice.param_groups(),
         "optimizer_state_dict": {

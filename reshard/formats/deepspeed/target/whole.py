@@ -23,10 +23,11 @@ from reshard.formats.deepspeed.target.slots import (
     slot_named,
     step_of,
 )
-from reshard.formats.deepspeed.train import CLIP
 from reshard.formats.state_dict import order
 from reshard.formats.torch_writer import Slot, whole_tensor
 from reshard.formats.training import Group, Trained
+
+_CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer asks for a value
 
 
 def optimizer(choice: Choice) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def optimizer(choice: Choice) -> dict[str, Any]:
             "fp32_groups_flat": [
                 _flat(group.members, FLOAT32, master_of) for group in choice.groups
             ],
-            CLIP: choice.clip_grad or 0.0,
+            "clip_grad": _CLIP if choice.clip is None else choice.clip,
         }
     return {
         **kept,

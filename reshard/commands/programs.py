@@ -1,0 +1,140 @@
+"""The one place where other programs are started: those that a user names, and our trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.errors import UsageError
+
+_GRACE_S = 35.0  # torchrun stops its ranks itself, and gives them 30
+_LAST_LINES = 12
+_LAST_BYTES = 16 << 10
+_EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
+_PLACE = re.compile(r"\{([a-z_]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a program ended; ``exit_code`` is minus the signal that ended it."""
+
+    exit_code: int
+    seconds: float
+    timed_out: bool
+    said: tuple[str, ...]  # the last lines of stderr, or of stdout where that is empty
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not do what was asked."""
+        return self.timed_out or self.exit_code != 0
+
+    def why(self) -> str:
+        """What happened to it, in words."""
+        if self.timed_out:
+            return f"was stopped after {self.seconds:.0f} s (--timeout)"
+        if self.exit_code < 0:
+            return f"was ended by {signal.Signals(-self.exit_code).name}"
+        return f"ended with exit code {self.exit_code}"
+
+
+def words(template: str, known: Sequence[str], needed: Sequence[str]) -> list[str]:
+    """A command line cut into words as a shell does it; nothing else of a shell.
+
+    Raises:
+        UsageError: it cannot be cut, or a placeholder is unknown or missing.
+    """
+    try:
+        found = shlex.split(template)
+    except ValueError as error:
+        raise UsageError("--command", f"cannot be cut into words: {error}") from error
+    names = _PLACE.findall(template)
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--command {{{name}}}", f"is none of {_listed(known)}")
+    for name in needed:
+        if name not in names:
+            raise UsageError("--command", f"has no {{{name}}}", f"it may have {_listed(known)}")
+    return found
+
+
+def filled(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """The words with each placeholder replaced.
+
+    Raises:
+        UsageError: there is no value for one.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] not in values:
+            raise UsageError(f"--command {match[0]}", "this checkpoint tells none", "leave it out")
+        return str(values[match[1]])
+
+    return [_PLACE.sub(value, word) for word in command]
+
+
+def run(command: Sequence[str], place: Path, timeout_s: float) -> Ended:
+    """Run a program to its end, in the working directory, what it prints going to files.
+
+    Whatever ends this, a signal included, the program and its process group end too.
+
+    Args:
+        place: an existing directory for ``stdout.txt`` and ``stderr.txt``.
+
+    Raises:
+        UsageError: it cannot be started.
+    """
+    began = time.monotonic()
+    timed_out = False
+    with (place / "stdout.txt").open("wb") as out, (place / "stderr.txt").open("wb") as err:
+        try:
+            process = subprocess.Popen(  # noqa: S603 - what the user asked for, without a shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(command[0], f"cannot be started: {error.strerror}") from error
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            if process.returncode is None:
+                _end(process)
+    seconds = time.monotonic() - began
+    said = _last_lines(place / "stderr.txt") or _last_lines(place / "stdout.txt")
+    return Ended(process.returncode, seconds, timed_out, said)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the group to end, and make it."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _last_lines(path: Path) -> tuple[str, ...]:
+    """The last lines, and exceptions named before them: a launcher's own summary comes last."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+        text = file.read().decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    before, last = lines[:-_LAST_LINES], lines[-_LAST_LINES:]
+    return (*dict.fromkeys(filter(_EXCEPTION.match, before)), *last)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"{{{name}}}" for name in names)

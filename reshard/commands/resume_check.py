@@ -1,0 +1,351 @@
+"""``resume-check``: does training go on the same from what `split` writes?
+
+A program goes on from the checkpoint as it is, at its own number of ranks, and from each layout
+that is asked for; the losses of both are compared. It is our trainer, whose settings lie in the
+checkpoint, or any program that takes a checkpoint and writes a log.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard import commit, formats
+from reshard.commands import diff as comparison
+from reshard.commands import programs
+from reshard.commands.diff import DiffOptions
+from reshard.commands.page import check_page, write_page
+from reshard.commands.reading import Meter, one_of
+from reshard.commands.resume_program import KNOWN, LATEST, loadable, log_in, program_of
+from reshard.commands.resume_report import LEVELS, Control, Level, Outcome, ResumeReport, Run
+from reshard.commands.split import split
+from reshard.commands.split_options import SplitOptions
+from reshard.commands.split_report import SplitReport
+from reshard.commands.split_request import of_target
+from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
+from reshard.formats import targets
+from reshard.manifest import Manifest
+from reshard.proof import control, trajectory
+from reshard.proof.trajectory import Series
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeCheckOptions:
+    """Which runs, and what they must show."""
+
+    world_sizes: Sequence[int] = ()  # empty: the source's
+    to: Sequence[str] = ()  # of `targets.NAMES`; empty: as the source
+    steps: int = 4
+    command: str | None = None  # of the user's program; None: our trainer
+    require: Level = "trajectory"
+    rtol: float = 1e-3  # of losses
+    unbroken: Path | None = None  # the log of a run that went on; None: one is started
+    control: bool = False  # show that a lost optimizer would be noticed
+    timeout_s: float = 3600.0  # of each run
+    keep: Path | None = None  # where everything stays; None: nowhere
+    html: str | Path | None = None  # where to write the report as a page
+    overwrite: bool = False  # replace what is there
+    layout: SplitOptions = field(default_factory=SplitOptions)  # the rest of it; and the source's
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UsageError: saying what can.
+        """
+        one_of("require", self.require, LEVELS)
+        for target in self.to:
+            one_of("to", target, targets.NAMES)
+        if self.steps < 1 or self.timeout_s <= 0 or not 0 <= self.rtol < 1:
+            raise UsageError(
+                f"steps={self.steps}, rtol={self.rtol}, timeout={self.timeout_s}",
+                "expected at least one step, a tolerance from 0 to 1, some time",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """One way in which the state is to be written."""
+
+    options: SplitOptions
+    planned: SplitReport
+    flags: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        """As the report calls it."""
+        count = self.planned.ranks
+        return f"{self.planned.target}, {count} rank{'s' * (count != 1)}"
+
+    @property
+    def folder(self) -> str:
+        """As its directory is called."""
+        return self.name.replace(",", "").replace(" ", "-")
+
+
+def resume_check(
+    source: str | Path,
+    options: ResumeCheckOptions | None = None,
+    meter: Meter | None = None,
+    tell: Tell | None = None,
+) -> ResumeReport:
+    """Let training go on from ``source`` and from each layout of it, and compare.
+
+    Args:
+        tell: called with a line as each run begins.
+
+    Raises:
+        ReshardError: the source cannot be read or written so, the unbroken run failed, no step can
+            be compared, or the program changed the source. A resumed run that fails is a result.
+    """
+    options = options or ResumeCheckOptions()
+    began = time.perf_counter()
+    check_page(options, [Path(source)], options.keep)
+    manifest = comparison.opened(source, options.layout)
+    sources = (Path(source), Path(manifest.origin.path))
+    with place_for(options.keep, "reshard-resume-check-", *sources) as place:
+        check = _Check(source, manifest, options, place, tell or (lambda _line: None))
+        before = _census(manifest)
+        report = check.report(meter)
+        if _census(manifest) != before:
+            raise DifferentError(
+                manifest.origin.path,
+                "was changed by the program, which was to go on from it",
+                "let it save to {out}",
+            )
+    report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report))
+    return report
+
+
+def _page(report: ResumeReport) -> Page:
+    from reshard.html import proof_pages
+
+    return proof_pages.resumed(report.to_json())
+
+
+class _Check:
+    """All runs of one source."""
+
+    def __init__(
+        self,
+        source: str | Path,
+        manifest: Manifest,
+        options: ResumeCheckOptions,
+        place: Path,
+        tell: Tell,
+    ) -> None:
+        self._source, self._manifest, self._options = source, manifest, options
+        self._place, self._tell = place, tell
+        self._program = program_of(manifest, options.command)
+        self._layouts = self._planned()
+        sizes = {self.ranks, *(layout.planned.ranks for layout in self._layouts)}
+        if options.command and sizes != {1}:
+            programs.words(options.command, KNOWN, ["world_size"])
+
+    @property
+    def ranks(self) -> int:
+        """Of the source."""
+        return int(self._manifest.origin.mesh.get("world", 1))
+
+    def report(self, meter: Meter | None) -> ResumeReport:
+        """Run them all."""
+        options, origin = self._options, self._manifest.origin
+        unbroken = self._unbroken()
+        report = ResumeReport(
+            source=origin.path,
+            format=" ".join(filter(None, (origin.format, origin.detail))),
+            ranks=self.ranks,
+            step=self._program.step,
+            steps=options.steps,
+            require=options.require,
+            rtol=options.rtol,
+            unbroken=unbroken,
+        )
+        if self._program.step is None and not options.control:
+            report.notes.append(
+                "the checkpoint tells no step, so nothing here shows that the program loaded it at"
+                " all; --control does"
+            )
+        for layout in self._layouts:
+            report.targets.append(self._outcome(layout, unbroken, meter))
+        if options.control:
+            report.control = self._control(self._layouts[0], unbroken)
+        return report
+
+    def _planned(self) -> list[_Layout]:
+        """Each layout that is asked for; one that cannot be written is refused before any run."""
+        asked = self._options
+        found: dict[str, _Layout] = {}
+        for to, size in product(asked.to or (None,), asked.world_sizes or (None,)):
+            chosen = of_target(replace(asked.layout, to=to, world_size=size), asked.to)
+            planned = split(
+                self._source, self._place / "planned", replace(chosen, dry_run=True, overwrite=True)
+            )
+            layout = _Layout(chosen, planned, self._program.added(planned))
+            found.setdefault(layout.name, layout)
+        return list(found.values())
+
+    def _unbroken(self) -> Run:
+        """The run that goes on from the source as it is.
+
+        Raises:
+            IncompleteError: it failed, or did not go on from there.
+        """
+        given = self._options.unbroken
+        if given is not None:
+            series = self._cut(trajectory.read(given))
+            return Run("unbroken", self.ranks, series=series)
+        folder = self._folder("unbroken")
+        place, of = loadable(self._manifest, folder), self._manifest.origin
+        run = self._run("unbroken", place, folder, self.ranks, of.detail)
+        if run.failure:
+            raise IncompleteError(
+                "the unbroken run",
+                "\n  ".join([" ".join(run.command), run.failure, *run.said]),
+                "look at what it says, or --keep DIR",
+            )
+        return run
+
+    def _cut(self, series: Series) -> Series:
+        """The steps of a longer log that the resumed runs make."""
+        step = self._program.step
+        after = step if step is not None else series.points[0].step - 1
+        part = series.between(after, after + self._options.steps)
+        if not part.points:
+            raise IncompleteError(
+                self._options.unbroken,
+                f"has none of the {self._options.steps} steps after step {after}",
+                "give the log of the run that saved the checkpoint and went on",
+            )
+        return part
+
+    def _outcome(self, layout: _Layout, unbroken: Run, meter: Meter | None) -> Outcome:
+        """Write a layout, compare it with the source, go on from it."""
+        folder = self._folder(layout.folder)
+        checkpoint = folder / "checkpoint"
+        written = split(self._source, checkpoint, layout.options, meter)
+        chosen = layout.options
+        held = comparison.opened(
+            checkpoint,
+            replace(chosen, tag=None, key=None, source_format=None, to=None),
+        )
+        own = DiffOptions(workers=chosen.workers, max_memory_bytes=chosen.max_memory_bytes)
+        state = comparison.compare(self._manifest, held, own, meter)
+        run = self._resumed(layout, checkpoint, folder)
+        if self._options.keep is None:
+            shutil.rmtree(checkpoint)
+        outcome = Outcome(run, written, state)
+        if run.series and unbroken.series:
+            outcome.trajectory = trajectory.compare(unbroken.series, run.series)
+        return outcome
+
+    def _control(self, layout: _Layout, unbroken: Run) -> Control:
+        """Go on from a copy without its optimizer's memory."""
+        folder = self._folder("control")
+        checkpoint = folder / "checkpoint"
+        split(self._source, checkpoint, layout.options)
+        told = layout.options
+        wiped = control.forget_optimizer(formats.read(checkpoint, model=told.model, wrap=told.wrap))
+        run = self._resumed(layout, checkpoint, folder)
+        shutil.rmtree(checkpoint)  # nobody must go on from that
+        found = Control(run, wiped)
+        if run.series and unbroken.series:
+            found.trajectory = trajectory.compare(unbroken.series, run.series)
+        return found
+
+    def _resumed(self, layout: _Layout, checkpoint: Path, folder: Path) -> Run:
+        planned = layout.planned
+        return self._run(
+            layout.name, checkpoint, folder, planned.ranks, planned.target, layout.flags
+        )
+
+    def _run(
+        self,
+        name: str,
+        checkpoint: Path,
+        folder: Path,
+        ranks: int,
+        form: str,
+        flags: Sequence[str] = (),
+    ) -> Run:
+        """Start the program on a checkpoint and read its log; what goes wrong is in the result.
+
+        Raises:
+            UsageError: it cannot be started, or is to be told what the checkpoint has not.
+        """
+        words = self._program.command(
+            checkpoint, folder, ranks=ranks, steps=self._options.steps, form=form
+        )
+        run = Run(name, ranks, [*words, *flags])
+        self._tell(f"{name}: {' '.join(run.command)}")
+        ended = programs.run(run.command, folder, self._options.timeout_s)
+        run.seconds = ended.seconds
+        if ended.failed:
+            run.failure, run.said = ended.why(), ended.said
+            return run
+        try:
+            run.series = self._read(log_in(folder))
+        except (CorruptError, IncompleteError) as error:
+            run.failure = str(error)
+        return run
+
+    def _read(self, log: Path) -> Series:
+        """The steps of a run.
+
+        Raises:
+            IncompleteError: there are none, or they do not come after the checkpoint's.
+            CorruptError: the log cannot be read.
+        """
+        step, series = self._program.step, trajectory.read(log)
+        first = series.points[0].step
+        if step is not None and first <= step:
+            raise IncompleteError(
+                log,
+                f"begins with step {first}, and the checkpoint is of step {step}: the program did"
+                " not go on from it, or counts its steps from another place",
+                "log the number of steps done, those before the checkpoint included",
+            )
+        return series
+
+    def _folder(self, name: str) -> Path:
+        folder = self._place / name
+        folder.mkdir()
+        return folder
+
+
+@contextmanager
+def place_for(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path]:
+    """Where everything is put: a new directory that stays, or a temporary one.
+
+    Raises:
+        ExistsError: it is not new, or lies inside the source.
+    """
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix=prefix) as made:
+            yield Path(made)
+        return
+    commit.check_destination(keep, list(sources), is_directory=True, overwrite=False)
+    keep.mkdir(exist_ok=True)
+    yield keep.resolve()
+
+
+def _census(manifest: Manifest) -> Mapping[str, Any]:
+    """Every file of the source, with its size and when it was written."""
+    place = Path(manifest.origin.path)
+    files = [*place.rglob("*")] if place.is_dir() else [place]
+    latest = place.parent / LATEST.get(manifest.origin.format, place.name)
+    files += [latest] if latest.is_file() else []
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

@@ -1,0 +1,294 @@
+"""``verify``: can this checkpoint be trusted? Named checks, each with what it looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard import commit, formats, keys, units
+from reshard.commands.companions import config_beside
+from reshard.commands.inspect import Inspection
+from reshard.commands.lines import LISTED
+from reshard.commands.page import check_page, write_page
+from reshard.commands.reading import Meter, ReadOptions
+from reshard.errors import CorruptError, UsageError
+from reshard.formats import huggingface
+from reshard.manifest import Manifest
+from reshard.model import ModelShapes, Told
+from reshard.proof import checks, deep, hashes, quick, scan
+from reshard.proof.checks import Check, counted, not_applicable, not_run
+from reshard.proof.opening import opened
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
+
+SCHEMA = 1
+_MARKS = {
+    checks.PASSED: "ok",
+    checks.FAILED: "FAILED",
+    checks.WARNED: "warning",
+    checks.NOT_APPLICABLE: "-",
+    checks.NOT_RUN: "not run",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions(ReadOptions):
+    """What is checked. Manifests need every byte: they imply ``deep``."""
+
+    deep: bool = False
+    write_manifest: str | Path | None = None
+    against: str | Path | None = None
+    ignore: Sequence[str] = ()  # regexes of names whose values may be anything
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether every byte is read."""
+        return self.deep or self.write_manifest is not None or self.against is not None
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """The result of `verify`. Sizes in bytes."""
+
+    source: str
+    mode: str  # quick or deep
+    checks: list[Check] = field(default_factory=list)
+    format: str = ""
+    detail: str = ""
+    notes: list[str] = field(default_factory=list)  # what the reader said
+    manifest: str = ""  # that was written
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed; warnings are no failures."""
+        return all(check.status != checks.FAILED for check in self.checks)
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the highest code of the checks that failed: 1 different, 3 corrupt, 5 unsafe."""
+        failed = (check for check in self.checks if check.status == checks.FAILED)
+        return max((check.exit_code for check in failed), default=0)
+
+    def check(self, name: str) -> Check:
+        """One check by its name."""
+        return next(check for check in self.checks if check.name == name)
+
+    def to_json(self) -> dict[str, Any]:
+        """One document with a stable schema."""
+        return {
+            "schema": SCHEMA,
+            "command": "verify",
+            "source": self.source,
+            "format": self.format,
+            "detail": self.detail,
+            "mode": self.mode,
+            "passed": self.passed,
+            "exit_code": self.exit_code,
+            "checks": [check.to_json() for check in self.checks],
+            "notes": self.notes,
+            "manifest": self.manifest,
+            "bytes_read": self.bytes_read,
+            "seconds": self.seconds,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The report for a person: a line a check, and below it what was found."""
+        what = ", ".join(filter(None, (self.format, self.detail)))
+        yield f"{self.source}: {self._verdict()}" + (f" ({what})" if what else "")
+        for check in self.checks:
+            yield f"{check.name:<12}{_MARKS[check.status]:<9}{check.looked_at}"
+            found = [*check.failures, *check.warnings]
+            yield from (f"{'':<21}{text}" for text in found[:LISTED])
+            if len(found) > LISTED:
+                yield f"{'':<21}... {len(found) - LISTED} more (all of them with --json)"
+        yield from (f"{'note':<12}{text}" for text in self.notes)
+        if self.manifest:
+            yield f"{'manifest':<12}{self.manifest}"
+        read = f", {units.show_bytes(self.bytes_read)} read" if self.bytes_read else ""
+        rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
+        yield f"{'time':<12}{self.seconds:.2f} s{read}" + (f", {rate}/s" if read else "")
+
+    def _verdict(self) -> str:
+        failed = [check.name for check in self.checks if check.status == checks.FAILED]
+        if failed:
+            return f"FAILED {', '.join(failed)}"
+        warned = sum(check.status == checks.WARNED for check in self.checks)
+        warnings = f", {counted(warned, 'warning')}" if warned else ""
+        return f"passed the {self.mode} checks{warnings}"
+
+
+def verify(
+    source: formats.Paths,
+    options: VerifyOptions | None = None,
+    meter: Meter | None = None,
+) -> VerifyReport:
+    """Check a checkpoint; a damaged one gives a report.
+
+    Raises:
+        ReshardError: nothing can be said of it (no such path, an unsupported form), or a manifest
+            cannot be read or written.
+    """
+    options = options or VerifyOptions()
+    began = time.perf_counter()
+    sources = formats.as_paths(source)
+    check_page(options, sources)
+    listed = hashes.read(Path(options.against)) if options.against else None
+    if options.write_manifest:
+        path = Path(options.write_manifest)
+        commit.check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
+    report = VerifyReport(str(sources[0]), "deep" if options.reads_all else "quick")
+    manifest = opened(lambda: _read(sources, options))
+    if isinstance(manifest, Check):
+        report.checks = _unread(manifest, options)
+    else:
+        manifest = keys.edit(manifest, keys.Edits()).manifest
+        origin = manifest.origin
+        report.format, report.detail = origin.format, origin.detail
+        report.notes = list(manifest.warnings)
+        told = Told(options.model, options.wrap).shapes() if options.model else None
+        report.checks = _quick(manifest, sources, options, told)
+        if options.reads_all and report.check(checks.SAFE).failures:
+            report.checks += [not_run(name, "the source is not safe") for name in checks.DEEP]
+        elif options.reads_all:
+            _deep(manifest, report, options, told, listed, meter)
+    report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, None if isinstance(manifest, Check) else manifest))
+    return report
+
+
+def _page(report: VerifyReport, manifest: Manifest | None) -> Page:
+    """With a map of the shards, once they are proved to be where the files say."""
+    from reshard.html import proof_pages
+
+    if manifest is None or report.check(checks.COVERAGE).status != checks.PASSED:
+        return proof_pages.verified(report.to_json())
+    return proof_pages.verified(report.to_json(), Inspection(manifest).to_json(), manifest)
+
+
+def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
+    """The manifest, its coverage not proved yet.
+
+    A source that is not of the named model is read without it: the check lists all that differs.
+    """
+    told: dict[str, Any] = {"model": options.model, "wrap": options.wrap}
+    try:
+        return _read_told(sources, options, told)
+    except UsageError as error:
+        if not options.model or not error.where.startswith("--model"):
+            raise
+        Told(options.model, options.wrap).shapes()  # is there such a model at all?
+        return _read_told(sources, options, {})
+
+
+def _read_told(sources: Sequence[Path], options: VerifyOptions, told: dict[str, Any]) -> Manifest:
+    return formats.read(
+        sources,
+        force=options.source_format,
+        tag=options.tag,
+        key=options.key,
+        prove=False,
+        **told,
+    )
+
+
+def _unread(failed: Check, options: VerifyOptions) -> list[Check]:
+    """All checks of a source that cannot be read: the one that failed, the others not run."""
+    names = checks.QUICK + (checks.DEEP if options.reads_all else ())
+    reason = f"the source cannot be read: see {failed.name}"
+    return [failed if name == failed.name else not_run(name, reason) for name in names]
+
+
+def _quick(
+    manifest: Manifest,
+    sources: Sequence[Path],
+    options: VerifyOptions,
+    told: ModelShapes | None,
+) -> list[Check]:
+    return [
+        quick.headers(manifest),
+        quick.safe(manifest, options.allow_pickle),
+        quick.complete(manifest),
+        quick.agreement(manifest),
+        quick.index(manifest),
+        quick.coverage(manifest),
+        quick.ranks(manifest),
+        quick.stale(manifest, sources),
+        quick.steps(manifest),
+        quick.slots(manifest),
+        quick.model(manifest, told),
+    ]
+
+
+def _deep(
+    manifest: Manifest,
+    report: VerifyReport,
+    options: VerifyOptions,
+    told: ModelShapes | None,
+    listed: hashes.Contents | None,
+    meter: Meter | None,
+) -> None:
+    """Read everything, and add the checks that follow."""
+    config = _config(manifest)
+    digests = hashes.wanted(manifest) if options.write_manifest else {}
+    if listed:
+        for key, dtypes in hashes.wanted_for(manifest, listed).items():
+            digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *dtypes)))
+    planned = deep.tasks(manifest, config=config, told=told, digests=digests)
+    workers, window_bytes = options.budget()
+    show = meter or (lambda _total: nullcontext(lambda _nbytes: None))
+    with show(sum(task.nbytes for task in planned)) as progress:
+        seen = scan.scan(
+            planned,
+            manifest.files,
+            workers=workers,
+            window_bytes=window_bytes,
+            progress=progress,
+        )
+    report.bytes_read = seen.bytes_read
+    patterns = keys.compiled(options.ignore, "--ignore")
+
+    def ignored(fqn: str) -> bool:
+        return any(pattern.search(fqn) for pattern in patterns)
+
+    report.checks += [
+        deep.crc(manifest, seen),
+        deep.replicas_equal(planned, seen),
+        deep.masters(manifest, planned, seen),
+        deep.tied(manifest, planned, seen, config=config, told=told),
+        deep.padding(manifest, window_bytes),
+        deep.finite(manifest, seen, ignored),
+        deep.moments(manifest, seen, ignored),
+        deep.zeros(manifest, seen, ignored),
+        hashes.against(manifest, listed, seen.digests)
+        if listed
+        else not_applicable(checks.AGAINST, "no --against"),
+    ]
+    if options.write_manifest:
+        _write_manifest(hashes.contents(manifest, seen.digests), report, options)
+
+
+def _config(manifest: Manifest) -> dict[str, Any] | None:
+    """The transformers config beside the checkpoint; a broken one says nothing here."""
+    try:
+        path = config_beside(manifest)
+        return huggingface.json_object(path) if path else None
+    except CorruptError:
+        return None
+
+
+def _write_manifest(made: hashes.Contents, report: VerifyReport, options: VerifyOptions) -> None:
+    """Write it where every check passed: a damaged checkpoint gets no manifest to agree with."""
+    path = Path(options.write_manifest or "")
+    if not report.passed:
+        report.notes.append(f"{path} is not written: a check failed")
+        return
+    with commit.staged(path, is_directory=False, overwrite=options.overwrite) as staging:
+        (staging / path.name).write_bytes(hashes.to_bytes(made))
+    report.manifest = str(path)

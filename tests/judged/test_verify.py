@@ -1,0 +1,142 @@
+"""``reshard verify`` on what frameworks wrote: no false alarm, and one manifest for all layouts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import reshard
+from reshard.proof import checks
+from tests.judges import deepspeed_judge, library_judge, torch_judge
+
+pytestmark = pytest.mark.judge
+
+TARGETS = ("deepspeed", "ds-universal", "dcp", "accelerate", "fsdp2", "torch")
+# What a real checkpoint may be warned of: a parameter that the model never uses, running statistics
+# that are each rank's own.
+EXPECTED = {"zeros", "replicas"}
+STRANGE = ("dcp_odd_tensors",)  # holds NaN and infinities on purpose
+NOT_READ = ("moe", "pipeline")
+
+
+def _torch_cases():
+    return [n for n, case in torch_judge.CASES.items() if torch_judge.writable(case)]
+
+
+def _library_cases():
+    return [n for n, case in library_judge.CASES.items() if case.writable]
+
+
+def unalarmed(path, **told):
+    """Verify deeply, and hold that nothing is said that should not be."""
+    report = reshard.verify(path, deep=True, **told)
+    said = {check.name for check in report.checks if check.status in ("failed", "warned")}
+    assert said <= EXPECTED, list(report.lines())
+    assert report.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [n for n, c in deepspeed_judge.CASES.items() if c.kind not in NOT_READ and not c.nvme],
+)
+def test_no_false_alarm_of_deepspeed(made, case):
+    unalarmed(made / case / "run")
+
+
+@pytest.mark.parametrize("case", [n for n in _torch_cases() if n not in STRANGE])
+def test_no_false_alarm_of_pytorch(torch_made, case):
+    known = torch_judge.CASES[case]
+    told = {"model": known.model, "wrap": known.wrap, "key": known.key}
+    path = torch_made / case / "ckpt"
+    try:
+        reshard.open(path, **told).close()
+    except reshard.errors.UnrecognisedError:
+        assert case == "plain_module"  # a whole module, which is refused
+        return
+    unalarmed(path, **told)
+
+
+@pytest.mark.parametrize("case", _library_cases())
+def test_no_false_alarm_of_libraries(libraries, case):
+    known = library_judge.CASES[case]
+    told = {"model": known.model, "wrap": known.wrap}
+    if "two_models" in case:
+        with pytest.raises(reshard.errors.UnrecognisedError, match="--key"):
+            reshard.verify(libraries / case / "ckpt" / known.source, **told)
+        return
+    unalarmed(libraries / case / "ckpt" / known.source, **told)
+
+
+def test_odd_values_are_located(torch_made):
+    report = reshard.verify(torch_made / "dcp_odd_tensors/ckpt", deep=True)
+    failed = [check.name for check in report.checks if check.status == "failed"]
+    assert failed == ["finite"]
+    found = report.check("finite").failures
+    assert all("special." in text and ".distcp (rank " in text for text in found)
+    assert any("[2]" in text and "1 NaN and 2 infinite of 8" in text for text in found)
+
+
+@pytest.fixture(scope="module")
+def listed(made, tmp_path_factory):
+    """The manifest of a run of 4 ranks in fp16."""
+    path = tmp_path_factory.mktemp("manifest") / "z1.json"
+    assert reshard.verify(made / "z1_fp16_ws4/run", write_manifest=path).manifest
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "keep"])
+@pytest.mark.parametrize("name", ["model.safetensors", "model"])
+def test_a_manifest_of_4_ranks_verifies_what_was_merged(made, listed, tmp_path, dtype, name):
+    reshard.merge(made / "z1_fp16_ws4/run", tmp_path / name, dtype=dtype)
+    report = reshard.verify(tmp_path / name, against=listed)
+    assert report.check("against").status == "passed", list(report.lines())
+    assert "weights alone" in report.check("against").looked_at
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_a_manifest_of_4_ranks_verifies_every_layout(made, listed, tmp_path, to):
+    reshard.split(made / "z1_fp16_ws4/run", tmp_path / "out", to=to, world_size=3)
+    report = reshard.verify(tmp_path / "out", against=listed)
+    assert report.exit_code == 0, list(report.lines())
+    assert not report.check("against").failures
+
+
+def test_another_run_is_not_what_a_manifest_lists(made, listed):
+    check = reshard.verify(made / "z1_fp32_ws3/run", against=listed).check("against")
+    assert check.status == "failed"
+    assert any("other contents" in text for text in check.failures)
+
+
+def test_the_command_line(made, tmp_path):
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "reshard", "verify", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    source = made / "z2_bf16/run"
+    done = run(source)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:-1]] == list(checks.QUICK)
+    document = json.loads(run(source, "--deep", "--json").stdout)
+    assert document["passed"]
+    assert document["mode"] == "deep"
+    assert [check["name"] for check in document["checks"]] == [*checks.QUICK, *checks.DEEP]
+    assert run(source, "-q").stdout == ""
+    assert run(tmp_path / "nowhere").returncode == 2
+    assert run(source, "--against", tmp_path / "nowhere").returncode == 2
+
+
+def test_memory_is_bounded(made, tmp_path):
+    """The same answers with blocks of a few kilobytes, by one worker or several."""
+    source = made / "z1_bf16/run"
+    wanted = reshard.verify(source, deep=True).to_json()
+    for workers in (1, 3):
+        held = {"workers": workers, "max_memory_bytes": workers * 128 << 10}
+        found = reshard.verify(source, deep=True, **held).to_json()
+        assert found["checks"] == wanted["checks"]

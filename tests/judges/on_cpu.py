@@ -1,0 +1,15 @@
+"""Run a script whose Accelerate takes CPUs for GPUs: python on_cpu.py SCRIPT ARGUMENTS..."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.judges.library_cpu import pass_for_gpus
+
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+pass_for_gpus()
+runpy.run_path(sys.argv[0], run_name="__main__")

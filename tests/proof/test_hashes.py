@@ -1,0 +1,138 @@
+"""A manifest of contents: written, read, altered, and compared with checkpoints of every layout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.errors import CorruptError, ExistsError, UsageError
+from tests.menagerie import menagerie, raw
+
+
+@pytest.fixture
+def tensors():
+    wanted = {name: value.contiguous().clone() for name, value in menagerie().items()}
+    return {n: v for n, v in wanted.items() if "complex" not in n and not n.startswith("special")}
+
+
+@pytest.fixture
+def source(tmp_path, tensors):
+    path = tmp_path / "source.safetensors"
+    save_file(tensors, path)
+    return path
+
+
+@pytest.fixture
+def manifest(source, tmp_path):
+    path = tmp_path / "manifest.json"
+    ignored = [r"^float|^bfloat"]  # any bits, NaN among them
+    report = reshard.verify(source, write_manifest=path, ignore=ignored)
+    assert report.manifest == str(path), list(report.lines())
+    return path
+
+
+def against(path, manifest):
+    return reshard.verify(path, against=manifest, ignore=["^float|^bfloat"]).check("against")
+
+
+def test_digests_are_of_the_elements(tensors, manifest):
+    held = {t["fqn"]: t for t in json.loads(manifest.read_text())["tensors"]}
+    assert held.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        content = held[name]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        assert (content["kind"], content["dtype"]) == ("weight", dtype)
+        assert content["shape"] == list(tensor.shape)
+        assert content["sha256"][dtype] == hashlib.sha256(raw(tensor)).hexdigest()
+
+
+def test_casts_are_hashed_as_torch_casts(tensors, manifest):
+    held = {t["fqn"]: t for t in json.loads(manifest.read_text())["tensors"]}
+    for name in ("one", "prime.2d", "wide.5d", "float32", "float64"):
+        for dtype in (torch.bfloat16, torch.float16):
+            wanted = hashlib.sha256(raw(tensors[name].to(dtype))).hexdigest()
+            assert held[name]["sha256"][str(dtype).removeprefix("torch.")] == wanted
+    assert set(held["int64"]["sha256"]) == {"int64"}
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16", "fp16", "fp32"])
+def test_what_merge_writes_is_what_the_manifest_lists(source, manifest, tmp_path, dtype):
+    out = tmp_path / "out.safetensors"
+    reshard.merge(source, out, dtype=dtype, on_overflow="allow")
+    assert against(out, manifest).status == "passed"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_same_bytes_whatever_the_workers(source, manifest, tmp_path, workers):
+    again = tmp_path / "again.json"
+    options = {"workers": workers, "max_memory_bytes": 1 << 20}
+    reshard.verify(source, write_manifest=again, ignore=["^float|^bfloat"], **options)
+    assert again.read_bytes() == manifest.read_bytes()
+
+
+def changed(path, tmp_path, edit):
+    held = load_file(path)
+    edit(held)
+    save_file(held, tmp_path / "changed.safetensors")
+    return tmp_path / "changed.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda t: t.pop("prime"), "prime is missing"),
+        (lambda t: t.update(more=torch.ones(2)), "more is not listed"),
+        (lambda t: t["prime"].view(-1)[5].add_(1e-6), "prime: other contents"),
+        (lambda t: t.update(prime=t["prime"].reshape(1, 13)), "prime: shape [1, 13], [13]"),
+        (lambda t: t.update(int64=t["int64"].float()), "int64: float32, int64 in the manifest"),
+    ],
+)
+def test_what_differs_is_named(source, manifest, tmp_path, edit, words):
+    check = against(changed(source, tmp_path, edit), manifest)
+    assert [text for text in check.failures if words in text] == check.failures
+    assert len(check.failures) == 1
+
+
+def test_a_wider_value_is_compared_as_cast(source, manifest, tmp_path):
+    def halved(held):
+        for name in ("prime", "one", "odd.3d"):
+            held[name] = held[name].bfloat16()
+
+    narrow = changed(source, tmp_path, halved)
+    other = tmp_path / "narrow.json"
+    reshard.verify(narrow, write_manifest=other, ignore=["^float|^bfloat"])
+    check = against(source, other)
+    assert check.status == "passed"
+    assert "3 as cast" in check.looked_at
+
+
+def test_an_altered_manifest_is_refused(source, manifest, tmp_path):
+    text = manifest.read_text()
+    broken = tmp_path / "broken.json"
+    for content in (text.replace('"prime"', '"Prime"'), text[:-40], "[]", "{}", '"x"', ""):
+        broken.write_text(content)
+        with pytest.raises(CorruptError):
+            reshard.verify(source, against=broken)
+    with pytest.raises(UsageError):
+        reshard.verify(source, against=tmp_path / "nowhere.json")
+
+
+def test_a_manifest_is_not_replaced_unless_asked(source, manifest):
+    with pytest.raises(ExistsError):
+        reshard.verify(source, write_manifest=manifest)
+    ignored = ["^float|^bfloat"]
+    assert reshard.verify(source, write_manifest=manifest, overwrite=True, ignore=ignored).manifest
+
+
+def test_a_damaged_source_gets_no_manifest(tmp_path):
+    save_file({"w": torch.tensor([1.0, float("nan")])}, tmp_path / "x.safetensors")
+    path = tmp_path / "manifest.json"
+    report = reshard.verify(tmp_path / "x.safetensors", write_manifest=path)
+    assert (report.exit_code, report.manifest, path.exists()) == (1, "", False)
+    assert any("not written" in note for note in report.notes)
+    assert reshard.verify(tmp_path / "x.safetensors", deep=True, ignore=["^w$"]).passed

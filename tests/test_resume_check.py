@@ -1,0 +1,305 @@
+"""`resume-check` with programs that behave well and badly: its verdicts, errors and cleaning-up.
+
+The programs stand for training; real ones are in tests/judged/test_resume_check.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.commands import programs
+from reshard.errors import IncompleteError, ReshardError, UsageError
+from tests.test_html import parsed
+
+STEP, MORE = 3, 4
+PROGRAM = """
+import json, os, sys, time
+how, checkpoint, ranks, steps, log = sys.argv[1:6]
+at, ranks, resumed = 3, int(ranks), "unbroken" not in log
+spoilt = "control" in log
+if how == "ignores":
+    at = 0
+if how == "fails" and resumed:
+    print("a line"); sys.exit("no such parameter: 'w'")
+if how == "stuck":
+    open(os.environ["PID_FILE"], "w").write(str(os.getpid())); time.sleep(600)
+if how == "writes":
+    open(os.path.join(os.path.dirname(checkpoint), "scratch"), "w").close()
+with open(log, "w") as file:
+    for step in range(at + 1, at + 1 + int(steps) - (how == "stops" and resumed)):
+        loss = 4 / step
+        if how == "noisy" and ranks == 1:
+            loss *= 1 + 1e-6
+        if how == "forgets" and resumed or spoilt and how != "blind":
+            loss *= 1.01 ** step
+        line = {"step": step, "loss": loss, "loss_hex": loss.hex()}
+        if how == "rounds":
+            line = {"step": step, "loss": round(loss, 3)}
+        file.write(json.dumps(line) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """What torch saves of three steps of AdamW."""
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(STEP):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    path = tmp_path_factory.mktemp("source") / "checkpoint.pt"
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": STEP}
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+
+    def command(how):
+        words = "{checkpoint} {world_size} {steps} {log}"
+        return f"{sys.executable} {path} {how} {words}"
+
+    return command
+
+
+def checked(source, command, **options):
+    chosen = {"to": ["dcp"], "world_sizes": [1, 2], "steps": MORE, **options}
+    return reshard.resume_check(source, command=command, **chosen)
+
+
+def test_the_same_losses_reach_every_level(source, program):
+    report = checked(source, program("same"), require="bitwise")
+    assert (report.reached, report.exit_code) == (True, 0)
+    found = report.to_json()
+    assert [target["name"] for target in found["targets"]] == ["dcp, 1 rank", "dcp, 2 ranks"]
+    for target in found["targets"]:
+        assert target["reached"] == {"state": True, "trajectory": True, "bitwise": True}
+        assert target["state"]["equal"] == 6
+        steps = [point["step"] for point in target["run"]["series"]]
+        assert steps == [4, 5, 6, 7]
+        assert target["run"]["series"] == found["unbroken"]["series"]
+    text = "\n".join(report.lines())
+    assert "norms     not in both logs: not compared" in text
+    assert "no parameter_hash in both logs" in text
+
+
+def test_noise_is_a_trajectory_and_is_measured(source, program):
+    report = checked(source, program("noisy"), world_sizes=[2], rtol=1e-5)
+    (target,) = report.to_json()["targets"]
+    assert target["reached"] == {"state": True, "trajectory": True, "bitwise": False}
+    assert target["trajectory"]["loss"]["max_rel"] == pytest.approx(1e-6, rel=1e-3)
+    assert not checked(source, program("noisy"), world_sizes=[2], rtol=1e-7).reached
+    assert not checked(source, program("noisy"), world_sizes=[2], require="bitwise").reached
+
+
+def test_other_losses_are_no_trajectory(source, program):
+    report = checked(source, program("forgets"))
+    assert report.exit_code == 1
+    assert checked(source, program("forgets"), require="state").reached
+    assert "OUTSIDE the tolerance 0.001" in "\n".join(report.lines())
+
+
+def test_decimals_are_never_bitwise(source, program):
+    report = checked(source, program("rounds"), require="bitwise")
+    assert not report.reached
+    assert all(report.reaches(target, "trajectory") for target in report.targets)
+    assert "in decimals without hex" in "\n".join(report.lines())
+
+
+def test_a_program_that_ignores_the_checkpoint_gets_no_verdict(source, program):
+    with pytest.raises(IncompleteError, match="did not go on from it"):
+        checked(source, program("ignores"))
+
+
+def test_a_control_that_nothing_notices_takes_the_verdict_away(source, program):
+    report = checked(source, program("same"), control=True)
+    assert report.reached
+    assert report.control.tensors == 4
+    report = checked(source, program("blind"), control=True)
+    assert report.exit_code == 1
+    assert "NOT noticed" in "\n".join(report.lines())
+
+
+def test_a_run_that_fails_is_told_with_its_last_words(source, program):
+    report = checked(source, program("fails"))
+    assert report.exit_code == 1
+    text = "\n".join(report.lines())
+    assert "ended with exit code 1" in text
+    assert "no such parameter: 'w'" in text
+
+
+def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
+    source, program, tmp_path
+):
+    report = checked(source, program("noisy"), html=tmp_path / "x.html", control=True).to_json()
+    page = parsed(tmp_path / "x.html")
+    runs = [report["unbroken"], *(target["run"] for target in report["targets"])]
+    bits = [[float.fromhex(point["loss_hex"]) for point in run["series"]] for run in runs]
+    assert [run["loss"] for run in page.section("curves")["runs"]] == bits
+    levels = {column["title"]: column["values"] for column in page.section("table")["columns"]}
+    assert (levels["Trajectory"], levels["Bitwise"]) == (["yes", "yes"], ["yes", "no"])
+    assert "trajectory reached by 2 of 2 layouts" in page.texts
+
+
+def test_its_page_says_which_run_failed_and_what_nothing_shows(source, program, tmp_path):
+    checked(source, program("fails"), html=tmp_path / "x.html")
+    texts = parsed(tmp_path / "x.html").texts
+    assert {"trajectory reached by 0 of 2 layouts", "ended with exit code 1"} <= set(texts)
+    assert any("no such parameter: 'w'" in text for text in texts)
+    checked(source, program("blind"), html=tmp_path / "y.html", control=True)
+    assert any("cannot tell" in text for text in parsed(tmp_path / "y.html").texts)
+
+
+def test_a_run_that_stops_early_is_no_trajectory(source, program):
+    report = checked(source, program("stops"))
+    assert report.exit_code == 1
+    assert "one run alone logged step 7" in "\n".join(report.lines())
+
+
+def test_a_program_that_changes_the_source_is_told(source, program, tmp_path):
+    place = tmp_path / "run"
+    place.mkdir()
+    (place / "checkpoint.pt").write_bytes(source.read_bytes())
+    command = program("writes").replace("{checkpoint}", str(place / "x"))
+    with pytest.raises(ReshardError, match="was changed by the program"):
+        checked(place, f"{command} {{checkpoint}}")
+
+
+def test_the_log_of_the_run_that_went_on_stands_for_it(source, program, tmp_path):
+    log = tmp_path / "unbroken.jsonl"
+    lines = [{"step": n, "loss": 4 / n, "loss_hex": (4 / n).hex()} for n in range(1, 20)]
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = checked(source, program("same"), unbroken=log, require="bitwise")
+    assert report.reached
+    assert report.unbroken.command == []
+    assert len(report.unbroken.points) == MORE
+
+
+def test_what_is_kept_and_what_is_not(source, program, tmp_path):
+    kept = tmp_path / "kept"
+    checked(source, program("same"), keep=kept)
+    assert {path.name for path in kept.iterdir()} == {"unbroken", "dcp-1-rank", "dcp-2-ranks"}
+    assert (kept / "dcp-2-ranks" / "checkpoint" / ".metadata").is_file()
+    assert (kept / "dcp-2-ranks" / "log.jsonl").is_file()
+    with pytest.raises(UsageError, match="is not empty"):
+        checked(source, program("same"), keep=kept)
+
+
+def test_placeholders_are_checked_before_anything_runs(source):
+    for command, message in (
+        ("python x.py {checkpoint} {steps}", "has no {log}"),
+        ("python x.py {log} {steps}", "has no {checkpoint}"),
+        ("python x.py {log} {checkpoint} {world_size}", "has no {steps}"),
+        ("python x.py {log} {checkpoint} {steps}", "has no {world_size}"),
+        ("python x.py {log} {checkpoint} {steps} {ranks}", "is none of"),
+        ("python 'x.py {log}", "cannot be cut into words"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            checked(source, command)
+    with pytest.raises(UsageError, match="cannot be started"):
+        checked(source, "/nowhere/x {checkpoint} {log} {steps} {world_size}")
+    with pytest.raises(UsageError, match="is no checkpoint of python -m trainer"):
+        checked(source, None)
+
+
+def test_no_shell_sees_the_command(source, program, tmp_path):
+    command = program("same") + f" '; touch {tmp_path}/made' $(touch {tmp_path}/made)"
+    assert checked(source, command).reached
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_timeout_ends_the_program(source, program, tmp_path, monkeypatch):
+    pid = tmp_path / "pid"
+    monkeypatch.setenv("PID_FILE", str(pid))
+    with pytest.raises(IncompleteError, match="was stopped after"):
+        checked(source, program("stuck"), timeout_s=1.0)
+    assert gone(int(pid.read_text()))
+
+
+def test_an_interrupt_ends_the_program_and_leaves_nothing(source, program, tmp_path):
+    pid, temporary = tmp_path / "pid", tmp_path / "tmp"
+    temporary.mkdir()
+    arguments = ["resume-check", source, "--to", "dcp", "--command", program("stuck")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "reshard", *map(str, arguments)],
+        env={**os.environ, "PID_FILE": str(pid), "TMPDIR": str(temporary)},
+        stderr=subprocess.PIPE,
+    )
+    until = time.monotonic() + 60
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"interrupted" in told
+    assert gone(int(pid.read_text()))
+    assert list(temporary.iterdir()) == []
+
+
+def gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_program_that_does_not_end_when_asked_is_made_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "_GRACE_S", 0.2)
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    ended = programs.run([sys.executable, "-c", stubborn], tmp_path, 1.0)
+    assert ended.timed_out
+    assert ended.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "flags"),
+    [
+        ("deepspeed", {"zero_stage": 0}, "--strategy ddp"),
+        ("deepspeed", {"zero_stage": 3}, "--strategy zero3"),
+        ("accelerate", {}, "--strategy fsdp2 --engine native --state-dict-type sharded"),
+        (
+            "fsdp",
+            {"state_dict_type": "full"},
+            "--strategy fsdp --engine native --state-dict-type full",
+        ),
+        (
+            "fsdp",
+            {"rank_files": True},
+            "--strategy fsdp2 --engine native --state-dict-type sharded",
+        ),
+    ],
+)
+def test_our_trainer_is_told_what_loads_a_layout(source, tmp_path, monkeypatch, to, options, flags):
+    place = tmp_path / "run"
+    place.mkdir()
+    (place / "checkpoint.pt").write_bytes(source.read_bytes())
+    settings = {"settings": {"strategy": "zero2"}, "progress": {"step": STEP}, "global_step": STEP}
+    (place / "trainer_state.json").write_text(json.dumps(settings))
+    commands = []
+
+    def run(command, folder, _timeout):
+        commands.append(" ".join(command))
+        log = Path(command[command.index("--log") + 1])
+        log.write_text('{"step": 4, "loss": 1.0}\n')
+        return programs.Ended(0, 0.0, timed_out=False, said=())
+
+    monkeypatch.setattr(programs, "run", run)
+    reshard.resume_check(place, to=[to], world_sizes=[2], steps=1, **options)
+    unbroken, resumed = commands
+    assert "--strategy" not in unbroken
+    assert f"--nproc 2 --steps {STEP + 1}" in resumed
+    assert flags in resumed
