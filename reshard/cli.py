@@ -122,8 +122,26 @@ _sources = click.argument(
 )
 
 
+def _html_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Of every command whose report can be a page."""
+    return click.option(
+        "--html",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Also write the report as a page that needs only a browser.",
+    )(command)
+
+
+def _page_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The same of commands that write nothing else."""
+    return _html_option(
+        click.option("--overwrite", is_flag=True, help="Replace the file of --html.")(command)
+    )
+
+
 @cli.command()
 @_sources
+@_page_options
 @click.option("--tensors", is_flag=True, help="List the tensors, repeated layers folded.")
 @_source_options
 def inspect(
@@ -167,7 +185,8 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-q", "--quiet", is_flag=True, help="No progress, no report."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--no-verify", is_flag=True, help="Do not read the output back."),
-        click.option("--overwrite", is_flag=True, help="Replace DESTINATION."),
+        click.option("--overwrite", is_flag=True, help="Replace DESTINATION, and --html's file."),
+        _html_option,
         _budget_options,
         click.option(
             "--on-overflow",
@@ -333,6 +352,7 @@ def convert(sources: tuple[Path, ...], destination: Path, **options: Any) -> Non
     help="weights, optimizer, train, or a slot such as exp_avg.  [default: all]",
 )
 @_budget_options
+@_page_options
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
 @_source_options
 def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
@@ -360,7 +380,8 @@ def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
     metavar="FILE",
     help="Compare with a manifest, made from any layout.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the manifest that is there.")
+@click.option("--overwrite", is_flag=True, help="Replace the file of --write-manifest or --html.")
+@_html_option
 @click.option("--ignore", multiple=True, metavar="REGEX", help="Names whose values may be NaN ...")
 @_budget_options
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
@@ -426,6 +447,7 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
     help="Leave the checkpoints, logs and outputs there.",
 )
 @_layout_options
+@_page_options
 @_budget_options
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
 @_source_options

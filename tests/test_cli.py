@@ -20,7 +20,7 @@ SOURCE_OPTIONS = {
 }
 OUTPUT_OPTIONS = {
     *("--on-overflow", "--allow-pickle", "--workers", "--max-memory", "--overwrite"),
-    *("--no-verify", "--dry-run", "-q", "--quiet"),
+    *("--no-verify", "--dry-run", "-q", "--quiet", "--html"),
 }
 SPLIT_OPTIONS = {
     *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
@@ -29,7 +29,7 @@ SPLIT_OPTIONS = {
     *("--init-optimizer", "--param-groups", "--rng"),
 }
 OPTIONS = {
-    "inspect": SOURCE_OPTIONS | {"--tensors"},
+    "inspect": SOURCE_OPTIONS | {"--tensors", "--html", "--overwrite"},
     "merge": SOURCE_OPTIONS
     | OUTPUT_OPTIONS
     | {
@@ -41,14 +41,20 @@ OPTIONS = {
     | {
         *("--steps", "--command", "--require", "--rtol", "--unbroken", "--control", "--timeout"),
         *("--keep", "--allow-pickle", "--workers", "--max-memory", "-q", "--quiet"),
+        *("--html", "--overwrite"),
     },
     "demo": {"--keep", "-v", "--verbose"},
     "split": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
     "convert": SOURCE_OPTIONS | OUTPUT_OPTIONS | SPLIT_OPTIONS,
+    "diff": SOURCE_OPTIONS
+    | {
+        *("--atol", "--rtol", "--ulp", "--exact", "--dtype", "--ignore", "--kind", "-q", "--quiet"),
+        *("--max-memory", "--workers", "--allow-pickle", "--html", "--overwrite"),
+    },
     "verify": SOURCE_OPTIONS
     | {
         *("--deep", "--quick", "--write-manifest", "--against", "--ignore", "--overwrite"),
-        *("--allow-pickle", "--workers", "--max-memory", "-q", "--quiet"),
+        *("--allow-pickle", "--workers", "--max-memory", "-q", "--quiet", "--html"),
     },
 }
 VERIFY_KEYS = set(

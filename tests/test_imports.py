@@ -23,6 +23,7 @@ LAYERS = (
     ("execute",),
     ("commit", "tensors", "weights"),
     ("proof",),
+    ("html",),
     ("commands", "dcp"),
     ("",),
     ("cli",),
@@ -131,6 +132,7 @@ def test_no_two_modules_import_each_other():
         ("unpickle", {"formats", "manifest", "files", "box"}),
         ("errors", {"dtypes", "box", "manifest"}),
         ("execute", {"formats", "commit", "commands"}),
+        ("html", {"formats", "execute", "proof", "tensors", "weights"}),
     ],
 )
 def test_a_layer_never_imports(importer, forbidden):
@@ -216,3 +218,15 @@ def test_inspect_imports_neither_torch_nor_numpy(tmp_path, suffix):
     assert done.returncode == 0, done.stderr
     assert "LOADED []" in done.stdout
     assert path.name in done.stdout
+
+
+def test_a_command_without_a_page_imports_nothing_of_pages():
+    example = str(ROOT / "examples" / "llama-zero3-4ranks")
+    probe = (
+        "import sys\n"
+        "from reshard.cli import cli\n"
+        f"cli(['inspect', {example!r}], standalone_mode=False)\n"
+        "loaded = {'jinja2', 'reshard.html'} & set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)

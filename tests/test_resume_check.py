@@ -19,6 +19,7 @@ import torch
 import reshard
 from reshard.commands import programs
 from reshard.errors import IncompleteError, ReshardError, UsageError
+from tests.test_html import parsed
 
 STEP, MORE = 3, 4
 PROGRAM = """
@@ -138,6 +139,28 @@ def test_a_run_that_fails_is_told_with_its_last_words(source, program):
     text = "\n".join(report.lines())
     assert "ended with exit code 1" in text
     assert "no such parameter: 'w'" in text
+
+
+def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
+    source, program, tmp_path
+):
+    report = checked(source, program("noisy"), html=tmp_path / "x.html", control=True).to_json()
+    page = parsed(tmp_path / "x.html")
+    runs = [report["unbroken"], *(target["run"] for target in report["targets"])]
+    bits = [[float.fromhex(point["loss_hex"]) for point in run["series"]] for run in runs]
+    assert [run["loss"] for run in page.section("curves")["runs"]] == bits
+    levels = {column["title"]: column["values"] for column in page.section("table")["columns"]}
+    assert (levels["Trajectory"], levels["Bitwise"]) == (["yes", "yes"], ["yes", "no"])
+    assert "trajectory reached by 2 of 2 layouts" in page.texts
+
+
+def test_its_page_says_which_run_failed_and_what_nothing_shows(source, program, tmp_path):
+    checked(source, program("fails"), html=tmp_path / "x.html")
+    texts = parsed(tmp_path / "x.html").texts
+    assert {"trajectory reached by 0 of 2 layouts", "ended with exit code 1"} <= set(texts)
+    assert any("no such parameter: 'w'" in text for text in texts)
+    checked(source, program("blind"), html=tmp_path / "y.html", control=True)
+    assert any("cannot tell" in text for text in parsed(tmp_path / "y.html").texts)
 
 
 def test_a_run_that_stops_early_is_no_trajectory(source, program):

@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes, formats, keys, units
 from reshard.box import index_of
+from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, listed, row
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, ReadOptions, trusted
 from reshard.dtypes import DType
 from reshard.errors import UsageError
@@ -19,6 +21,9 @@ from reshard.manifest import Manifest
 from reshard.proof import train
 from reshard.proof.compare import Difference, Tolerance, differences
 from reshard.proof.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 SCHEMA = 1
 WEIGHTS, OPTIMIZER, TRAIN = "weights", "optimizer", "train"
@@ -140,9 +145,11 @@ def diff(
     """
     options = options or DiffOptions()
     began = time.perf_counter()
+    check_page(options, [*formats.as_paths(a), *formats.as_paths(b)])
     left, right = (opened(paths, options) for paths in (a, b))
     report = compare(left, right, options, meter)
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, left, right))
     return report
 
 
@@ -172,6 +179,13 @@ def compare(
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
+    from reshard.html import proof_pages
+
+    facts = [Inspection(manifest).to_json() for manifest in (a, b)]
+    return proof_pages.compared(report.to_json(), facts, a, b)
 
 
 def opened(paths: formats.Paths, options: ReadOptions) -> Manifest:

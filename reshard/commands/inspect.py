@@ -6,10 +6,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
+from reshard.commands.page import check_page, write_page
+from reshard.commands.reading import ReadOptions
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 SCHEMA = 1
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -146,7 +152,7 @@ class Inspection:
             yield _row("frozen", ", ".join(frozen[:_SHOWN]) + more)
 
 
-def inspect(
+def inspect(  # noqa: PLR0913 - a keyword an option
     path: formats.Paths,
     *,
     force: str | None = None,
@@ -155,10 +161,26 @@ def inspect(
     model: str | None = None,
     wrap: str | None = None,
     tensors: bool = False,
+    html: str | Path | None = None,
+    overwrite: bool = False,
 ) -> Inspection:
-    """Read the headers of a checkpoint; errors and arguments as in `formats.read`."""
+    """Read the headers of a checkpoint; errors and arguments as in `formats.read`.
+
+    Args:
+        html: where to write the report as a page; ``overwrite`` replaces what is there.
+    """
+    options = ReadOptions(html=html, overwrite=overwrite)
+    check_page(options, formats.as_paths(path))
     manifest = formats.read(path, force=force, tag=tag, key=key, model=model, wrap=wrap)
-    return Inspection(manifest, tensors)
+    inspection = Inspection(manifest, tensors)
+    write_page(options, lambda: _page(inspection))
+    return inspection
+
+
+def _page(inspection: Inspection) -> Page:
+    from reshard.html import pages
+
+    return pages.inspected(inspection.to_json(), inspection.manifest)
 
 
 def _row(label: str, text: str) -> str:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from reshard import commit, formats, keys, weights
+from reshard.commands.inspect import Inspection
 from reshard.commands.merge_report import MergeReport, describe
 from reshard.commands.output import (
     OutputOptions,
@@ -16,6 +17,7 @@ from reshard.commands.output import (
     opened,
     write,
 )
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
@@ -23,6 +25,9 @@ from reshard.files import SourceFiles
 from reshard.formats import huggingface, torch_writer
 from reshard.manifest import Entry, Manifest, Skeleton, keyed
 from reshard.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,7 @@ def merge(
     report_as, sources = str(destination), formats.as_paths(source)
     is_directory = Path(destination).suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
     destination = Path(destination).resolve()  # a link is followed once, here
+    check_page(options, sources, destination)
     manifest = opened(sources, destination, options, is_directory=is_directory)
     job = _prepare(manifest, sources[0], destination, options, is_directory=is_directory)
     report = describe(manifest, job.edited, job.weights, job.skeleton, job.plan)
@@ -75,6 +81,7 @@ def merge(
     report.peak_buffer_bytes = options.budget()[0] * 2 * job.plan.window_bytes
     report.changes = job.changes
     if options.dry_run:
+        write_page(options, lambda: _page(report, manifest, job.skeleton))
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
@@ -92,7 +99,14 @@ def merge(
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, manifest, job.skeleton))
     return report
+
+
+def _page(report: MergeReport, manifest: Manifest, skeleton: Skeleton) -> Page:
+    from reshard.html import pages
+
+    return pages.written(report.to_json(), Inspection(manifest).to_json(), manifest, skeleton)
 
 
 @dataclass(slots=True)

@@ -25,7 +25,6 @@ class OutputOptions(ReadOptions):
     """How a command may write; the defaults are the safe ones."""
 
     on_overflow: OnOverflow = "error"
-    overwrite: bool = False
     verify: bool = True
     dry_run: bool = False
 

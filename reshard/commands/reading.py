@@ -30,6 +30,8 @@ class ReadOptions:
     allow_pickle: Sequence[str] = ()
     workers: int = 0  # 0: one a core, at most 8
     max_memory_bytes: int = 256 << 20  # buffers of all workers together
+    html: str | Path | None = None  # where to write the report as a page
+    overwrite: bool = False  # replace what is there
 
     def budget(self) -> tuple[int, int]:
         """(workers, bytes a window): a worker holds one window and one read buffer.

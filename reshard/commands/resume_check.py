@@ -15,12 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard import commit, formats
 from reshard.commands import diff as comparison
 from reshard.commands import programs
 from reshard.commands.diff import DiffOptions
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
 from reshard.commands.resume_program import KNOWN, LATEST, loadable, log_in, program_of
 from reshard.commands.resume_report import LEVELS, Control, Level, Outcome, ResumeReport, Run
@@ -33,6 +34,9 @@ from reshard.formats import targets
 from reshard.manifest import Manifest
 from reshard.proof import control, trajectory
 from reshard.proof.trajectory import Series
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 Tell = Callable[[str], None]
 
@@ -51,6 +55,8 @@ class ResumeCheckOptions:
     control: bool = False  # show that a lost optimizer would be noticed
     timeout_s: float = 3600.0  # of each run
     keep: Path | None = None  # where everything stays; None: nowhere
+    html: str | Path | None = None  # where to write the report as a page
+    overwrite: bool = False  # replace what is there
     layout: SplitOptions = field(default_factory=SplitOptions)  # the rest of it; and the source's
 
     def __post_init__(self) -> None:
@@ -106,6 +112,7 @@ def resume_check(
     """
     options = options or ResumeCheckOptions()
     began = time.perf_counter()
+    check_page(options, [Path(source)], options.keep)
     manifest = comparison.opened(source, options.layout)
     sources = (Path(source), Path(manifest.origin.path))
     with place_for(options.keep, "reshard-resume-check-", *sources) as place:
@@ -119,7 +126,14 @@ def resume_check(
                 "let it save to {out}",
             )
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report))
     return report
+
+
+def _page(report: ResumeReport) -> Page:
+    from reshard.html import proof_pages
+
+    return proof_pages.resumed(report.to_json())
 
 
 class _Check:

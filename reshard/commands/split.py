@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from reshard import commit, formats, keys, weights
 from reshard.commands import split_rng
 from reshard.commands.batch import rebalanced
 from reshard.commands.companions import with_companions
+from reshard.commands.inspect import Inspection
 from reshard.commands.output import check_places, opened, write
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split_options import SplitOptions
 from reshard.commands.split_report import SplitReport, describe
@@ -23,6 +26,9 @@ from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import Manifest, Skeleton
 from reshard.plan import plan
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 
 def split(
@@ -40,6 +46,7 @@ def split(
     began = time.perf_counter()
     sources, report_as = formats.as_paths(source), str(destination)
     destination = Path(destination).resolve()
+    check_page(options, sources, destination)
     manifest = opened(sources, destination, options, is_directory=True)
     manifest = keys.edit(manifest, keys.Edits()).manifest
     if manifest.absent:
@@ -67,6 +74,7 @@ def split(
     report.derived += [*made, *batch_notes]
     states.tell(report)
     if options.dry_run:
+        write_page(options, lambda: _page(report, manifest, skeleton))
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
@@ -83,7 +91,14 @@ def split(
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, manifest, skeleton))
     return report
+
+
+def _page(report: SplitReport, manifest: Manifest, skeleton: Skeleton) -> Page:
+    from reshard.html import pages
+
+    return pages.written(report.to_json(), Inspection(manifest).to_json(), manifest, skeleton)
 
 
 def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:

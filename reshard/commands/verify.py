@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard import commit, formats, keys, units
 from reshard.commands.companions import config_beside
+from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
+from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, ReadOptions
 from reshard.errors import CorruptError, UsageError
 from reshard.formats import huggingface
@@ -20,6 +22,9 @@ from reshard.model import ModelShapes, Told
 from reshard.proof import checks, deep, hashes, quick, scan
 from reshard.proof.checks import Check, counted, not_applicable, not_run
 from reshard.proof.opening import opened
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 SCHEMA = 1
 _MARKS = {
@@ -38,7 +43,6 @@ class VerifyOptions(ReadOptions):
     deep: bool = False
     write_manifest: str | Path | None = None
     against: str | Path | None = None
-    overwrite: bool = False  # of the manifest that is written
     ignore: Sequence[str] = ()  # regexes of names whose values may be anything
 
     @property
@@ -134,6 +138,7 @@ def verify(
     options = options or VerifyOptions()
     began = time.perf_counter()
     sources = formats.as_paths(source)
+    check_page(options, sources)
     listed = hashes.read(Path(options.against)) if options.against else None
     if options.write_manifest:
         path = Path(options.write_manifest)
@@ -154,7 +159,17 @@ def verify(
         elif options.reads_all:
             _deep(manifest, report, options, told, listed, meter)
     report.seconds = time.perf_counter() - began
+    write_page(options, lambda: _page(report, None if isinstance(manifest, Check) else manifest))
     return report
+
+
+def _page(report: VerifyReport, manifest: Manifest | None) -> Page:
+    """With a map of the shards, once they are proved to be where the files say."""
+    from reshard.html import proof_pages
+
+    if manifest is None or report.check(checks.COVERAGE).status != checks.PASSED:
+        return proof_pages.verified(report.to_json())
+    return proof_pages.verified(report.to_json(), Inspection(manifest).to_json(), manifest)
 
 
 def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:

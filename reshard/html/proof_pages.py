@@ -1,0 +1,281 @@
+"""Pages of the commands that prove: `diff`, `verify` and `resume-check`.
+
+Made as those of `pages` are: from the document of a report, and from the manifests behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from reshard import units
+from reshard.html import shards
+from reshard.html.curves import Curves
+from reshard.html.page import Column, Facts, Findings, Maps, Page, Section, Table
+from reshard.html.pages import Document, checkpoint, short
+from reshard.manifest import Manifest
+
+_LEVELS = ("state", "trajectory", "bitwise")
+
+
+def compared(document: Document, facts: Sequence[Document], a: Manifest, b: Manifest) -> Page:
+    """Two checkpoints, side by side."""
+    counts = [
+        (len(document["unequal"]), "unequal"),
+        (len(document["only_a"]), "only in A"),
+        (len(document["only_b"]), "only in B"),
+        (len(document["train"]), "other values differ"),
+    ]
+    found = ", ".join(f"{count} {what}" for count, what in counts if count)
+    how = "bit by bit" if document["exact"] else "under the tolerance"
+    equal = f"{document['equal']} tensors equal {how}"
+    maps = Maps(
+        (shards.of_manifest("A", a), shards.of_manifest("B", b)),
+        [(_as_stored(each["kind"]), each["fqn"]) for each in document["unequal"]],
+        "unequal",
+    )
+    return Page(
+        "diff",
+        f"{document['a']} and {document['b']}",
+        f"the same: {equal}" if document["same"] else f"different: {found}; {equal}",
+        "good" if document["same"] else "bad",
+        facts=(
+            checkpoint("A", facts[0]),
+            checkpoint("B", facts[1]),
+            Facts("Compared", _comparison(document)),
+        ),
+        findings=(Findings("Notes", document["notes"]),),
+        sections=(*_differences(document), maps),
+    )
+
+
+def verified(
+    document: Document, facts: Document | None = None, manifest: Manifest | None = None
+) -> Page:
+    """The checks of a checkpoint; of one that cannot be read there are no facts and no map."""
+    checks = document["checks"]
+    failed = [check["name"] for check in checks if check["status"] == "failed"]
+    warned = [check["name"] for check in checks if check["status"] == "warned"]
+    passed = f"passed the {document['mode']} checks"
+    warnings = f", with warnings: {', '.join(warned)}" if warned else ""
+    verdict = f"failed: {', '.join(failed)}" if failed else passed + warnings
+    held = ("Checks", "Read", "Time", "Manifest")
+    read = units.show_bytes(document["bytes_read"]) if document["bytes_read"] else "headers alone"
+    said = (document["mode"], read, f"{document['seconds']:.2f} s", document["manifest"])
+    rows = [row for row in zip(held, said, strict=True) if row[1]]
+    maps = [Maps((shards.of_manifest("Shards", manifest),))] if manifest else []
+    return Page(
+        "verify",
+        document["source"],
+        verdict,
+        "bad" if failed else "good",
+        facts=[*([checkpoint("Checkpoint", facts)] if facts else []), Facts("Verified", rows)],
+        findings=[*_found(checks), Findings("Notes", document["notes"])],
+        sections=(_checks(checks), *maps),
+    )
+
+
+def _found(checks: Sequence[Document]) -> Iterator[Findings]:
+    for check in checks:
+        yield Findings(f"Failed: {check['name']}", check["failures"], "bad")
+    for check in checks:
+        yield Findings(f"Warning: {check['name']}", check["warnings"])
+
+
+def _checks(checks: Sequence[Document]) -> Table:
+    found = [len(check["failures"]) + len(check["warnings"]) for check in checks]
+    return Table(
+        "Checks",
+        (
+            Column("Check", "text", [check["name"] for check in checks]),
+            Column("Result", "state", [check["status"] for check in checks]),
+            Column("Looked at", "text", [check["looked_at"] for check in checks]),
+            Column("Found", "number", found),
+        ),
+    )
+
+
+def resumed(document: Document) -> Page:
+    """How training goes on from a checkpoint, and from every layout that was written of it."""
+    targets, need = document["targets"], document["require"]
+    good = sum(target["reached"][need] for target in targets)
+    verdict = f"{need} reached by {good} of {len(targets)} layouts"
+    if document["control"] and not document["control"]["noticed"] and need != "state":
+        verdict = "these steps cannot tell: not even an optimizer of zeros was noticed"
+    runs = [document["unbroken"], *(target["run"] for target in targets)]
+    series = [_series(run) for run in runs if run["series"]]
+    drawn: list[Section] = [Curves.of(series)] if series else []
+    return Page(
+        "resume-check",
+        document["source"],
+        verdict,
+        "good" if document["reached"] else "bad",
+        facts=(
+            Facts("Checkpoint", _resumed_facts(document)),
+            Facts("Levels", _MEANING),
+        ),
+        findings=[*_runs_failed(document), Findings("Notes", document["notes"])],
+        sections=(*drawn, _layouts(targets), *_carried(targets)),
+    )
+
+
+_MEANING = (
+    ("state", "every tensor and the train state are equal"),
+    ("trajectory", "tensors equal, losses within the tolerance"),
+    ("bitwise", "tensors equal, losses equal bit by bit"),
+)
+
+
+def _resumed_facts(document: Document) -> list[tuple[str, str]]:
+    step, control = document["step"], document["control"]
+    rows = [
+        ("Path", document["source"]),
+        ("Format", document["format"]),
+        ("Ranks", str(document["ranks"])),
+        ("Step", "" if step is None else str(step)),
+        ("Went on", f"{document['steps']} steps"),
+        ("Tolerance", f"{document['rtol']:g}, relative, of losses"),
+        ("Control", _control(control) if control else "not run (--control)"),
+        ("Time", f"{document['seconds']:.1f} s"),
+    ]
+    return [row for row in rows if row[1]]
+
+
+def _control(control: Document) -> str:
+    """Whether these steps would have shown that the optimizer was lost."""
+    noticed = "noticed" if control["noticed"] else "NOT noticed: these steps cannot tell"
+    far = _apart(control["trajectory"], "loss")
+    distance = f", by {far:.2g} relative" if isinstance(far, float) else ""
+    return f"an optimizer of zeros is {noticed}{distance}"
+
+
+def _series(run: Document) -> dict[str, Any]:
+    """A run as `Curves.of` takes it, with the bits of its log."""
+    points = run["series"]
+    norms = [_number(point, "grad_norm") for point in points]
+    return {
+        "name": run["name"],
+        "steps": [point["step"] for point in points],
+        "loss": [_number(point, "loss") for point in points],
+        "grad_norm": norms if any(norm is not None for norm in norms) else [],
+    }
+
+
+def _number(point: Document, key: str) -> float | None:
+    exact = point.get(f"{key}_hex")
+    held = float.fromhex(exact) if exact else point.get(key)
+    return None if held is None else float(held)
+
+
+def _runs_failed(document: Document) -> Iterator[Findings]:
+    control = [document["control"]] if document["control"] else []
+    for each in (*document["targets"], *control):
+        run = each["run"]
+        if run["failure"]:
+            yield Findings(f"Failed: {run['name']}", [run["failure"], *run["said"]], "bad")
+
+
+def _layouts(targets: Sequence[Document]) -> Table:
+    columns = [Column("Layout", "text", [target["name"] for target in targets])]
+    for level in _LEVELS:
+        words = ["yes" if target["reached"][level] else "no" for target in targets]
+        columns.append(Column(level.capitalize(), "state", words))
+    trajectories = [target["trajectory"] for target in targets]
+    states = [target["state"] for target in targets]
+    differ = [len(s["unequal"]) + len(s["only_a"]) + len(s["only_b"]) for s in states]
+    return Table(
+        "Layouts",
+        (
+            *columns,
+            Column("Tensors equal", "number", [state["equal"] for state in states]),
+            Column("Not", "number", differ),
+            Column("Loss, max rel", "number", [_apart(each, "loss") for each in trajectories]),
+            Column("Norm, max rel", "number", [_apart(each, "grad_norm") for each in trajectories]),
+            Column("Weights at the end", "state", [_weights(each) for each in trajectories]),
+            Column("Seconds", "number", [target["run"]["seconds"] for target in targets]),
+        ),
+    )
+
+
+def _apart(trajectory: Document | None, key: str) -> float | None:
+    distance = trajectory[key] if trajectory else None
+    return distance["max_rel"] if distance else None
+
+
+def _weights(trajectory: Document | None) -> str:
+    words = {True: "equal", False: "different", None: "not compared"}
+    return words[trajectory["parameters_equal"] if trajectory else None]
+
+
+def _carried(targets: Sequence[Document]) -> Iterator[Table]:
+    """What `split` said as it wrote each layout."""
+    said = [
+        (target["name"], label, text)
+        for target in targets
+        for label in ("warnings", "dropped", "derived", "kept", "notes")
+        for text in target["written"][label]
+    ]
+    if said:
+        names, labels, texts = zip(*said, strict=True)
+        columns = (("Layout", names), ("What", labels), ("Said", texts))
+        yield Table("Written", [Column(title, "text", values) for title, values in columns])
+
+
+def _comparison(document: Document) -> list[tuple[str, str]]:
+    kinds = [(kind, f"{count} equal") for kind, count in document["equal_by_kind"].items()]
+    read = units.show_bytes(document["bytes_read"])
+    return [*kinds, ("Read", read), ("Time", f"{document['seconds']:.2f} s")]
+
+
+def _differences(document: Document) -> tuple[Table, ...]:
+    unequal, train = document["unequal"], document["train"]
+    only = [(side, *key) for side in ("a", "b") for key in document[f"only_{side}"]]
+    tables = (
+        Table(
+            "Unequal tensors",
+            (
+                Column("Name", "name", [each["fqn"] for each in unequal]),
+                Column("Kind", "text", [each["kind"] for each in unequal]),
+                Column("What", "text", [each["what"] for each in unequal]),
+                Column("Unequal", "number", [each["count"] for each in unequal]),
+                Column("Of", "number", [each["numel"] for each in unequal]),
+                Column("Max abs", "number", [each["max_abs"] for each in unequal]),
+                Column("Max rel", "number", [each["max_rel"] for each in unequal]),
+                Column("Max ulp", "number", [each["max_ulp"] for each in unequal]),
+                Column("Not finite", "number", [each["not_finite"] for each in unequal]),
+                Column("First at", "name", [_index(each["at"]) for each in unequal]),
+                Column("A", "name", [each["a"] for each in unequal]),
+                Column("B", "name", [each["b"] for each in unequal]),
+            ),
+        ),
+        Table(
+            "Only on one side",
+            (
+                Column("Name", "name", [fqn for _, _, fqn in only]),
+                Column("Kind", "text", [kind for _, kind, _ in only]),
+                Column("Side", "text", [side.upper() for side, _, _ in only]),
+            ),
+        ),
+        Table(
+            "Not tensors",
+            (
+                Column("Name", "name", [value["name"] for value in train]),
+                Column("A", "name", [_value(value["a"]) for value in train]),
+                Column("B", "name", [_value(value["b"]) for value in train]),
+            ),
+        ),
+    )
+    return tuple(table for table in tables if table.height)
+
+
+def _as_stored(kind: str) -> str:
+    """The kind of a compared tensor as maps know it; the module's copy is one of a weight."""
+    return "weight" if kind == "copy" else kind
+
+
+def _index(at: Sequence[int] | None) -> str | None:
+    return None if at is None else str(list(at))
+
+
+def _value(value: Any) -> str | None:
+    return None if value is None else short(value)
