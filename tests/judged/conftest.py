@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.judges import deepspeed_judge, library_judge, torch_judge
+
+KEPT = Path(__file__).parents[1] / "data"
 
 
 @pytest.fixture(scope="session")
@@ -47,6 +50,20 @@ def libraries(checkpoints) -> Path:
     """A directory with a folder a library case: ``ckpt/`` and ``truth.pt``."""
     names = [name for name, case in library_judge.CASES.items() if case.writable]
     return checkpoints(library_judge.make_all, names, "libraries")
+
+
+@pytest.fixture(scope="session")
+def library_case(libraries):
+    """Case -> its folder: made here, or the copy that is kept of a library that is not here."""
+
+    def find(case: str) -> Path:
+        for place in (libraries, KEPT / library_judge.CASES[case].library):
+            if (place / case).is_dir():
+                return place / case
+        reason = json.loads((libraries / library_judge.NOT_HERE).read_text())[case]
+        return pytest.skip(f"not made: {reason}")
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -5,18 +5,13 @@ A case whose library cannot be imported here is skipped with the import's error.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import reshard
 from tests.judges.library_cases import CASES
-from tests.judges.library_judge import NOT_HERE
 
-KEPT = Path(__file__).parents[1] / "data"
 READ = [name for name, case in CASES.items() if case.expect == "read"]
 NAMED = [name for name in READ if CASES[name].slots]
 ALSO = [(name, path) for name in READ for path in CASES[name].also]
@@ -26,16 +21,9 @@ pytestmark = pytest.mark.judge
 
 
 @pytest.fixture(scope="module")
-def folder(libraries):
-    """Case -> its folder: made here, or the copy that is kept."""
-
-    def find(case):
-        for place in (libraries, KEPT / CASES[case].library):
-            if (place / case).is_dir():
-                return place / case
-        return pytest.skip(f"not made: {json.loads((libraries / NOT_HERE).read_text())[case]}")
-
-    return find
+def folder(library_case):
+    """Case -> its folder."""
+    return library_case
 
 
 @pytest.fixture(scope="module")

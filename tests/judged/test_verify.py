@@ -60,14 +60,15 @@ def test_no_false_alarm_of_pytorch(torch_made, case):
 
 
 @pytest.mark.parametrize("case", _library_cases())
-def test_no_false_alarm_of_libraries(libraries, case):
+def test_no_false_alarm_of_libraries(library_case, case):
     known = library_judge.CASES[case]
     told = {"model": known.model, "wrap": known.wrap}
+    path = library_case(case) / "ckpt" / known.source
     if "two_models" in case:
         with pytest.raises(reshard.errors.UnrecognisedError, match="--key"):
-            reshard.verify(libraries / case / "ckpt" / known.source, **told)
+            reshard.verify(path, **told)
         return
-    unalarmed(libraries / case / "ckpt" / known.source, **told)
+    unalarmed(path, **told)
 
 
 def test_odd_values_are_located(torch_made):
