@@ -160,7 +160,8 @@ def test_deepspeed_has_each_parameters_state_in_its_new_group(name, source, engi
 def test_fsdp_2_trains_as_a_fresh_run(weights, tmp_path, groups_file):
     options = {"init_optimizer": "zeros", "param_groups": groups_file(*worker.GROUPS)}
     for to in ("dcp", "fsdp2"):
-        reshard.split(weights[True], tmp_path / to, to=to, world_size=2, device="cpu", **options)
+        mesh = {"device": "cpu"} if to == "fsdp2" else {}
+        reshard.split(weights[True], tmp_path / to, to=to, world_size=2, **mesh, **options)
     jobs = [
         ("fresh", worker.fresh, weights[True], STEPS),
         ("dcp", worker.from_dcp, weights[True], tmp_path / "dcp", STEPS),
