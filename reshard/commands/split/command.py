@@ -8,17 +8,17 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from reshard import commit, formats, keys, weights
-from reshard.commands import split_rng
-from reshard.commands.batch import rebalanced
 from reshard.commands.companions import with_companions
 from reshard.commands.inspect import Inspection
 from reshard.commands.output import check_places, opened, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split_options import SplitOptions
-from reshard.commands.split_report import SplitReport, describe
-from reshard.commands.split_request import requested
-from reshard.commands.split_state import is_weights, made_state, stored, told
+from reshard.commands.split import rng
+from reshard.commands.split.batch import rebalanced
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.report import SplitReport, describe
+from reshard.commands.split.request import requested
+from reshard.commands.split.state import is_weights, made_state, stored, told
 from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
@@ -62,7 +62,7 @@ def split(
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
-    states = split_rng.chosen(manifest, request, target, options)
+    states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=states.states)
     skeleton = _with_companions(target.lay_out(state, request), state, target)

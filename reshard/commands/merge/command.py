@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, get_args
 
 from reshard import commit, formats, keys, weights
 from reshard.commands.inspect import Inspection
-from reshard.commands.merge_report import MergeReport, describe
+from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import (
     OutputOptions,
     check_skeleton,
