@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Literal, get_args
 
 from reshard import commit, execute
 from reshard.commands.lines import LISTED
-from reshard.commands.reading import Meter, ReadOptions, one_of, trusted
+from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan import Plan
@@ -105,8 +104,7 @@ def write(
     workers, window_bytes = options.budget()
     total = sum(file.nbytes for file in skeleton.files) * (2 if options.verify else 1)
     place = commit.staged(destination, is_directory=is_directory, overwrite=options.overwrite)
-    show = meter or (lambda _total: nullcontext(_unseen))
-    with place as staging, show(total) as progress:
+    with place as staging, metered(meter, total) as progress:
         outcome = execute.execute(
             plan,
             skeleton,
@@ -126,10 +124,6 @@ def write(
             look(staging)
             execute.read_back(outcome, staging, workers=workers, progress=progress)
     return outcome
-
-
-def _unseen(_nbytes: int) -> None:
-    """Progress for nobody."""
 
 
 def _refuse_overflow(outcome: execute.Outcome, skeleton: Skeleton) -> None:
