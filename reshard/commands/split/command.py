@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from reshard import commit, formats, keys, weights
 from reshard.commands.companions import with_companions
-from reshard.commands.inspect import Inspection
-from reshard.commands.output import check_places, opened, write
+from reshard.commands.output import check_places, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import rng
@@ -26,9 +24,6 @@ from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import Manifest, Skeleton
 from reshard.plan import plan
-
-if TYPE_CHECKING:
-    from reshard.html.page import Page
 
 
 def split(
@@ -74,7 +69,7 @@ def split(
     report.derived += [*made, *batch_notes]
     states.tell(report)
     if options.dry_run:
-        write_page(options, lambda: _page(report, manifest, skeleton))
+        write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
@@ -91,14 +86,8 @@ def split(
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report, manifest, skeleton))
+    write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
     return report
-
-
-def _page(report: SplitReport, manifest: Manifest, skeleton: Skeleton) -> Page:
-    from reshard.html import pages
-
-    return pages.written(report.to_json(), Inspection(manifest).to_json(), manifest, skeleton)
 
 
 def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:
