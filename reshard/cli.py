@@ -24,13 +24,13 @@ from reshard.commands.demo import demo as run_demo
 from reshard.commands.diff import DiffOptions
 from reshard.commands.diff import diff as run_diff
 from reshard.commands.inspect import inspect as run_inspect
-from reshard.commands.merge import MergeOptions
-from reshard.commands.merge import merge as run_merge
-from reshard.commands.resume_check import ResumeCheckOptions
-from reshard.commands.resume_check import resume_check as run_resume_check
-from reshard.commands.resume_report import LEVELS
-from reshard.commands.split import split as run_split
-from reshard.commands.split_options import SplitOptions
+from reshard.commands.merge.command import MergeOptions
+from reshard.commands.merge.command import merge as run_merge
+from reshard.commands.resume_check.command import ResumeCheckOptions
+from reshard.commands.resume_check.command import resume_check as run_resume_check
+from reshard.commands.resume_check.report import LEVELS
+from reshard.commands.split.command import split as run_split
+from reshard.commands.split.options import SplitOptions
 from reshard.commands.verify import VerifyOptions
 from reshard.commands.verify import verify as run_verify
 from reshard.errors import ReshardError, UsageError

@@ -155,7 +155,7 @@ def test_reshard_and_trainer_import_nothing_from_each_other():
 
 def test_only_the_commands_that_train_start_programs():
     starting = {a for a, b in edges() if b == "reshard.commands.programs"}
-    training = ("demo", "resume_check", "resume_program")
+    training = ("demo", "resume_check.command", "resume_check.program")
     assert starting == {f"reshard.commands.{name}" for name in training}
 
 

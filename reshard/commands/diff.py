@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from reshard.box import index_of
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, listed, row
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, ReadOptions, trusted
+from reshard.commands.reading import Meter, ReadOptions, metered, trusted
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
@@ -246,8 +245,7 @@ def _compare(
     alike = [each for each in pairs if each.a.shape == each.b.shape and _common(each, dtype)]
     compared = [(each.a, each.b, _common(each, dtype) or each.a.dtype) for each in alike]
     report.bytes_read = sum(each.a.nbytes + each.b.nbytes for each in alike)
-    show = meter or (lambda _total: nullcontext(lambda _nbytes: None))
-    with show(report.bytes_read) as progress:
+    with metered(meter, report.bytes_read) as progress:
         found = differences(
             compared, tolerance, workers=workers, window_bytes=window_bytes, progress=progress
         )

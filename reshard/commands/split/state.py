@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from reshard.commands.split_options import SplitOptions
+from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import groups, huggingface
 from reshard.formats.targets import Request

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard import dtypes, tensor_parallel
 from reshard.commands.companions import config_beside
-from reshard.commands.split_options import SplitOptions
+from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
 from reshard.formats import targets
