@@ -15,11 +15,13 @@ class Sizes:
     Args:
         tensor: that share each layer; ``pipeline``: that follow one another.
         expert: that share the experts of a layer, and see different data.
+        virtual: parts of the model that each pipeline rank holds (interleaved schedule).
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    virtual: int = 1
 
     @property
     def model(self) -> int:
