@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.formats import skeletons
-from reshard.formats.megatron.target import legacy
+from reshard.formats.megatron.target import dist, legacy
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
@@ -34,7 +34,11 @@ def lay_out(
     """The run directory; errors as `choice.choose`."""
     choice = choose(state, wanted, table=table, architecture=architecture, args=args)
     inside = legacy.directory(choice)
-    return skeletons.joined([legacy.tracker(choice), *legacy.files(choice, inside)])
+    if wanted.form == "torch_dist":
+        held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
+    else:
+        held = legacy.files(choice, inside)
+    return skeletons.joined([legacy.tracker(choice), *held])
 
 
 def notes(

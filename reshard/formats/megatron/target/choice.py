@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
@@ -18,6 +18,9 @@ from reshard.manifest import PARAM, Entry
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
+
+Form = Literal["torch", "torch_dist"]  # --ckpt-format
+FORMS = get_args(Form)
 
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
@@ -37,6 +40,7 @@ class Wanted:
     """
 
     sizes: Sizes
+    form: Form = "torch"
     data: int = 1
     stage_layers: tuple[int, ...] | None = None
     distributed: bool = False
@@ -68,6 +72,12 @@ class Choice:
             dtype = weight.dtype
         copy = self.state.manifest.entries.get((PARAM, weight.fqn))
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    @property
+    def grad_scaler(self) -> Mapping[str, Any] | None:
+        """Of a run in fp16, as far as the source has one."""
+        scaler = self.state.manifest.train.scaler
+        return scaler if scaler and self.precision == FLOAT16 else None
 
     @property
     def mixed(self) -> bool:

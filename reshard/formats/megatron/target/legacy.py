@@ -7,6 +7,7 @@ Source: Megatron-LM core_v0.16.1 ``training/checkpointing.py`` (``get_checkpoint
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from reshard.manifest import Entry, Skeleton
 from reshard.unpickle import Call, Global
 
 CHECKPOINT_VERSION = 3.0
+_STATEFUL = re.compile(r"linear_(?:qkv|proj|fc1|fc2)$|^output_layer$")
 
 
 def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
@@ -83,15 +85,28 @@ class _Rank:
         }
         for number, chunk in enumerate(self._chunks):
             key = "model" if len(self._chunks) == 1 else f"model{number}"
-            root[key] = OrderedDict((local.name, self._stored(local)) for local in chunk)
+            root[key] = self._module(chunk)
         if not choice.wanted.weights_only:
             root["optimizer"] = self._optimizer()
             if train.scheduler is not None:
                 root["opt_param_scheduler"] = train.scheduler
         return root
 
-    def _stored(self, local: Local) -> Slot:
-        return local.slot(*self._choice.stored(local.known.weight))
+    def _module(self, chunk: Sequence[Local]) -> OrderedDict[str, Any]:
+        """The state dict of a model chunk; modules with a state of their own have none of it."""
+        held: OrderedDict[str, Any] = OrderedDict()
+        stateful = ""
+        for local in chunk:
+            module = local.name.rpartition(".")[0]
+            if stateful and module != stateful:
+                held[f"{stateful}._extra_state"] = None
+            held[local.name] = local.slot(*self._choice.stored(local.known.weight))
+            stateful = module if _STATEFUL.search(module) else ""
+            if self._choice.wanted.dialect == "te" and module.endswith(".linear_qkv"):
+                held[module.replace("linear_qkv", "core_attention._extra_state")] = None
+        if stateful:
+            held[f"{stateful}._extra_state"] = None
+        return held
 
     # The optimizer
 
@@ -111,10 +126,7 @@ class _Rank:
 
     def _of(self, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
         choice = self._choice
-        scaler = choice.state.manifest.train.scaler
-        scaled = (
-            {"grad_scaler": dict(scaler)} if scaler and choice.precision.name == "float16" else {}
-        )
+        scaled = {"grad_scaler": dict(choice.grad_scaler)} if choice.grad_scaler else {}
         if choice.wanted.distributed:
             counted = {"step": int(choice.state.step())}
             held = [{**group.hyper, **counted} for group in groups]
