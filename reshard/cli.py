@@ -284,6 +284,16 @@ def merge(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
     _write(run, MergeOptions, sources, destination, edits=edits, max_shard_bytes=shard, **options)
 
 
+def _parallel_options() -> Iterator[Callable[..., Any]]:
+    for name, what in (
+        ("dp", "Ranks that see different data.  [default: --world-size / (tp x pp)]"),
+        ("ep", "Ranks that share a layer's experts.  [default: as is]"),
+        ("pp", "Pipeline-parallel ranks.  [default: as is]"),
+        ("tp", "Tensor-parallel ranks.  [default: as is]"),
+    ):
+        yield click.option(f"--{name}", type=click.IntRange(min=1), help=what)
+
+
 def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a target is laid out, but for its name and its number of ranks."""
     for option in (
@@ -298,6 +308,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=SIZE,...",
             help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
         ),
+        *_parallel_options(),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
         click.option(

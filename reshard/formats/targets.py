@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from reshard.dtypes import FLOAT32, DType
-from reshard.errors import IncompleteError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import hf_trainer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
@@ -17,12 +17,14 @@ from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.tensor_parallel import Plan
 
 StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
 FsdpVersion = Literal[1, 2]
 FSDP_VERSIONS = get_args(FsdpVersion)
+PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
 
@@ -32,6 +34,7 @@ class Request:
     """What was asked for, with nothing left open but what a target decides."""
 
     world_size: int
+    parallel: Sizes = ONE
     zero_stage: int = 2
     dtype: DType | None = None  # of the module's parameters; None: as trained
     weights_only: bool = False
@@ -48,7 +51,8 @@ class Request:
     @property
     def data_parallel(self) -> int:
         """How many ranks see different data."""
-        return self.world_size // (self.grid.size("tensor") if self.grid else 1)
+        tensor = self.grid.size("tensor") if self.grid else 1
+        return self.world_size // (tensor * self.parallel.model)
 
     @property
     def master(self) -> DType:
@@ -58,7 +62,9 @@ class Request:
     @property
     def form(self) -> str:
         """What the target's name leaves open, in words."""
-        return f"stage {self.zero_stage}" if self.deepspeed else self.state_dict_type
+        if not self.deepspeed:
+            return self.state_dict_type
+        return " ".join(filter(None, (f"stage {self.zero_stage}", str(self.parallel))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class Target:
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
+    if not asked.parallel.is_one:
+        raise UnsupportedError(
+            f"{asked.parallel}", "is not written as DeepSpeed's directory yet", "leave it out"
+        )
     if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
             state.manifest.origin.path,
@@ -327,7 +337,7 @@ TARGETS = {
             _deepspeed,
             _deepspeed_notes,
             tagged=True,
-            heeds=("zero_stage",),
+            heeds=("zero_stage", *PARALLEL),
         ),
         Target(
             "ds-universal",

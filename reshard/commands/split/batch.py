@@ -7,6 +7,7 @@ from typing import Any
 
 from reshard.formats.hf_trainer import BATCH
 from reshard.manifest import Manifest
+from reshard.model_parallel.sizes import of_mesh
 
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -23,7 +24,8 @@ def rebalanced(manifest: Manifest, world_size: int) -> tuple[Manifest, list[str]
     DeepSpeed keeps its configuration in the checkpoint (``ds_config``), HF Trainer no more than the
     batch of a rank (``trainer_state.json``); for others the rule is said.
     """
-    config, before = manifest.train.config, int(manifest.origin.mesh.get("world", 1))
+    config, mesh = manifest.train.config, manifest.origin.mesh
+    before = int(mesh.get("world", 1)) // of_mesh(mesh).model
     if before == world_size:
         return manifest, []
     if isinstance(config, dict) and isinstance(config.get(_MICRO), int):

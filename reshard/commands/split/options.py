@@ -19,6 +19,10 @@ class SplitOptions(OutputOptions):
     """What a split can be asked for."""
 
     world_size: int | None = None  # None: the source's
+    tp: int | None = None  # tensor, pipeline and expert parallel ranks; None: the source's
+    pp: int | None = None
+    ep: int | None = None
+    dp: int | None = None  # ranks that see different data; None: as world_size says
     to: str | None = None  # one of `targets.NAMES`; None: as the source
     zero_stage: int | None = None  # None: the source's, else 2
     state_dict_type: targets.StateDictType | None = None  # None: the source's, else sharded
@@ -43,6 +47,10 @@ class SplitOptions(OutputOptions):
         OutputOptions.__post_init__(self)
         if self.zero_stage is not None:
             one_of("zero_stage", self.zero_stage, range(4))
+        for name in targets.PARALLEL:
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise UsageError(f"--{name} {size}", "at least one rank is needed")
         one_of("state_dict_type", self.state_dict_type, (None, *targets.STATE_DICT_TYPES))
         one_of("fsdp_version", self.fsdp_version, targets.FSDP_VERSIONS)
         one_of("rng", self.rng, (None, *get_args(Policy)))
