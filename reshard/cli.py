@@ -128,6 +128,24 @@ def _rng_policies() -> Sequence[str]:
     return get_args(rng.Policy)
 
 
+def _megatron_forms() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.FORMS
+
+
+def _megatron_adams() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.ADAMS
+
+
+def _megatron_impls() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.IMPLS
+
+
 def _levels() -> Sequence[str]:
     from reshard.commands.resume_check import report
 
@@ -294,6 +312,47 @@ def _parallel_options() -> Iterator[Callable[..., Any]]:
         yield click.option(f"--{name}", type=click.IntRange(min=1), help=what)
 
 
+def _megatron_options() -> Iterator[Callable[..., Any]]:
+    yield click.option(
+        "--rules",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="YAML: how parameters are cut that no table knows, and what others call them.",
+    )
+    yield click.option(
+        "--vocab-size", type=click.IntRange(min=1), help="Rows that are words, not padding."
+    )
+    yield click.option(
+        "--make-vocab-size-divisible-by",
+        type=click.IntRange(min=1),
+        help="Times the tensor parallel size, as Megatron pads.  [default: as is, else 128]",
+    )
+    yield click.option(
+        "--transformer-impl",
+        type=_OneOf(_megatron_impls),
+        help="Whose layers Megatron will have.  [default: as is, else transformer_engine]",
+    )
+    yield click.option(
+        "--adam",
+        type=_OneOf(_megatron_adams),
+        help="Whose state Megatron will load.  [default: as is, else fused]",
+    )
+    yield click.option(
+        "--distributed-optimizer/--no-distributed-optimizer",
+        default=None,
+        help="Whether Megatron's will load it.  [default: as is]",
+    )
+    yield click.option(
+        "--ckpt-format",
+        type=_OneOf(_megatron_forms),
+        help="Megatron's.  [default: as is, else torch]",
+    )
+    yield click.option(
+        "--stage-layers", metavar="N,N,...", help="Of each pipeline stage.  [default: as many each]"
+    )
+    yield click.option("--vpp", type=click.IntRange(min=1), help="Model chunks of a pipeline rank.")
+
+
 def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a target is laid out, but for its name and its number of ranks."""
     for option in (
@@ -308,6 +367,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=SIZE,...",
             help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
         ),
+        *_megatron_options(),
         *_parallel_options(),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),

@@ -11,7 +11,7 @@ from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups
-from reshard.formats.megatron.target.groups import Adam, Groups
+from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.training import Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
@@ -21,6 +21,21 @@ from reshard.model_parallel.sizes import Sizes
 
 Form = Literal["torch", "torch_dist"]  # --ckpt-format
 FORMS = get_args(Form)
+Impl = Literal["local", "transformer_engine"]  # --transformer-impl
+IMPLS = get_args(Impl)
+
+__all__ = [
+    "ADAMS",
+    "FORMS",
+    "IMPLS",
+    "Adam",
+    "Choice",
+    "Described",
+    "Form",
+    "Impl",
+    "Wanted",
+    "choose",
+]
 
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
@@ -34,7 +49,7 @@ class Wanted:
         stage_layers: layers of each stage; None: as many in each.
         distributed: whether the distributed optimizer loads the state.
         adam: which Adam's state; None: the source's, else ``fused``.
-        dialect: ``te`` (Transformer Engine's layers) or ``local``.
+        impl: whose layers the model has: their names differ.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
         dtype: of the module; None: as trained.
     """
@@ -45,10 +60,28 @@ class Wanted:
     stage_layers: tuple[int, ...] | None = None
     distributed: bool = False
     adam: Adam | None = None
-    dialect: str = "te"
+    impl: Impl = "transformer_engine"
     divisible: int = 128
     dtype: DType | None = None
     weights_only: bool = False
+
+    @property
+    def dialect(self) -> str:
+        """The column of names in the tables."""
+        return "local" if self.impl == "local" else "te"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The model of a training state, as far as its files or the user say.
+
+    Args:
+        args: of the run, under Megatron's names.
+    """
+
+    table: Table
+    architecture: Architecture
+    args: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +118,8 @@ class Choice:
         return self.precision in (BFLOAT16, FLOAT16)
 
 
-def choose(
-    state: Training,
-    wanted: Wanted,
-    *,
-    table: Table,
-    architecture: Architecture,
-    args: Mapping[str, Any],
-) -> Choice:
+def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     """Decide everything.
-
-    Args:
-        args: of the run, Megatron's names; as far as known.
 
     Raises:
         IncompleteError: the source lacks what Megatron needs to go on.
@@ -105,6 +128,7 @@ def choose(
     """
     if not wanted.weights_only:
         refuse_without_optimizer(state)
+    table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     padded, notes = _padding(state, wanted, table, constants, architecture)
@@ -131,7 +155,7 @@ def choose(
     _check_slots(state, wanted)
     adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
     adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
-    adapted["transformer_impl"] = "local" if wanted.dialect == "local" else "transformer_engine"
+    adapted["transformer_impl"] = wanted.impl
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
