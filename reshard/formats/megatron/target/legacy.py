@@ -19,9 +19,10 @@ from reshard.formats.megatron import buffers
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
-from reshard.formats.megatron.target.ranks import Local
+from reshard.formats.megatron.target.ranks import Local, Rank, ranks
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.manifest import Entry, Skeleton
+from reshard.model_parallel.sizes import Sizes
 from reshard.unpickle import Call, Global
 
 CHECKPOINT_VERSION = 3.0
@@ -30,17 +31,12 @@ _STATEFUL = re.compile(r"linear_(?:qkv|proj|fc1|fc2)$|^output_layer$")
 
 def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
     """The files of every rank, below the iteration's directory."""
-    sizes = choice.wanted.sizes
-    for expert in range(sizes.expert):
-        for stage in range(sizes.pipeline):
-            for tensor in range(sizes.tensor):
-                rank = _Rank(choice, tensor, stage, expert)
-                place = f"{directory}/{_name(choice, tensor, stage, expert)}"
-                yield torch_writer.lay_out_object(f"{place}/model_optim_rng.pt", rank.root())
-                if choice.wanted.distributed and not choice.wanted.weights_only:
-                    yield torch_writer.lay_out_object(
-                        f"{place}/distrib_optim.pt", rank.distributed()
-                    )
+    for rank in ranks(choice.wanted.sizes):
+        held = _Rank(choice, rank)
+        place = f"{directory}/{_name(choice.wanted.sizes, rank)}"
+        yield torch_writer.lay_out_object(f"{place}/model_optim_rng.pt", held.root())
+        if choice.wanted.distributed and not choice.wanted.weights_only:
+            yield torch_writer.lay_out_object(f"{place}/distrib_optim.pt", held.distributed())
 
 
 def tracker(choice: Choice) -> Skeleton:
@@ -54,29 +50,28 @@ def directory(choice: Choice) -> str:
     return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
 
 
-def _name(choice: Choice, tensor: int, stage: int, expert: int) -> str:
-    sizes = choice.wanted.sizes
-    name = f"mp_rank_{tensor:02d}"
-    name += f"_{stage:03d}" if sizes.pipeline > 1 else ""
-    return name + (f"_{expert:03d}" if sizes.expert > 1 else "")
+def _name(sizes: Sizes, rank: Rank) -> str:
+    name = f"mp_rank_{rank.tensor:02d}"
+    name += f"_{rank.stage:03d}" if sizes.pipeline > 1 else ""
+    return name + (f"_{rank.expert:03d}" if sizes.expert > 1 else "")
 
 
 class _Rank:
     """What one model-parallel rank saves."""
 
-    def __init__(self, choice: Choice, tensor: int, stage: int, expert: int) -> None:
+    def __init__(self, choice: Choice, rank: Rank) -> None:
         self._choice = choice
+        self._rank = rank
         self._chunks = [
-            choice.places.of_chunk(choice.weights, tensor, stage, chunk, expert)
+            choice.places.of_chunk(choice.weights, rank, chunk)
             for chunk in range(choice.wanted.sizes.virtual)
         ]
-        self._rank = (tensor, stage, expert)
 
     def root(self) -> dict[str, Any]:
         """``model_optim_rng.pt``."""
         choice, train = self._choice, self._choice.state.manifest.train
-        tensor, stage, _ = self._rank
-        rank = stage * choice.wanted.data * choice.wanted.sizes.tensor + tensor
+        each = choice.wanted.data * choice.wanted.sizes.tensor
+        rank = self._rank.stage * each + self._rank.tensor
         arguments = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
             "args": Call(NAMESPACE, (), arguments),
@@ -181,8 +176,9 @@ class _Rank:
     def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
         """A buffer a model chunk and dtype."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
+        chosen = set(map(id, trained))
         for chunk in self._chunks:
-            mine = [local for local in chunk if local in trained]
+            mine = [local for local in chunk if id(local) in chosen]
             for dtype in dict.fromkeys(
                 self._choice.stored(local.known.weight)[1] for local in mine
             ):

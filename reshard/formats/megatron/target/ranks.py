@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 from reshard.box import Box, Index, intersect, whole
 from reshard.dtypes import DType
@@ -147,6 +147,34 @@ def known(
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """A model-parallel rank, by its number on each axis."""
+
+    tensor: int
+    stage: int
+    expert: int
+    expert_tensor: int
+
+
+def ranks(sizes: Sizes) -> list[Rank]:
+    """Those that write a file.
+
+    Dense layers lie over ranks as tensor, then data; experts as expert tensor, then expert (core
+    ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
+    """
+    each = sizes.expert_tensor or sizes.tensor
+    places = {
+        (r % sizes.tensor, r // each % sizes.expert): r % each
+        for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
+    }
+    return [
+        Rank(tensor, stage, expert, place)
+        for (tensor, expert), place in sorted(places.items())
+        for stage in range(sizes.pipeline)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class Places:
     """Who holds what.
 
@@ -162,12 +190,10 @@ class Places:
     tied: bool
     counts: Sequence[int] | None = None
 
-    def of_chunk(
-        self, weights: Sequence[Known], tensor: int, stage: int, chunk: int, expert: int
-    ) -> list[Local]:
+    def of_chunk(self, weights: Sequence[Known], rank: Rank, chunk: int) -> list[Local]:
         """The weights of one model chunk of one rank, in the module's order."""
         chunks = stages.chunks(self.sizes)
-        at = chunks.index((stage, chunk))
+        at = chunks.index((rank.stage, chunk))
         held = stages.layers(self.sizes, self.layers, self.counts)[at]
         is_first, is_last = at == 0, at == len(chunks) - 1
         moe = {known.layer for known in weights if known.expert is not None}
@@ -179,11 +205,11 @@ class Places:
                     is_last and name.startswith(_LAST)
                 )
             else:
-                here = known.layer in held and self._has_expert(known, expert)
+                here = known.layer in held and self._has_expert(known, rank.expert)
             if here:
-                found.append(self._local(known, held.start, tensor, expert, moe))
+                found.append(self._local(known, held.start, rank, moe))
             if name == _EMBEDDING and self.tied and is_last and not is_first:
-                copy = self._local(known, 0, tensor, expert, moe)
+                copy = self._local(known, 0, rank, moe)
                 found.append(replace(copy, name=HEAD, shared=True))
             if name == _EMBEDDING and self.tied and is_first and self.sizes.pipeline > 1 and here:
                 found[-1] = replace(found[-1], shared=True)
@@ -202,20 +228,21 @@ class Places:
             )
         return max(self.experts // self.sizes.expert, 1)
 
-    def _local(
-        self, known: Known, first_layer: int, tensor: int, expert: int, moe: set[int | None]
-    ) -> Local:
+    def _local(self, known: Known, first_layer: int, rank: Rank, moe: set[int | None]) -> Local:
         fields = dict(known.found.fields)
         if known.layer is not None:
             fields["i"] = known.layer - first_layer
         if known.expert is not None:
-            fields["e"] = known.expert - expert * self._experts_each
+            fields["e"] = known.expert - rank.expert * self._experts_each
         local = replace(known.found, fields=fields)
         dialect = self.dialect
         if known.layer in moe and ".pre_mlp_layernorm." in known.found.name:
             dialect = "local"  # no fused linear follows it in a layer of experts
         name = local.spelled(dialect, {})
-        shape, blocks = shards.blocks(name, known.shape, known.split, self.sizes.tensor, tensor)
+        size, place = self.sizes.tensor, rank.tensor
+        if known.expert is not None:
+            size, place = self.sizes.expert_tensor or size, rank.expert_tensor
+        shape, blocks = shards.blocks(name, known.shape, known.split, size, place)
         return Local(name, known, shape, blocks)
 
 
