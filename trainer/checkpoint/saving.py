@@ -13,7 +13,7 @@ from trainer.engines.base import Engine
 from trainer.errors import CheckpointError
 from trainer.model import configuration
 from trainer.ranks import Ranks
-from trainer.settings import ZERO, Settings
+from trainer.settings import Settings
 
 
 def save(
@@ -59,7 +59,7 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progre
         CheckpointError: it does not fit; the message says how.
     """
     found = directory.layout(checkpoint)
-    wanted = "DeepSpeed" if settings.strategy in ZERO else "FSDP"
+    wanted = settings.layout
     if found and found != wanted:
         raise CheckpointError(
             f"{checkpoint} has {found}'s layout, and {settings.strategy} resumes from {wanted}'s",
