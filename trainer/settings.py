@@ -151,7 +151,11 @@ class Settings:
     save_every: int = _field(0, "steps between checkpoints (0: only at the end)")
     keep: int = _field(0, "newest checkpoints to keep (0: all)")
     overwrite: bool = _field(False, "replace the checkpoints that are in the run directory")
-    state_dict_type: str = _field("sharded", "form of FSDP checkpoints", "full", "local", "sharded")
+    state_dict_type: str = _field(
+        "sharded",
+        "form of FSDP checkpoints; megatron: Megatron-LM's own directory",
+        *("full", "local", "sharded", "megatron"),
+    )
     sharded_files: str = _field(
         "dcp", "FSDP sharded: a DCP directory, or one pickled file a rank", "dcp", "rank"
     )
@@ -385,8 +389,24 @@ def _check_strategy(settings: Settings) -> None:
     offloads = (settings.offload_optimizer, settings.offload_param)
     if "nvme" in offloads and not settings.nvme_path:
         raise SettingsError("offload to nvme without a place", "give --nvme-path DIR")
+    if settings.state_dict_type == "megatron" and settings.layout == "FSDP":
+        _check_megatron(settings)
     if settings.sharded_files == "rank" and settings.state_dict_type != "sharded":
         raise SettingsError("sharded_files is a form of --state-dict-type sharded")
+
+
+def _check_megatron(settings: Settings) -> None:
+    if settings.strategy == "fsdp":
+        raise SettingsError(
+            "state_dict_type megatron needs parameters as they are, and FSDP 1 flattens them",
+            "use --strategy fsdp2, or another --state-dict-type",
+        )
+    if settings.freeze:
+        raise SettingsError(
+            "state_dict_type megatron with --freeze: Megatron-LM numbers its optimizer's state by "
+            "all parameters",
+            "use --state-dict-type sharded",
+        )
 
 
 def _check_files(settings: Settings) -> None:

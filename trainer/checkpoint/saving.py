@@ -60,7 +60,8 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progre
     """
     found = directory.layout(checkpoint)
     wanted = settings.layout
-    if found and found != wanted:
+    taken = {wanted, "Megatron-LM"} if settings.layout == "FSDP" else {wanted}
+    if found and found not in taken:
         raise CheckpointError(
             f"{checkpoint} has {found}'s layout, and {settings.strategy} resumes from {wanted}'s",
             f"reshard split {checkpoint} OUT --to {wanted.lower()} --world-size {settings.nproc}",

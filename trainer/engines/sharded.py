@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.checkpoint import fsdp as files
+from trainer.checkpoint import megatron, megatron_read
+from trainer.checkpoint.directory import layout
 from trainer.engines.base import ModelState
 from trainer.engines.first_weights import FirstWeights
 from trainer.engines.native import NativeEngine
 from trainer.engines.units import units
-from trainer.errors import SettingsError
+from trainer.errors import CheckpointError, SettingsError
 from trainer.optimizer import ParamGroup, hyperparameters, param_groups, trainable
 from trainer.ranks import Ranks
 from trainer.settings import Settings
@@ -48,7 +50,7 @@ class ShardedEngine(NativeEngine):
             self.units = units(weights.model, settings)
             self._check(weights.model)
             self.model = self._wrap(weights)
-        self._groups = self._own(param_groups(shapes, settings))
+        self.groups = self._own(param_groups(shapes, settings))
         self.optimizer = self._optimizer()
         self._gradient_bytes = 0
 
@@ -132,22 +134,37 @@ class ShardedEngine(NativeEngine):
         self.optimizer.zero_grad()
 
     def save(self, directory: Path, progress: dict[str, Any]) -> None:
-        """See Engine: Accelerate's files, which hold no progress."""
-        del progress
+        """See Engine: Accelerate's files, which hold no progress, or Megatron-LM's."""
         settings = self.settings
+        if settings.state_dict_type == "megatron":
+            with quiet():
+                megatron.write(directory, self, progress)
+            return
         sharded = settings.state_dict_type == "sharded"
         form = settings.sharded_files if sharded else settings.state_dict_type
         with quiet():
             files.save(directory, form, self.model, self.optimizer, self.ranks)
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """See Engine: any form of Accelerate's files, whatever this run writes."""
+        """See Engine: any form of Accelerate's files or Megatron-LM's, whatever this run writes."""
+        if layout(directory) == "Megatron-LM":
+            return self._load_megatron(directory)
         with quiet():
             files.load(directory, self.model, self.optimizer, self.ranks)
         # torch takes these from the checkpoint; what the settings say holds.
-        for group, own in zip(self.optimizer.param_groups, self._groups, strict=True):
+        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(hyperparameters(self.settings, own.weight_decay, group["lr"]))
         return None
+
+    def _load_megatron(self, directory: Path) -> dict[str, Any]:
+        if self.settings.strategy == "fsdp":
+            raise CheckpointError(
+                f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill",
+                f"resume with --strategy fsdp2, or: reshard split {directory} OUT --to fsdp",
+            )
+        with torch.no_grad(), self.ranks.together("read the checkpoint"):
+            return megatron_read.read(directory, self)
+        raise AssertionError  # ``together`` has raised
 
     def model_state(self) -> ModelState:
         """See Engine. Between steps there are no gradients: those of the last step count."""
@@ -165,7 +182,7 @@ class ShardedEngine(NativeEngine):
         optimizer = torch.optim.AdamW(
             [
                 {"params": params, **hyperparameters(settings, group.weight_decay, settings.lr)}
-                for group, params in zip(self._groups, self._params(self._groups), strict=True)
+                for group, params in zip(self.groups, self._params(self.groups), strict=True)
             ]
         )
         # The moments exist from the start: a checkpoint can be read into them, and one that is

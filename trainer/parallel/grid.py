@@ -42,6 +42,14 @@ class Grid:
         """The rank's place on the data axis: ranks with the same place train the same samples."""
         return rank // self.cut % self.dp
 
+    def stage_of(self, rank: int) -> int:
+        """The rank's pipeline stage."""
+        return rank // (self.cut * self.dp)
+
+    def cut_of(self, rank: int) -> tuple[int, int]:
+        """The rank's place on the tensor and on the expert axis."""
+        return rank % self.tp, rank // self.tp % self.ep
+
     @property
     def readers(self) -> list[int]:
         """One rank for each place on the data axis, in its order."""
