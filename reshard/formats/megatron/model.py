@@ -59,7 +59,7 @@ def of_rank(rank: Rank, whole: Mapping[str, Entry], args: Arguments, table: Tabl
         held = [fqn for fqn in whole if _is_held(fqn, rank, args, layers, begins, ends)]
         if ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
             held.append(names.OUTPUT)
-        ordered = sorted(held, key=_module_place)
+        ordered = sorted(held, key=module_place)
         shapes = {fqn: _local(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _stored(fqn, whole).dtype.name for fqn in ordered}
         found += [
@@ -95,7 +95,7 @@ def _local(
     return shape
 
 
-def _module_place(fqn: str) -> tuple[int, ...]:
+def module_place(fqn: str) -> tuple[int, ...]:
     """Where a parameter stands among its chunk's."""
     layer = names.layer_of(fqn)
     bias = int("bias" in fqn.rpartition(".")[2])
