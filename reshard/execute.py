@@ -33,7 +33,7 @@ _SPARSE = 4  # a read may fetch this many times the bytes that are used
 Progress = Callable[[int], None]
 
 
-def _unseen(_nbytes: int) -> None:
+def unseen(_nbytes: int) -> None:
     """Progress that nobody watches."""
 
 
@@ -66,7 +66,7 @@ def execute(
     workers: int,
     read_bytes: int = READ_BYTES,
     clamp: bool = False,
-    progress: Progress = _unseen,
+    progress: Progress = unseen,
 ) -> Outcome:
     """Create the skeleton's files in ``directory`` and fill them.
 
@@ -98,7 +98,7 @@ def execute(
 
 
 def read_back(
-    outcome: Outcome, directory: Path, *, workers: int, progress: Progress = _unseen
+    outcome: Outcome, directory: Path, *, workers: int, progress: Progress = unseen
 ) -> None:
     """Read every window from the finished files and compare its checksum.
 

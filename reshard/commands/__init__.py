@@ -1,1 +1,1 @@
-"""One module a command: what the command line and the Python API call."""
+"""One module or folder a command: what the command line and the Python API call."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from reshard import units
+
 LISTED = 8  # of many; all of them with --json
 
 
@@ -18,3 +20,10 @@ def listed(label: str, items: Sequence[str]) -> Iterator[str]:
         yield row(label, item)
     if len(items) > LISTED:
         yield row(label, f"... {len(items) - LISTED} more (all of them with --json)")
+
+
+def written(nbytes: int, seconds: float, *, verified: bool) -> str:
+    """How long it took to write, and whether that was read back."""
+    rate = units.show_bytes(nbytes / max(seconds, 1e-9))
+    checked = "every byte read back" if verified else "not verified (--no-verify)"
+    return row("time", f"{seconds:.2f} s, {rate}/s; {checked}")

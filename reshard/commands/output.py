@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from reshard import commit, execute
+from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
-from reshard.commands.reading import Meter, ReadOptions, one_of, trusted
+from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan import Plan
+
+if TYPE_CHECKING:
+    from reshard.html.page import Page
 
 OnOverflow = Literal["error", "clamp", "allow"]
 Check = Callable[[Path], None]
@@ -105,8 +108,7 @@ def write(
     workers, window_bytes = options.budget()
     total = sum(file.nbytes for file in skeleton.files) * (2 if options.verify else 1)
     place = commit.staged(destination, is_directory=is_directory, overwrite=options.overwrite)
-    show = meter or (lambda _total: nullcontext(_unseen))
-    with place as staging, show(total) as progress:
+    with place as staging, metered(meter, total) as progress:
         outcome = execute.execute(
             plan,
             skeleton,
@@ -128,8 +130,15 @@ def write(
     return outcome
 
 
-def _unseen(_nbytes: int) -> None:
-    """Progress for nobody."""
+def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
+    """The page of a report: what came in, what went out.
+
+    Args:
+        document: ``to_json()`` of the report.
+    """
+    from reshard.html import pages
+
+    return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)
 
 
 def _refuse_overflow(outcome: execute.Outcome, skeleton: Skeleton) -> None:

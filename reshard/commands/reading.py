@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard import formats, units
+from reshard import execute, formats, units
 from reshard.errors import ResourceError, UnsafeError, UsageError
 from reshard.manifest import Manifest
 from reshard.plan import WINDOW_BYTES
 
-Meter = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+Meter = Callable[[int], AbstractContextManager[execute.Progress]]
 
 _MIN_WINDOW = 64 << 10
 
@@ -58,6 +58,11 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def metered(meter: Meter | None, nbytes: int) -> AbstractContextManager[execute.Progress]:
+    """A progress display for a number of bytes; for nobody where there is no meter."""
+    return meter(nbytes) if meter else nullcontext(execute.unseen)
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from reshard.commands.companions import config_beside
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, ReadOptions
+from reshard.commands.reading import Meter, ReadOptions, metered
 from reshard.errors import CorruptError, UsageError
 from reshard.formats import huggingface
 from reshard.manifest import Manifest
@@ -242,8 +241,7 @@ def _deep(
             digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *dtypes)))
     planned = deep.tasks(manifest, config=config, told=told, digests=digests)
     workers, window_bytes = options.budget()
-    show = meter or (lambda _total: nullcontext(lambda _nbytes: None))
-    with show(sum(task.nbytes for task in planned)) as progress:
+    with metered(meter, sum(task.nbytes for task in planned)) as progress:
         seen = scan.scan(
             planned,
             manifest.files,

@@ -13,13 +13,21 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats import deepspeed, huggingface, pytorch, run, safetensors, torch_file
+from reshard.formats import (
+    deepspeed,
+    huggingface,
+    megatron,
+    pytorch,
+    run,
+    safetensors,
+    torch_file,
+)
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, pytorch.NAME)
+NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, pytorch.NAME)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -100,13 +108,18 @@ def as_paths(paths: Paths) -> list[Path]:
 def _is(name: str, place: Place) -> bool:
     if name == pytorch.NAME:
         return pytorch.detect(place) or pytorch.detect_loosely(place)
-    return {deepspeed.NAME: deepspeed.detect, huggingface.NAME: huggingface.detect}[name](place)
+    return {
+        deepspeed.NAME: deepspeed.detect,
+        huggingface.NAME: huggingface.detect,
+        megatron.NAME: megatron.detect,
+    }[name](place)
 
 
 def _detected(place: Place) -> str | None:
     """The format of what lies directly at a place; the more particular one first."""
     for name, detect in (
         (deepspeed.NAME, deepspeed.detect),
+        (megatron.NAME, megatron.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
         (pytorch.NAME, pytorch.detect_loosely),
@@ -125,6 +138,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
     if name == huggingface.NAME:
         return huggingface.read(place)
+    if name == megatron.NAME:
+        return megatron.read(place)
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import keys, units
-from reshard.commands.lines import LISTED, listed
+from reshard.commands.lines import LISTED, listed, written
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan import Plan
 from reshard.weights import Weights
@@ -71,9 +71,7 @@ class MergeReport:
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
         if self.done:
-            rate = self.bytes_written / max(self.seconds, 1e-9)
-            checked = "every byte read back" if self.verified else "not verified (--no-verify)"
-            yield f"time        {self.seconds:.2f} s, {units.show_bytes(rate)}/s; {checked}"
+            yield written(self.bytes_written, self.seconds, verified=self.verified)
 
     def _sources(self) -> str:
         parts = []
@@ -117,7 +115,6 @@ def describe(
     dtypes: dict[str, int] = {}
     for _, dtype in chosen.tensors:
         dtypes[dtype.name] = dtypes.get(dtype.name, 0) + 1
-    written = sum(file.nbytes for file in skeleton.files)
     optimizer = sum(1 for kind, _ in manifest.entries if kind not in WEIGHT_KINDS)
     return MergeReport(
         source=manifest.origin.path,
@@ -139,5 +136,5 @@ def describe(
         optimizer_tensors_left=optimizer,
         warnings=[*manifest.warnings, *chosen.notes],
         bytes_read=plan.copied_bytes,
-        bytes_written=written,
+        bytes_written=sum(file.nbytes for file in skeleton.files),
     )

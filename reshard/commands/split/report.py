@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import units
+from reshard.commands.lines import listed, written
 from reshard.formats.targets import Request, Target
 from reshard.formats.training import Training
 from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
 from reshard.plan import Plan
 
 SCHEMA = 1
-_LISTED = 8
 _OF_FORMS = ("deepspeed", "fsdp", "hf-trainer")
 
 
@@ -66,14 +66,9 @@ class SplitReport:
             ("infinite", [f"{name}: {count} values" for name, count in self.overflowed.items()]),
             ("warning", self.warnings),
         ):
-            for item in items[:_LISTED]:
-                yield f"{label:<12}{item}"
-            if len(items) > _LISTED:
-                yield f"{label:<12}... {len(items) - _LISTED} more (all of them with --json)"
+            yield from listed(label, items)
         if self.done:
-            rate = units.show_bytes(self.bytes_written / max(self.seconds, 1e-9))
-            checked = "every byte read back" if self.verified else "not verified (--no-verify)"
-            yield f"time        {self.seconds:.2f} s, {rate}/s; {checked}"
+            yield written(self.bytes_written, self.seconds, verified=self.verified)
 
 
 def _form(target: Target, request: Request) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.commands.split_options import SplitOptions
-from reshard.commands.split_report import SplitReport
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.report import SplitReport
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import rng
 from reshard.formats.rng import RankRng

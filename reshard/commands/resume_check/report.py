@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from reshard.commands.diff import DiffReport
 from reshard.commands.lines import LISTED, listed, row
-from reshard.commands.split_report import SplitReport
+from reshard.commands.split.report import SplitReport
 from reshard.proof.trajectory import Distance, Number, Point, Series, Trajectory
 
 SCHEMA = 1

@@ -5,20 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from reshard import commit, formats, keys, weights
-from reshard.commands import split_rng
-from reshard.commands.batch import rebalanced
 from reshard.commands.companions import with_companions
-from reshard.commands.inspect import Inspection
-from reshard.commands.output import check_places, opened, write
+from reshard.commands.output import check_places, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split_options import SplitOptions
-from reshard.commands.split_report import SplitReport, describe
-from reshard.commands.split_request import requested
-from reshard.commands.split_state import is_weights, made_state, stored, told
+from reshard.commands.split import rng
+from reshard.commands.split.batch import rebalanced
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.report import SplitReport, describe
+from reshard.commands.split.request import requested
+from reshard.commands.split.state import is_weights, made_state, stored, told
 from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
@@ -26,9 +24,6 @@ from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import Manifest, Skeleton
 from reshard.plan import plan
-
-if TYPE_CHECKING:
-    from reshard.html.page import Page
 
 
 def split(
@@ -62,7 +57,7 @@ def split(
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
-    states = split_rng.chosen(manifest, request, target, options)
+    states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=states.states)
     skeleton = _with_companions(target.lay_out(state, request), state, target)
@@ -74,7 +69,7 @@ def split(
     report.derived += [*made, *batch_notes]
     states.tell(report)
     if options.dry_run:
-        write_page(options, lambda: _page(report, manifest, skeleton))
+        write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
@@ -91,14 +86,8 @@ def split(
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report, manifest, skeleton))
+    write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
     return report
-
-
-def _page(report: SplitReport, manifest: Manifest, skeleton: Skeleton) -> Page:
-    from reshard.html import pages
-
-    return pages.written(report.to_json(), Inspection(manifest).to_json(), manifest, skeleton)
 
 
 def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:

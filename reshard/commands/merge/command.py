@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 from reshard import commit, formats, keys, weights
-from reshard.commands.inspect import Inspection
-from reshard.commands.merge_report import MergeReport, describe
+from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import (
     OutputOptions,
     check_skeleton,
     opened,
+    page_of,
     write,
 )
 from reshard.commands.page import check_page, write_page
@@ -23,11 +23,9 @@ from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, torch_writer
+from reshard.formats.place import directory
 from reshard.manifest import Entry, Manifest, Skeleton, keyed
 from reshard.plan import Plan, plan
-
-if TYPE_CHECKING:
-    from reshard.html.page import Page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +79,7 @@ def merge(
     report.peak_buffer_bytes = options.budget()[0] * 2 * job.plan.window_bytes
     report.changes = job.changes
     if options.dry_run:
-        write_page(options, lambda: _page(report, manifest, job.skeleton))
+        write_page(options, lambda: page_of(report.to_json(), manifest, job.skeleton))
         return report
     commit.check_space(destination, report.bytes_written)
     outcome = write(
@@ -99,14 +97,8 @@ def merge(
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report, manifest, job.skeleton))
+    write_page(options, lambda: page_of(report.to_json(), manifest, job.skeleton))
     return report
-
-
-def _page(report: MergeReport, manifest: Manifest, skeleton: Skeleton) -> Page:
-    from reshard.html import pages
-
-    return pages.written(report.to_json(), Inspection(manifest).to_json(), manifest, skeleton)
 
 
 @dataclass(slots=True)
@@ -155,8 +147,7 @@ def _prepare(
 
 def _near(source: Path, manifest: Manifest) -> list[Path]:
     """Where a model's config may lie: the checkpoint's directory and the run's."""
-    place = Path(manifest.origin.path)
-    place = place if place.is_dir() else place.parent
+    place = directory(manifest.origin.path)
     near = [place, place.resolve().parent]
     return [source, *near] if source.is_dir() and source != place else near
 

@@ -23,12 +23,12 @@ from reshard.commands import programs
 from reshard.commands.diff import DiffOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
-from reshard.commands.resume_program import KNOWN, LATEST, loadable, log_in, program_of
-from reshard.commands.resume_report import LEVELS, Control, Level, Outcome, ResumeReport, Run
-from reshard.commands.split import split
-from reshard.commands.split_options import SplitOptions
-from reshard.commands.split_report import SplitReport
-from reshard.commands.split_request import of_target
+from reshard.commands.resume_check.program import KNOWN, LATEST, loadable, log_in, program_of
+from reshard.commands.resume_check.report import LEVELS, Control, Level, Outcome, ResumeReport, Run
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.report import SplitReport
+from reshard.commands.split.request import of_target
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.formats import targets
 from reshard.manifest import Manifest

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.commands import programs
-from reshard.commands.split_report import SplitReport
+from reshard.commands.split.report import SplitReport
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
 

@@ -1,0 +1,1 @@
+"""``merge``: the full weights."""

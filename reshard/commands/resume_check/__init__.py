@@ -1,0 +1,1 @@
+"""``resume-check``: whether training goes on the same from what ``split`` writes."""

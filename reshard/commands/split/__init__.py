@@ -1,0 +1,1 @@
+"""``split`` and ``convert``: the training state for other ranks or in another layout."""

@@ -1,0 +1,14 @@
+"""Model parallelism: how a model is cut over tensor, pipeline and expert ranks, and its names.
+
+    moves         blocks of one tensor that are blocks of another: the only geometry
+    shards        the part of a parameter that a tensor-parallel rank holds
+    architecture  the few numbers of a model that a rule needs
+    patterns      names with fields, as tables write them
+    rules         tables: a line a parameter, how it is cut and what Hugging Face calls it
+    names         a manifest under the other side's names, fused and split as those want it
+    sizes         over how many ranks, each way
+    stages        which layers each pipeline stage has
+    combine       the manifests of many model-parallel ranks made one
+
+Every function edits manifests; no byte moves.
+"""

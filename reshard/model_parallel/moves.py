@@ -1,0 +1,101 @@
+"""Blocks of one tensor that are blocks of another: fusing, cutting and permuting are no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from reshard.box import Box, Index
+from reshard.manifest import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A block of the source that is a block of the target.
+
+    Args:
+        source: in the source tensor; its rows (dim 0) lie ``step`` apart.
+        target: the first element in the target tensor, where the rows are neighbours.
+    """
+
+    source: Box
+    target: Index
+    step: int = 1
+
+
+def moved(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chunk]:
+    """The stored blocks of the source, as blocks of the target; what no move takes is left out."""
+    for chunk in chunks:
+        for move in moves:
+            taken = _taken(chunk, move)
+            if taken is not None:
+                yield taken
+
+
+def _taken(chunk: Chunk, move: Move) -> Chunk | None:
+    """The part of a chunk that a move takes."""
+    origin, shape = list(move.target), []
+    offset, strides = chunk.byte_offset, list(chunk.byte_strides)
+    box = chunk.box
+    for dim, (start, extent) in enumerate(zip(box.origin, box.shape, strict=True)):
+        step = move.step if dim == 0 else 1
+        first = move.source.origin[dim]
+        low = max(0, -(-(start - first) // step))
+        high = min(move.source.shape[dim], (start + extent - 1 - first) // step + 1)
+        if high <= low:
+            return None
+        origin[dim] += low
+        shape.append(high - low)
+        offset += (first + low * step - start) * strides[dim]
+        strides[dim] *= step
+    return replace(
+        chunk,
+        box=Box(tuple(origin), tuple(shape)),
+        byte_offset=offset,
+        byte_strides=tuple(strides),
+    )
+
+
+def transposed(chunk: Chunk) -> Chunk:
+    """The same stored block as one of the transposed matrix."""
+    (a, b), (m, n), (s, t) = chunk.box.origin, chunk.box.shape, chunk.byte_strides
+    return replace(chunk, box=Box((b, a), (n, m)), byte_strides=(t, s))
+
+
+def row_moves(
+    shape: Index, runs: Iterable[tuple[int, int, int]], step: int = 1
+) -> tuple[Move, ...]:
+    """Moves of whole rows: ``(source row, target row, count)`` each.
+
+    Args:
+        shape: of the source; one dim at least.
+    """
+    tail = tuple(shape[1:])
+    zeros = (0,) * len(tail)
+    return tuple(
+        Move(Box((source, *zeros), (count, *tail)), (target, *zeros), step)
+        for source, target, count in runs
+    )
+
+
+def layer(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
+    """The blocks of one slice along dim 0, as blocks of a tensor without that dim."""
+    for chunk in chunks:
+        at = index - chunk.box.origin[0]
+        if 0 <= at < chunk.box.shape[0]:
+            yield replace(
+                chunk,
+                box=Box(chunk.box.origin[1:], chunk.box.shape[1:]),
+                byte_offset=chunk.byte_offset + at * chunk.byte_strides[0],
+                byte_strides=chunk.byte_strides[1:],
+            )
+
+
+def stacked(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
+    """The other way: the blocks of a tensor, as those of one slice of a stack of such tensors."""
+    for chunk in chunks:
+        yield replace(
+            chunk,
+            box=Box((index, *chunk.box.origin), (1, *chunk.box.shape)),
+            byte_strides=(0, *chunk.byte_strides),
+        )

@@ -1,0 +1,203 @@
+"""Tables of parameters: how each is cut, what others call it. Data in ``tables/``, or a user's.
+
+A table is YAML. ``parameters`` maps a name (see `patterns`) to its ``cut`` and, by dialect, to its
+other names; ``hf`` maps such a name to what Hugging Face calls it and to the form in which it is
+kept there (see `spellings`). ``base`` names a table that it adds to. A user's file adds to a table
+too; in both cases the lines added count before the others.
+
+``prefix`` is a first component of Hugging Face's names that files may lack (its base model's, saved
+by itself), and ``computed`` are the names, of either side, that whoever loads a model computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.model_parallel.patterns import Pattern
+from reshard.model_parallel.shards import REPLICATED, Split
+
+_CUTS: Mapping[str, Split] = {
+    "vocab": Split(0, padded=True),
+    "column": Split(0),
+    "row": Split(1),
+    "gated": Split(0, (1, 1)),
+    "replicated": REPLICATED,
+}
+_MAYBE_GATED = "maybe_gated"
+TABLES = Path(__file__).parent / "tables"
+_FORM = "write  NAME: {cut: vocab|column|row|gated|replicated}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of ``parameters``: a name, its cut, and its other names by dialect."""
+
+    name: Pattern
+    cut: str
+    others: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
+
+    def words(self, dialect: str) -> tuple[Pattern, ...]:
+        """What a dialect may call it; its own name where the dialect has no other."""
+        return self.others.get(dialect, (self.name,))
+
+    def split(self, *, gated: bool) -> Split:
+        """How tensor-parallel ranks share it, in a model with or without gated linear units."""
+        if self.cut == _MAYBE_GATED:
+            return _CUTS["gated" if gated else "column"]
+        return _CUTS[self.cut]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A parameter that a table knows: its rule, and the values of the name's fields."""
+
+    rule: Rule
+    fields: Mapping[str, str | int]
+
+    @property
+    def name(self) -> str:
+        """What the table itself calls it."""
+        return self.rule.name.fill(self.fields)
+
+    def spelled(self, dialect: str | None, constants: Mapping[str, int]) -> str:
+        """What a dialect calls it; its own name where the dialect has no other."""
+        return self.rule.words(dialect or "")[0].fill({**constants, **self.fields})
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rules of one file, or of several that stand before one another."""
+
+    source: str
+    rules: tuple[Rule, ...]
+    hf: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    computed: tuple[Pattern, ...] = ()
+
+    def before(self, other: Table) -> Table:
+        """Both tables in one, this one's lines first."""
+        return Table(
+            f"{self.source} and {other.source}",
+            self.rules + other.rules,
+            {**self.hf, **{name: line for name, line in other.hf.items() if name not in self.hf}},
+            self.prefix or other.prefix,
+            self.computed + other.computed,
+        )
+
+    def find(
+        self, name: str, constants: Mapping[str, int], dialect: str | None = None
+    ) -> Found | None:
+        """The rule of a name, in the table's own words or a dialect's.
+
+        Args:
+            dialect: whose words; None: the table's, then any.
+        """
+        for rule in self.rules:
+            own = (rule.name, *chain.from_iterable(rule.others.values()))
+            patterns = own if dialect is None else rule.words(dialect)
+            for pattern in patterns:
+                fields = pattern.match(name, constants)
+                if fields is not None:
+                    return Found(rule, fields)
+        return None
+
+    def need(self, name: str, constants: Mapping[str, int], dialect: str | None = None) -> Found:
+        """The same, where there must be one.
+
+        Raises:
+            UsageError: no rule names it.
+        """
+        found = self.find(name, constants, dialect)
+        if found is None:
+            raise UsageError(
+                f"{name!r}",
+                f"is named by no rule of {self.source}{self._nearest(name)}",
+                f"say in a file how it is cut, with --rules FILE: {_FORM}",
+            )
+        return found
+
+    def _nearest(self, name: str) -> str:
+        known = [
+            pattern.text
+            for rule in self.rules
+            for pattern in (rule.name, *chain.from_iterable(rule.others.values()))
+        ]
+        near = get_close_matches(name, known, n=3, cutoff=0.4)
+        return f"; the nearest are {', '.join(near)}" if near else ""
+
+
+@cache
+def builtin(name: str) -> Table:
+    """A table that comes with reshard, with those that it adds to."""
+    source = f"the table {name!r}"
+    root = builtin_document(name)
+    own = _parsed(root, source)
+    return own.before(builtin(root["base"])) if "base" in root else own
+
+
+@cache
+def builtin_document(name: str) -> Mapping[str, Any]:
+    """The same as the file has it."""
+    return document((TABLES / f"{name}.yaml").read_text(), f"the table {name!r}")
+
+
+def with_users(table: Table, path: Path | None) -> Table:
+    """A table with a user's lines before its own.
+
+    Raises:
+        UsageError: the file is none.
+    """
+    if path is None:
+        return table
+    own = _parsed(document(path.read_text(errors="replace"), str(path)), str(path))
+    return own.before(table)
+
+
+def document(text: str, source: str) -> Mapping[str, Any]:
+    """The sections of a table's file.
+
+    Raises:
+        UsageError: it is no YAML, or has none.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        root = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UsageError(source, f"is no YAML: {str(error).splitlines()[0]}", _FORM) from error
+    if not isinstance(root, dict):
+        raise UsageError(source, "has no 'parameters' and no 'hf'", _FORM)
+    return root
+
+
+def _parsed(root: Mapping[str, Any], source: str) -> Table:
+    lines, hf = root.get("parameters", {}), root.get("hf", {})
+    if not isinstance(lines, dict) or not isinstance(hf, dict) or not (lines or hf):
+        raise UsageError(source, "has no 'parameters' and no 'hf'", _FORM)
+    return Table(
+        source,
+        tuple(_rule(str(n), line, source) for n, line in lines.items()),
+        hf,
+        str(root.get("prefix", "")),
+        _patterns(root.get("computed", [])),
+    )
+
+
+def _rule(name: str, line: Any, source: str) -> Rule:
+    line = line if isinstance(line, dict) else {"cut": line}
+    cut = line.get("cut")
+    if cut not in (*_CUTS, _MAYBE_GATED):
+        raise UsageError(source, f"{name!r} has the cut {cut!r}", _FORM)
+    others = {key: _patterns(value) for key, value in line.items() if key != "cut"}
+    return Rule(Pattern(name), cut, others)
+
+
+def _patterns(value: Any) -> tuple[Pattern, ...]:
+    return tuple(Pattern(str(each)) for each in (value if isinstance(value, list) else [value]))

@@ -1,0 +1,120 @@
+"""The part of a parameter that one tensor-parallel rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from reshard.box import Box, Index, whole
+from reshard.errors import CorruptError, UsageError
+from reshard.manifest import Chunk, Entry
+from reshard.model_parallel.moves import Move, moved
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a parameter is cut over tensor-parallel ranks.
+
+    Args:
+        dim: the dim that is cut; None: every rank holds the whole.
+        parts: the tensors that are fused along it, in their relative extents; each is cut by
+            itself, so that a rank holds a piece of every one (gate and up: ``(1, 1)``).
+        padded: dim 0 is a vocabulary, whose last rows may be padding.
+    """
+
+    dim: int | None = None
+    parts: tuple[int, ...] = (1,)
+    padded: bool = False
+
+
+REPLICATED = Split()
+
+
+def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
+    """The whole tensor of the pieces of every rank, in rank order.
+
+    Replicas are kept, each as a chunk, so that they can be compared.
+
+    Raises:
+        CorruptError: the pieces do not fit together.
+    """
+    first = pieces[0]
+    for piece in pieces[1:]:
+        alike = split.dim is None or len(piece.shape) == len(first.shape) > split.dim
+        rest = _without(piece.shape, split.dim) == _without(first.shape, split.dim)
+        if not (alike and rest) or piece.dtype != first.dtype:
+            raise CorruptError(
+                piece.chunks[0].file if piece.chunks else piece.fqn,
+                f"{piece.fqn!r} ({piece.kind}) is {piece.dtype.name} {piece.shape} there, and"
+                f" {first.dtype.name} {first.shape} on the first tensor-parallel rank",
+                "the files are of different runs, or a rule says the wrong cut: see --rules",
+            )
+    if split.dim is None or len(pieces) == 1:
+        return replace(first, chunks=tuple(chunk for piece in pieces for chunk in piece.chunks))
+    extents = [piece.shape[split.dim] for piece in pieces]
+    shape = _with(first.shape, split.dim, sum(extents))
+    chunks: list[Chunk] = []
+    for rank, piece in enumerate(pieces):
+        chunks += moved(
+            piece.chunks,
+            [
+                Move(local, block.origin)
+                for block, local in _blocks(first.fqn, shape, split, extents, rank)
+            ],
+        )
+    return replace(first, shape=shape, chunks=tuple(chunks))
+
+
+def blocks(
+    fqn: str, shape: Index, split: Split, ranks: int, rank: int
+) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
+    """What one of ``ranks`` holds of a tensor: its shape, and (block of the whole, block of it).
+
+    Raises:
+        UsageError: the tensor does not divide evenly, which the frameworks require.
+    """
+    if split.dim is None:
+        return tuple(shape), ((whole(shape), whole(shape)),)
+    extent = shape[split.dim]
+    if extent % (ranks * sum(split.parts)):
+        raise UsageError(
+            f"tensor parallel size {ranks}",
+            f"does not divide dim {split.dim} of {fqn!r}, which is {extent}"
+            + (f" of {len(split.parts)} parts" if len(split.parts) > 1 else ""),
+        )
+    local = _with(shape, split.dim, extent // ranks)
+    return local, tuple(_blocks(fqn, tuple(shape), split, [extent // ranks] * ranks, rank))
+
+
+def _blocks(
+    fqn: str, shape: Index, split: Split, extents: Sequence[int], rank: int
+) -> list[tuple[Box, Box]]:
+    """(block of the whole, block of the rank's piece), one a fused part."""
+    total, dim = sum(split.parts), split.dim or 0
+    if any(extent % total for extent in extents):
+        raise CorruptError(
+            fqn, f"extents {list(extents)} of the ranks' pieces are not those of {total} parts"
+        )
+    units = [extent // total for extent in extents]
+    found = []
+    starts = [0, *accumulate(split.parts)]
+    for start, weight in zip(starts, split.parts, strict=False):
+        extent = weight * units[rank]
+        piece = _with(shape, dim, extent)
+        at = start * sum(units) + weight * sum(units[:rank])
+        found.append(
+            (
+                Box(_with((0,) * len(shape), dim, at), piece),
+                Box(_with((0,) * len(shape), dim, start * units[rank]), piece),
+            )
+        )
+    return found
+
+
+def _with(shape: Index, dim: int, extent: int) -> Index:
+    return (*shape[:dim], extent, *shape[dim + 1 :])
+
+
+def _without(shape: Index, dim: int | None) -> Index:
+    return tuple(shape) if dim is None else (*shape[:dim], *shape[dim + 1 :])

@@ -1,0 +1,149 @@
+"""The geometry and the tables of model parallelism, judged by torch on real bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.box import Box, row_major, whole
+from reshard.dtypes import FLOAT32
+from reshard.errors import CorruptError, UsageError
+from reshard.manifest import Chunk, Entry
+from reshard.model_parallel import moves
+from reshard.model_parallel.moves import Move
+from reshard.model_parallel.patterns import Pattern
+from reshard.model_parallel.rules import builtin, with_users
+from reshard.model_parallel.shards import Split, blocks, gathered
+
+
+def stored(tensor, file="f", name="w"):
+    """An entry of a contiguous tensor whose file holds it at byte 0."""
+    strides = row_major(tensor.shape, 4)
+    chunk = Chunk(whole(tensor.shape), file, 0, strides, FLOAT32)
+    return Entry(name, "param", FLOAT32, tuple(tensor.shape), (chunk,))
+
+
+def built(entry, files):
+    """The tensor that an entry's chunks make, read with torch's own strides."""
+    out = torch.full(entry.shape, float("nan"))
+    for chunk in entry.chunks:
+        strides = [s // 4 for s in chunk.byte_strides]
+        block = torch.as_strided(
+            files[chunk.file], chunk.box.shape, strides, chunk.byte_offset // 4
+        )
+        where = tuple(
+            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
+        )
+        out[where] = block
+    return out
+
+
+@given(
+    ranks=st.integers(1, 5),
+    parts=st.sampled_from([(1,), (1, 1), (2, 1, 1), (3, 1)]),
+    dim=st.integers(0, 2),
+    unit=st.integers(1, 3),
+)
+def test_what_ranks_hold_is_gathered_again(ranks, parts, dim, unit):
+    shape = [2, 3, 4]
+    shape[dim] = ranks * unit * sum(parts)
+    full = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    split = Split(dim, parts)
+    # torch's own way: cut each fused part by itself, give every rank its pieces
+    cut = [p.chunk(ranks, dim) for p in full.split([w * unit * ranks for w in parts], dim)]
+    held = [torch.cat([p[rank] for p in cut], dim).contiguous() for rank in range(ranks)]
+
+    entry = gathered([stored(t, str(rank)) for rank, t in enumerate(held)], split)
+    files = {str(rank): t.flatten() for rank, t in enumerate(held)}
+    assert torch.equal(built(entry, files), full)
+
+    for rank, wanted in enumerate(held):
+        local, pairs = blocks("w", tuple(shape), split, ranks, rank)
+        chunks = moves.moved(stored(full).chunks, [Move(a, b.origin) for a, b in pairs])
+        piece = Entry("w", "param", FLOAT32, local, tuple(chunks))
+        assert torch.equal(built(piece, {"f": full.flatten()}), wanted)
+
+
+def test_pieces_of_uneven_ranks_are_gathered():
+    full = torch.arange(35.0).reshape(7, 5)
+    held = [full[:3].clone(), full[3:5].clone(), full[5:].clone()]
+    entry = gathered([stored(t, str(i)) for i, t in enumerate(held)], Split(0))
+    assert torch.equal(built(entry, {str(i): t.flatten() for i, t in enumerate(held)}), full)
+
+
+def test_pieces_that_do_not_fit_together_are_refused():
+    with pytest.raises(CorruptError, match="first tensor-parallel rank"):
+        gathered([stored(torch.zeros(2, 3)), stored(torch.zeros(2, 4))], Split(0))
+    with pytest.raises(UsageError, match="does not divide dim 0 of 'w', which is 6 of 2 parts"):
+        blocks("w", (6, 2), Split(0, (1, 1)), 2, 0)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
+def test_rows_apart_become_neighbours_and_go_back(heads, half, width):
+    """The rotary permutation, as transformers' conversion script of Llama has it."""
+    rows = heads * half * 2
+    meta = torch.arange(float(rows * width)).reshape(rows, width)
+    hf = meta.view(heads, half, 2, width).transpose(1, 2).reshape(rows, width).contiguous()
+    runs = [
+        (h * 2 * half + j, h * 2 * half + j * half, half) for h in range(heads) for j in range(2)
+    ]
+    shape = (rows, width)
+    out = moves.moved(stored(meta).chunks, moves.row_moves(shape, runs, step=2))
+    assert torch.equal(
+        built(Entry("w", "param", FLOAT32, shape, tuple(out)), {"f": meta.flatten()}), hf
+    )
+
+
+def test_a_slice_of_a_stack_and_a_transpose_are_the_same_bytes():
+    full = torch.arange(24.0).reshape(4, 2, 3)
+    one = tuple(moves.layer(stored(full).chunks, 2))
+    assert torch.equal(
+        built(Entry("w", "param", FLOAT32, (2, 3), one), {"f": full.flatten()}), full[2]
+    )
+    turned = tuple(map(moves.transposed, one))
+    assert torch.equal(
+        built(Entry("w", "param", FLOAT32, (3, 2), turned), {"f": full.flatten()}), full[2].T
+    )
+    again = tuple(moves.stacked(one, 1))
+    assert again[0].box == Box((1, 0, 0), (1, 2, 3))
+
+
+def test_a_pattern_matches_numbers_words_and_shifts():
+    pattern = Pattern("{i+2}.mlp.dense.{p}")
+    assert pattern.match("5.mlp.dense.bias", {}) == {"i": 3, "p": "bias"}
+    assert pattern.match("1.mlp.dense.bias", {}) is None
+    assert pattern.fill({"i": 3, "p": "bias"}) == "5.mlp.dense.bias"
+    last = Pattern("{layers+2}.{p}")
+    assert last.match("6.weight", {"layers": 4}) == {"p": "weight"}
+    assert last.match("7.weight", {"layers": 4}) is None
+
+
+def test_a_table_knows_a_parameter_by_each_of_its_names():
+    table = builtin("megatron")
+    te = table.need("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", {})
+    assert te.name == "decoder.layers.3.pre_mlp_layernorm.weight"
+    assert te.spelled("layers", {}) == "5.post_attention_layernorm.weight"
+    assert te.rule.split(gated=True).dim is None
+    fc1 = table.need("decoder.layers.0.mlp.linear_fc1.weight", {}).rule
+    assert (fc1.split(gated=True).parts, fc1.split(gated=False).parts) == ((1, 1), (1,))
+
+
+def test_an_unknown_name_is_told_with_the_nearest_ones():
+    with pytest.raises(UsageError, match=r"linear_fc3.*the nearest are .*linear_fc"):
+        builtin("megatron").need("decoder.layers.0.mlp.linear_fc3.weight", {})
+
+
+def test_a_user_s_lines_count_before_the_table_s(tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text(
+        "parameters:\n  'decoder.layers.{i}.mlp.linear_fc3.{p}': row\n"
+        "  output_layer.weight: {cut: replicated}\n"
+    )
+    table = with_users(builtin("megatron"), file)
+    assert table.need("decoder.layers.7.mlp.linear_fc3.weight", {}).rule.cut == "row"
+    assert table.need("output_layer.weight", {}).rule.cut == "replicated"
+    file.write_text("parameters: {a: sideways}")
+    with pytest.raises(UsageError, match="'a' has the cut 'sideways'"):
+        with_users(builtin("megatron"), file)
