@@ -54,7 +54,6 @@ def local(run: Run) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
 def in_one_bucket(run: Run) -> Run:
     """The same state in a distributed optimizer whose buffers have one bucket each.
 
@@ -90,6 +89,7 @@ def _gathered(held: dict[str, Any] | None, group: Any) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in found]) for name in SLOTS}
 
 
+@torch.no_grad()
 def _give(optimizer: DistributedOptimizer, param: Tensor, slots: dict[str, Tensor]) -> None:
     """Set this rank's part."""
     if param in optimizer.model_param_group_index_map:
