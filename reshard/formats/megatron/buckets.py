@@ -98,7 +98,7 @@ def fitted(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | Non
 
 
 def end_to_end(found: Iterable[Bucket]) -> tuple[list[Member], int]:
-    """The members of buckets that lie one after the other, in flat order, and the elements of all."""
+    """The members of buckets that lie one after the other, in flat order, and all elements."""
     found = list(found)
     starts = [0, *accumulate(bucket.numel for bucket in found)]
     members = [

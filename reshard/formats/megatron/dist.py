@@ -8,8 +8,8 @@
     <key>/shard_0_4                                  an object, a list of one
     common_state/shard_0_1                           what common.pt held before core 0.20
 
-Sources: Megatron-LM core_v0.16.1 ``core/dist_checkpointing/``, ``core/optimizer/distrib_optimizer.py``
-(sharded_param_state_*); core 0.20 ``core/dist_checkpointing/serialization.py``.
+Sources: Megatron-LM core_v0.16.1 ``core/dist_checkpointing/``,
+``core/optimizer/distrib_optimizer.py`` (sharded_param_state_*); core 0.20 ``core/dist_checkpointing/serialization.py``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from math import prod
 from typing import Any
 
 from reshard import trust
-from reshard.box import Box
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.megatron import (
@@ -42,10 +41,10 @@ from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.tree import Logical, logical
+from reshard.formats.state_dict.tree import Logical
 from reshard.layout import Member
 from reshard.manifest import BUFFER, PARAM, Chunk, Entry, Manifest, Origin, SourceFile, keyed
-from reshard.model_parallel.moves import Move, layer, moved
+from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
