@@ -7,40 +7,53 @@
         checkpoint.optimizer("exp_avg")["model.norm.weight"][...]
     reshard.merge("run/", "model/", dtype="bf16")
 
-Importing it, opening a checkpoint and inspecting one import neither torch nor numpy.
+Importing it imports nothing that a command needs; opening a checkpoint and inspecting one import
+neither torch nor numpy.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields as _fields
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard import errors as errors
-from reshard import formats as _formats
-from reshard import keys as _keys
-from reshard.commands.diff import DiffOptions as DiffOptions
-from reshard.commands.diff import DiffReport as DiffReport
-from reshard.commands.diff import diff as _diff
-from reshard.commands.inspect import Inspection as Inspection
-from reshard.commands.inspect import inspect as inspect
-from reshard.commands.merge.command import MergeOptions as MergeOptions
-from reshard.commands.merge.command import merge as _merge
-from reshard.commands.merge.report import MergeReport as MergeReport
-from reshard.commands.resume_check.command import ResumeCheckOptions as ResumeCheckOptions
-from reshard.commands.resume_check.command import resume_check as _resume_check
-from reshard.commands.resume_check.report import ResumeReport as ResumeReport
-from reshard.commands.split.command import split as _split
-from reshard.commands.split.options import SplitOptions as SplitOptions
-from reshard.commands.split.report import SplitReport as SplitReport
-from reshard.commands.verify import VerifyOptions as VerifyOptions
-from reshard.commands.verify import VerifyReport as VerifyReport
-from reshard.commands.verify import verify as _verify
 from reshard.errors import ReshardError as ReshardError
-from reshard.tensors import Checkpoint as Checkpoint
-from reshard.tensors import LazyTensor as LazyTensor
 from reshard.version import __version__ as __version__
 
+if TYPE_CHECKING:  # the names below come with the first use of one: see `__getattr__`
+    from pathlib import Path
+
+    from reshard.commands.diff import DiffOptions as DiffOptions
+    from reshard.commands.diff import DiffReport as DiffReport
+    from reshard.commands.inspect import Inspection as Inspection
+    from reshard.commands.inspect import inspect as inspect
+    from reshard.commands.merge.command import MergeOptions as MergeOptions
+    from reshard.commands.merge.report import MergeReport as MergeReport
+    from reshard.commands.resume_check.command import ResumeCheckOptions as ResumeCheckOptions
+    from reshard.commands.resume_check.report import ResumeReport as ResumeReport
+    from reshard.commands.split.options import SplitOptions as SplitOptions
+    from reshard.commands.split.report import SplitReport as SplitReport
+    from reshard.commands.verify import VerifyOptions as VerifyOptions
+    from reshard.commands.verify import VerifyReport as VerifyReport
+    from reshard.formats import Paths
+    from reshard.tensors import Checkpoint as Checkpoint
+    from reshard.tensors import LazyTensor as LazyTensor
+
+_HOMES = {
+    "Checkpoint": "reshard.tensors",
+    "DiffOptions": "reshard.commands.diff",
+    "DiffReport": "reshard.commands.diff",
+    "Inspection": "reshard.commands.inspect",
+    "LazyTensor": "reshard.tensors",
+    "MergeOptions": "reshard.commands.merge.command",
+    "MergeReport": "reshard.commands.merge.report",
+    "ResumeCheckOptions": "reshard.commands.resume_check.command",
+    "ResumeReport": "reshard.commands.resume_check.report",
+    "SplitOptions": "reshard.commands.split.options",
+    "SplitReport": "reshard.commands.split.report",
+    "VerifyOptions": "reshard.commands.verify",
+    "VerifyReport": "reshard.commands.verify",
+    "inspect": "reshard.commands.inspect",
+}
 __all__ = [
     "Checkpoint",
     "DiffOptions",
@@ -66,9 +79,24 @@ __all__ = [
     "verify",
 ]
 
+if not TYPE_CHECKING:  # a checker that saw it would take any name
+
+    def __getattr__(name: str) -> Any:
+        """A name of `__all__` from its module, which is imported now."""
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        found = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 def open(  # noqa: A001 - reshard.open reads as it should
-    path: _formats.Paths,
+    path: Paths,
     *,
     tag: str | None = None,
     key: str | None = None,
@@ -89,44 +117,59 @@ def open(  # noqa: A001 - reshard.open reads as it should
     Raises:
         ReshardError: the checkpoint is unknown, incomplete or corrupt.
     """
-    manifest = _formats.read(path, tag=tag, key=key, model=model, wrap=wrap)
-    return Checkpoint(_keys.edit(manifest, _keys.Edits()).manifest)
+    from reshard import formats, keys
+    from reshard.tensors import Checkpoint
+
+    manifest = formats.read(path, tag=tag, key=key, model=model, wrap=wrap)
+    return Checkpoint(keys.edit(manifest, keys.Edits()).manifest)
 
 
-def merge(source: _formats.Paths, destination: str | Path, **options: Any) -> MergeReport:
+def merge(source: Paths, destination: str | Path, **options: Any) -> MergeReport:
     """Write the full weights; keywords as in `MergeOptions`.
 
     Raises:
         ReshardError: nothing is left at the destination then.
     """
-    return _merge(source, destination, MergeOptions(**options))
+    from reshard.commands.merge.command import MergeOptions
+    from reshard.commands.merge.command import merge as run
+
+    return run(source, destination, MergeOptions(**options))
 
 
-def split(source: _formats.Paths, destination: str | Path, **options: Any) -> SplitReport:
+def split(source: Paths, destination: str | Path, **options: Any) -> SplitReport:
     """Write the training state for other ranks or in another layout; as in `SplitOptions`.
 
     Raises:
         ReshardError: nothing is left at the destination then.
     """
-    return _split(source, destination, SplitOptions(**options))
+    from reshard.commands.split.command import split as run
+    from reshard.commands.split.options import SplitOptions
+
+    return run(source, destination, SplitOptions(**options))
 
 
-def diff(a: _formats.Paths, b: _formats.Paths, **options: Any) -> DiffReport:
+def diff(a: Paths, b: Paths, **options: Any) -> DiffReport:
     """Compare two training states of any layouts; keywords as in `DiffOptions`.
 
     Raises:
         ReshardError: one cannot be read; a difference is no error.
     """
-    return _diff(a, b, DiffOptions(**options))
+    from reshard.commands.diff import DiffOptions
+    from reshard.commands.diff import diff as run
+
+    return run(a, b, DiffOptions(**options))
 
 
-def verify(source: _formats.Paths, **options: Any) -> VerifyReport:
+def verify(source: Paths, **options: Any) -> VerifyReport:
     """Check a checkpoint by named checks; keywords as in `VerifyOptions`.
 
     Raises:
         ReshardError: nothing can be said of it; a check that fails is in the report.
     """
-    return _verify(source, VerifyOptions(**options))
+    from reshard.commands.verify import VerifyOptions
+    from reshard.commands.verify import verify as run
+
+    return run(source, VerifyOptions(**options))
 
 
 def resume_check(source: str | Path, **options: Any) -> ResumeReport:
@@ -137,6 +180,12 @@ def resume_check(source: str | Path, **options: Any) -> ResumeReport:
     Raises:
         ReshardError: nothing could be compared; a run that goes on otherwise is no error.
     """
-    own = {field.name for field in _fields(ResumeCheckOptions)} & options.keys()
+    from dataclasses import fields
+
+    from reshard.commands.resume_check.command import ResumeCheckOptions
+    from reshard.commands.resume_check.command import resume_check as run
+    from reshard.commands.split.options import SplitOptions
+
+    own = {field.name for field in fields(ResumeCheckOptions)} & options.keys()
     chosen = {name: options.pop(name) for name in own}
-    return _resume_check(source, ResumeCheckOptions(layout=SplitOptions(**options), **chosen))
+    return run(source, ResumeCheckOptions(layout=SplitOptions(**options), **chosen))

@@ -7,36 +7,23 @@ input; 4 not enough memory or disk; 5 refused as unsafe; 70 a bug of ours; 130 i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import click
 
-from reshard import __version__, formats, keys, units
-from reshard.commands.demo import demo as run_demo
-from reshard.commands.diff import DiffOptions
-from reshard.commands.diff import diff as run_diff
-from reshard.commands.inspect import inspect as run_inspect
-from reshard.commands.merge.command import MergeOptions
-from reshard.commands.merge.command import merge as run_merge
-from reshard.commands.resume_check.command import ResumeCheckOptions
-from reshard.commands.resume_check.command import resume_check as run_resume_check
-from reshard.commands.resume_check.report import LEVELS
-from reshard.commands.split.command import split as run_split
-from reshard.commands.split.options import SplitOptions
-from reshard.commands.verify import VerifyOptions
-from reshard.commands.verify import verify as run_verify
+from reshard import units
 from reshard.errors import ReshardError, UsageError
-from reshard.formats import targets
-from reshard.formats.groups import InitOptimizer
-from reshard.formats.rng import Policy
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    _Choice = click.Choice[str]
+else:
+    _Choice = click.Choice  # which takes no parameter before click 8.4
 
 _SETTINGS = {
     "help_option_names": ["-h", "--help"],
@@ -54,6 +41,8 @@ def main() -> NoReturn:
         code = cli(standalone_mode=False) or 0  # an int where a command ended with its own code
     except BaseException as error:  # noqa: BLE001 - nothing leaves without its message and code
         if "-v" in sys.argv or "--verbose" in sys.argv:
+            import traceback
+
             traceback.print_exc()
         code = _explain(error)
     sys.exit(code)
@@ -94,6 +83,75 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
+class _OneOf(_Choice):
+    """One of some words, which are asked for no sooner than needed: their modules take time."""
+
+    def __init__(self, words: Callable[[], Sequence[str]]) -> None:
+        super().__init__(())
+        del self.choices
+        self._words = words
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "choices":
+            raise AttributeError(name)
+        self.choices = tuple(self._words())
+        return self.choices
+
+
+def _sources_known() -> Sequence[str]:
+    from reshard import formats
+
+    return formats.NAMES
+
+
+def _targets_known() -> Sequence[str]:
+    from reshard.formats import targets
+
+    return targets.NAMES
+
+
+def _state_dict_types() -> Sequence[str]:
+    from reshard.formats import targets
+
+    return targets.STATE_DICT_TYPES
+
+
+def _beginnings() -> Sequence[str]:
+    from reshard.formats import groups
+
+    return get_args(groups.InitOptimizer)
+
+
+def _rng_policies() -> Sequence[str]:
+    from reshard.formats import rng
+
+    return get_args(rng.Policy)
+
+
+def _megatron_forms() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.FORMS
+
+
+def _megatron_adams() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.ADAMS
+
+
+def _megatron_impls() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.IMPLS
+
+
+def _levels() -> Sequence[str]:
+    from reshard.commands.resume_check import report
+
+    return report.LEVELS
+
+
 @click.group(context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="reshard")
 def cli() -> None:
@@ -110,7 +168,7 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--key", help="State dict, where SOURCE holds several; dotted."),
         click.option("--tag", "--step", "tag", help="Checkpoint of a run directory."),
         click.option(
-            "--from", "source_format", type=click.Choice(formats.NAMES), help="Skip detection."
+            "--from", "source_format", type=_OneOf(_sources_known), help="Skip detection."
         ),
     ):
         command = option(command)
@@ -155,7 +213,9 @@ def inspect(
 
     Give several directories where each node kept its own files.
     """
-    _print(run_inspect(sources, force=source_format, **options), as_json=as_json)
+    from reshard.commands.inspect import inspect as run
+
+    _print(run(sources, force=source_format, **options), as_json=as_json)
 
 
 def _budget_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -228,6 +288,10 @@ def merge(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
     Give several directories where each node kept its own files. DESTINATION is one file if it ends
     in .safetensors, .pt, .bin or .pth, else a directory in Hugging Face form.
     """
+    from reshard import keys
+    from reshard.commands.merge.command import MergeOptions
+    from reshard.commands.merge.command import merge as run
+
     edits = keys.Edits(
         strip_wrappers=not options.pop("no_strip"),
         rename=[_rename(text) for text in options.pop("rename")],
@@ -235,9 +299,58 @@ def merge(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
         exclude=options.pop("exclude"),
     )
     shard = units.parse_bytes(options.pop("max_shard_size"), "--max-shard-size")
-    _write(
-        run_merge, MergeOptions, sources, destination, edits=edits, max_shard_bytes=shard, **options
+    _write(run, MergeOptions, sources, destination, edits=edits, max_shard_bytes=shard, **options)
+
+
+def _parallel_options() -> Iterator[Callable[..., Any]]:
+    for name, what in (
+        ("dp", "Ranks that see different data.  [default: --world-size / (tp x pp)]"),
+        ("ep", "Ranks that share a layer's experts.  [default: as is]"),
+        ("pp", "Pipeline-parallel ranks.  [default: as is]"),
+        ("tp", "Tensor-parallel ranks.  [default: as is]"),
+    ):
+        yield click.option(f"--{name}", type=click.IntRange(min=1), help=what)
+
+
+def _megatron_options() -> Iterator[Callable[..., Any]]:
+    yield click.option(
+        "--rules",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="YAML: how parameters are cut that no table knows, and what others call them.",
     )
+    yield click.option(
+        "--vocab-size", type=click.IntRange(min=1), help="Rows that are words, not padding."
+    )
+    yield click.option(
+        "--make-vocab-size-divisible-by",
+        type=click.IntRange(min=1),
+        help="Times the tensor parallel size, as Megatron pads.  [default: as is, else 128]",
+    )
+    yield click.option(
+        "--transformer-impl",
+        type=_OneOf(_megatron_impls),
+        help="Whose layers Megatron will have.  [default: as is, else transformer_engine]",
+    )
+    yield click.option(
+        "--adam",
+        type=_OneOf(_megatron_adams),
+        help="Whose state Megatron will load.  [default: as is, else fused]",
+    )
+    yield click.option(
+        "--distributed-optimizer/--no-distributed-optimizer",
+        default=None,
+        help="Whether Megatron's will load it.  [default: as is]",
+    )
+    yield click.option(
+        "--ckpt-format",
+        type=_OneOf(_megatron_forms),
+        help="Megatron's.  [default: as is, else torch]",
+    )
+    yield click.option(
+        "--stage-layers", metavar="N,N,...", help="Of each pipeline stage.  [default: as many each]"
+    )
+    yield click.option("--vpp", type=click.IntRange(min=1), help="Model chunks of a pipeline rank.")
 
 
 def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,11 +367,13 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=SIZE,...",
             help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
         ),
+        *_megatron_options(),
+        *_parallel_options(),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
         click.option(
             "--init-optimizer",
-            type=click.Choice(get_args(InitOptimizer)),
+            type=_OneOf(_beginnings),
             help="Where SOURCE has no optimizer: none, or an Adam of zeros at step 0.",
         ),
         click.option(
@@ -272,7 +387,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--rng",
-            type=click.Choice(get_args(Policy)),
+            type=_OneOf(_rng_policies),
             help="Random states of ranks.  [default: keep, where they can be]",
         ),
         click.option(
@@ -282,7 +397,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--state-dict-type",
-            type=click.Choice(targets.STATE_DICT_TYPES),
+            type=_OneOf(_state_dict_types),
             help="Of FSDP, or unsharded.  [default: as is, else sharded]",
         ),
         click.option("--rank-files", is_flag=True, help="Of FSDP: a file a rank, not DCP."),
@@ -317,23 +432,29 @@ def _split_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @cli.command()
 @_sources
 @_output_options
-@click.option("--to", type=click.Choice(targets.NAMES), help="Layout.  [default: as the source]")
+@click.option("--to", type=_OneOf(_targets_known), help="Layout.  [default: as the source]")
 @_split_options
 @_source_options
 def split(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
     """Write the training state of SOURCE, optimizer and all, for another number of ranks."""
-    _write(run_split, SplitOptions, sources, destination, **options)
+    from reshard.commands.split.command import split as run
+    from reshard.commands.split.options import SplitOptions
+
+    _write(run, SplitOptions, sources, destination, **options)
 
 
 @cli.command()
 @_sources
 @_output_options
-@click.option("--to", type=click.Choice(targets.NAMES), required=True, help="Layout.")
+@click.option("--to", type=_OneOf(_targets_known), required=True, help="Layout.")
 @_split_options
 @_source_options
 def convert(sources: tuple[Path, ...], destination: Path, **options: Any) -> None:
     """Write the training state of SOURCE, optimizer and all, in another layout."""
-    _write(run_split, SplitOptions, sources, destination, **options)
+    from reshard.commands.split.command import split as run
+    from reshard.commands.split.options import SplitOptions
+
+    _write(run, SplitOptions, sources, destination, **options)
 
 
 @cli.command()
@@ -362,7 +483,10 @@ def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
     """
     if exact and any(options[name] for name in ("atol", "rtol", "ulp")):
         raise UsageError("--exact", "allows no distance: leave out --atol, --rtol and --ulp")
-    _read(run_diff, DiffOptions, a, b, **options)
+    from reshard.commands.diff import DiffOptions
+    from reshard.commands.diff import diff as run
+
+    _read(run, DiffOptions, a, b, **options)
 
 
 @cli.command()
@@ -392,7 +516,10 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
     Exit code 0 if all checks pass, 1 if something is missing or different, 3 if a file is corrupt,
     5 if one is unsafe.
     """
-    _read(run_verify, VerifyOptions, sources, **options)
+    from reshard.commands.verify import VerifyOptions
+    from reshard.commands.verify import verify as run
+
+    _read(run, VerifyOptions, sources, **options)
 
 
 @cli.command("resume-check")
@@ -408,7 +535,7 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
 @click.option(
     "--to",
     multiple=True,
-    type=click.Choice(targets.NAMES),
+    type=_OneOf(_targets_known),
     help="Layout; may be given again.  [default: as the source]",
 )
 @click.option("--steps", default=4, show_default=True, help="How far each run goes on.")
@@ -420,7 +547,7 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
 )
 @click.option(
     "--require",
-    type=click.Choice(LEVELS),
+    type=_OneOf(_levels),
     default="trajectory",
     show_default=True,
     help="What every layout must reach for exit code 0.",
@@ -457,13 +584,19 @@ def resume_check(source: Path, **options: Any) -> None:
     A program goes on from SOURCE and from each layout; their losses are compared. Exit code 0 if
     every layout reaches what is required, 1 if not.
     """
+    import dataclasses
+
+    from reshard.commands.resume_check.command import ResumeCheckOptions
+    from reshard.commands.resume_check.command import resume_check as run
+    from reshard.commands.split.options import SplitOptions
+
     as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
     memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
     own = {each.name for each in dataclasses.fields(ResumeCheckOptions)} & options.keys()
     chosen = {name: options.pop(name) for name in own}
     layout = SplitOptions(max_memory_bytes=memory, **options)
     watched = _is_watched(quiet=quiet)
-    report = run_resume_check(
+    report = run(
         source,
         ResumeCheckOptions(layout=layout, **chosen),
         _bar if watched else None,
@@ -491,7 +624,9 @@ def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - main has s
 
     Exit code 0 if the losses are those of the unbroken run, 1 if not.
     """
-    raise click.exceptions.Exit(0 if run_demo(keep, click.echo) else 1)
+    from reshard.commands.demo import demo as run
+
+    raise click.exceptions.Exit(0 if run(keep, click.echo) else 1)
 
 
 def _read(run: Callable[..., Any], made: Callable[..., Any], *places: Any, **options: Any) -> None:
@@ -543,6 +678,8 @@ def _bar(total: int) -> Iterator[Callable[[int], None]]:
 
 def _print(result: Any, *, as_json: bool) -> None:
     if as_json:
+        import json
+
         click.echo(json.dumps(result.to_json(), indent=2, default=str))
         return
     for line in result.lines():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from reshard.formats import huggingface
+from reshard.formats import hf_trainer, huggingface
+from reshard.formats.place import directory
 from reshard.manifest import Manifest, OutputFile, Skeleton
 
 _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's
-_MICRO = "train_batch_size"
 _MAX_BYTES = 64 << 20
 
 
@@ -22,12 +22,11 @@ def with_companions(
         beside: where in the skeleton goes what lies in the checkpoint's directory.
         above: where goes what lies above it (HF Trainer puts its own above DeepSpeed's).
     """
-    place = Path(manifest.origin.path)
-    place = place if place.is_dir() else place.parent
+    place = directory(manifest.origin.path)
     taken = {file.name for file in skeleton.files}
     added: dict[str, OutputFile] = {}
-    for directory, below in ((place, beside), (place.resolve().parent, above)):
-        for path in _beside(directory):
+    for folder, below in ((place, beside), (place.resolve().parent, above)):
+        for path in _beside(folder):
             name = f"{below}/{path.name}" if below else path.name
             if name not in taken and name not in added:
                 data = _progress(path, manifest) if path.name == _PROGRESS else path.read_bytes()
@@ -43,29 +42,28 @@ def config_beside(manifest: Manifest) -> Path | None:
     Raises:
         CorruptError: it is not JSON.
     """
-    place = Path(manifest.origin.path)
-    place = place if place.is_dir() else place.parent
-    directory = huggingface.companions(None, [place, place.resolve().parent]).directory
-    return directory / "config.json" if directory else None
+    place = directory(manifest.origin.path)
+    found = huggingface.companions(None, [place, place.resolve().parent]).directory
+    return found / "config.json" if found else None
 
 
 def _progress(path: Path, manifest: Manifest) -> bytes:
     """The account of the run, with the batch of a rank that the manifest has."""
     data = path.read_bytes()
-    wanted = (manifest.train.trainer_state or {}).get(_MICRO)
+    wanted = (manifest.train.trainer_state or {}).get(hf_trainer.BATCH)
     held = json.loads(data) if wanted is not None else {}
-    if held.get(_MICRO) == wanted:
+    if held.get(hf_trainer.BATCH) == wanted:
         return data
-    return huggingface.json_text({**held, _MICRO: wanted})
+    return huggingface.json_text({**held, hf_trainer.BATCH: wanted})
 
 
-def _beside(directory: Path) -> list[Path]:
+def _beside(folder: Path) -> list[Path]:
     """A model's files and the run's progress; nothing of a directory that has neither."""
-    found = list(huggingface.companions(None, [directory]).others)
-    config = directory / "config.json"
+    found = list(huggingface.companions(None, [folder]).others)
+    config = folder / "config.json"
     if config.is_file() and huggingface.is_model_config(config):
         found.append(config)
-    progress = directory / _PROGRESS
+    progress = folder / _PROGRESS
     if progress.is_file():
         found.append(progress)
     return [path for path in found if path.stat().st_size <= _MAX_BYTES]

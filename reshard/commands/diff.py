@@ -242,17 +242,23 @@ def _compare(
 ) -> None:
     """Fill in which tensors are equal."""
     workers, window_bytes = options.budget()
-    alike = [each for each in pairs if each.a.shape == each.b.shape and _common(each, dtype)]
-    compared = [(each.a, each.b, _common(each, dtype) or each.a.dtype) for each in alike]
-    report.bytes_read = sum(each.a.nbytes + each.b.nbytes for each in alike)
+    compared = [
+        (number, (each.a, each.b, common))
+        for number, each in enumerate(pairs)
+        if each.a.shape == each.b.shape and (common := _common(each, dtype))
+    ]
+    report.bytes_read = sum(a.nbytes + b.nbytes for _, (a, b, _) in compared)
     with metered(meter, report.bytes_read) as progress:
-        found = differences(
-            compared, tolerance, workers=workers, window_bytes=window_bytes, progress=progress
+        differing = differences(
+            [held for _, held in compared],
+            tolerance,
+            workers=workers,
+            window_bytes=window_bytes,
+            progress=progress,
         )
-    numbers = {id(each): number for number, each in enumerate(alike)}
-    for each in pairs:
-        number = numbers.get(id(each))
-        unequal = _unequal(each, None if number is None else found.get(number), dtype)
+    found = {compared[position][0]: difference for position, difference in differing.items()}
+    for number, each in enumerate(pairs):
+        unequal = _unequal(each, found.get(number), dtype)
         if unequal is not None:
             report.unequal.append(unequal)
             continue
@@ -262,12 +268,21 @@ def _compare(
 
 def _common(each: Pair, dtype: DType | None) -> DType | None:
     """In which dtype the two are compared; None where there is none."""
-    floats = each.a.dtype.family == each.b.dtype.family == "float"
-    if dtype is not None and each.is_weight and floats:
+    if dtype is not None and _is_cast(each):
         return dtype
     if each.a.dtype == each.b.dtype:
         return each.a.dtype
-    return min(each.a.dtype, each.b.dtype, key=lambda held: held.itemsize) if floats else None
+    narrow = min(each.a.dtype, each.b.dtype, key=lambda held: held.itemsize)
+    return narrow if _are_floats(each) else None
+
+
+def _is_cast(each: Pair) -> bool:
+    """Whether it is compared in a dtype that the user chose."""
+    return each.is_weight and _are_floats(each)
+
+
+def _are_floats(each: Pair) -> bool:
+    return each.a.dtype.family == each.b.dtype.family == "float"
 
 
 def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequal | None:
@@ -281,7 +296,6 @@ def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequ
         values.max_ulp = found.max_ulp
     if a.shape != b.shape:
         return replace(values, what="shape", a=str(list(a.shape)), b=str(list(b.shape)))
-    cast = dtype is not None and each.is_weight and _common(each, dtype) == dtype
-    if a.dtype != b.dtype and not cast:
+    if a.dtype != b.dtype and not (dtype and _is_cast(each)):
         return replace(values, what="dtype", a=str(a.dtype), b=str(b.dtype))
     return values if found is not None else None

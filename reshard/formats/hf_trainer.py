@@ -29,6 +29,7 @@ _SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it
 _GROUPS = 2  # `Trainer.create_optimizer`
 _EVERY = 500  # steps: what TrainingArguments has for logging, evaluation and saving
 _MICRO = "train_micro_batch_size_per_gpu"
+BATCH = "train_batch_size"  # of one rank, in `trainer_state.json`
 
 
 def directory(state: Training) -> str:
@@ -112,7 +113,7 @@ def _progress(state: Training) -> dict[str, Any]:
         "logging_steps": _EVERY,
         "eval_steps": _EVERY,
         "save_steps": _EVERY,
-        "train_batch_size": _micro_batch(state),
+        BATCH: _micro_batch(state),
         "log_history": [],
         "stateful_callbacks": {},
     }
@@ -144,7 +145,7 @@ def notes(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[s
         )
     if state.manifest.train.trainer_state is None:
         yield (
-            f"trainer_state.json is made: step {state.step()}, train_batch_size"
+            f"trainer_state.json is made: step {state.step()}, {BATCH}"
             f" {_micro_batch(state)}, and the steps between logs, evaluations and saves, which the"
             f" Trainer takes from it: {_EVERY}"
         )

@@ -18,6 +18,12 @@ _PARTS = (  # endings of the files that hold a checkpoint; logs and configs of n
 _COMPARED = 1 << 20  # bytes at a time
 
 
+def directory(path: str | Path) -> Path:
+    """The directory that a path is, or that its file lies in."""
+    path = Path(path)
+    return path if path.is_dir() else path.parent
+
+
 class Place:
     """The files of one directory by name, wherever they lie.
 

@@ -7,22 +7,37 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from reshard.dtypes import FLOAT32, DType
-from reshard.errors import IncompleteError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import hf_trainer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
+from reshard.formats.megatron import target as megatron
+from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.tensor_parallel import Plan
 
 StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
 FsdpVersion = Literal[1, 2]
 FSDP_VERSIONS = get_args(FsdpVersion)
+_OF_MEGATRON = (
+    "vpp",
+    "stage_layers",
+    "ckpt_format",
+    "distributed_optimizer",
+    "adam",
+    "transformer_impl",
+    "make_vocab_size_divisible_by",
+    "vocab_size",
+    "rules",
+)
+PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
 
@@ -32,6 +47,7 @@ class Request:
     """What was asked for, with nothing left open but what a target decides."""
 
     world_size: int
+    parallel: Sizes = ONE
     zero_stage: int = 2
     dtype: DType | None = None  # of the module's parameters; None: as trained
     weights_only: bool = False
@@ -44,11 +60,14 @@ class Request:
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
     grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
     tensor: Plan | None = None  # what a tensor-parallel axis of it does
+    megatron: Wanted | None = None  # of its directory
+    described: Described | None = None  # the model, as tables of parameters need it
 
     @property
     def data_parallel(self) -> int:
         """How many ranks see different data."""
-        return self.world_size // (self.grid.size("tensor") if self.grid else 1)
+        tensor = self.grid.size("tensor") if self.grid else 1
+        return self.world_size // (tensor * self.parallel.model)
 
     @property
     def master(self) -> DType:
@@ -58,7 +77,9 @@ class Request:
     @property
     def form(self) -> str:
         """What the target's name leaves open, in words."""
-        return f"stage {self.zero_stage}" if self.deepspeed else self.state_dict_type
+        if not self.deepspeed:
+            return self.state_dict_type
+        return " ".join(filter(None, (f"stage {self.zero_stage}", str(self.parallel))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +104,10 @@ class Target:
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
+    if not asked.parallel.is_one:
+        raise UnsupportedError(
+            f"{asked.parallel}", "is not written as DeepSpeed's directory yet", "leave it out"
+        )
     if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
             state.manifest.origin.path,
@@ -239,6 +264,20 @@ def _verl(state: Training, asked: Request) -> Skeleton:
     )
 
 
+def _megatron(state: Training, asked: Request) -> Skeleton:
+    return megatron.lay_out(state, *_for_megatron(asked))
+
+
+def _megatron_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    return megatron.notes(state, *_for_megatron(asked))
+
+
+def _for_megatron(asked: Request) -> tuple[Wanted, Described]:
+    if asked.megatron is None or asked.described is None:  # `requested` gives both
+        raise AssertionError("megatron")
+    return asked.megatron, asked.described
+
+
 def _plain(state: Training, asked: Request) -> Skeleton:
     return state_dict.plain(
         state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
@@ -327,7 +366,7 @@ TARGETS = {
             _deepspeed,
             _deepspeed_notes,
             tagged=True,
-            heeds=("zero_stage",),
+            heeds=("zero_stage", *PARALLEL),
         ),
         Target(
             "ds-universal",
@@ -375,6 +414,13 @@ TARGETS = {
             _notes(*_BY_ACCELERATE),
             keeps_rng=_always,
             heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
+        ),
+        Target(
+            "megatron",
+            "Megatron-LM's directory, a file a model-parallel rank or torch_dist",
+            _megatron,
+            _megatron_notes,
+            heeds=(*PARALLEL, *_OF_MEGATRON),
         ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

@@ -56,6 +56,11 @@ class Group:
     hyper: Mapping[str, Any]
     members: tuple[Trained, ...]
 
+    @property
+    def fqns(self) -> list[str]:
+        """The names of its parameters."""
+        return [member.fqn for member in self.members]
+
 
 @dataclass(frozen=True, slots=True)
 class Training:

@@ -6,6 +6,8 @@
     patterns      names with fields, as tables write them
     rules         tables: a line a parameter, how it is cut and what Hugging Face calls it
     names         a manifest under the other side's names, fused and split as those want it
+    sizes         over how many ranks, each way
+    stages        which layers each pipeline stage has
     combine       the manifests of many model-parallel ranks made one
 
 Every function edits manifests; no byte moves.

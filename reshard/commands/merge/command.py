@@ -23,6 +23,7 @@ from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, torch_writer
+from reshard.formats.place import directory
 from reshard.manifest import Entry, Manifest, Skeleton, keyed
 from reshard.plan import Plan, plan
 
@@ -146,8 +147,7 @@ def _prepare(
 
 def _near(source: Path, manifest: Manifest) -> list[Path]:
     """Where a model's config may lie: the checkpoint's directory and the run's."""
-    place = Path(manifest.origin.path)
-    place = place if place.is_dir() else place.parent
+    place = directory(manifest.origin.path)
     near = [place, place.resolve().parent]
     return [source, *near] if source.is_dir() and source != place else near
 

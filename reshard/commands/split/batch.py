@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from reshard.formats.hf_trainer import BATCH
 from reshard.manifest import Manifest
+from reshard.model_parallel.sizes import of_mesh
 
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
-_PROGRESS_MICRO = "train_batch_size"  # of each rank, in HF Trainer's account
 _UNKNOWN = (
     "{0} ranks become {1}: multiply the accumulation steps by {0}/{1} to keep the global batch"
 )
@@ -23,14 +24,15 @@ def rebalanced(manifest: Manifest, world_size: int) -> tuple[Manifest, list[str]
     DeepSpeed keeps its configuration in the checkpoint (``ds_config``), HF Trainer no more than the
     batch of a rank (``trainer_state.json``); for others the rule is said.
     """
-    config, before = manifest.train.config, int(manifest.origin.mesh.get("world", 1))
+    config, mesh = manifest.train.config, manifest.origin.mesh
+    before = int(mesh.get("world", 1)) // of_mesh(mesh).model
     if before == world_size:
         return manifest, []
     if isinstance(config, dict) and isinstance(config.get(_MICRO), int):
         return _of_deepspeed(manifest, config, before, world_size)
     progress = manifest.train.trainer_state
-    if progress is not None and type(progress.get(_PROGRESS_MICRO)) is int:
-        return _of_trainer(manifest, progress[_PROGRESS_MICRO], before, world_size)
+    if progress is not None and type(progress.get(BATCH)) is int:
+        return _of_trainer(manifest, progress[BATCH], before, world_size)
     return manifest, [_UNKNOWN.format(before, world_size)]
 
 
@@ -78,5 +80,5 @@ def _with_progress(manifest: Manifest, micro: int) -> Manifest:
     train = manifest.train
     if train.trainer_state is None:
         return manifest
-    changed = {**train.trainer_state, _PROGRESS_MICRO: micro}
+    changed = {**train.trainer_state, BATCH: micro}
     return replace(manifest, train=replace(train, trainer_state=changed))

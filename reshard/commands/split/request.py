@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard import dtypes, tensor_parallel
 from reshard.commands.companions import config_beside
+from reshard.commands.split import for_megatron
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
@@ -18,6 +19,8 @@ from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Request, Target
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
+from reshard.model_parallel import sizes
+from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.tensor_parallel import Plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
@@ -29,6 +32,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "accelerate": "accelerate",
     "hf-trainer": "hf-trainer",
     "fsdp": "fsdp2",
+    "megatron": "megatron",
 }
 _STAGE = 2  # of a source that knows none
 _FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
@@ -55,7 +59,9 @@ def requested(
     target = targets.TARGETS[name]
     _check_heeded(target, options)
     grid = _grid(options)
-    world_size = options.world_size or int(manifest.origin.mesh.get("world", 1))
+    parallel = _parallel(manifest, target, options)
+    before = int(manifest.origin.mesh.get("world", 1))
+    world_size = sizes.world_size(parallel, options.world_size, options.dp, before)
     world_size = grid.world if grid else world_size
     if world_size < 1:
         raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
@@ -65,6 +71,7 @@ def requested(
     return (
         Request(
             world_size=world_size,
+            parallel=parallel,
             zero_stage=_stage(manifest, options),
             dtype=_weight_dtype(options, deepspeed=deepspeed),
             weights_only=options.without_optimizer,
@@ -77,6 +84,12 @@ def requested(
             device=options.device,
             grid=grid,
             tensor=_tensor_plan(manifest, grid, shapes, options),
+            megatron=(
+                for_megatron.wanted(manifest, options, parallel, world_size)
+                if name == "megatron"
+                else None
+            ),
+            described=for_megatron.described(manifest, options) if name == "megatron" else None,
         ),
         target,
     )
@@ -137,6 +150,17 @@ def _check_heeded(target: Target, options: SplitOptions) -> None:
                 f"changes nothing of --to {target.name}",
                 f"leave it out; it is for --to {'|'.join(heeding)}",
             )
+
+
+def _parallel(manifest: Manifest, target: Target, options: SplitOptions) -> Sizes:
+    """What was asked for; else the source's own, where it is written as what it is."""
+    stays = _FAMILY.get(manifest.origin.format) == target.name and "tp" in target.heeds
+    own = sizes.of_mesh(manifest.origin.mesh) if stays else ONE
+    return Sizes(
+        tensor=options.tp or own.tensor,
+        pipeline=options.pp or own.pipeline,
+        expert=options.ep or own.expert,
+    )
 
 
 def _grid(options: SplitOptions) -> Grid | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import groups, huggingface
+from reshard.formats.place import directory
 from reshard.formats.targets import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
@@ -33,8 +33,7 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
         return manifest, shapes
     if shapes is not None:
         return huggingface.described(manifest, shapes), shapes
-    place = Path(manifest.origin.path)
-    config = (place if place.is_dir() else place.parent) / "config.json"
+    config = directory(manifest.origin.path) / "config.json"
     problem = ""
     if config.is_file() and huggingface.is_model_config(config):
         try:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
 from reshard import trust
@@ -15,6 +14,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
+from reshard.formats.place import directory
 from reshard.formats.state_dict import flat, optimizer, parts, tree
 from reshard.formats.state_dict.forms import Parameters
 from reshard.formats.state_dict.optimizer import Optimizer
@@ -261,7 +261,7 @@ def _refuse_placeholders(where: str, weights: Mapping[str, Logical]) -> None:
     """
     empty = [fqn for fqn, w in weights.items() if not prod(w.shape) and fqn.endswith("weight")]
     if len(empty) * 2 > len(weights) or (empty and len(empty) == len(weights)):
-        place = Path(where) if Path(where).is_dir() else Path(where).parent
+        place = directory(where)
         near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
         real = [str(p) for p in near if any(p.glob("*_optim_states.pt"))]
         raise IncompleteError(

@@ -341,18 +341,11 @@ class _FlatOptimizer:
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
         """One rank's."""
-        states: dict[int, dict[str, Slot]] = {}
-        listed = []
-        number = 0
-        for hyper, held in self._groups:
-            numbers = list(range(number, number + len(held)))
-            number += len(held)
-            for key, each in zip(numbers, held, strict=True):
-                slots = each.values(rank, ranks)
-                if slots:
-                    states[key] = slots
-            listed.append({**hyper, "params": numbers})
-        return {"state": states, "param_groups": listed}
+        groups = (
+            (hyper, [(each.flat.key, each.values(rank, ranks)) for each in held])
+            for hyper, held in self._groups
+        )
+        return written.listed(groups, named=False)
 
 
 class _OrigOptimizer:
@@ -375,19 +368,11 @@ class _OrigOptimizer:
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
         """One rank's; a parameter of which it has no element is listed and has no state."""
         runs = self._runs(rank, ranks)
-        states: dict[int, dict[str, Slot]] = {}
-        listed = []
-        number = 0
-        for hyper, members in self._groups:
-            numbers = list(range(number, number + len(members)))
-            number += len(members)
-            for key, member in zip(numbers, members, strict=True):
-                start, stop = runs[member.fqn]
-                if member.slots and start < stop:
-                    states[key] = _slices(member, start, stop)
-            names = {"param_names": [member.fqn for member in members]} if self._unsure else {}
-            listed.append({**hyper, "params": numbers, **names})
-        return {"state": states, "param_groups": listed}
+        groups = (
+            (hyper, [(member.fqn, _slices(member, *runs[member.fqn])) for member in members])
+            for hyper, members in self._groups
+        )
+        return written.listed(groups, named=self._unsure)
 
     def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         """Which elements of each parameter lie on a rank."""
@@ -407,6 +392,8 @@ class _OrigOptimizer:
 
 
 def _slices(member: Trained, start: int, stop: int) -> dict[str, Slot]:
+    if not member.slots or start >= stop:
+        return {}
     made = {} if member.step is None else {"step": whole_slot(written.counter(member.step))}
     for name, entry in member.slots.items():
         if entry.shape != member.weight.shape:

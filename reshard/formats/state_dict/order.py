@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
+from reshard.formats.training import Group
+
 Sign = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
 Groups = Sequence[Sequence[Sign]]
 Named = list[list[str | None]]
@@ -53,12 +55,17 @@ def name_groups(candidates: Mapping[str, Sign], groups: Groups, *, ordered: bool
     return _by_sign(candidates, groups)
 
 
-def tell(candidates: Mapping[str, Sign], groups: Groups, names: Sequence[Sequence[str]]) -> bool:
-    """Whether `name_groups` finds these names, so that they need not be written down."""
+def tell(candidates: Mapping[str, Sign], groups: Sequence[Group]) -> bool:
+    """Whether `name_groups` finds the members of the groups, so that no name need be written."""
+    shapes = [
+        [member.weight.shape if member.slots else None for member in group.members]
+        for group in groups
+    ]
     try:
-        return name_groups(candidates, groups) == [list(members) for members in names]
+        found = name_groups(candidates, shapes)
     except AmbiguousError:
         return False
+    return found == [group.fqns for group in groups]
 
 
 def _refuse_alike(candidates: Mapping[str, Sign], groups: Groups) -> None:

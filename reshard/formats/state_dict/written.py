@@ -13,8 +13,9 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from reshard.manifest import Entry, Manifest, TrainState
 from reshard.model import ModelShapes
 
 Keyed = Literal["fqn", "index"]
+Listed = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _AMSGRAD = "max_exp_avg_sq"
@@ -118,21 +120,36 @@ def optimizer(
     """
     refuse_without_optimizer(state)
     other = state.manifest.train.opaque.get("optimizer", {})
-    states: dict[Any, dict[str, Any]] = {}
-    groups = []
-    number, unsure = 0, named or is_unsure(state)
-    for group, held in zip(state.groups, numbered(state, keyed, model), strict=True):
-        members: list[Any] = []
-        for member in held:
-            key = member.fqn if keyed == "fqn" else number
-            number += 1
-            members.append(key)
-            slots = {**_slots(state, group, member), **other.get(member.fqn, {})}
-            if slots:
-                states[key] = slots
-        names = {"param_names": [m.fqn for m in held]} if keyed == "index" and unsure else {}
-        groups.append({**hyper(state, group), "params": members, **names})
-    return {"state": states, "param_groups": groups}
+    groups = (
+        (
+            hyper(state, group),
+            [
+                (member.fqn, {**_slots(state, group, member), **other.get(member.fqn, {})})
+                for member in held
+            ],
+        )
+        for group, held in zip(state.groups, numbered(state, keyed, model), strict=True)
+    )
+    return listed(groups, keyed, named=named or is_unsure(state))
+
+
+def listed(groups: Iterable[Listed], keyed: Keyed = "index", *, named: bool) -> dict[str, Any]:
+    """A state dict as ``Optimizer.state_dict`` has it: numbers count through all groups.
+
+    Args:
+        groups: hyper-parameters, and of each parameter its name and state; nothing where it has
+            none.
+        named: whether names stand beside the numbers.
+    """
+    states: dict[Any, Mapping[str, Any]] = {}
+    made = []
+    numbers = count()
+    for hyper, members in groups:
+        keys: list[Any] = [fqn if keyed == "fqn" else next(numbers) for fqn, _ in members]
+        states.update((key, held) for key, (_, held) in zip(keys, members, strict=True) if held)
+        names = {"param_names": [fqn for fqn, _ in members]} if keyed == "index" and named else {}
+        made.append({**hyper, "params": keys, **names})
+    return {"state": states, "param_groups": made}
 
 
 def is_unsure(state: Training) -> bool:
@@ -140,16 +157,11 @@ def is_unsure(state: Training) -> bool:
 
     There are parameters that no group has, or like ones in several groups.
     """
-    names = [[member.fqn for member in group.members] for group in state.groups]
-    owned = {fqn for members in names for fqn in members}
+    owned = {member.fqn for group in state.groups for member in group.members}
     if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
         return True
     trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
-    shapes = [
-        [member.weight.shape if member.slots else None for member in group.members]
-        for group in state.groups
-    ]
-    return len(names) > 1 and not order.tell(trained, shapes, names)
+    return len(state.groups) > 1 and not order.tell(trained, state.groups)
 
 
 def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[tuple[Trained, ...]]:

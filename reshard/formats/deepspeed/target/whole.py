@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.target.slots import (
     slot_named,
     step_of,
 )
-from reshard.formats.state_dict import order
+from reshard.formats.state_dict import order, written
 from reshard.formats.torch_writer import Slot, whole_tensor
 from reshard.formats.training import Group, Trained
 
@@ -55,20 +55,16 @@ def optimizer(choice: Choice) -> dict[str, Any]:
 
 
 def _by_parameter(choice: Choice) -> dict[str, Any]:
-    state: dict[int, dict[str, Any]] = {}
-    param_groups = []
-    first = 0
-    for group, names in zip(choice.groups, _names(choice), strict=True):
-        for index, member in enumerate(group.members, first):
-            if member.slots:
-                state[index] = _state(member, group)
-        following = first + len(group.members)
-        param_groups.append({**group.hyper, "params": list(range(first, following)), **names})
-        first = following
-    return {"state": state, "param_groups": param_groups}
+    groups = (
+        (group.hyper, [(member.fqn, _state(member, group)) for member in group.members])
+        for group in choice.groups
+    )
+    return written.listed(groups, named=not _are_told(choice))
 
 
 def _state(member: Trained, group: Group) -> dict[str, Any]:
+    if not member.slots:
+        return {}
     counted = {} if member.step is None else {"step": step(member.step, group.hyper)}
     return counted | {name: whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()}
 
@@ -84,24 +80,22 @@ def _by_group(choice: Choice) -> dict[str, Any]:
             held[name] = _flat(group.members, dtype, slot_named(name))
         if held:
             state[number] = held
-    listed = zip(choice.param_groups(), _names(choice), strict=True)
-    return {"state": state, "param_groups": [{**group, **names} for group, names in listed]}
+    param_groups = choice.param_groups()
+    if not _are_told(choice):
+        listed = zip(param_groups, choice.groups, strict=True)
+        param_groups = [{**made, "param_names": group.fqns} for made, group in listed]
+    return {"state": state, "param_groups": param_groups}
 
 
-def _names(choice: Choice) -> list[dict[str, list[str]]]:
-    """What says whose each number is, a group: names as torch keeps them, where shapes do not."""
-    names = [[member.fqn for member in group.members] for group in choice.groups]
+def _are_told(choice: Choice) -> bool:
+    """Whether shapes say whose each number is; where they do not, names stand beside it."""
+    buffers = {buffer.fqn for buffer in choice.buffers}
     candidates = {
         weight.fqn: weight.shape
         for weight in choice.state.weights
-        if weight.value.numel and weight.fqn not in {buffer.fqn for buffer in choice.buffers}
+        if weight.value.numel and weight.fqn not in buffers
     }
-    shapes = [
-        [member.weight.shape if member.slots else None for member in group.members]
-        for group in choice.groups
-    ]
-    told = order.tell(candidates, shapes, names)
-    return [{} if told else {"param_names": held} for held in names]
+    return order.tell(candidates, choice.groups)
 
 
 def _flat(members: Sequence[Trained], dtype: DType, value: Value) -> Slot:

@@ -1,0 +1,43 @@
+"""Lay out a Megatron checkpoint for a grid of tensor, pipeline and expert parallel ranks.
+
+choice   what is to be written, decided once
+ranks    what each rank holds of every weight
+groups   param groups as Megatron makes them
+args     the Namespace in every file
+legacy   a file a rank (``--ckpt-format torch``)
+"""
+
+from __future__ import annotations
+
+from reshard.formats import skeletons
+from reshard.formats.megatron.target import dist, legacy
+from reshard.formats.megatron.target.choice import Choice, Described, Wanted, choose
+from reshard.formats.training import Training
+from reshard.manifest import Skeleton
+
+__all__ = ["Described", "Wanted", "lay_out", "notes"]
+
+
+def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:
+    """The run directory; errors as `choice.choose`."""
+    choice = choose(state, wanted, described)
+    inside = legacy.directory(choice)
+    if wanted.form == "torch_dist":
+        held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
+    else:
+        held = legacy.files(choice, inside)
+    return skeletons.joined([legacy.tracker(choice), *held])
+
+
+def notes(state: Training, wanted: Wanted, described: Described) -> tuple[str, ...]:
+    """What a user must be told of what `lay_out` makes: derived and dropped."""
+    return tuple(_notes(choose(state, wanted, described)))
+
+
+def _notes(choice: Choice) -> list[str]:
+    train = choice.state.manifest.train
+    said = list(choice.notes)
+    said.append("no random states: load it with --no-load-rng")
+    if train.scheduler is None and not choice.wanted.weights_only:
+        said.append("no opt_param_scheduler: Megatron asks for one when it loads the optimizer")
+    return said

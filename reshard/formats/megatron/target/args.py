@@ -1,0 +1,77 @@
+"""``args``: the Namespace that Megatron keeps in every file, and compares when it loads.
+
+Source: Megatron-LM core_v0.16.1 ``training/checkpointing.py`` (``check_checkpoint_args``,
+``load_args_from_checkpoint``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.formats.deepspeed.target.carried import is_plain
+from reshard.model_parallel.sizes import Sizes
+
+NAMESPACE = "argparse.Namespace"
+
+
+def adapted(
+    args: Mapping[str, Any], sizes: Sizes, data: int, *, layers: int, padded: int | None
+) -> dict[str, Any]:
+    """The source's args for the grid to come.
+
+    Args:
+        data: data-parallel ranks.
+        padded: rows of the vocabulary with its padding.
+    """
+    kept = {name: value for name, value in args.items() if is_plain(value)}
+    world = sizes.model * data
+    kept.update(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        transformer_pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual if sizes.virtual > 1 else None,
+        num_layers_per_virtual_pipeline_stage=(
+            layers // (sizes.pipeline * sizes.virtual) if sizes.virtual > 1 else None
+        ),
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor or sizes.tensor,
+        data_parallel_size=data,
+        world_size=world,
+        num_layers=layers,
+    )
+    if padded is not None:
+        kept["padded_vocab_size"] = padded
+    kept.setdefault("add_position_embedding", True)
+    return kept
+
+
+def uneven(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
+    """The args that say how many layers the first and the last stage have."""
+    if counts is None or len(set(counts)) == 1:
+        return dict.fromkeys(
+            (
+                "decoder_first_pipeline_num_layers",
+                "decoder_last_pipeline_num_layers",
+                "num_layers_in_first_pipeline_stage",
+                "num_layers_in_last_pipeline_stage",
+                "pipeline_model_parallel_layout",
+            )
+        )
+    first, last = counts[0], counts[-1]
+    return {
+        "decoder_first_pipeline_num_layers": first,
+        "decoder_last_pipeline_num_layers": last if sizes.pipeline > 1 else None,
+        "num_layers_in_first_pipeline_stage": first,
+        "num_layers_in_last_pipeline_stage": last if sizes.pipeline > 1 else None,
+        "pipeline_model_parallel_layout": None,
+    }
+
+
+def missing(args: Mapping[str, Any]) -> list[str]:
+    """What Megatron compares on every load and the args do not say."""
+    return [
+        name
+        for name in ("num_layers", "hidden_size", "num_attention_heads")
+        if args.get(name) is None
+    ]

@@ -1,0 +1,249 @@
+"""What is to be written for Megatron, decided once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.megatron.target import args as arguments
+from reshard.formats.megatron.target import groups
+from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
+from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
+from reshard.formats.training import Training, Weight, refuse_without_optimizer
+from reshard.manifest import PARAM, Entry
+from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.rules import Table
+from reshard.model_parallel.sizes import Sizes
+
+Form = Literal["torch", "torch_dist"]  # --ckpt-format
+FORMS = get_args(Form)
+Impl = Literal["local", "transformer_engine"]  # --transformer-impl
+IMPLS = get_args(Impl)
+
+__all__ = [
+    "ADAMS",
+    "FORMS",
+    "IMPLS",
+    "Adam",
+    "Choice",
+    "Described",
+    "Form",
+    "Impl",
+    "Wanted",
+    "choose",
+]
+
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What was asked for.
+
+    Args:
+        data: data-parallel ranks; files do not depend on them, ``args`` does.
+        stage_layers: layers of each stage; None: as many in each.
+        distributed: whether the distributed optimizer loads the state.
+        adam: which Adam's state; None: the source's, else ``fused``.
+        impl: whose layers the model has: their names differ.
+        divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
+        dtype: of the module; None: as trained.
+    """
+
+    sizes: Sizes
+    form: Form = "torch"
+    data: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    distributed: bool = False
+    adam: Adam | None = None
+    impl: Impl = "transformer_engine"
+    divisible: int = 128
+    dtype: DType | None = None
+    weights_only: bool = False
+
+    @property
+    def dialect(self) -> str:
+        """The column of names in the tables."""
+        return "local" if self.impl == "local" else "te"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The model of a training state, as far as its files or the user say.
+
+    Args:
+        args: of the run, under Megatron's names.
+    """
+
+    table: Table
+    architecture: Architecture
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Everything that the files depend on."""
+
+    state: Training
+    wanted: Wanted
+    weights: tuple[Known, ...]
+    places: Places
+    groups: Groups
+    args: Mapping[str, Any]
+    padded: int | None
+    precision: DType
+    notes: tuple[str, ...] = field(default=())
+
+    def stored(self, weight: Weight) -> tuple[Entry, DType]:
+        """What fills the module's copy, and its dtype there."""
+        dtype = self.wanted.dtype or weight.dtype
+        if weight.is_buffer or weight.dtype.family != "float":
+            dtype = weight.dtype
+        copy = self.state.manifest.entries.get((PARAM, weight.fqn))
+        return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    @property
+    def grad_scaler(self) -> Mapping[str, Any] | None:
+        """Of a run in fp16, as far as the source has one."""
+        scaler = self.state.manifest.train.scaler
+        return scaler if scaler and self.precision == FLOAT16 else None
+
+    @property
+    def mixed(self) -> bool:
+        """Whether there are 16-bit parameters with fp32 masters."""
+        return self.precision in (BFLOAT16, FLOAT16)
+
+
+def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
+    """Decide everything.
+
+    Raises:
+        IncompleteError: the source lacks what Megatron needs to go on.
+        UnsupportedError: state that Megatron has no place for.
+        UsageError: a grid that does not divide the model, or a weight that no rule names.
+    """
+    if not wanted.weights_only:
+        refuse_without_optimizer(state)
+    table, architecture, args = described.table, described.architecture, described.args
+    constants = {"layers": architecture.layers} if architecture.layers else {}
+    gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
+    padded, notes = _padding(state, wanted, table, constants, architecture)
+    weights = known(state, table, constants, gated=gated, padded=padded)
+    layers = 1 + max((each.layer for each in weights if each.layer is not None), default=-1)
+    experts = 1 + max((each.expert for each in weights if each.expert is not None), default=-1)
+    if wanted.sizes.expert > 1 and not experts:
+        raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
+    missing = arguments.missing({"num_layers": layers, **args})
+    if missing:
+        raise IncompleteError(
+            state.manifest.origin.path,
+            f"does not say {', '.join(missing)}, which Megatron compares when it loads",
+            "say which model it is: --model config.json|DIR",
+        )
+    tied = _is_tied(state, architecture)
+    places = Places(wanted.sizes, layers, experts, wanted.dialect, tied, wanted.stage_layers)
+    apart = wanted.sizes.expert > 1
+    expert_names = frozenset(
+        each.weight.fqn for each in weights if each.expert is not None and apart
+    )
+    precision = wanted.dtype or _precision(state)
+    made = groups.made(state, expert_names, wanted.adam)
+    _check_slots(state, wanted)
+    adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
+    adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
+    adapted["transformer_impl"] = wanted.impl
+    adapted["use_distributed_optimizer"] = wanted.distributed
+    adapted["untie_embeddings_and_output_weights"] = not tied
+    adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
+    return Choice(
+        state,
+        wanted,
+        tuple(weights),
+        places,
+        made,
+        adapted,
+        padded,
+        precision,
+        (*notes, *made.notes),
+    )
+
+
+def _is_tied(state: Training, architecture: Architecture) -> bool:
+    if HEAD in {weight.fqn for weight in state.weights}:
+        return False
+    return HEAD in state.manifest.tied or architecture.tied is not False
+
+
+def _precision(state: Training) -> DType:
+    """The dtype of most elements."""
+    sizes: Counter[DType] = Counter()
+    for weight in state.weights:
+        if weight.dtype.family == "float" and not weight.is_buffer:
+            sizes[weight.dtype] += weight.value.numel
+    return max(sizes, key=lambda dtype: sizes[dtype], default=FLOAT32)
+
+
+def _padding(
+    state: Training,
+    wanted: Wanted,
+    table: Table,
+    constants: Mapping[str, int],
+    architecture: Architecture,
+) -> tuple[int | None, list[str]]:
+    """Rows of the vocabulary with its padding, and what to tell of it.
+
+    Source: Megatron-LM core_v0.16.1 ``training/tokenizer/tokenizer.py``
+    (``_vocab_size_with_padding``).
+    """
+    held = set()
+    for weight in state.weights:
+        found = table.find(weight.fqn, constants)
+        if found is not None and found.rule.cut == "vocab":
+            held.add(weight.shape[0])
+    if not held:
+        return None, []
+    if len(held) > 1:
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"has vocabularies of {' and '.join(map(str, sorted(held)))} rows",
+        )
+    (rows,) = held
+    multiple = wanted.divisible * wanted.sizes.tensor
+    words = min(architecture.vocab or rows, rows)
+    padded = -(-words // multiple) * multiple
+    if padded < rows:
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"has {rows} rows of vocabulary, of which {padded} would be kept",
+            "strip them first: --vocab-size says how many are words",
+        )
+    if padded == rows:
+        return padded, []
+    return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
+
+
+def _check_slots(state: Training, wanted: Wanted) -> None:
+    """Megatron's mixed-precision and distributed optimizers keep state by element only."""
+    if wanted.weights_only:
+        return
+    for group in state.groups:
+        for member in group.members:
+            for slot, entry in member.slots.items():
+                if entry.shape != member.weight.shape:
+                    raise UnsupportedError(
+                        f"{member.fqn!r}",
+                        f"its {slot} has shape {entry.shape}: Megatron has a place for state by"
+                        " element only",
+                        "write the weights alone with --weights-only",
+                    )
+                if wanted.distributed and slot not in _MOMENTS:
+                    raise UnsupportedError(
+                        f"{member.fqn!r}",
+                        f"has the state {slot!r}: the distributed optimizer has exp_avg and"
+                        " exp_avg_sq alone",
+                        "leave out --distributed-optimizer",
+                    )

@@ -1,0 +1,155 @@
+"""Param groups as Megatron makes them: by weight decay, and the experts' apart.
+
+Source: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (``_get_param_groups``: parameters
+of one dim, and biases, are not decayed), ``core/optimizer/optimizer.py``
+(``_filter_and_reorder_param_groups``: by which keys a group is found again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from reshard.errors import UnsupportedError
+from reshard.formats.training import Group, Trained, Training
+
+Adam = Literal["fused", "torch"]
+ADAMS = ("fused", "torch")
+
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_TORCH_ONLY = ("foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad")
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronGroup:
+    """One param group of every rank; ``fqns`` are those of its members on any rank."""
+
+    hyper: Mapping[str, Any]
+    fqns: frozenset[str]
+    is_expert: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All of them, in Megatron's order, and what to tell of how they were made."""
+
+    groups: tuple[MegatronGroup, ...]
+    members: Mapping[str, Trained]
+    notes: tuple[str, ...] = ()
+
+
+def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
+    """The groups of a training state for Megatron.
+
+    Args:
+        experts: the parameters that are in groups of their own; empty without expert parallelism.
+        adam: which Adam's state to write; None: the source's if it is Megatron's, else ``fused``.
+
+    Raises:
+        UnsupportedError: groups that Megatron has no place for.
+    """
+    members = {m.fqn: m for group in state.groups for m in group.members}
+    own = all("wd_mult" in g.hyper or "pre_wd_mult" in g.hyper for g in state.groups)
+    notes: list[str] = []
+    plain = (
+        [(dict(g.hyper), [m.fqn for m in g.members]) for g in state.groups]
+        if own
+        else _by_shape(state.groups, notes)
+    )
+    fused = adam == "fused" or (adam is None and not (own and is_torch(state)))
+    found: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
+    for hyper, fqns in plain:
+        for is_expert in (False, True):
+            held = [fqn for fqn in fqns if (fqn in experts) == is_expert]
+            if not held and (is_expert or not own):
+                continue
+            mine = {**_of(hyper, state, fused=fused), "is_expert_parallel": is_expert}
+            identity = tuple(mine.get(key, mine.get(f"pre_{key}")) for key in _IDENTITY)
+            known = found.setdefault(identity, (mine, []))
+            if known[0] != mine:
+                raise UnsupportedError(
+                    state.manifest.origin.path,
+                    f"has two param groups that Megatron would take for one ({identity}), with"
+                    f" different {_differing(known[0], mine)}",
+                    "give like groups with --param-groups FILE, or the weights with --weights-only",
+                )
+            known[1].extend(held)
+    groups = tuple(
+        MegatronGroup(hyper, frozenset(fqns), bool(hyper["is_expert_parallel"]))
+        for hyper, fqns in found.values()
+        if fqns or not hyper["is_expert_parallel"]
+    )
+    return Groups(groups, members, tuple(notes))
+
+
+def is_torch(state: Training) -> bool:
+    """Whether the groups are of torch's AdamW, which counts steps a parameter; else of FusedAdam.
+
+    Transformer Engine's and apex's count a group, and their load fails on torch's state.
+    """
+    return any("capturable" in group.hyper for group in state.groups)
+
+
+def _by_shape(groups: Sequence[Group], notes: list[str]) -> list[tuple[dict[str, Any], list[str]]]:
+    """Megatron's own two groups: what is decayed, and what has one dim or is a bias."""
+    members = [(m, group.hyper) for group in groups for m in group.members]
+    decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
+    plain: tuple[dict[str, Any], list[str]] = ({"wd_mult": 0.0}, [])
+    changed: list[str] = []
+    for member, hyper in members:
+        is_plain = len(member.weight.shape) == 1 or member.fqn.endswith(".bias")
+        side = plain if is_plain else decayed
+        side[1].append(member.fqn)
+        decay = hyper.get("weight_decay", 0.0)
+        if (decay != 0.0) == is_plain and (is_plain or _decays(groups)):
+            changed.append(member.fqn)
+        for key, value in hyper.items():
+            if key == "weight_decay":
+                continue
+            known = side[0].setdefault(key, value)
+            if known != value:
+                raise UnsupportedError(
+                    f"{member.fqn!r}",
+                    f"has {key} {value!r}, others {known!r}: Megatron has no such group",
+                    "give like groups with --param-groups FILE, or the weights with --weights-only",
+                )
+    decay = max((hyper.get("weight_decay", 0.0) for _, hyper in members), default=0.0)
+    decayed[0]["weight_decay"], plain[0]["weight_decay"] = decay, 0.0
+    if changed:
+        shown = ", ".join(changed[:_SHOWN]) + (
+            f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
+        )
+        notes.append(
+            f"weight decay goes by Megatron's rule (none of norms and biases): changed for {shown}"
+        )
+    return [decayed, plain]
+
+
+def _decays(groups: Sequence[Group]) -> bool:
+    return any(group.hyper.get("weight_decay", 0.0) for group in groups)
+
+
+def _of(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
+    """A group's hyper-parameters with what Megatron's groups have besides."""
+    held = {
+        "wd_mult": 1.0,
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        **{key: value for key, value in hyper.items() if key != "param_names"},
+    }
+    if not fused:
+        held.pop("step", None)
+        return held
+    for key in _TORCH_ONLY:
+        held.pop(key, None)
+    held.setdefault("bias_correction", True)
+    held["step"] = int(state.step())
+    return held
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k)))

@@ -1,0 +1,214 @@
+"""``--ckpt-format torch``: a ``model_optim_rng.pt`` a model-parallel rank.
+
+Source: Megatron-LM core_v0.16.1 ``training/checkpointing.py`` (``get_checkpoint_name``,
+``generate_state_dict``), ``core/optimizer/optimizer.py`` (``state_dict`` of each optimizer),
+``core/optimizer/distrib_optimizer.py`` (``get_parameter_state_dp_zero``).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from reshard.dtypes import FLOAT32, DType
+from reshard.formats import skeletons, torch_writer
+from reshard.formats.megatron import buffers
+from reshard.formats.megatron.target.args import NAMESPACE
+from reshard.formats.megatron.target.choice import Choice
+from reshard.formats.megatron.target.groups import MegatronGroup
+from reshard.formats.megatron.target.ranks import Local, Rank, ranks
+from reshard.formats.torch_writer import Part, Slot, Storage
+from reshard.manifest import Entry, Skeleton
+from reshard.model_parallel.sizes import Sizes
+from reshard.unpickle import Call, Global
+
+CHECKPOINT_VERSION = 3.0
+_STATEFUL = re.compile(r"linear_(?:qkv|proj|fc1|fc2)$|^output_layer$")
+
+
+def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
+    """The files of every rank, below the iteration's directory."""
+    for rank in ranks(choice.wanted.sizes):
+        held = _Rank(choice, rank)
+        place = f"{directory}/{_name(choice.wanted.sizes, rank)}"
+        yield torch_writer.lay_out_object(f"{place}/model_optim_rng.pt", held.root())
+        if choice.wanted.distributed and not choice.wanted.weights_only:
+            yield torch_writer.lay_out_object(f"{place}/distrib_optim.pt", held.distributed())
+
+
+def tracker(choice: Choice) -> Skeleton:
+    """``latest_checkpointed_iteration.txt``."""
+    name = "release" if choice.wanted.weights_only else str(choice.state.step())
+    return skeletons.of_bytes("latest_checkpointed_iteration.txt", name.encode())
+
+
+def directory(choice: Choice) -> str:
+    """Of the iteration; ``release`` for weights alone, of which Megatron reads nothing else."""
+    return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
+
+
+def _name(sizes: Sizes, rank: Rank) -> str:
+    name = f"mp_rank_{rank.tensor:02d}"
+    name += f"_{rank.stage:03d}" if sizes.pipeline > 1 else ""
+    return name + (f"_{rank.expert:03d}" if sizes.expert > 1 else "")
+
+
+class _Rank:
+    """What one model-parallel rank saves."""
+
+    def __init__(self, choice: Choice, rank: Rank) -> None:
+        self._choice = choice
+        self._rank = rank
+        self._chunks = [
+            choice.places.of_chunk(choice.weights, rank, chunk)
+            for chunk in range(choice.wanted.sizes.virtual)
+        ]
+
+    def root(self) -> dict[str, Any]:
+        """``model_optim_rng.pt``."""
+        choice, train = self._choice, self._choice.state.manifest.train
+        each = choice.wanted.data * choice.wanted.sizes.tensor
+        rank = self._rank.stage * each + self._rank.tensor
+        arguments = {**choice.args, "rank": rank, "local_rank": rank}
+        root: dict[str, Any] = {
+            "args": Call(NAMESPACE, (), arguments),
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "iteration": 0 if choice.wanted.weights_only else choice.state.step(),
+        }
+        for number, chunk in enumerate(self._chunks):
+            key = "model" if len(self._chunks) == 1 else f"model{number}"
+            root[key] = self._module(chunk)
+        if not choice.wanted.weights_only:
+            root["optimizer"] = self._optimizer()
+            if train.scheduler is not None:
+                root["opt_param_scheduler"] = train.scheduler
+        return root
+
+    def _module(self, chunk: Sequence[Local]) -> OrderedDict[str, Any]:
+        """The state dict of a model chunk; modules with a state of their own have none of it."""
+        held: OrderedDict[str, Any] = OrderedDict()
+        stateful = ""
+        for local in chunk:
+            module = local.name.rpartition(".")[0]
+            if stateful and module != stateful:
+                held[f"{stateful}._extra_state"] = None
+            held[local.name] = local.slot(*self._choice.stored(local.known.weight))
+            stateful = module if _STATEFUL.search(module) else ""
+            if self._choice.wanted.dialect == "te" and module.endswith(".linear_qkv"):
+                held[module.replace("linear_qkv", "core_attention._extra_state")] = None
+        if stateful:
+            held[f"{stateful}._extra_state"] = None
+        return held
+
+    # The optimizer
+
+    def _trained(self) -> list[Local]:
+        members = self._choice.groups.members
+        return [
+            local for chunk in self._chunks for local in chunk if local.known.weight.fqn in members
+        ]
+
+    def _optimizer(self) -> Any:
+        """One optimizer's state, or a list of two: of all but the experts, and of theirs."""
+        groups = self._choice.groups.groups
+        dense = [group for group in groups if not group.is_expert]
+        experts = [group for group in groups if group.is_expert]
+        chained = [self._of(held) for held in (dense, experts) if held]
+        return chained[0] if len(chained) == 1 else chained
+
+    def _of(self, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
+        choice = self._choice
+        scaled = {"grad_scaler": dict(choice.grad_scaler)} if choice.grad_scaler else {}
+        if choice.wanted.distributed:
+            counted = {"step": int(choice.state.step())}
+            held = [{**group.hyper, **counted} for group in groups]
+            return {"optimizer": {"param_groups": held}, **scaled}
+        listed = self._trained()
+        states: dict[int, dict[str, Any]] = {}
+        param_groups = []
+        masters: list[list[Slot]] = []
+        number = 0
+        for group in groups:
+            mine = [local for local in listed if local.known.weight.fqn in group.fqns]
+            for index, local in enumerate(mine, number):
+                states[index] = self._state(local, group)
+            following = number + len(mine)
+            param_groups.append({**group.hyper, "params": list(range(number, following))})
+            masters.append([self._master(local) for local in mine if self._is_cast(local)])
+            number = following
+        inner = {"state": states, "param_groups": param_groups}
+        if not choice.mixed:
+            return inner
+        return {"optimizer": inner, **scaled, "fp32_from_fp16_params": masters}
+
+    def _state(self, local: Local, group: MegatronGroup) -> dict[str, Any]:
+        member = self._choice.groups.members[local.known.weight.fqn]
+        counted: dict[str, Any] = {}
+        if "step" not in group.hyper and member.step is not None:
+            data = struct.pack("<f", member.step)
+            counted = {"step": Slot(Storage(FLOAT32, 1, data=data), ())}
+        slots = {name: local.slot(entry, entry.dtype) for name, entry in member.slots.items()}
+        return {**counted, **slots}
+
+    def _is_cast(self, local: Local) -> bool:
+        return self._choice.stored(local.known.weight)[1] != FLOAT32
+
+    def _master(self, local: Local) -> Slot:
+        return local.slot(local.known.weight.value, FLOAT32)
+
+    def distributed(self) -> dict[Any, Any]:
+        """``distrib_optim.pt``: flat tensors of every buffer."""
+        groups = self._choice.groups.groups
+        experts = {fqn for group in groups if group.is_expert for fqn in group.fqns}
+        trained = self._trained()
+        kinds = [
+            [local for local in trained if (local.known.weight.fqn in experts) == apart]
+            for apart in (False, True)
+        ]
+        chained = [self._buffers(held) for held in kinds if held]
+        if len(chained) == 1:
+            return chained[0]
+        return dict(enumerate(chained))
+
+    def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
+        """A buffer a model chunk and dtype."""
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        chosen = set(map(id, trained))
+        for chunk in self._chunks:
+            mine = [local for local in chunk if id(local) in chosen]
+            for dtype in dict.fromkeys(
+                self._choice.stored(local.known.weight)[1] for local in mine
+            ):
+                alike = [
+                    local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
+                ]
+                key = (Global(f"torch.{dtype.name}"), Global("torch.float32"))
+                number = len(state) - 1
+                state[number] = {key: self._flat(alike, dtype)}
+        return state
+
+    def _flat(self, locals_: Sequence[Local], _dtype: DType) -> dict[str, Any]:
+        by_name = {local.name: local for local in locals_}
+        members = [buffers.Member(local.name, local.numel, local.shared) for local in locals_]
+        placed: list[tuple[Local, int]] = []
+        end = 0
+        for bucket in buffers.buckets(members):
+            placed += [(by_name[member.name], end + at) for member, at in bucket.places]
+            end += bucket.numel
+        tensors: dict[str, Any] = {}
+        for key in ("param", "exp_avg", "exp_avg_sq"):
+            parts: list[Part] = []
+            for local, at in placed:
+                entry = self._value(local, key)
+                if entry is not None:
+                    parts += local.parts(entry, at)
+            tensors[key] = Slot(Storage(FLOAT32, end, tuple(parts)), (end,))
+        return {**tensors, "numel_unpadded": end}
+
+    def _value(self, local: Local, key: str) -> Entry | None:
+        if key == "param":
+            return local.known.weight.value
+        return self._choice.groups.members[local.known.weight.fqn].slots.get(key)

@@ -1,0 +1,79 @@
+"""Over how many ranks a model is spread, each way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Ranks that hold different parts of a model.
+
+    Args:
+        tensor: that share each layer; ``pipeline``: that follow one another.
+        expert: that share the experts of a layer, and see different data.
+        expert_tensor: that share each expert; None: as many as each layer.
+        virtual: parts of the model that each pipeline rank holds (interleaved schedule).
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    virtual: int = 1
+
+    @property
+    def model(self) -> int:
+        """Ranks that see the same data."""
+        return self.tensor * self.pipeline
+
+    @property
+    def is_one(self) -> bool:
+        """Whether every rank has the whole model."""
+        return self.model == self.expert == 1
+
+    def __str__(self) -> str:
+        named = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert))
+        return " ".join(f"{name}={size}" for name, size in named if size > 1)
+
+
+ONE = Sizes()
+
+
+def of_mesh(mesh: Mapping[str, int]) -> Sizes:
+    """What a reader says of its source (`manifest.Origin.mesh`)."""
+    return Sizes(tensor=mesh.get("tp", 1), pipeline=mesh.get("pp", 1), expert=mesh.get("ep", 1))
+
+
+def world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -> int:
+    """The number of ranks: as asked for, else as before.
+
+    Args:
+        world, data: ranks in all, and those that see different data, where they are asked for.
+
+    Raises:
+        UsageError: the numbers do not go together.
+    """
+    if data is not None and world not in (None, data * sizes.model):
+        raise UsageError(
+            f"--world-size {world}",
+            f"is not --dp {data} times {sizes.model} model-parallel ranks",
+            f"leave it out: {data * sizes.model} ranks then",
+        )
+    found = data * sizes.model if data is not None else world or before
+    if found % sizes.model:
+        raise UsageError(
+            f"{found} ranks",
+            f"are no multiple of the {sizes.model} that one copy of the model takes ({sizes})",
+            "give --dp N, or another --world-size",
+        )
+    if (found // sizes.model) % sizes.expert:
+        raise UsageError(
+            f"--ep {sizes.expert}",
+            f"does not divide the {found // sizes.model} data-parallel ranks",
+            "experts are shared by ranks that see different data: give another --ep or --dp",
+        )
+    return found

@@ -1,0 +1,42 @@
+"""Which layers each pipeline stage has, and each model chunk of an interleaved schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from reshard.errors import UsageError
+from reshard.model_parallel.sizes import Sizes
+
+
+def chunks(sizes: Sizes) -> list[tuple[int, int]]:
+    """(pipeline rank, its chunk) in the order in which the layers pass through them."""
+    return [(stage, chunk) for chunk in range(sizes.virtual) for stage in range(sizes.pipeline)]
+
+
+def layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None) -> list[range]:
+    """The layers of each of `chunks`, by their numbers in the whole model.
+
+    Args:
+        counts: how many each has; None: all as many.
+
+    Raises:
+        UsageError: they do not add up, or ``count`` cannot be shared evenly.
+    """
+    places = sizes.pipeline * sizes.virtual
+    if counts is None:
+        if count % places:
+            raise UsageError(
+                f"pipeline parallel size {sizes.pipeline}"
+                + (f" with {sizes.virtual} chunks each" if sizes.virtual > 1 else ""),
+                f"does not divide the model's {count} layers",
+                "say how many layers each stage has: --stage-layers N,N,...",
+            )
+        counts = [count // places] * places
+    if len(counts) != places or sum(counts) != count or min(counts) < 0:
+        raise UsageError(
+            f"--stage-layers {','.join(map(str, counts))}",
+            f"does not share {count} layers among {places} stages",
+        )
+    ends = list(accumulate(counts))
+    return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
