@@ -1,7 +1,7 @@
 """Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
 
     directory   where they lie, which rank each folder is of
-    arguments   the run's command line: sizes, the pipeline's layout, the model's numbers
+    arguments   the run's command line: sizes, the pipeline's layout
     names       local, global and stacked names
     order       where a parameter stands in the model
     grouped     tensors that hold several parameters, or one in an old order

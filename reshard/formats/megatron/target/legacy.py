@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.dtypes import FLOAT32, DType
 from reshard.formats import skeletons, torch_writer
-from reshard.formats.megatron import buffers
+from reshard.formats.megatron.buckets import Param, buckets
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
@@ -192,11 +192,11 @@ class _Rank:
 
     def _flat(self, locals_: Sequence[Local], _dtype: DType) -> dict[str, Any]:
         by_name = {local.name: local for local in locals_}
-        members = [buffers.Member(local.name, local.numel, local.shared) for local in locals_]
+        params = [Param(local.name, (local.numel,), alone=local.shared) for local in locals_]
         placed: list[tuple[Local, int]] = []
         end = 0
-        for bucket in buffers.buckets(members):
-            placed += [(by_name[member.name], end + at) for member, at in bucket.places]
+        for bucket in buckets(params, None):
+            placed += [(by_name[member.fqn], end + member.start) for member in bucket.members]
             end += bucket.numel
         tensors: dict[str, Any] = {}
         for key in ("param", "exp_avg", "exp_avg_sq"):
