@@ -137,7 +137,8 @@ def _prepare(
             policy=options.tied,
             pool=pool,
         )
-        weights.check_replicas(chosen, manifest.files, pool)
+        held = [entry for entry, _ in chosen.tensors]
+        chosen.notes += weights.check_replicas(held, manifest.files, pool, options.replicas)
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
     check_skeleton(skeleton)
     _, window_bytes = options.budget()

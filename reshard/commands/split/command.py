@@ -22,7 +22,7 @@ from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
-from reshard.manifest import Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan import plan
 
 
@@ -62,6 +62,10 @@ def split(
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
+        carried = list(manifest.entries.values())
+        if options.weights_only:
+            carried = list(manifest.of_kind(*WEIGHT_KINDS))
+        differing = weights.check_replicas(carried, manifest.files, pool, options.replicas)
     states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=states.states)
@@ -71,7 +75,7 @@ def split(
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
-    report.derived += [*named_notes, *made, *batch_notes]
+    report.derived += [*named_notes, *made, *batch_notes, *differing]
     states.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))

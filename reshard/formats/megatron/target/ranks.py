@@ -9,7 +9,7 @@ from math import lcm, prod
 from reshard.box import Box, Index, intersect, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.megatron import model
+from reshard.formats.megatron import order
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
 from reshard.manifest import Entry
@@ -182,7 +182,7 @@ class Places:
                 found.append(replace(copy, name=HEAD, shared=True))
             if name == _EMBEDDING and self.tied and is_first and self.sizes.pipeline > 1 and here:
                 found[-1] = replace(found[-1], shared=True)
-        return sorted(found, key=lambda local: model.module_place(local.name))
+        return sorted(found, key=lambda local: order.place(local.name))
 
     def _has_expert(self, known: Known, rank: int) -> bool:
         each = self._experts_each
