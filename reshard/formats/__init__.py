@@ -25,6 +25,7 @@ from reshard.formats import (
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
+from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, pytorch.NAME)
@@ -44,6 +45,7 @@ class _Choice:
     key: str | None
     model: str | None
     wrap: str | None
+    rules: Path | None
 
 
 def read(
@@ -54,6 +56,7 @@ def read(
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    rules: Path | None = None,
     prove: bool = True,
 ) -> Manifest:
     """The checkpoint at a file or directory, its coverage proved.
@@ -65,6 +68,7 @@ def read(
         key: which state dict of a checkpoint that holds several, dotted.
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
+        rules: a user's lines for the table of a model-parallel checkpoint's parameters.
         prove: False leaves the proof (`manifest.check`) to the caller.
 
     Raises:
@@ -79,7 +83,7 @@ def read(
     if force and not _is(force, place):
         raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
     name = force or (_detected(place) if tag is None else None)
-    choice = _Choice(tag, key, model, wrap)
+    choice = _Choice(tag, key, model, wrap, rules)
     manifest = _read(place, name, choice) if name else _read_run(place, choice)
     if prove:
         check(manifest)
@@ -139,7 +143,7 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
     if name == huggingface.NAME:
         return huggingface.read(place)
     if name == megatron.NAME:
-        return megatron.read(place)
+        return megatron.read(place, with_users(builtin("megatron"), choice.rules))
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
