@@ -13,13 +13,13 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats import deepspeed, huggingface, pytorch, run, safetensors, torch_file
+from reshard.formats import deepspeed, huggingface, nanotron, pytorch, run, safetensors, torch_file
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, pytorch.NAME)
+NAMES = (deepspeed.NAME, huggingface.NAME, nanotron.NAME, pytorch.NAME)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -100,13 +100,18 @@ def as_paths(paths: Paths) -> list[Path]:
 def _is(name: str, place: Place) -> bool:
     if name == pytorch.NAME:
         return pytorch.detect(place) or pytorch.detect_loosely(place)
-    return {deepspeed.NAME: deepspeed.detect, huggingface.NAME: huggingface.detect}[name](place)
+    return {
+        deepspeed.NAME: deepspeed.detect,
+        huggingface.NAME: huggingface.detect,
+        nanotron.NAME: nanotron.detect,
+    }[name](place)
 
 
 def _detected(place: Place) -> str | None:
     """The format of what lies directly at a place; the more particular one first."""
     for name, detect in (
         (deepspeed.NAME, deepspeed.detect),
+        (nanotron.NAME, nanotron.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
         (pytorch.NAME, pytorch.detect_loosely),
@@ -125,6 +130,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
     if name == huggingface.NAME:
         return huggingface.read(place)
+    if name == nanotron.NAME:
+        return nanotron.read(place)
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
@@ -154,6 +161,8 @@ def _refuse_one_of_many(place: Place) -> None:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet.
     """
+    if nanotron.detect(place):
+        return
     names = [place.chosen] if place.chosen else []
     shard = _SHARD.search(place.chosen or "")
     if not place.chosen and huggingface.index_of(place) is None:
