@@ -35,7 +35,6 @@ _OF_MEGATRON = (
     "transformer_impl",
     "make_vocab_size_divisible_by",
     "vocab_size",
-    "rules",
 )
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 

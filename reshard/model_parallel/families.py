@@ -22,7 +22,6 @@ TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")  # the mo
 _META = "meta"
 _ANY = "any"
 _FIELD = re.compile(r"\{([a-z_]+)(\?)?\}")
-_REMEDY = "name the one that it is with --family NAME, or keep the source's names: --names source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,11 @@ class Family:
     table: Table
     when: Mapping[str, Any]
     config: Mapping[str, Any]
+
+    @property
+    def model_class(self) -> str:
+        """The class in transformers."""
+        return str(self.config["architectures"][0])
 
     def unlike(self, traits: Traits) -> list[str]:
         """In what a model differs from this family; nothing if it is of it."""
@@ -85,16 +89,13 @@ def _of_table(name: str) -> Iterator[Family]:
         yield Family(model, builtin(name), when, config)
 
 
-def named(name: str) -> Family:
-    """A family by name.
+def is_known(name: object) -> bool:
+    """Whether it is a family's name, or a ``model_type`` of one."""
+    return bool(_called(name))
 
-    Raises:
-        UsageError: there is none.
-    """
-    known = families()
-    if name not in known:
-        raise UsageError(f"--family {name}", f"is none of {', '.join(known)}")
-    return known[name]
+
+def _called(name: object) -> list[Family]:
+    return [f for f in families().values() if name in (f.name, f.config["model_type"])]
 
 
 def fitting(traits: Traits) -> Family | None:
@@ -106,28 +107,43 @@ def need(traits: Traits, name: str | None = None) -> Family:
     """The family that the user names, else the one that fits.
 
     Raises:
-        UnsupportedError: it differs, or none fits; naming in what.
+        UsageError: there is none of that name.
+        UnsupportedError: the model differs from it, or none fits; naming in what.
     """
+    found = of_name(name) if name is not None else list(families().values())
+    fits = next((family for family in found if not family.unlike(traits)), None)
+    if fits is not None:
+        return fits
+    nearest = min(found, key=lambda family: len(family.unlike(traits)))
+    differs = "; ".join(nearest.unlike(traits))
     if name is not None:
-        family = named(name)
-        problems = family.unlike(traits)
-        if problems:
-            raise UnsupportedError(
-                traits.source,
-                f"is no {name} model: {'; '.join(problems)}",
-                f"{_REMEDY.partition(',')[0]} of {', '.join(families())}",
-            )
-        return family
-    found = fitting(traits)
-    if found is not None:
-        return found
-    nearest = min(families().values(), key=lambda f: len(f.unlike(traits)))
+        raise UnsupportedError(
+            traits.source,
+            f"is no {name} model: {differs}",
+            f"name another family with --family: {', '.join(families())}; or --names source",
+        )
     raise UnsupportedError(
         traits.source,
         "is like no model of transformers that reshard has a table of; the nearest is"
-        f" {nearest.name}, but {'; '.join(nearest.unlike(traits))}",
-        _REMEDY,
+        f" {nearest.name}, but {differs}",
+        "keep the source's names with --names source",
     )
+
+
+def of_name(name: str) -> list[Family]:
+    """The families of a name, or of a config's ``model_type``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = _called(name)
+    if not found:
+        raise UsageError(
+            f"family {name!r}",
+            f"is none that reshard has a table of: {', '.join(families())}",
+            "name one whose names are the same with --family NAME",
+        )
+    return found
 
 
 def fields_of(config: Mapping[str, Any]) -> list[str]:
@@ -141,19 +157,3 @@ def trait_names() -> frozenset[str]:
     own = {field.name for field in fields(Traits)}
     own |= {name for name, value in vars(Traits).items() if isinstance(value, property)}
     return frozenset(own)
-
-
-def of_model_type(name: str) -> Family:
-    """The family of a config's ``model_type``.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    found = families().get(name)
-    if found is None:
-        raise UnsupportedError(
-            f"model_type {name!r}",
-            f"is none that reshard has a table of: {', '.join(families())}",
-            "name one whose names are the same with --family NAME",
-        )
-    return found

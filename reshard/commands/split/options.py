@@ -38,7 +38,6 @@ class SplitOptions(OutputOptions):
     transformer_impl: megatron.Impl | None = None  # whose layers; None: the source's
     make_vocab_size_divisible_by: int | None = None  # None: the source's, else 128
     vocab_size: int | None = None  # rows that are words; None: what the source says
-    rules: Path | None = None  # lines that a table of parameters lacks
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins

@@ -73,7 +73,7 @@ class _Rank:
         """``model_optim_rng.pt``."""
         choice, train = self._choice, self._choice.state.manifest.train
         each = choice.wanted.data * choice.wanted.sizes.tensor
-        rank = self._rank.stage * each + self._rank.tensor
+        rank = self._rank.stage * each + self._rank.place
         args = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
             "args": Call(NAMESPACE, (), args),

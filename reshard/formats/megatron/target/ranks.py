@@ -117,12 +117,17 @@ def known(
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A model-parallel rank, by its number on each axis."""
+    """A model-parallel rank, by its number on each axis.
+
+    Args:
+        place: the first rank of its stage that is all of this.
+    """
 
     tensor: int
     stage: int
     expert: int
     expert_tensor: int
+    place: int
 
 
 def ranks(sizes: Sizes) -> list[Rank]:
@@ -133,11 +138,11 @@ def ranks(sizes: Sizes) -> list[Rank]:
     """
     each = sizes.expert_tensor or sizes.tensor
     places = {
-        (r % sizes.tensor, r // each % sizes.expert): r % each
+        (r % sizes.tensor, r // each % sizes.expert): r
         for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
     }
     return [
-        Rank(tensor, stage, expert, place)
+        Rank(tensor, stage, expert, place % each, place)
         for (tensor, expert), place in sorted(places.items())
         for stage in range(sizes.pipeline)
     ]
