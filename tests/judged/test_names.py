@@ -55,7 +55,8 @@ def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
     if exact:
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
     else:  # Megatron computed in 16 bits
-        assert (ours - wanted).abs().mean() < 0.01 < 0.3 < wanted.abs().mean()
+        assert (ours - wanted).abs().mean() < 0.01
+        assert wanted.abs().mean() > 0.3
     rows = truth["params"]["embedding.word_embeddings.weight"].shape[0]
     taken = [text for text in report.changes if "taken off" in text]
     assert bool(taken) == (rows > words)
