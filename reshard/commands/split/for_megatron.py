@@ -8,7 +8,7 @@ from typing import Any
 from reshard import dtypes
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UsageError
-from reshard.formats.megatron.target import Described, Wanted
+from reshard.formats.megatron.target import Wanted
 from reshard.formats.megatron.target.choice import Form, Impl
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import Sizes
@@ -68,8 +68,3 @@ def _args(manifest: Manifest) -> Mapping[str, Any]:
     """The run's own args, of a source that is Megatron's."""
     config = manifest.train.config
     return config if manifest.origin.format == "megatron" and isinstance(config, dict) else {}
-
-
-def described(manifest: Manifest, options: SplitOptions) -> Described:
-    """The model, as far as the source or the user say."""
-    raise NotImplementedError

@@ -89,7 +89,6 @@ def requested(
                 if name == "megatron"
                 else None
             ),
-            described=for_megatron.described(manifest, options) if name == "megatron" else None,
         ),
         target,
     )
