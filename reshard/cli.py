@@ -163,6 +163,11 @@ _vocab_size = click.option(
 )
 
 
+_family = click.option(
+    "--family", help="Which of Hugging Face's models it is: llama, mistral, qwen2, ..."
+)
+
+
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a source is read; the same for every command."""
     for option in (
@@ -293,7 +298,7 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Choice(["source", "hf"]),
     help="Whose.  [default: Hugging Face's, of Megatron's and Meta's models in a directory]",
 )
-@click.option("--family", help="Which of Hugging Face's models it is: llama, mistral, ...")
+@_family
 @_vocab_size
 @click.option("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
 @click.option(
@@ -339,7 +344,6 @@ def _parallel_options() -> Iterator[Callable[..., Any]]:
 
 
 def _megatron_options() -> Iterator[Callable[..., Any]]:
-    yield _vocab_size
     yield click.option(
         "--make-vocab-size-divisible-by",
         type=click.IntRange(min=1),
@@ -385,6 +389,13 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=SIZE,...",
             help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
         ),
+        click.option(
+            "--names",
+            type=click.Choice(["source", "hf"]),
+            help="Whose.  [default: the source's; Megatron's for --to megatron]",
+        ),
+        _family,
+        _vocab_size,
         *_megatron_options(),
         *_parallel_options(),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from reshard.box import Box
+from reshard.commands.companions import config_beside
 from reshard.errors import UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import megatron
+from reshard.formats import huggingface, megatron
+from reshard.formats.megatron.target import Described
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model_parallel import families, names
+from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.families import Family
-from reshard.model_parallel.rules import Table, with_users
-from reshard.model_parallel.traits import Traits, of_megatron
+from reshard.model_parallel.rules import Table, builtin, with_users
+from reshard.model_parallel.traits import Traits, as_megatron, of_megatron
 from reshard.tensors import read_block
 
 Whose = Literal["source", "hf"]
@@ -48,11 +51,35 @@ class Naming:
     Args:
         config: of the model, where the names are Hugging Face's now; made from what the source
             says unless it was given.
+        described: the model, where the names are Megatron's.
     """
 
     manifest: Manifest
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
+    described: Described | None = None
+
+    def own(self, fqn: str) -> str:
+        """What the model's table calls a parameter that a file has in a dialect's words."""
+        found = self.described.table.find(fqn, {}) if self.described else None
+        return found.name if found else fqn
+
+
+def for_target(manifest: Manifest, target: str, asked: Asked, model: str | None) -> Naming:
+    """The state under the names that a target's files have.
+
+    Args:
+        model: what the user says of the model of a source with Hugging Face's names.
+
+    Raises:
+        UsageError: the target has its own, or nothing says what they are.
+        UnsupportedError: there is no table of the model.
+    """
+    if target != megatron.NAME:
+        return chosen(manifest, replace(asked, whose=asked.whose or "source"))
+    if asked.whose is not None:
+        raise UsageError(f"--names {asked.whose}", "changes nothing of --to megatron")
+    return _for_megatron(manifest, asked, model)
 
 
 def chosen(manifest: Manifest, asked: Asked) -> Naming:
@@ -88,11 +115,54 @@ def chosen(manifest: Manifest, asked: Asked) -> Naming:
     notes = list(done.notes)
     if traits.vocab and not asked.keep_padding:
         notes += _padding(manifest, table, traits.vocab)
-    if asked.config is None:
-        notes += [
-            f"config.json made from what {Path(traits.source).name} says: {family.model_class}"
-        ]
     return Naming(done.manifest, tuple(notes), asked.config or made)
+
+
+def _for_megatron(manifest: Manifest, asked: Asked, model: str | None) -> Naming:
+    """The state under Megatron's names, and the model that it is of."""
+    if manifest.origin.format == megatron.NAME:
+        traits, table = traits_of(manifest), with_users(builtin("megatron"), asked.rules)
+        if traits is None:
+            raise UsageError(manifest.origin.path, "does not say what its model is")
+        described = Described(table, _numbers(traits, asked), manifest.train.config)
+        return Naming(manifest, described=described)
+    family, traits = _of_config(manifest, asked, model)
+    table = with_users(family.table, asked.rules)
+    done = names.from_hf(manifest, table, traits.architecture())
+    notes = (*done.notes, f"named as Megatron does by the table of {family.name}")
+    described = Described(table, _numbers(traits, asked), as_megatron(traits))
+    return Naming(done.manifest, notes, described=described)
+
+
+def _numbers(traits: Traits, asked: Asked) -> Architecture:
+    return replace(traits, vocab=asked.words or traits.vocab).architecture()
+
+
+def _of_config(manifest: Manifest, asked: Asked, model: str | None) -> tuple[Family, Traits]:
+    """By the config that the user names, else by the one beside the source."""
+    path = Path(model) if model else config_beside(manifest)
+    if path is not None and path.is_dir():
+        path /= "config.json"
+    if path is None or not path.is_file():
+        raise UsageError(
+            manifest.origin.path if model is None else f"--model {model}",
+            "nothing says which of Hugging Face's models it is",
+            "give its config: --model config.json|DIR",
+        )
+    return families.of_config(_filled(path), str(path), asked.family)
+
+
+def _filled(path: Path) -> Mapping[str, Any]:
+    """A transformers config with the defaults of its class."""
+    config = huggingface.json_object(path)
+    from transformers import AutoConfig
+
+    try:
+        made: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    except Exception as error:  # each config class has its own ways to refuse
+        problem = str(error).splitlines()[0]
+        raise UsageError(path, f"is no config of transformers: {problem}") from error
+    return made
 
 
 def traits_of(manifest: Manifest) -> Traits | None:

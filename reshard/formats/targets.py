@@ -34,7 +34,6 @@ _OF_MEGATRON = (
     "adam",
     "transformer_impl",
     "make_vocab_size_divisible_by",
-    "vocab_size",
 )
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 

@@ -21,6 +21,9 @@ from reshard.model_parallel.traits import Traits
 TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")  # the more usual first
 _META = "meta"
 _ANY = "any"
+_NAMING = ("model_type", "architectures")
+_INVERSE = {"rows": "vocab"}  # traits that follow from another
+_ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 _FIELD = re.compile(r"\{([a-z_]+)(\?)?\}")
 
 
@@ -157,3 +160,78 @@ def trait_names() -> frozenset[str]:
     own = {field.name for field in fields(Traits)}
     own |= {name for name, value in vars(Traits).items() if isinstance(value, property)}
     return frozenset(own)
+
+
+# The other way: traits of a config
+
+
+def of_config(
+    config: Mapping[str, Any], source: str, name: str | None = None
+) -> tuple[Family, Traits]:
+    """The family of a transformers config, every default filled in, and the model's traits.
+
+    Args:
+        name: of the family, where the user gives one; None: the config's ``model_type``.
+
+    Raises:
+        UsageError: there is no such family, or the config is of none.
+        UnsupportedError: the config says what models of the family do not have.
+    """
+    found = of_name(name or str(config.get("model_type")))
+    problems: list[str] = []
+    for family in found:
+        traits, odd = _traits(family, _flat(config), source)
+        problems = [*odd, *family.unlike(traits)]
+        if not problems:
+            return family, traits
+    raise UnsupportedError(
+        source, f"is of no {found[-1].name} model as reshard knows it: {'; '.join(problems)}"
+    )
+
+
+def _traits(family: Family, config: Mapping[str, Any], source: str) -> tuple[Traits, list[str]]:
+    """What a family's lines read in a config, and what they cannot."""
+    own = {field.name for field in fields(Traits)}
+    values: dict[str, Any] = {
+        name: wanted
+        for name, wanted in family.when.items()
+        if name in own and wanted != _ANY and not isinstance(wanted, list)
+    }
+    odd, read = [], dict[str, Any]()
+    for key, line in family.config.items():
+        if key in _NAMING or key not in config:
+            continue
+        match = _FIELD.fullmatch(line) if isinstance(line, str) else None
+        name = _INVERSE.get(match[1], match[1]) if match else ""
+        value = _ALIKE.get(config[key], config[key]) if name == "activation" else config[key]
+        known = read.get(name, value) if match else line
+        if value != known:
+            odd.append(f"{key} is {value}, not {known}")
+        elif name in own:
+            values[name] = read[name] = tuple(value) if isinstance(value, list) else value
+    traits = Traits(source=source, **values)
+    hidden, heads = traits.hidden, traits.heads
+    return (
+        replace(
+            traits,
+            groups=traits.groups or heads,
+            head_dim=traits.head_dim or (hidden // heads if hidden and heads else None),
+            ffn=traits.ffn or (4 * hidden if hidden else None),
+        ),
+        odd,
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the names that transformers before version 5 had."""
+    flat = dict(config)
+    if "num_local_experts" in flat:
+        flat.setdefault("num_experts", flat["num_local_experts"])
+    rope = flat.pop("rope_parameters", None)
+    if isinstance(rope, Mapping):
+        rest = dict(rope)
+        theta, part = rest.pop("rope_theta", None), rest.pop("partial_rotary_factor", None)
+        flat |= {key: theta for key in ("rope_theta", "rotary_emb_base") if theta is not None}
+        flat |= {"rotary_pct": part} if part is not None else {}
+        flat["rope_scaling"] = None if rest.get("rope_type") == "default" else rest
+    return flat

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.errors import UnsupportedError
 from reshard.model_parallel.architecture import Architecture
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope"}
@@ -163,6 +164,79 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
         tied=not args.get("untie_embeddings_and_output_weights"),
         odd=tuple(_odd(args, experts)),
     )
+
+
+def as_megatron(traits: Traits) -> dict[str, Any]:
+    """The arguments that make megatron-core build such a model: the way back of `of_megatron`.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    lacking = [
+        *traits.odd,
+        *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
+        *(["a norm of the embedding"] * traits.embedding_norm),
+        *(["norms before residual connections"] * traits.residual_after_norm),
+        *(["attention beside the feed-forward layer"] * traits.parallel_residual),
+    ]
+    scaling = dict(traits.rope_scaling or {})
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
+        lacking.append(f"rotations scaled as {scaling}")
+    if lacking:
+        raise UnsupportedError(
+            traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
+        )
+    gelu = not traits.gated and traits.activation.startswith("gelu")
+    args = {
+        "num_layers": traits.layers,
+        "hidden_size": traits.hidden,
+        "ffn_hidden_size": traits.ffn,
+        "num_attention_heads": traits.heads,
+        "kv_channels": traits.head_dim,
+        "group_query_attention": traits.grouped,
+        "num_query_groups": traits.groups if traits.grouped else 1,
+        "max_position_embeddings": traits.max_positions,
+        "position_embedding_type": "rope" if traits.positions == "rope" else "learned_absolute",
+        "rotary_base": int(traits.rope_theta or 10000),
+        "rotary_percent": traits.rotary_percent,
+        "rotary_interleaved": False,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": scaling.get("factor", 8.0) if kind == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
+        "window_size": (traits.window - 1, 0) if traits.window else None,
+        "swiglu": traits.gated,
+        "squared_relu": traits.activation == "relu2",
+        "bias_gelu_fusion": gelu and traits.activation != "gelu",  # which is the approximation
+        "normalization": "RMSNorm" if traits.norm == "rmsnorm" else "LayerNorm",
+        "norm_epsilon": traits.norm_eps,
+        "layernorm_epsilon": traits.norm_eps,
+        "apply_layernorm_1p": False,
+        "add_bias_linear": traits.linear_bias,
+        "add_qkv_bias": traits.qkv_bias and not traits.linear_bias,
+        "qk_layernorm": traits.qk_norm,
+        "untie_embeddings_and_output_weights": not traits.tied,
+        "vocab_size": traits.vocab,
+        "num_experts": traits.experts,
+    }
+    if traits.experts:
+        dense = [int(number not in traits.dense_layers) for number in range(traits.layers or 0)]
+        args |= {
+            "moe_layer_freq": dense if traits.dense_layers else 1,
+            "moe_router_topk": traits.top_k,
+            "moe_router_pre_softmax": not traits.renormalised,
+            "moe_ffn_hidden_size": traits.expert_ffn,
+            "moe_shared_expert_intermediate_size": traits.shared_ffn,
+            "moe_shared_expert_gate": traits.shared_gate,
+            "moe_aux_loss_coeff": traits.aux_loss,
+        }
+    return args
+
+
+def _is_built_in(scaling: Mapping[str, Any]) -> bool:
+    """Whether Megatron scales rotations with these numbers, all but the factor being its own."""
+    known = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    return all(scaling.get(name, value) == value for name, value in known.items())
 
 
 def _number(args: Mapping[str, Any], name: str) -> int | None:

@@ -106,3 +106,53 @@ def test_a_model_of_no_family_keeps_its_names_and_says_why(megatron_case, tmp_pa
     assert not (tmp_path / "a" / "config.json").exists()
     with pytest.raises(UnsupportedError, match="the nearest is"):
         reshard.merge(place, tmp_path / "b", names="hf")
+
+
+GRIDS = {  # case -> the grid that its Hugging Face model is split for, and its form
+    "llama_tp2pp2": {"tp": 2, "pp": 2},
+    "gpt2_tp2": {"tp": 2, "transformer_impl": "local"},
+    "mixtral_ep2": {"ep": 2, "dp": 2, "ckpt_format": "torch_dist"},
+}
+
+
+@pytest.mark.parametrize("case", GRIDS)
+def test_a_model_goes_to_megatron_and_back(megatron_case, case, tmp_path):
+    reshard.merge(megatron_case(case) / "torch", tmp_path / "hf")
+    reshard.split(
+        tmp_path / "hf", tmp_path / "megatron", to="megatron", weights_only=True, **GRIDS[case]
+    )
+    reshard.merge(tmp_path / "megatron", tmp_path / "again")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+def test_the_optimizer_goes_through_hugging_face_s_names(megatron_case, tmp_path):
+    source = megatron_case("llama_tp2pp2") / "torch"
+    truth = torch.load(source.parent / "truth.pt", weights_only=False)
+    reshard.merge(source, tmp_path / "hf")
+    config = str(tmp_path / "hf")
+    reshard.split(source, tmp_path / "torch", to="torch", names="hf", model=config)
+    with reshard.open(tmp_path / "torch") as middle:
+        moments = middle.optimizer("exp_avg")
+        assert "model.layers.0.self_attn.k_proj.weight" in moments
+    as_before = {"transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    reshard.split(
+        tmp_path / "torch", tmp_path / "back", to="megatron", tp=4, model=config, **as_before
+    )
+    found = reshard.diff(tmp_path / "back", source, kinds=["weights", "optimizer"])
+    assert not (found.unequal or found.only_a or found.only_b)
+    assert found.equal == 3 * len(truth["params"])
+    with reshard.open(tmp_path / "back") as back:
+        assert back.manifest.train.step == truth["step"]
+        assert set(back.manifest.train.optimizer_step.values()) == set(truth["steps"].values())
+
+
+def test_a_model_that_megatron_lacks_is_refused(tmp_path):
+    from transformers import BloomConfig
+
+    model = AutoModelForCausalLM.from_config(
+        BloomConfig(vocab_size=16, hidden_size=8, n_layer=1, n_head=2)
+    )
+    model.save_pretrained(tmp_path / "hf")
+    with pytest.raises(UnsupportedError, match="positions by alibi; a norm of the embedding"):
+        reshard.split(tmp_path / "hf", tmp_path / "m", to="megatron", weights_only=True)

@@ -150,7 +150,10 @@ def _prepare(
         chosen.notes += weights.check_replicas(held, manifest.files, pool, options.replicas)
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
     if companions.directory is None:
-        changes = []  # of a config that is made for these weights
+        changes = []  # there is a config only if it is made for these weights
+        if companions.config is not None and is_directory:
+            kind = companions.config["architectures"][0]
+            changes = [f"config.json is made from what the source says: a {kind}"]
     check_skeleton(skeleton)
     _, window_bytes = options.budget()
     planned = plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)

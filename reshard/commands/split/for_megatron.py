@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import dtypes
@@ -12,8 +11,7 @@ from reshard.errors import UsageError
 from reshard.formats.megatron.target import Described, Wanted
 from reshard.formats.megatron.target.choice import Form, Impl
 from reshard.manifest import Manifest
-from reshard.model_parallel import traits, vocabulary
-from reshard.model_parallel.rules import builtin, with_users
+from reshard.model_parallel import vocabulary
 from reshard.model_parallel.sizes import Sizes
 
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
@@ -58,6 +56,20 @@ def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) 
     )
 
 
+def without_padding(
+    manifest: Manifest, wanted: Wanted, described: Described
+) -> tuple[Manifest, list[str]]:
+    """The source with no more rows of vocabulary than there will be, and what to say of that."""
+    words, layers = described.architecture.vocab, described.architecture.layers
+    if words is None:
+        return manifest, []
+    rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    constants = {"layers": layers} if layers else {}
+    manifest, taken = vocabulary.cut_to(manifest, described.table, constants, rows)
+    text = f"{taken} rows of padding taken off the vocabulary: {words} are words"
+    return manifest, [text] if taken else []
+
+
 def _stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
     if options.stage_layers is None:
         return None
@@ -71,45 +83,3 @@ def _args(manifest: Manifest) -> Mapping[str, Any]:
     """The run's own args, of a source that is Megatron's."""
     config = manifest.train.config
     return config if manifest.origin.format == "megatron" and isinstance(config, dict) else {}
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A source under Megatron's names, and what is known of its model."""
-
-    manifest: Manifest
-    described: Described
-    notes: tuple[str, ...] = ()
-
-
-def prepared(manifest: Manifest, options: SplitOptions, wanted: Wanted) -> Prepared:
-    """The source as the target takes it: its names, and no more padding than there will be.
-
-    Raises:
-        UsageError: nothing says what model it is.
-    """
-    known = _described(manifest, options)
-    notes: list[str] = []
-    words, layers = known.architecture.vocab, known.architecture.layers
-    if words is not None:
-        rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
-        constants = {"layers": layers} if layers else {}
-        manifest, taken = vocabulary.cut_to(manifest, known.table, constants, rows)
-        if taken:
-            notes.append(f"{taken} rows of padding taken off the vocabulary: {words} are words")
-    return Prepared(manifest, known, tuple(notes))
-
-
-def _described(manifest: Manifest, options: SplitOptions) -> Described:
-    args = _args(manifest)
-    if not args:
-        raise UsageError(
-            manifest.origin.path,
-            f"is a {manifest.origin.format} checkpoint, which does not say what Megatron asks of"
-            " its model",
-            "say which model it is: --model config.json|DIR",
-        )
-    architecture = traits.of_megatron(args, manifest.origin.path).architecture()
-    if options.vocab_size is not None:
-        architecture = replace(architecture, vocab=options.vocab_size)
-    return Described(with_users(builtin("megatron"), options.rules), architecture, args)
