@@ -42,7 +42,7 @@ def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) 
         ),
         form=options.ckpt_format or form,
         data=world // sizes.model,
-        stage_layers=_stage_layers(options),
+        stage_layers=stage_layers(options),
         distributed=distributed,
         adam=options.adam,
         impl=options.transformer_impl or impl,
@@ -70,7 +70,12 @@ def without_padding(
     return manifest, [text] if taken else []
 
 
-def _stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
+def stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
+    """How many layers each pipeline stage has, where somebody says so.
+
+    Raises:
+        UsageError: that is no list of numbers.
+    """
     if options.stage_layers is None:
         return None
     parts = options.stage_layers.split(",")
