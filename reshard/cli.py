@@ -128,6 +128,24 @@ def _rng_policies() -> Sequence[str]:
     return get_args(rng.Policy)
 
 
+def _megatron_forms() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.FORMS
+
+
+def _megatron_adams() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.ADAMS
+
+
+def _megatron_impls() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.IMPLS
+
+
 def _levels() -> Sequence[str]:
     from reshard.commands.resume_check import report
 
@@ -140,11 +158,22 @@ def cli() -> None:
     """Reshard training checkpoints, without a GPU, a process group or the framework."""
 
 
+_vocab_size = click.option(
+    "--vocab-size", type=click.IntRange(min=1), help="Rows that are words, not padding."
+)
+
+
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a source is read; the same for every command."""
     for option in (
         click.option("-v", "--verbose", is_flag=True, help="Show tracebacks."),
         click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+        click.option(
+            "--rules",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="YAML: how parameters are cut that no table knows, and what others call them.",
+        ),
         click.option("--wrap", help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N or none."),
         click.option("--model", help="config.json, its directory, or module:factory."),
         click.option("--key", help="State dict, where SOURCE holds several; dotted."),
@@ -231,6 +260,13 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         _html_option,
         _budget_options,
         click.option(
+            "--replicas",
+            type=click.Choice(["error", "first"]),
+            default="error",
+            show_default=True,
+            help="Ranks that hold different values of one tensor: refused, or the first rank's.",
+        ),
+        click.option(
             "--on-overflow",
             type=click.Choice(["error", "clamp", "allow"]),
             default="error",
@@ -252,6 +288,14 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--hf-dir", type=click.Path(path_type=Path), help="Model whose config, tokenizer... to copy."
 )
+@click.option(
+    "--names",
+    type=click.Choice(["source", "hf"]),
+    help="Whose.  [default: Hugging Face's, of Megatron's and Meta's models in a directory]",
+)
+@click.option("--family", help="Which of Hugging Face's models it is: llama, mistral, ...")
+@_vocab_size
+@click.option("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
 @click.option(
     "--tied",
     type=click.Choice(["auto", "keep", "drop"]),
@@ -294,6 +338,39 @@ def _parallel_options() -> Iterator[Callable[..., Any]]:
         yield click.option(f"--{name}", type=click.IntRange(min=1), help=what)
 
 
+def _megatron_options() -> Iterator[Callable[..., Any]]:
+    yield _vocab_size
+    yield click.option(
+        "--make-vocab-size-divisible-by",
+        type=click.IntRange(min=1),
+        help="Times the tensor parallel size, as Megatron pads.  [default: as is, else 128]",
+    )
+    yield click.option(
+        "--transformer-impl",
+        type=_OneOf(_megatron_impls),
+        help="Whose layers Megatron will have.  [default: as is, else transformer_engine]",
+    )
+    yield click.option(
+        "--adam",
+        type=_OneOf(_megatron_adams),
+        help="Whose state Megatron will load.  [default: as is, else fused]",
+    )
+    yield click.option(
+        "--distributed-optimizer/--no-distributed-optimizer",
+        default=None,
+        help="Whether Megatron's will load it.  [default: as is]",
+    )
+    yield click.option(
+        "--ckpt-format",
+        type=_OneOf(_megatron_forms),
+        help="Megatron's.  [default: as is, else torch]",
+    )
+    yield click.option(
+        "--stage-layers", metavar="N,N,...", help="Of each pipeline stage.  [default: as many each]"
+    )
+    yield click.option("--vpp", type=click.IntRange(min=1), help="Model chunks of a pipeline rank.")
+
+
 def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a target is laid out, but for its name and its number of ranks."""
     for option in (
@@ -308,6 +385,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=SIZE,...",
             help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
         ),
+        *_megatron_options(),
         *_parallel_options(),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),
         click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),

@@ -81,12 +81,14 @@ def _microbatches(
 ) -> list[float]:
     """Forward and backward over this step's samples; the losses of all ranks' micro batches.
 
-    Micro batch m of the step belongs to rank m % world, whose (m // world)-th it is. Dropout draws
-    from a generator seeded by the number of its first sample, so it does not know of ranks either.
+    Micro batch m of the step belongs to the rank at place m % dp of the data axis, whose
+    (m // dp)-th it is. Dropout draws from a generator seeded by the number of its first sample, so
+    it does not know of ranks either.
     """
+    grid = settings.grid
     losses: list[Tensor] = []
     for index in range(settings.accumulation):
-        number = index * ranks.world + ranks.rank
+        number = index * grid.dp + grid.data_of(ranks.rank)
         first = progress.samples + number * settings.micro_batch
         tokens = corpus.samples(first, settings.micro_batch).to(ranks.device)
         torch.manual_seed(counter_seed(settings.seed, 1, first))
@@ -95,7 +97,7 @@ def _microbatches(
     own = torch.stack(losses)
     every = own.new_empty(ranks.world * len(losses))
     ranks.all_gather(every, own)
-    return every.view(ranks.world, -1).t().reshape(-1).tolist()
+    return every.view(ranks.world, -1)[grid.readers].t().reshape(-1).tolist()
 
 
 def _step(
@@ -108,7 +110,8 @@ def _step(
     """
     bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
     if bad and settings.on_nan == "stop":
-        where = f"micro batch {bad[0]} (rank {bad[0] % settings.nproc})"
+        reader = settings.grid.readers[bad[0] % settings.grid.dp]
+        where = f"micro batch {bad[0]} (rank {reader})"
         raise TrainingError(
             f"the loss of step {progress.step + 1} is {losses[bad[0]]} in {where}",
             "look at the data; resume from an earlier --tag with a lower --lr or --on-nan skip",

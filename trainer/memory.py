@@ -55,8 +55,11 @@ def measure(settings: Settings, ranks: Ranks) -> tuple[int, ModelState]:
     """Parameters, and what the rank with most keeps between backward pass and step."""
     engine = engines.build(settings, ranks)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
-    tokens = corpus.samples(ranks.rank * settings.micro_batch, settings.micro_batch)
-    engine.microbatch(tokens.to(ranks.device), last=True)
+    place = settings.grid.data_of(ranks.rank)
+    tokens = corpus.samples(place * settings.micro_batch, settings.micro_batch)
+    times = settings.accumulation if settings.pp > 1 else 1  # a schedule has its number of them
+    for number in range(1, times + 1):
+        engine.microbatch(tokens.to(ranks.device), last=number == times)
     numel = sum(value.numel() for _, value in engine.parameters())
     every = ranks.gather(dataclasses.astuple(engine.model_state()))
     engine.discard()
@@ -65,7 +68,7 @@ def measure(settings: Settings, ranks: Ranks) -> tuple[int, ModelState]:
 
 def report(settings: Settings, ranks: Ranks) -> None:
     """Print the table of all ZeRO stages, or of one FSDP strategy; rank 0 prints."""
-    strategies = ZERO if settings.strategy in ZERO else (settings.strategy,)
+    strategies = ZERO if settings.layout == "DeepSpeed" else (settings.strategy,)
     rows = []
     numel = 0
     for strategy in strategies:
@@ -104,7 +107,7 @@ def _table(settings: Settings, numel: int, rows: list[tuple[Settings, ModelState
             f"{state.parameters:>12,} {state.gradients:>12,} {state.optimizer:>12,} "
             f"{state.accumulators:>10,}"
         )
-        if own.strategy in ZERO and own.engine == "native":
+        if own.layout == "DeepSpeed" and own.engine == "native":
             textbook = predicted(own, numel)
             expected = textbook.parameters + textbook.gradients + textbook.optimizer
             told = f"{formula(own):<14} {expected:>13,} {measured:>13,} {measured / expected:>6.3f}"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.errors import SettingsError
+from trainer.parallel.grid import Grid
 
 ZERO = ("ddp", "zero1", "zero2", "zero3")
 FSDP = ("fsdp", "fsdp2")
@@ -44,7 +45,7 @@ class Settings:
     freeze: tuple[str, ...] = _field((), "parameters whose name matches stay as they are (regex)")
     activation_checkpointing: bool = _field(False, "recompute layers in the backward pass")
 
-    # Batches: global_batch = micro_batch x accumulation x nproc
+    # Batches: global_batch = micro_batch x accumulation x data-parallel ranks
     micro_batch: int = _field(1, "samples in one forward pass of one rank")
     accumulation: int = _field(0, "micro batches that a rank adds up before a step (0: follows)")
     global_batch: int = _field(0, "samples a step, all ranks (0: follows)")
@@ -91,6 +92,10 @@ class Settings:
     # How the model is spread over the ranks
     strategy: str = _field("zero2", "what each rank holds", *ZERO, *FSDP)
     engine: str = _field("native", "native, or the real DeepSpeed", "native", "deepspeed")
+    tp: int = _field(1, "ranks that cut each layer's matrices (ddp, fsdp2)")
+    pp: int = _field(1, "pipeline stages of whole layers (ddp, fsdp2)")
+    ep: int = _field(1, "ranks that cut each layer's experts (ddp, fsdp2)")
+    pp_schedule: str = _field("1f1b", "of a pipeline's micro batches", "1f1b", "gpipe")
     reduction: str | None = _field(
         None,
         "canonical: the same bits at any number of ranks (default of ddp and ZeRO); fast: as the "
@@ -146,7 +151,11 @@ class Settings:
     save_every: int = _field(0, "steps between checkpoints (0: only at the end)")
     keep: int = _field(0, "newest checkpoints to keep (0: all)")
     overwrite: bool = _field(False, "replace the checkpoints that are in the run directory")
-    state_dict_type: str = _field("sharded", "form of FSDP checkpoints", "full", "local", "sharded")
+    state_dict_type: str = _field(
+        "sharded",
+        "form of FSDP checkpoints; megatron: Megatron-LM's own directory",
+        *("full", "local", "sharded", "megatron"),
+    )
     sharded_files: str = _field(
         "dcp", "FSDP sharded: a DCP directory, or one pickled file a rank", "dcp", "rank"
     )
@@ -163,7 +172,18 @@ class Settings:
     @property
     def microbatches(self) -> int:
         """Micro batches of one step, all ranks."""
-        return self.accumulation * self.nproc
+        return self.accumulation * self.grid.dp
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks by what each axis divides; all of them are data parallel by default."""
+        dp = self.nproc // (self.tp * self.pp * self.ep)
+        return Grid(pp=self.pp, dp=dp, ep=self.ep, tp=self.tp)
+
+    @property
+    def layout(self) -> str:
+        """Whose checkpoints are written: those of DeepSpeed or FSDP."""
+        return "DeepSpeed" if self.strategy in ZERO and not self.grid.parallel else "FSDP"
 
     @property
     def zero_stage(self) -> int:
@@ -178,9 +198,10 @@ def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
         SettingsError: choices contradict each other.
     """
     settings = Settings(**{**chosen, "nproc": nproc})
+    _check_grid(settings)
     derived: dict[str, Any] = {**_batches(settings, chosen), **_defaults(settings)}
     settings = dataclasses.replace(settings, **derived)
-    for check in (_check_numbers, _check_strategy, _check_files):
+    for check in (_check_numbers, _check_strategy, _check_cut, _check_files):
         check(settings)
     return settings
 
@@ -190,7 +211,7 @@ def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
 
     (A micro batch that followed from the number of ranks would be another sum at another number.)
     """
-    world = settings.nproc
+    world = settings.grid.dp
     whole, micro, times = (
         chosen.get(name, 0) for name in ("global_batch", "micro_batch", "accumulation")
     )
@@ -205,7 +226,7 @@ def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
     if micro * times * world != whole or not micro:
         raise SettingsError(
             f"global batch {whole} is not micro batch {micro} x accumulation {times} "
-            f"x {world} ranks",
+            f"x {world} {'data-parallel ' if settings.grid.parallel else ''}ranks",
             "give two of --global-batch, --micro-batch and --accumulation that fit the ranks",
         )
     return {"global_batch": whole, "micro_batch": micro, "accumulation": times}
@@ -214,14 +235,15 @@ def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
 def _defaults(settings: Settings) -> dict[str, Any]:
     """What other choices decide."""
     return {
-        "reduction": settings.reduction or default_reduction(settings.strategy, settings.engine),
+        "reduction": settings.reduction or default_reduction(settings),
         "schedule_steps": settings.schedule_steps or settings.steps,
     }
 
 
-def default_reduction(strategy: str, engine: str) -> str:
+def default_reduction(settings: Settings) -> str:
     """Canonical where it is offered."""
-    return "canonical" if strategy in ZERO and engine == "native" else "fast"
+    ours = settings.engine == "native" and settings.layout == "DeepSpeed"
+    return "canonical" if ours else "fast"
 
 
 def without_effect(settings: Settings) -> dict[str, str]:
@@ -230,6 +252,8 @@ def without_effect(settings: Settings) -> dict[str, str]:
     conditions = [
         (settings.precision == "fp16", f"precision is {settings.precision}", _FP16_ONLY),
         (fsdp, f"strategy is {settings.strategy}", _FSDP_ONLY),
+        (settings.layout == "FSDP", f"strategy is {settings.strategy}", _FSDP_FILES),
+        (settings.pp > 1, "model has one stage", ("pp_schedule",)),
         (settings.strategy == "zero2", f"strategy is {settings.strategy}", ("reduce_bucket_size",)),
         (settings.strategy == "zero3", f"strategy is {settings.strategy}", _ZERO_3_ONLY),
         (settings.schedule != "constant", "schedule is constant", _SCHEDULE_ONLY),
@@ -244,11 +268,10 @@ _FP16_ONLY = (
     "hysteresis",
     "min_loss_scale",
 )
-_FSDP_ONLY = (
-    *(field.name for field in dataclasses.fields(Settings) if field.name.startswith("fsdp_")),
-    "state_dict_type",
-    "sharded_files",
+_FSDP_ONLY = tuple(
+    field.name for field in dataclasses.fields(Settings) if field.name.startswith("fsdp_")
 )
+_FSDP_FILES = ("state_dict_type", "sharded_files")
 _ZERO_3_ONLY = ("sub_group_size", "persistence_threshold")
 _SCHEDULE_ONLY = ("warmup_steps", "warmup_min_lr", "warmup_type", "schedule_steps")
 
@@ -294,16 +317,70 @@ def _check_numbers(settings: Settings) -> None:
         )
 
 
+def _check_grid(settings: Settings) -> None:
+    """The axes must fit the ranks before anything can be derived from them."""
+    axes = {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep}
+    for name, size in axes.items():
+        if size < 1:
+            raise SettingsError(f"{name} is {size}: expected a positive number")
+    if settings.nproc % math.prod(axes.values()):
+        product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+        raise SettingsError(
+            f"{settings.nproc} ranks are no multiple of {product}",
+            "give a multiple with --nproc, or other --tp, --pp and --ep",
+        )
+
+
+def _check_cut(settings: Settings) -> None:
+    """What a model that is itself cut cannot be combined with."""
+    if not settings.grid.parallel:
+        return
+    if settings.engine != "native":
+        raise SettingsError(
+            f"the DeepSpeed engine is data parallel only here ({settings.grid})",
+            "use --engine native, or --tp 1 --pp 1 --ep 1",
+        )
+    if settings.strategy not in ("ddp", "fsdp2"):
+        why = (
+            "FSDP 1 flattens what a cut has to be seen in"
+            if settings.strategy == "fsdp"
+            else "its flat partitions are of whole parameters"
+        )
+        raise SettingsError(
+            f"{settings.strategy} has no {settings.grid}: {why}",
+            "use --strategy fsdp2, which shards each cut parameter by itself, or ddp",
+        )
+    if settings.fsdp_cpu_ram_efficient_loading:
+        raise SettingsError(
+            "fsdp_cpu_ram_efficient_loading sends whole modules, and the model is cut: "
+            f"{settings.grid}",
+            "leave it out",
+        )
+    if settings.pp > 1 and settings.state_dict_type == "full":
+        raise SettingsError(
+            f"state_dict_type full with pp {settings.pp}: no rank has the layers of all stages",
+            "use --state-dict-type sharded",
+        )
+    if settings.pp_schedule == "1f1b" and settings.accumulation < settings.pp:
+        raise SettingsError(
+            f"the 1f1b schedule of {settings.pp} stages needs as many micro batches a step, a rank "
+            f"has {settings.accumulation}",
+            "give more with --accumulation or --global-batch, or use --pp-schedule gpipe",
+        )
+
+
 def _check_strategy(settings: Settings) -> None:
     strategy = settings.strategy
     if settings.engine == "deepspeed" and strategy not in ZERO:
         raise SettingsError(
             f"the DeepSpeed engine has no strategy {strategy}", f"use {', '.join(ZERO)}"
         )
-    if settings.reduction == "canonical" and (strategy not in ZERO or settings.engine != "native"):
+    if settings.reduction == "canonical" and default_reduction(settings) != "canonical":
+        cut = f", {settings.grid}" if settings.grid.parallel else ""
         raise SettingsError(
-            f"canonical reduction is not offered by {strategy} ({settings.engine} engine)",
-            "its gradients are summed inside the framework; use ddp or a ZeRO strategy",
+            f"canonical reduction is not offered by {strategy} ({settings.engine} engine{cut})",
+            "its gradients are summed inside the framework; use ddp or a ZeRO strategy"
+            + (" with --tp 1 --pp 1 --ep 1" if cut else ""),
         )
     if settings.offload_param != "none" and strategy != "zero3":
         raise SettingsError(f"offload_param needs zero3, and the strategy is {strategy}")
@@ -312,8 +389,24 @@ def _check_strategy(settings: Settings) -> None:
     offloads = (settings.offload_optimizer, settings.offload_param)
     if "nvme" in offloads and not settings.nvme_path:
         raise SettingsError("offload to nvme without a place", "give --nvme-path DIR")
+    if settings.state_dict_type == "megatron" and settings.layout == "FSDP":
+        _check_megatron(settings)
     if settings.sharded_files == "rank" and settings.state_dict_type != "sharded":
         raise SettingsError("sharded_files is a form of --state-dict-type sharded")
+
+
+def _check_megatron(settings: Settings) -> None:
+    if settings.strategy == "fsdp":
+        raise SettingsError(
+            "state_dict_type megatron needs parameters as they are, and FSDP 1 flattens them",
+            "use --strategy fsdp2, or another --state-dict-type",
+        )
+    if settings.freeze:
+        raise SettingsError(
+            "state_dict_type megatron with --freeze: Megatron-LM numbers its optimizer's state by "
+            "all parameters",
+            "use --state-dict-type sharded",
+        )
 
 
 def _check_files(settings: Settings) -> None:

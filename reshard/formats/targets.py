@@ -11,6 +11,8 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import hf_trainer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
+from reshard.formats.megatron import target as megatron
+from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
@@ -24,6 +26,16 @@ StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)
 FsdpVersion = Literal[1, 2]
 FSDP_VERSIONS = get_args(FsdpVersion)
+_OF_MEGATRON = (
+    "vpp",
+    "stage_layers",
+    "ckpt_format",
+    "distributed_optimizer",
+    "adam",
+    "transformer_impl",
+    "make_vocab_size_divisible_by",
+    "vocab_size",
+)
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
@@ -47,6 +59,8 @@ class Request:
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
     grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
     tensor: Plan | None = None  # what a tensor-parallel axis of it does
+    megatron: Wanted | None = None  # of its directory
+    described: Described | None = None  # the model, as tables of parameters need it
 
     @property
     def data_parallel(self) -> int:
@@ -62,6 +76,8 @@ class Request:
     @property
     def form(self) -> str:
         """What the target's name leaves open, in words."""
+        if self.megatron:
+            return " ".join(filter(None, (self.megatron.form, str(self.megatron.sizes))))
         if not self.deepspeed:
             return self.state_dict_type
         return " ".join(filter(None, (f"stage {self.zero_stage}", str(self.parallel))))
@@ -249,6 +265,20 @@ def _verl(state: Training, asked: Request) -> Skeleton:
     )
 
 
+def _megatron(state: Training, asked: Request) -> Skeleton:
+    return megatron.lay_out(state, *_for_megatron(asked))
+
+
+def _megatron_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    return megatron.notes(state, *_for_megatron(asked))
+
+
+def _for_megatron(asked: Request) -> tuple[Wanted, Described]:
+    if asked.megatron is None or asked.described is None:  # `requested` gives both
+        raise AssertionError("megatron")
+    return asked.megatron, asked.described
+
+
 def _plain(state: Training, asked: Request) -> Skeleton:
     return state_dict.plain(
         state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
@@ -385,6 +415,13 @@ TARGETS = {
             _notes(*_BY_ACCELERATE),
             keeps_rng=_always,
             heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
+        ),
+        Target(
+            "megatron",
+            "Megatron-LM's directory, a file a model-parallel rank or torch_dist",
+            _megatron,
+            _megatron_notes,
+            heeds=(*PARALLEL, *_OF_MEGATRON),
         ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

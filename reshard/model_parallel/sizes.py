@@ -15,12 +15,14 @@ class Sizes:
     Args:
         tensor: that share each layer; ``pipeline``: that follow one another.
         expert: that share the experts of a layer, and see different data.
+        expert_tensor: that share each expert; None: as many as each layer.
         virtual: parts of the model that each pipeline rank holds (interleaved schedule).
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
     virtual: int = 1
 
     @property
@@ -34,7 +36,12 @@ class Sizes:
         return self.model == self.expert == 1
 
     def __str__(self) -> str:
-        named = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert))
+        named = (
+            ("tp", self.tensor),
+            ("pp", self.pipeline),
+            ("ep", self.expert),
+            ("vpp", self.virtual),
+        )
         return " ".join(f"{name}={size}" for name, size in named if size > 1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.judges import deepspeed_judge, library_judge, torch_judge
+from tests.judges import deepspeed_judge, library_judge, megatron_judge, torch_judge
 
 KEPT = Path(__file__).parents[1] / "data"
 
@@ -71,3 +71,22 @@ def torch_made(checkpoints) -> Path:
     """A directory with a folder a PyTorch case: ``ckpt/`` and ``truth.pt``."""
     names = [name for name, case in torch_judge.CASES.items() if torch_judge.writable(case)]
     return checkpoints(torch_judge.make_all, names, "torch")
+
+
+@pytest.fixture(scope="session")
+def megatron_made(checkpoints) -> Path:
+    """A directory with a folder a Megatron case: a folder a form, and ``truth.pt``."""
+    return checkpoints(megatron_judge.make_all, list(megatron_judge.CASES), "megatron")
+
+
+@pytest.fixture(scope="session")
+def megatron_case(megatron_made):
+    """Case -> its folder."""
+
+    def find(case: str) -> Path:
+        if (megatron_made / case).is_dir():
+            return megatron_made / case
+        reason = json.loads((megatron_made / megatron_judge.NOT_HERE).read_text())[case]
+        return pytest.skip(f"not made: {reason}")
+
+    return find

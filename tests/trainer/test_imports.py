@@ -11,11 +11,11 @@ from tests.test_imports import ROOT, assert_no_cycle, imported, modules
 
 # In the order in which a run uses them: imports come from groups before a module's own, or its own.
 LAYERS = (
-    ("errors", "environment"),
+    ("errors", "environment", "parallel.grid"),
     ("settings",),
     ("scaling", "schedule", "timer", "tensors", "tokenizer", "data", "optimizer"),
     ("ranks", "model"),
-    ("zero", "engines.base"),
+    ("zero", "parallel", "engines.base"),
     ("checkpoint.directory", "checkpoint.files", "checkpoint.state"),
     ("checkpoint",),
     ("engines",),

@@ -18,7 +18,12 @@ from trainer.errors import CheckpointError, SettingsError
 
 LATEST = "latest"
 STATE = "trainer_state.json"
-LAYOUTS = {"DeepSpeed": "*_model_states.pt", "FSDP": "pytorch_model_fsdp*"}
+MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+LAYOUTS = {
+    "DeepSpeed": "*_model_states.pt",
+    "FSDP": "pytorch_model_fsdp*",
+    "Megatron-LM": MEGATRON_LATEST,
+}
 """A file of each layout that every checkpoint in it has."""
 _STEP = re.compile(r"global_step(\d+)")
 
@@ -68,7 +73,7 @@ def _latest(path: Path) -> str:
 
 
 def layout(checkpoint: Path) -> str:
-    """Whose files a checkpoint directory holds: DeepSpeed, FSDP, or an empty string."""
+    """Whose files a checkpoint directory holds, a key of ``LAYOUTS``, or an empty string."""
     for name, pattern in LAYOUTS.items():
         if any(checkpoint.glob(pattern)):
             return name

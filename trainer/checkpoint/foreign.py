@@ -1,11 +1,11 @@
-"""DeepSpeed's own classes in its checkpoints, written and read without DeepSpeed.
+"""The classes of DeepSpeed and Megatron-LM in their checkpoints, written and read without them.
 
-Its files hold four kinds of objects beside tensors and plain values. A stand-in class here carries
-the real one's name: ``Pickler`` writes that name, and ``allowed`` lets torch's weights_only reader
-make the stand-in of it. This module poses as the ``pickle_module`` of ``torch.save``.
+Their files hold some objects beside tensors and plain values. A stand-in class here carries the
+real one's name: ``Pickler`` writes that name, and ``allowed`` lets torch's weights_only reader make
+the stand-in of it. This module poses as the ``pickle_module`` of ``torch.save``.
 
 Classes: deepspeed/runtime/fp16/loss_scaler.py, runtime/zero/config.py, utils/tensor_fragment.py,
-0.19.8.
+0.19.8; megatron/core/enums.py, core/transformer/enums.py, core 0.16.
 """
 
 from __future__ import annotations
@@ -51,19 +51,42 @@ class FragmentAddress(StandIn):
     real = "deepspeed.utils.tensor_fragment.fragment_address"
 
 
-class ZeroStage(StandIn):
+class Member(StandIn):
     """An enum member, pickled as a call of its class with ``value``."""
-
-    real = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
     def __init__(self, value: int) -> None:
         super().__init__(value=value)
 
-    def __reduce__(self) -> tuple[type[ZeroStage], tuple[int]]:
-        return ZeroStage, (self.value,)
+    def __reduce__(self) -> tuple[type[Member], tuple[int]]:
+        return type(self), (self.value,)
 
 
-STAND_INS: tuple[type[StandIn], ...] = (StaticScaler, DynamicScaler, FragmentAddress, ZeroStage)
+class ZeroStage(Member):
+    """0 to 3."""
+
+    real = "deepspeed.runtime.zero.config.ZeroStageEnum"
+
+
+class ModelType(Member):
+    """1: encoder or decoder."""
+
+    real = "megatron.core.enums.ModelType"
+
+
+class AttentionBackend(Member):
+    """How attention is computed; nothing here asks."""
+
+    real = "megatron.core.transformer.enums.AttnBackend"
+
+
+STAND_INS: tuple[type[StandIn], ...] = (
+    StaticScaler,
+    DynamicScaler,
+    FragmentAddress,
+    ZeroStage,
+    ModelType,
+    AttentionBackend,
+)
 
 
 class Pickler(pickle._Pickler):  # noqa: SLF001  (the C pickler insists on importing what it names)
@@ -80,7 +103,7 @@ class Pickler(pickle._Pickler):  # noqa: SLF001  (the C pickler insists on impor
 
 
 def allowed() -> AbstractContextManager[None]:
-    """Within it, ``torch.load(weights_only=True)`` makes stand-ins of DeepSpeed's classes."""
+    """Within it, ``torch.load(weights_only=True)`` makes stand-ins of the frameworks' classes."""
     context: AbstractContextManager[None] = torch.serialization.safe_globals(
         [(stand_in, stand_in.real) for stand_in in STAND_INS]
     )

@@ -9,6 +9,10 @@ local  pytorch_model_fsdp_rank<r>.bin,              what lies in memory: the sam
        optimizer_0_rank<r>.bin                      and generation of FSDP
 =====  ===========================================  ============================================
 
+Where a pipeline gives ranks different layers, ``full`` has no writer, and the optimizer's DCP has
+its hyper-parameters under each parameter's name (``flatten_optimizer_state_dict``, as torchtitan
+saves it): a list of groups would be that of one stage. Either is read, into any stages.
+
 Whatever is read is compared with the live state first: a checkpoint of another shape is an error by
 name, not a model that goes on from something else.
 """
@@ -52,9 +56,9 @@ def save(directory: Path, form: str, model: nn.Module, optimizer: Optimizer, ran
     """Write the model, then the optimizer. Collective."""
     model_name, optimizer_name = NAMES[form]
     _write(directory / model_name, form, {"model": _model(model, form)}, ranks)
-    _write(
-        directory / optimizer_name, form, {"optimizer": _optimizer(model, optimizer, form)}, ranks
-    )
+    flat = form == "dcp" and _staged(model, ranks)
+    state = _optimizer(model, optimizer, form, flat=flat)
+    _write(directory / optimizer_name, form, {"optimizer": state}, ranks)
 
 
 def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
@@ -72,14 +76,16 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
             f"{directory} is a local state dict, which this run cannot take: {error}",
             "resume with --state-dict-type local",
         ) from error
-    state = _read(model_path, form, "model", live, ranks)
+    taken = _taken(model, form)
+    state = _read(model_path, form, taken, {"model": live}, ranks)
     if form != "local" or not _is_live(state):
-        set_model_state_dict(model, state, options=_options(form))
+        set_model_state_dict(model, state, options=_options(taken))
     del live, state
-    live = _optimizer(model, optimizer, _cut(form))
-    state = _read(optimizer_path, form, "optimizer", live, ranks)
+    flat = form == "dcp" and _agreed(ranks, lambda: fsdp_dcp.is_flat(optimizer_path))
+    live = _optimizer(model, optimizer, _cut(form), flat=flat)
+    state = _read(optimizer_path, form, taken, {"optimizer": live}, ranks)
     if form != "local":
-        set_optimizer_state_dict(model, optimizer, state, options=_options(form))
+        set_optimizer_state_dict(model, optimizer, state, options=_options(taken, flat=flat))
         return
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
@@ -97,17 +103,26 @@ def _model(model: nn.Module, form: str) -> State:
         return model.state_dict()
 
 
-def _optimizer(model: nn.Module, optimizer: Optimizer, form: str) -> State:
+def _optimizer(model: nn.Module, optimizer: Optimizer, form: str, *, flat: bool = False) -> State:
     if form == "local":
         return optimizer.state_dict()
-    return dict(get_optimizer_state_dict(model, optimizer, options=_options(form, to_save=True)))
+    options = _options(form, to_save=True, flat=flat)
+    return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def _options(form: str, *, to_save: bool = False) -> StateDictOptions:
+def _options(form: str, *, to_save: bool = False, flat: bool = False) -> StateDictOptions:
     # Offloading gathers on rank 0 only; where everything is on the CPU, FSDP 1 breaks on it.
     full = form == "full"
     offload = full and to_save and torch.cuda.is_available()
-    return StateDictOptions(full_state_dict=full, cpu_offload=offload)
+    return StateDictOptions(
+        full_state_dict=full, cpu_offload=offload, flatten_optimizer_state_dict=flat
+    )
+
+
+def _staged(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether ranks have different layers."""
+    names = [name for name, _ in model.named_parameters()]
+    return any(other != names for other in ranks.gather(names))
 
 
 def _is_live(state: State) -> bool:
@@ -118,6 +133,15 @@ def _is_live(state: State) -> bool:
 def _cut(form: str) -> str:
     """The form in which a rank takes what it reads: its own shards."""
     return "local" if form == "local" else "dcp"
+
+
+def _taken(model: nn.Module, form: str) -> str:
+    """The form in which torch is given what was read.
+
+    FSDP 2 takes shards: torch does not cut whole tensors as it cuts what is cut twice (2.13).
+    """
+    whole = isinstance(model, FullyShardedDataParallel)
+    return "dcp" if form == "full" and not whole else form
 
 
 # One file, or one a rank, or one directory
@@ -134,27 +158,39 @@ def _write(path: Path, form: str, state: State, ranks: Ranks) -> None:
             files.save(content, mine)
 
 
-def _read(path: Path, form: str, top: str, live: State, ranks: Ranks) -> State:
-    """The saved state, in the form that ``set_model_state_dict`` and its kind take."""
+def _read(path: Path, form: str, taken: str, state: State, ranks: Ranks) -> State:
+    """The saved state, in the form ``taken`` that ``set_model_state_dict`` and its kind take.
+
+    Args:
+        state: what is live, under ``model`` or ``optimizer``.
+    """
+    (top,) = state
+    live: State = state[top]
     if form == "dcp":
         groups = [{**group, "params": [*group["params"]]} for group in live.get("param_groups", [])]
-        _agreed(ranks, lambda: fsdp_dcp.check({top: live}, path) if ranks.first else None)
-        fsdp_dcp.load({top: live}, path)
+        everyone = ranks.gather([*live] if top == "model" else [])
+        names = {f"{top}.{name}" for theirs in everyone for name in theirs}
+        _agreed(ranks, lambda: fsdp_dcp.check(state, names, path) if ranks.first else None)
+        fsdp_dcp.load(state, path)
         saved = live.get("param_groups", [])
         _agreed(ranks, lambda: fsdp_match.check_groups({"param_groups": groups}, saved, path))
         return live
 
+    whole = form == "full"
+    others = {name for theirs in ranks.gather(fsdp_match.names(live)) for name in theirs}
+
     def checked() -> State:
         saved = fsdp_match.load(path)
-        whole = form == "full"
+        if whole:
+            saved = fsdp_match.part(live, saved, others)
         remedy = "resume with the run's own model" if whole else _remedy(path.parent, ranks.world)
         fsdp_match.check(live, saved, path, remedy, whole=whole)
         return saved
 
     saved = _agreed(ranks, checked)
-    if form == "full":
+    if taken == "full":
         return saved
-    fsdp_match.fill(live, saved)
+    fsdp_match.fill(live, saved, whole=whole)
     return live
 
 

@@ -63,8 +63,27 @@ def load(state: dict[str, Any], directory: Path) -> None:
         ) from error
 
 
-def check(state: dict[str, Any], directory: Path) -> None:
-    """Refuse a directory that lacks bytes, or holds tensors that ``state`` has no place for.
+def is_flat(directory: Path) -> bool:
+    """Whether an optimizer's hyper-parameters are under each parameter's name.
+
+    Raises:
+        CheckpointError: the directory cannot be read.
+    """
+    return not all(group.isdigit() for group in _groups(_metadata(directory)))
+
+
+def _groups(metadata: Metadata) -> set[str]:
+    """What comes after ``optimizer.param_groups``: numbers, or first parts of names."""
+    beginning = "optimizer.param_groups."
+    names = metadata.state_dict_metadata
+    return {name.split(".")[2] for name in names if name.startswith(beginning)}
+
+
+def check(state: dict[str, Any], names: set[str], directory: Path) -> None:
+    """Refuse a directory that lacks bytes, or holds tensors that no rank has a place for.
+
+    Args:
+        names: of the model's tensors on all ranks, as the directory has them; empty for others.
 
     Raises:
         CheckpointError: what it lacks, by name.
@@ -73,16 +92,16 @@ def check(state: dict[str, Any], directory: Path) -> None:
     _check_coverage(metadata, directory)
     _check_files(metadata, directory)
     saved = set(metadata.state_dict_metadata)
-    if "model" in state and (unknown := saved - {f"model.{name}" for name in state["model"]}):
+    if "model" in state and (unknown := saved - names):
         raise CheckpointError(
             f"{directory} holds {min(unknown)}, which this model has not",
             "resume with the run's own model",
         )
-    groups = {name.split(".")[2] for name in saved if name.startswith("optimizer.param_groups.")}
-    if "optimizer" in state and len(groups) != len(state["optimizer"]["param_groups"]):
+    groups = _groups(metadata)
+    grouped = state.get("optimizer", {}).get("param_groups", ())  # or flat: by name
+    if grouped and len(groups) != len(grouped):
         raise CheckpointError(
-            f"{directory}: {len(groups)} param groups, this run has "
-            f"{len(state['optimizer']['param_groups'])}",
+            f"{directory}: {len(groups)} param groups, this run has {len(grouped)}",
             "resume with the run's own --param-groups",
         )
 

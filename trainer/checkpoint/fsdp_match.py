@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.remote_device import _remote_device
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Cut
 
 from trainer.checkpoint import files
 from trainer.errors import CheckpointError
@@ -59,6 +60,29 @@ def load(path: Path) -> State:
     return state
 
 
+def names(state: State) -> list[str]:
+    """Of a model's parameters, or those that an optimizer has state for."""
+    return [*state.get("state", state)]
+
+
+def part(live: State, saved: State, everywhere: set[str]) -> State:
+    """``saved`` without what only other ranks have; what no rank has stays, to be found.
+
+    Args:
+        everywhere: the names of all ranks.
+    """
+    others = everywhere.difference(names(live))
+    if "param_groups" not in live:
+        return {name: value for name, value in saved.items() if name not in others}
+    return {
+        "state": {name: value for name, value in saved["state"].items() if name not in others},
+        "param_groups": [
+            {**group, "params": [name for name in group["params"] if name not in others]}
+            for group in saved["param_groups"]
+        ],
+    }
+
+
 def check(live: State, saved: State, path: Path, remedy: str, *, whole: bool = False) -> None:
     """Compare names, shapes and cuts.
 
@@ -92,17 +116,42 @@ def check_groups(live: State, saved: list[State], path: Path) -> None:
         )
 
 
-def fill(live: State, saved: State) -> None:
-    """Copy this rank's shards and the hyper-parameters, which ``check`` has compared."""
+def fill(live: State, saved: State, *, whole: bool = False) -> None:
+    """Copy this rank's shards and the hyper-parameters, which ``check`` has compared.
+
+    Args:
+        whole: what is saved is not cut.
+    """
     theirs = dict(_tensors(saved))
     with torch.no_grad():
         for name, tensor in _tensors(live):
-            for mine, shard in zip(_shards(tensor), _shards(theirs[name]), strict=True):
+            saved_shards = [piece(theirs[name], tensor)] if whole else _shards(theirs[name])
+            for mine, shard in zip(_shards(tensor), saved_shards, strict=True):
                 mine.copy_(shard)
     for group, other in zip(
         live.get("param_groups", []), saved.get("param_groups", []), strict=True
     ):
         group.update(other)
+
+
+def piece(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank has of ``whole`` when it is cut as ``like`` is.
+
+    The last axis of the mesh cuts first: ``fully_shard`` cuts what tensor parallelism has left, and
+    calls that _StridedShard.
+    """
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        placement = like.placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        dim = cast("Cut", placement).dim
+        chunks = whole.chunk(mesh.size(axis), dim)
+        place = mesh.get_local_rank(axis)
+        whole = chunks[place] if place < len(chunks) else whole.narrow(dim, 0, 0)
+    return whole
 
 
 def _tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

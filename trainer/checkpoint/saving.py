@@ -13,7 +13,7 @@ from trainer.engines.base import Engine
 from trainer.errors import CheckpointError
 from trainer.model import configuration
 from trainer.ranks import Ranks
-from trainer.settings import ZERO, Settings
+from trainer.settings import Settings
 
 
 def save(
@@ -59,8 +59,9 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progre
         CheckpointError: it does not fit; the message says how.
     """
     found = directory.layout(checkpoint)
-    wanted = "DeepSpeed" if settings.strategy in ZERO else "FSDP"
-    if found and found != wanted:
+    wanted = settings.layout
+    taken = {wanted, "Megatron-LM"} if settings.layout == "FSDP" else {wanted}
+    if found and found not in taken:
         raise CheckpointError(
             f"{checkpoint} has {found}'s layout, and {settings.strategy} resumes from {wanted}'s",
             f"reshard split {checkpoint} OUT --to {wanted.lower()} --world-size {settings.nproc}",

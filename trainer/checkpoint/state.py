@@ -34,6 +34,8 @@ OF_THE_CALL = frozenset(
 """Settings that belong to one start of the trainer; a resumed run inherits all others."""
 
 FORMAT = 1
+SINCE_FORMAT_1 = frozenset({"tp", "pp", "ep", "pp_schedule"})
+"""Settings that a file of this format may not have yet."""
 
 
 @dataclasses.dataclass
@@ -94,6 +96,8 @@ def _check_types(state: dict[str, Any]) -> None:
     kinds: dict[str, Any] = {"bool": bool, "int": int, "float": (int, float), "str": str}
     for field in dataclasses.fields(Settings):
         word, _, optional = str(field.type).partition(" | ")
+        if field.name in SINCE_FORMAT_1 and field.name not in state["settings"]:
+            continue  # the run was before them: their defaults are what it did
         value = state["settings"][field.name]
         if not isinstance(value, kinds.get(word, list)) and not (optional and value is None):
             raise ValueError(f"setting {field.name} is {value!r}, expected {field.type}")
@@ -110,7 +114,8 @@ def inherited(resume: str, tag: str | None) -> dict[str, Any]:
         return {}
     known = {field.name for field in dataclasses.fields(Settings)} - OF_THE_CALL
     settings = {name: value for name, value in state["settings"].items() if name in known}
-    if settings.get("reduction") == default_reduction(settings["strategy"], settings["engine"]):
-        del settings["reduction"]  # follows the strategy, also another one
-    plain = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
-    return {**plain, "nproc": state["world_size"]}
+    plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}
+    plain["nproc"] = state["world_size"]
+    if plain.get("reduction") == default_reduction(Settings(**plain)):
+        del plain["reduction"]  # follows the strategy, also another one
+    return plain

@@ -21,8 +21,11 @@ _NATIVE = {
 
 def build(settings: Settings, ranks: Ranks) -> Engine:
     """The engine of ``settings.engine`` and ``settings.strategy``, with its model on this rank."""
-    deepspeed = settings.engine == "deepspeed"
-    place = "deepspeed.DeepSpeedEngine" if deepspeed else _NATIVE[settings.strategy]
+    place = _NATIVE[settings.strategy]
+    if settings.engine == "deepspeed":
+        place = "deepspeed.DeepSpeedEngine"
+    elif settings.grid.parallel:
+        place = "grid.GridEngine"
     module, _, name = place.partition(".")
     engine: Engine = getattr(importlib.import_module(f"trainer.engines.{module}"), name)(
         settings, ranks

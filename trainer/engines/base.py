@@ -53,7 +53,8 @@ class Engine(Protocol):
             last: of this step on this rank.
 
         Returns:
-            The mean loss of these tokens, a float32 scalar, detached.
+            The mean loss of these tokens, a float32 scalar, detached. A pipeline, which runs when
+            it has all micro batches, fills it in by the end of the call with ``last``.
         """
         ...
 

@@ -120,7 +120,7 @@ class FsdpEngine(ShardedEngine):
             for name, module in self.model.named_modules()
             if isinstance(module, FullyShardedDataParallel)
         }
-        for unit, names in groupby(self.names, partial(owner, names=self.units)):
+        for unit, names in groupby(self.shapes, partial(owner, names=self.units)):
             module = wrapped[unit]
             with (
                 torch.no_grad(),

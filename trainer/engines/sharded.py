@@ -6,6 +6,7 @@ how the model is wrapped, and how its parameters are seen whole and as shards.
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from abc import abstractmethod
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.checkpoint import fsdp as files
+from trainer.checkpoint import megatron, megatron_read
+from trainer.checkpoint.directory import layout
 from trainer.engines.base import ModelState
 from trainer.engines.first_weights import FirstWeights
 from trainer.engines.native import NativeEngine
 from trainer.engines.units import units
-from trainer.errors import SettingsError
+from trainer.errors import CheckpointError, SettingsError
 from trainer.optimizer import ParamGroup, hyperparameters, param_groups, trainable
 from trainer.ranks import Ranks
 from trainer.settings import Settings
@@ -36,17 +39,18 @@ class ShardedEngine(NativeEngine):
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        self.mesh = _mesh(settings, ranks)
+        self.mesh = self._data_mesh()
         weights = FirstWeights(settings, ranks)
-        self.names = [name for name, _ in weights.model.named_parameters()]
-        self.units = units(weights.model, settings)
+        self.shapes = {name: tuple(p.shape) for name, p in weights.model.named_parameters()}
         # Shapes and frozen parameters are asked for before they become shards of their unit.
         shapes = [(name, tuple(p.shape)) for name, p in trainable(weights.model)]
         self._elements = sum(math.prod(shape) for _, shape in shapes)
-        self._check(weights.model)
         with quiet():
+            weights.model = self._cut(weights.model)
+            self.units = units(weights.model, settings)
+            self._check(weights.model)
             self.model = self._wrap(weights)
-        self._groups = param_groups(shapes, settings)
+        self.groups = self._own(param_groups(shapes, settings))
         self.optimizer = self._optimizer()
         self._gradient_bytes = 0
 
@@ -55,6 +59,20 @@ class ShardedEngine(NativeEngine):
     @abstractmethod
     def _check(self, model: nn.Module) -> None:
         """Refuse settings that this generation cannot follow."""
+
+    def _cut(self, model: nn.Module) -> nn.Module:
+        """This rank's part of the model, to be sharded over its data-parallel ranks: all of it."""
+        return model
+
+    def _own(self, groups: list[ParamGroup]) -> list[ParamGroup]:
+        """The groups' parameters that this rank's part of the model has: all."""
+        return groups
+
+    def _data_mesh(self) -> DeviceMesh:
+        """The ranks that share the model."""
+        axes = data_axes(self.settings)
+        names, sizes = tuple(axes), tuple(axes.values())
+        return init_device_mesh(self.ranks.device.type, sizes, mesh_dim_names=names)
 
     @abstractmethod
     def _wrap(self, weights: FirstWeights) -> nn.Module:
@@ -116,22 +134,37 @@ class ShardedEngine(NativeEngine):
         self.optimizer.zero_grad()
 
     def save(self, directory: Path, progress: dict[str, Any]) -> None:
-        """See Engine: Accelerate's files, which hold no progress."""
-        del progress
+        """See Engine: Accelerate's files, which hold no progress, or Megatron-LM's."""
         settings = self.settings
+        if settings.state_dict_type == "megatron":
+            with quiet():
+                megatron.write(directory, self, progress)
+            return
         sharded = settings.state_dict_type == "sharded"
         form = settings.sharded_files if sharded else settings.state_dict_type
         with quiet():
             files.save(directory, form, self.model, self.optimizer, self.ranks)
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """See Engine: any form of Accelerate's files, whatever this run writes."""
+        """See Engine: any form of Accelerate's files or Megatron-LM's, whatever this run writes."""
+        if layout(directory) == "Megatron-LM":
+            return self._load_megatron(directory)
         with quiet():
             files.load(directory, self.model, self.optimizer, self.ranks)
         # torch takes these from the checkpoint; what the settings say holds.
-        for group, own in zip(self.optimizer.param_groups, self._groups, strict=True):
+        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(hyperparameters(self.settings, own.weight_decay, group["lr"]))
         return None
+
+    def _load_megatron(self, directory: Path) -> dict[str, Any]:
+        if self.settings.strategy == "fsdp":
+            raise CheckpointError(
+                f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill",
+                f"resume with --strategy fsdp2, or: reshard split {directory} OUT --to fsdp",
+            )
+        with torch.no_grad(), self.ranks.together("read the checkpoint"):
+            return megatron_read.read(directory, self)
+        raise AssertionError  # ``together`` has raised
 
     def model_state(self) -> ModelState:
         """See Engine. Between steps there are no gradients: those of the last step count."""
@@ -149,7 +182,7 @@ class ShardedEngine(NativeEngine):
         optimizer = torch.optim.AdamW(
             [
                 {"params": params, **hyperparameters(settings, group.weight_decay, settings.lr)}
-                for group, params in zip(self._groups, self._params(self._groups), strict=True)
+                for group, params in zip(self.groups, self._params(self.groups), strict=True)
             ]
         )
         # The moments exist from the start: a checkpoint can be read into them, and one that is
@@ -171,18 +204,18 @@ class ShardedEngine(NativeEngine):
 
 def hybrid(settings: Settings) -> bool:
     """Whether the model is sharded inside replicas, and not over all ranks."""
-    return "HYBRID" in settings.fsdp_sharding_strategy and settings.nproc > 1
+    return "HYBRID" in settings.fsdp_sharding_strategy and settings.grid.dp > 1
 
 
-def _mesh(settings: Settings, ranks: Ranks) -> DeviceMesh:
-    """All ranks in a row, or (replicate, shard) for the hybrid strategies.
+def data_axes(settings: Settings) -> dict[str, int]:
+    """Data-parallel ranks a mesh axis: all in a row, or (replicate, shard) where hybrid.
 
     Raises:
         SettingsError: replicas of that size do not fit.
     """
-    device, world = ranks.device.type, ranks.world
+    world = settings.grid.dp
     if not hybrid(settings):
-        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+        return {"shard": world}
     half = world // 2 if world % 2 == 0 and world > 2 else world
     size = settings.fsdp_hybrid_size or half
     if size < 2 or world % size:
@@ -190,7 +223,7 @@ def _mesh(settings: Settings, ranks: Ranks) -> DeviceMesh:
             f"fsdp_hybrid_size {size}: {world} ranks cannot form replicas of {size} ranks",
             f"give a divisor of {world} from 2 on; without sharding, use NO_SHARD",
         )
-    return init_device_mesh(device, (world // size, size), mesh_dim_names=("replicate", "shard"))
+    return {"replicate": world // size, "shard": size}
 
 
 @contextmanager
@@ -205,7 +238,10 @@ def quiet() -> Iterator[None]:
         ".* has both parameters with requires_grad=True and False",
         "`_get_pg_default_device` will be deprecated",
         "Multiple backends are registered with this ProcessGroup",
+        "FSDP2-wrapped module .* returned a view tensor",  # nothing is done in place here
     )
+    # Of the two gathers that a parameter cut by tensor and then sharded takes.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         for message in known:
             warnings.filterwarnings("ignore", message=message)

@@ -11,6 +11,7 @@ from reshard.commands.reading import one_of
 from reshard.errors import UsageError
 from reshard.formats import targets
 from reshard.formats.groups import InitOptimizer
+from reshard.formats.megatron.target import choice as megatron
 from reshard.formats.rng import Policy
 
 
@@ -23,12 +24,20 @@ class SplitOptions(OutputOptions):
     pp: int | None = None
     ep: int | None = None
     dp: int | None = None  # ranks that see different data; None: as world_size says
+    vpp: int | None = None  # model chunks of each pipeline rank; None: the source's
+    stage_layers: str | None = None  # N,N,...: layers of each stage; None: as many in each
     to: str | None = None  # one of `targets.NAMES`; None: as the source
     zero_stage: int | None = None  # None: the source's, else 2
     state_dict_type: targets.StateDictType | None = None  # None: the source's, else sharded
     rank_files: bool = False  # of FSDP: a file a rank instead of DCP
     fsdp_version: targets.FsdpVersion = 2  # of verl's files
     use_orig_params: str | None = None  # FSDP 1: the dtype of the forward pass; None: flat
+    ckpt_format: megatron.Form | None = None  # Megatron's; None: the source's, else torch
+    distributed_optimizer: bool | None = None  # whether Megatron's will load it; None: as there
+    adam: megatron.Adam | None = None  # whose state Megatron will load; None: the source's
+    transformer_impl: megatron.Impl | None = None  # whose layers; None: the source's
+    make_vocab_size_divisible_by: int | None = None  # None: the source's, else 128
+    vocab_size: int | None = None  # rows that are words; None: what the source says
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins
@@ -47,7 +56,10 @@ class SplitOptions(OutputOptions):
         OutputOptions.__post_init__(self)
         if self.zero_stage is not None:
             one_of("zero_stage", self.zero_stage, range(4))
-        for name in targets.PARALLEL:
+        one_of("ckpt_format", self.ckpt_format, (None, *megatron.FORMS))
+        one_of("adam", self.adam, (None, *megatron.ADAMS))
+        one_of("transformer_impl", self.transformer_impl, (None, *megatron.IMPLS))
+        for name in (*targets.PARALLEL, "vpp"):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise UsageError(f"--{name} {size}", "at least one rank is needed")

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard import dtypes, tensor_parallel
 from reshard.commands.companions import config_beside
+from reshard.commands.split import for_megatron
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
@@ -31,6 +32,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "accelerate": "accelerate",
     "hf-trainer": "hf-trainer",
     "fsdp": "fsdp2",
+    "megatron": "megatron",
 }
 _STAGE = 2  # of a source that knows none
 _FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
@@ -82,6 +84,11 @@ def requested(
             device=options.device,
             grid=grid,
             tensor=_tensor_plan(manifest, grid, shapes, options),
+            megatron=(
+                for_megatron.wanted(manifest, options, parallel, world_size)
+                if name == "megatron"
+                else None
+            ),
         ),
         target,
     )

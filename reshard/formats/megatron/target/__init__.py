@@ -9,51 +9,42 @@ legacy   a file a rank (``--ckpt-format torch``)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from reshard.formats import skeletons
-from reshard.formats.megatron.target import legacy
-from reshard.formats.megatron.target.choice import Choice, Wanted, choose
+from reshard.formats.megatron.target import dist, legacy
+from reshard.formats.megatron.target.choice import Choice, Described, Wanted, choose
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
-from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.rules import Table
 
-__all__ = ["Wanted", "lay_out", "notes"]
+__all__ = ["Described", "Wanted", "lay_out", "notes"]
 
 
-def lay_out(
-    state: Training,
-    wanted: Wanted,
-    *,
-    table: Table,
-    architecture: Architecture,
-    args: Mapping[str, Any],
-) -> Skeleton:
+def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:
     """The run directory; errors as `choice.choose`."""
-    choice = choose(state, wanted, table=table, architecture=architecture, args=args)
+    choice = choose(state, wanted, described)
     inside = legacy.directory(choice)
-    return skeletons.joined([legacy.tracker(choice), *legacy.files(choice, inside)])
+    if wanted.form == "torch_dist":
+        held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
+    else:
+        held = legacy.files(choice, inside)
+    return skeletons.joined([legacy.tracker(choice), *held])
 
 
-def notes(
-    state: Training,
-    wanted: Wanted,
-    *,
-    table: Table,
-    architecture: Architecture,
-    args: Mapping[str, Any],
-) -> tuple[str, ...]:
+def notes(state: Training, wanted: Wanted, described: Described) -> tuple[str, ...]:
     """What a user must be told of what `lay_out` makes: derived and dropped."""
-    choice = choose(state, wanted, table=table, architecture=architecture, args=args)
-    return tuple(_notes(choice))
+    return tuple(_notes(choose(state, wanted, described)))
 
 
 def _notes(choice: Choice) -> list[str]:
     train = choice.state.manifest.train
     said = list(choice.notes)
-    said.append("no random states: load it with --no-load-rng")
-    if train.scheduler is None and not choice.wanted.weights_only:
-        said.append("no opt_param_scheduler: Megatron asks for one when it loads the optimizer")
+    if choice.wanted.weights_only:
+        return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
+    said += [f"not carried: {name}" for name in choice.lost]
+    if choice.wanted.form == "torch":
+        said.append("no random states: Megatron loads it with --no-load-rng")
+    if train.scheduler is None:
+        said.append(
+            "no opt_param_scheduler: Megatron asks for one when it loads an optimizer; give it"
+            " --no-load-optim, or write a scheduler into the files"
+        )
     return said

@@ -35,7 +35,7 @@ def adapted(
             layers // (sizes.pipeline * sizes.virtual) if sizes.virtual > 1 else None
         ),
         expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.tensor,
+        expert_tensor_parallel_size=sizes.expert_tensor or sizes.tensor,
         data_parallel_size=data,
         world_size=world,
         num_layers=layers,

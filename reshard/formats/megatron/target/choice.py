@@ -5,19 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.deepspeed.target.carried import is_plain
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups
-from reshard.formats.megatron.target.groups import Adam, Groups
+from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.training import Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
+from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
+
+Form = Literal["torch", "torch_dist"]  # --ckpt-format
+FORMS = get_args(Form)
+Impl = Literal["local", "transformer_engine"]  # --transformer-impl
+IMPLS = get_args(Impl)
+
+__all__ = [
+    "ADAMS",
+    "FORMS",
+    "IMPLS",
+    "Adam",
+    "Choice",
+    "Described",
+    "Form",
+    "Impl",
+    "Wanted",
+    "choose",
+]
 
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
@@ -31,20 +51,39 @@ class Wanted:
         stage_layers: layers of each stage; None: as many in each.
         distributed: whether the distributed optimizer loads the state.
         adam: which Adam's state; None: the source's, else ``fused``.
-        dialect: ``te`` (Transformer Engine's layers) or ``local``.
+        impl: whose layers the model has: their names differ.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
         dtype: of the module; None: as trained.
     """
 
     sizes: Sizes
+    form: Form = "torch"
     data: int = 1
     stage_layers: tuple[int, ...] | None = None
     distributed: bool = False
     adam: Adam | None = None
-    dialect: str = "te"
+    impl: Impl = "transformer_engine"
     divisible: int = 128
     dtype: DType | None = None
     weights_only: bool = False
+
+    @property
+    def dialect(self) -> str:
+        """The column of names in the tables."""
+        return "local" if self.impl == "local" else "te"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The model of a training state, as far as its files or the user say.
+
+    Args:
+        args: of the run, under Megatron's names.
+    """
+
+    table: Table
+    architecture: Architecture
+    args: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +109,29 @@ class Choice:
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
 
     @property
+    def carried(self) -> dict[str, Any]:
+        """The values beside Megatron's own that are plain; see `lost`."""
+        return {n: v for n, v in self.state.manifest.train.client.items() if is_plain(v)}
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of the others: a file has a description of them only."""
+        return [n for n, v in self.state.manifest.train.client.items() if not is_plain(v)]
+
+    @property
+    def grad_scaler(self) -> Mapping[str, Any] | None:
+        """Of a run in fp16, as far as the source has one."""
+        scaler = self.state.manifest.train.scaler
+        return scaler if scaler and self.precision == FLOAT16 else None
+
+    @property
     def mixed(self) -> bool:
         """Whether there are 16-bit parameters with fp32 masters."""
         return self.precision in (BFLOAT16, FLOAT16)
 
 
-def choose(
-    state: Training,
-    wanted: Wanted,
-    *,
-    table: Table,
-    architecture: Architecture,
-    args: Mapping[str, Any],
-) -> Choice:
+def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     """Decide everything.
-
-    Args:
-        args: of the run, Megatron's names; as far as known.
 
     Raises:
         IncompleteError: the source lacks what Megatron needs to go on.
@@ -95,6 +140,7 @@ def choose(
     """
     if not wanted.weights_only:
         refuse_without_optimizer(state)
+    table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     padded, notes = _padding(state, wanted, table, constants, architecture)
@@ -121,7 +167,7 @@ def choose(
     _check_slots(state, wanted)
     adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
     adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
-    adapted["transformer_impl"] = "local" if wanted.dialect == "local" else "transformer_engine"
+    adapted["transformer_impl"] = wanted.impl
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
@@ -178,17 +224,10 @@ def _padding(
             f"has vocabularies of {' and '.join(map(str, sorted(held)))} rows",
         )
     (rows,) = held
-    multiple = wanted.divisible * wanted.sizes.tensor
     words = min(architecture.vocab or rows, rows)
-    padded = -(-words // multiple) * multiple
-    if padded < rows:
-        raise UnsupportedError(
-            state.manifest.origin.path,
-            f"has {rows} rows of vocabulary, of which {padded} would be kept",
-            "strip them first: --vocab-size says how many are words",
-        )
-    if padded == rows:
-        return padded, []
+    padded = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    if padded <= rows:  # what is more than that was taken off before
+        return rows, []
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
 
 

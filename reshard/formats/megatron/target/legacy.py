@@ -7,38 +7,37 @@ Source: Megatron-LM core_v0.16.1 ``training/checkpointing.py`` (``get_checkpoint
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from reshard.dtypes import FLOAT32, DType
+from reshard.dtypes import FLOAT32
 from reshard.formats import skeletons, torch_writer
-from reshard.formats.megatron import buffers
+from reshard.formats.megatron import arguments
+from reshard.formats.megatron.buckets import Param, buckets, end_to_end
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
-from reshard.formats.megatron.target.ranks import Local
+from reshard.formats.megatron.target.ranks import Local, Rank, ranks
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.manifest import Entry, Skeleton
+from reshard.model_parallel.sizes import Sizes
 from reshard.unpickle import Call, Global
 
 CHECKPOINT_VERSION = 3.0
+_STATEFUL = re.compile(r"linear_(?:qkv|proj|fc1|fc2)$|^output_layer$")
 
 
 def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
     """The files of every rank, below the iteration's directory."""
-    sizes = choice.wanted.sizes
-    for expert in range(sizes.expert):
-        for stage in range(sizes.pipeline):
-            for tensor in range(sizes.tensor):
-                rank = _Rank(choice, tensor, stage, expert)
-                place = f"{directory}/{_name(choice, tensor, stage, expert)}"
-                yield torch_writer.lay_out_object(f"{place}/model_optim_rng.pt", rank.root())
-                if choice.wanted.distributed and not choice.wanted.weights_only:
-                    yield torch_writer.lay_out_object(
-                        f"{place}/distrib_optim.pt", rank.distributed()
-                    )
+    for rank in ranks(choice.wanted.sizes):
+        held = _Rank(choice, rank)
+        place = f"{directory}/{_name(choice.wanted.sizes, rank)}"
+        yield torch_writer.lay_out_object(f"{place}/model_optim_rng.pt", held.root())
+        if choice.wanted.distributed and not choice.wanted.weights_only:
+            yield torch_writer.lay_out_object(f"{place}/distrib_optim.pt", held.distributed())
 
 
 def tracker(choice: Choice) -> Skeleton:
@@ -52,46 +51,60 @@ def directory(choice: Choice) -> str:
     return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
 
 
-def _name(choice: Choice, tensor: int, stage: int, expert: int) -> str:
-    sizes = choice.wanted.sizes
-    name = f"mp_rank_{tensor:02d}"
-    name += f"_{stage:03d}" if sizes.pipeline > 1 else ""
-    return name + (f"_{expert:03d}" if sizes.expert > 1 else "")
+def _name(sizes: Sizes, rank: Rank) -> str:
+    name = f"mp_rank_{rank.tensor:02d}"
+    name += f"_{rank.stage:03d}" if sizes.pipeline > 1 else ""
+    return name + (f"_{rank.expert:03d}" if sizes.expert > 1 else "")
 
 
 class _Rank:
     """What one model-parallel rank saves."""
 
-    def __init__(self, choice: Choice, tensor: int, stage: int, expert: int) -> None:
+    def __init__(self, choice: Choice, rank: Rank) -> None:
         self._choice = choice
+        self._rank = rank
+        self._arguments = arguments.Arguments("", choice.args)
         self._chunks = [
-            choice.places.of_chunk(choice.weights, tensor, stage, chunk, expert)
+            choice.places.of_chunk(choice.weights, rank, chunk)
             for chunk in range(choice.wanted.sizes.virtual)
         ]
-        self._rank = (tensor, stage, expert)
 
     def root(self) -> dict[str, Any]:
         """``model_optim_rng.pt``."""
         choice, train = self._choice, self._choice.state.manifest.train
-        tensor, stage, _ = self._rank
-        rank = stage * choice.wanted.data * choice.wanted.sizes.tensor + tensor
-        arguments = {**choice.args, "rank": rank, "local_rank": rank}
+        each = choice.wanted.data * choice.wanted.sizes.tensor
+        rank = self._rank.stage * each + self._rank.tensor
+        args = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
-            "args": Call(NAMESPACE, (), arguments),
+            "args": Call(NAMESPACE, (), args),
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0 if choice.wanted.weights_only else choice.state.step(),
         }
         for number, chunk in enumerate(self._chunks):
             key = "model" if len(self._chunks) == 1 else f"model{number}"
-            root[key] = OrderedDict((local.name, self._stored(local)) for local in chunk)
+            root[key] = self._module(chunk)
         if not choice.wanted.weights_only:
             root["optimizer"] = self._optimizer()
             if train.scheduler is not None:
                 root["opt_param_scheduler"] = train.scheduler
+            root.update(choice.carried)
         return root
 
-    def _stored(self, local: Local) -> Slot:
-        return local.slot(*self._choice.stored(local.known.weight))
+    def _module(self, chunk: Sequence[Local]) -> OrderedDict[str, Any]:
+        """The state dict of a model chunk; modules with a state of their own have none of it."""
+        held: OrderedDict[str, Any] = OrderedDict()
+        stateful = ""
+        for local in chunk:
+            module = local.name.rpartition(".")[0]
+            if stateful and module != stateful:
+                held[f"{stateful}._extra_state"] = None
+            held[local.name] = local.slot(*self._choice.stored(local.known.weight))
+            stateful = module if _STATEFUL.search(module) else ""
+            if self._choice.wanted.dialect == "te" and module.endswith(".linear_qkv"):
+                held[module.replace("linear_qkv", "core_attention._extra_state")] = None
+        if stateful:
+            held[f"{stateful}._extra_state"] = None
+        return held
 
     # The optimizer
 
@@ -111,10 +124,7 @@ class _Rank:
 
     def _of(self, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
         choice = self._choice
-        scaler = choice.state.manifest.train.scaler
-        scaled = (
-            {"grad_scaler": dict(scaler)} if scaler and choice.precision.name == "float16" else {}
-        )
+        scaled = {"grad_scaler": dict(choice.grad_scaler)} if choice.grad_scaler else {}
         if choice.wanted.distributed:
             counted = {"step": int(choice.state.step())}
             held = [{**group.hyper, **counted} for group in groups]
@@ -152,7 +162,7 @@ class _Rank:
     def _master(self, local: Local) -> Slot:
         return local.slot(local.known.weight.value, FLOAT32)
 
-    def distributed(self) -> dict[Any, Any]:
+    def distributed(self) -> Any:
         """``distrib_optim.pt``: flat tensors of every buffer."""
         groups = self._choice.groups.groups
         experts = {fqn for group in groups if group.is_expert for fqn in group.fqns}
@@ -162,15 +172,14 @@ class _Rank:
             for apart in (False, True)
         ]
         chained = [self._buffers(held) for held in kinds if held]
-        if len(chained) == 1:
-            return chained[0]
-        return dict(enumerate(chained))
+        return chained[0] if len(chained) == 1 else chained
 
     def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
         """A buffer a model chunk and dtype."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
-        for chunk in self._chunks:
-            mine = [local for local in chunk if local in trained]
+        chosen = set(map(id, trained))
+        for number, chunk in enumerate(self._chunks):
+            mine = [local for local in chunk if id(local) in chosen]
             for dtype in dict.fromkeys(
                 self._choice.stored(local.known.weight)[1] for local in mine
             ):
@@ -178,27 +187,24 @@ class _Rank:
                     local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
                 ]
                 key = (Global(f"torch.{dtype.name}"), Global("torch.float32"))
-                number = len(state) - 1
-                state[number] = {key: self._flat(alike, dtype)}
+                state[len(state) - 1] = {key: self._flat(alike, number)}
         return state
 
-    def _flat(self, locals_: Sequence[Local], _dtype: DType) -> dict[str, Any]:
-        by_name = {local.name: local for local in locals_}
-        members = [buffers.Member(local.name, local.numel, local.shared) for local in locals_]
-        placed: list[tuple[Local, int]] = []
-        end = 0
-        for bucket in buffers.buckets(members):
-            placed += [(by_name[member.name], end + at) for member, at in bucket.places]
-            end += bucket.numel
+    def _flat(self, locals_: Sequence[Local], chunk: int) -> dict[str, Any]:
+        """One buffer: its buckets end to end, without the padding at their ends."""
+        size = self._arguments.bucket_size(stage=self._rank.stage, chunk=chunk)
+        params = [Param(local.name, local.shape, alone=local.shared) for local in locals_]
+        members, numel = end_to_end(buckets(params, size))
+        starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}
         for key in ("param", "exp_avg", "exp_avg_sq"):
             parts: list[Part] = []
-            for local, at in placed:
+            for local in reversed(locals_):
                 entry = self._value(local, key)
                 if entry is not None:
-                    parts += local.parts(entry, at)
-            tensors[key] = Slot(Storage(FLOAT32, end, tuple(parts)), (end,))
-        return {**tensors, "numel_unpadded": end}
+                    parts += local.parts(entry, starts[local.name])
+            tensors[key] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
+        return {**tensors, "numel_unpadded": numel}
 
     def _value(self, local: Local, key: str) -> Entry | None:
         if key == "param":

@@ -1,20 +1,15 @@
-"""What each model-parallel rank holds of every weight: its local name, shape and blocks.
-
-Names: Megatron-LM core_v0.16.1 ``core/models/gpt/gpt_layer_specs.py``,
-``core/transformer/{attention,mlp,transformer_layer}.py`` (the order in which modules are made is
-that of the state dict and of the optimizer).
-"""
+"""What each model-parallel rank holds of every weight: its local name, shape and blocks."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import lcm, prod
 
 from reshard.box import Box, Index, intersect, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.megatron import order
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
 from reshard.manifest import Entry
@@ -23,32 +18,6 @@ from reshard.model_parallel.rules import Found, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.\w+?(\d+)$)")
-_MANY = 1 << 20  # more than a layer has experts
-_OUTSIDE = (
-    "embedding.word_embeddings.",
-    "embedding.position_embeddings.",
-    "embedding.tokentype_embeddings.",
-    "decoder.final_layernorm.",
-    "output_layer.",
-)
-_BEFORE_LAYERS = 3
-_INSIDE = (
-    "input_layernorm.",
-    "self_attention.linear_proj.",
-    "self_attention.linear_qkv.",
-    "self_attention.q_layernorm.",
-    "self_attention.k_layernorm.",
-    "pre_mlp_layernorm.",
-    "mlp.router.",
-    "mlp.experts.",
-    "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.linear_fc1.",
-    "mlp.shared_experts.linear_fc2.",
-    "mlp.linear_fc1.",
-    "mlp.linear_fc2.",
-)
 _EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 _FIRST = ("embedding.",)
@@ -147,6 +116,34 @@ def known(
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """A model-parallel rank, by its number on each axis."""
+
+    tensor: int
+    stage: int
+    expert: int
+    expert_tensor: int
+
+
+def ranks(sizes: Sizes) -> list[Rank]:
+    """Those that write a file.
+
+    Dense layers lie over ranks as tensor, then data; experts as expert tensor, then expert (core
+    ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
+    """
+    each = sizes.expert_tensor or sizes.tensor
+    places = {
+        (r % sizes.tensor, r // each % sizes.expert): r % each
+        for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
+    }
+    return [
+        Rank(tensor, stage, expert, place)
+        for (tensor, expert), place in sorted(places.items())
+        for stage in range(sizes.pipeline)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
 class Places:
     """Who holds what.
 
@@ -162,12 +159,10 @@ class Places:
     tied: bool
     counts: Sequence[int] | None = None
 
-    def of_chunk(
-        self, weights: Sequence[Known], tensor: int, stage: int, chunk: int, expert: int
-    ) -> list[Local]:
+    def of_chunk(self, weights: Sequence[Known], rank: Rank, chunk: int) -> list[Local]:
         """The weights of one model chunk of one rank, in the module's order."""
         chunks = stages.chunks(self.sizes)
-        at = chunks.index((stage, chunk))
+        at = chunks.index((rank.stage, chunk))
         held = stages.layers(self.sizes, self.layers, self.counts)[at]
         is_first, is_last = at == 0, at == len(chunks) - 1
         moe = {known.layer for known in weights if known.expert is not None}
@@ -179,15 +174,15 @@ class Places:
                     is_last and name.startswith(_LAST)
                 )
             else:
-                here = known.layer in held and self._has_expert(known, expert)
+                here = known.layer in held and self._has_expert(known, rank.expert)
             if here:
-                found.append(self._local(known, held.start, tensor, expert, moe))
+                found.append(self._local(known, held.start, rank, moe))
             if name == _EMBEDDING and self.tied and is_last and not is_first:
-                copy = self._local(known, 0, tensor, expert, moe)
+                copy = self._local(known, 0, rank, moe)
                 found.append(replace(copy, name=HEAD, shared=True))
             if name == _EMBEDDING and self.tied and is_first and self.sizes.pipeline > 1 and here:
                 found[-1] = replace(found[-1], shared=True)
-        return sorted(found, key=lambda local: order_of(local.name))
+        return sorted(found, key=lambda local: order.place(local.name))
 
     def _has_expert(self, known: Known, rank: int) -> bool:
         each = self._experts_each
@@ -202,49 +197,19 @@ class Places:
             )
         return max(self.experts // self.sizes.expert, 1)
 
-    def _local(
-        self, known: Known, first_layer: int, tensor: int, expert: int, moe: set[int | None]
-    ) -> Local:
+    def _local(self, known: Known, first_layer: int, rank: Rank, moe: set[int | None]) -> Local:
         fields = dict(known.found.fields)
         if known.layer is not None:
             fields["i"] = known.layer - first_layer
         if known.expert is not None:
-            fields["e"] = known.expert - expert * self._experts_each
+            fields["e"] = known.expert - rank.expert * self._experts_each
         local = replace(known.found, fields=fields)
         dialect = self.dialect
         if known.layer in moe and ".pre_mlp_layernorm." in known.found.name:
             dialect = "local"  # no fused linear follows it in a layer of experts
         name = local.spelled(dialect, {})
-        shape, blocks = shards.blocks(name, known.shape, known.split, self.sizes.tensor, tensor)
+        size, place = self.sizes.tensor, rank.tensor
+        if known.expert is not None:
+            size, place = self.sizes.expert_tensor or size, rank.expert_tensor
+        shape, blocks = shards.blocks(name, known.shape, known.split, size, place)
         return Local(name, known, shape, blocks)
-
-
-def order_of(name: str) -> tuple[float, ...]:
-    """Where a parameter stands in a model chunk, by its local name.
-
-    >>> sorted(["decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight",
-    ...     "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"], key=order_of)[1]
-    'decoder.layers.0.mlp.linear_fc1.layer_norm_weight'
-    """
-    layer = _LAYER.match(name)
-    if layer is None:
-        outside = next((n for n, stem in enumerate(_OUTSIDE) if name.startswith(stem)), -1)
-        if outside < 0:
-            raise UnsupportedError(f"{name!r}", "has no known place in a Megatron model")
-        return (0 if outside < _BEFORE_LAYERS else 2, 0, outside, 0, 0, 0, _leaf(name))
-    inside = name[layer.end() :]
-    stem = next((n for n, stem in enumerate(_INSIDE) if inside.startswith(stem)), -1)
-    if stem < 0:
-        raise UnsupportedError(f"{name!r}", "has no known place in a layer of Megatron's")
-    expert = _EXPERT.search(inside)
-    linear = 1 if "linear_fc2" in inside else 0
-    place = (0.0, float(linear))
-    if expert is not None and expert[1] is not None:  # local_experts.{e}.: expert by expert
-        place = (float(expert[1]), float(linear))
-    elif expert is not None:  # linear_fc1.weight{e}: the experts' weights of a kind together
-        place = (float(linear), _leaf(name) * _MANY + float(expert[2]))
-    return (1, float(layer[1]), stem, *place, 0 if ".layer_norm_" in inside else 1, _leaf(name))
-
-
-def _leaf(name: str) -> float:
-    return 1 if "bias" in name.rpartition(".")[2] else 0

@@ -1,0 +1,115 @@
+"""What a split for Megatron is to write: the user's choices, and the source's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard import dtypes
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import UsageError
+from reshard.formats.megatron.target import Described, Wanted
+from reshard.formats.megatron.target.choice import Form, Impl
+from reshard.manifest import Manifest
+from reshard.model_parallel import traits, vocabulary
+from reshard.model_parallel.rules import builtin, with_users
+from reshard.model_parallel.sizes import Sizes
+
+_DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
+
+
+def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) -> Wanted:
+    """The directory that is to be written.
+
+    Args:
+        sizes: of the grid to come; ``world``: all its ranks.
+
+    Raises:
+        UsageError: stages of no number of layers.
+    """
+    args = _args(manifest)
+    virtual = options.vpp
+    if virtual is None:
+        stays = args.get("pipeline_model_parallel_size") == sizes.pipeline
+        virtual = (args.get("virtual_pipeline_model_parallel_size") if stays else None) or 1
+    form: Form = "torch_dist" if manifest.origin.detail.startswith("torch_dist") else "torch"
+    impl: Impl = "local" if args.get("transformer_impl") == "local" else "transformer_engine"
+    distributed = options.distributed_optimizer
+    if distributed is None:
+        distributed = args.get("use_distributed_optimizer") is True
+    return Wanted(
+        sizes=Sizes(
+            tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert, virtual=virtual
+        ),
+        form=options.ckpt_format or form,
+        data=world // sizes.model,
+        stage_layers=_stage_layers(options),
+        distributed=distributed,
+        adam=options.adam,
+        impl=options.transformer_impl or impl,
+        divisible=(
+            options.make_vocab_size_divisible_by
+            or args.get("make_vocab_size_divisible_by")
+            or _DIVISIBLE
+        ),
+        dtype=dtypes.parse(options.dtype) if options.dtype else None,
+        weights_only=options.without_optimizer,
+    )
+
+
+def _stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
+    if options.stage_layers is None:
+        return None
+    parts = options.stage_layers.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"--stage-layers {options.stage_layers}", "write numbers: 3,4,4,3")
+    return tuple(map(int, parts))
+
+
+def _args(manifest: Manifest) -> Mapping[str, Any]:
+    """The run's own args, of a source that is Megatron's."""
+    config = manifest.train.config
+    return config if manifest.origin.format == "megatron" and isinstance(config, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A source under Megatron's names, and what is known of its model."""
+
+    manifest: Manifest
+    described: Described
+    notes: tuple[str, ...] = ()
+
+
+def prepared(manifest: Manifest, options: SplitOptions, wanted: Wanted) -> Prepared:
+    """The source as the target takes it: its names, and no more padding than there will be.
+
+    Raises:
+        UsageError: nothing says what model it is.
+    """
+    known = _described(manifest, options)
+    notes: list[str] = []
+    words, layers = known.architecture.vocab, known.architecture.layers
+    if words is not None:
+        rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+        constants = {"layers": layers} if layers else {}
+        manifest, taken = vocabulary.cut_to(manifest, known.table, constants, rows)
+        if taken:
+            notes.append(f"{taken} rows of padding taken off the vocabulary: {words} are words")
+    return Prepared(manifest, known, tuple(notes))
+
+
+def _described(manifest: Manifest, options: SplitOptions) -> Described:
+    args = _args(manifest)
+    if not args:
+        raise UsageError(
+            manifest.origin.path,
+            f"is a {manifest.origin.format} checkpoint, which does not say what Megatron asks of"
+            " its model",
+            "say which model it is: --model config.json|DIR",
+        )
+    architecture = traits.of_megatron(args, manifest.origin.path).architecture()
+    if options.vocab_size is not None:
+        architecture = replace(architecture, vocab=options.vocab_size)
+    return Described(with_users(builtin("megatron"), options.rules), architecture, args)

@@ -1,0 +1,283 @@
+"""``--ckpt-format torch_dist``: one DCP directory that any grid loads.
+
+Layers are stacked along a first dim, experts along a second; Megatron cuts when it loads. Where
+layers differ, each stands by its own number. The optimizer is in the form that every grid loads:
+``fully_reshardable`` of the distributed one.
+
+Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py`` and
+``core/transformer/moe/experts.py`` (``sharded_state_dict``), ``core/optimizer/optimizer.py`` and
+``distrib_optimizer.py`` (``sharded_state_dict``, ``sharded_param_state_fully_reshardable``),
+``training/checkpointing.py`` (``_build_sharded_state_dict_metadata``, ``load_checkpoint``).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from reshard.box import Index, intersect, whole
+from reshard.dtypes import FLOAT32, DType
+from reshard.errors import UnsupportedError
+from reshard.formats import skeletons, torch_writer
+from reshard.formats.dcp import target as dcp
+from reshard.formats.megatron.target.args import NAMESPACE
+from reshard.formats.megatron.target.choice import Choice
+from reshard.formats.megatron.target.groups import MegatronGroup
+from reshard.formats.megatron.target.ranks import Known
+from reshard.formats.state_dict.written import Value
+from reshard.formats.torch_writer import Slot, Storage
+from reshard.manifest import Chunk, Entry, Key, Skeleton
+from reshard.model_parallel import moves
+from reshard.unpickle import Call
+
+_LAYERS = re.compile(r"decoder\.layers\.\d+\.")
+_LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
+_LINEAR = re.compile(r"(.*linear_(?:qkv|proj|fc1|fc2))\.(?:weight|bias)")
+_METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
+    """The directory of one iteration.
+
+    Args:
+        shards: data files.
+    """
+    stacks = _Stacks(choice)
+    for known in choice.weights:
+        stacks.add("", known, *choice.stored(known.weight))
+    if not choice.wanted.weights_only:
+        _add_optimizer(choice, stacks)
+    root: dict[str, Any] = dict(stacks.values())
+    for key, count in stacks.extra_states():
+        root.update((f"{key}._extra_state/shard_{n}_{count}", [None]) for n in range(count))
+    laid = dcp.lay_out_state(root, shards=shards, directory=directory)
+    yield stacks.unstacked(laid)
+    yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice))
+    yield skeletons.of_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
+
+
+def _add_optimizer(choice: Choice, stacks: _Stacks) -> None:
+    master = "param" if choice.wanted.distributed else "fp32_param"
+    for known in choice.weights:
+        member = choice.groups.members.get(known.weight.fqn)
+        if member is None:
+            continue
+        for slot, entry in member.slots.items():
+            stacks.add(f"optimizer.state.{slot}.", known, entry, entry.dtype)
+        if choice.wanted.distributed or choice.stored(known.weight)[1] != FLOAT32:
+            value = known.weight.value
+            stacks.add(f"optimizer.state.{master}.", known, value, FLOAT32)
+
+
+# Tensors
+
+
+@dataclass(slots=True)
+class _Stack:
+    """Tensors that are one in the directory, by their place in it."""
+
+    kind: str
+    dtype: DType
+    shape: Index
+    members: dict[Index, Entry] = field(default_factory=dict)
+
+    @property
+    def dims(self) -> int:
+        """How many first dims number the members."""
+        return len(next(iter(self.members)))
+
+    def full(self) -> Index:
+        """The numbers of members along each, from which all shapes follow.
+
+        Raises:
+            UnsupportedError: one is missing.
+        """
+        extents = tuple(1 + max(place[dim] for place in self.members) for dim in range(self.dims))
+        if prod(extents) != len(self.members):
+            raise UnsupportedError(
+                next(iter(self.members.values())).fqn,
+                f"is one of {len(self.members)} that torch_dist would stack to {extents}: some are"
+                " missing",
+                "write --ckpt-format torch",
+            )
+        return (*extents, *self.shape)
+
+
+class _Stacks:
+    """The stacked tensors of a directory, and how they are taken apart again."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._stacks: dict[str, _Stack] = {}
+        self._layers = choice.places.layers
+        self._alike = _is_homogeneous(choice.weights, self._layers)
+        self._te = choice.wanted.dialect == "te"
+        self._moe = {known.layer for known in choice.weights if known.expert is not None}
+
+    def add(self, prefix: str, known: Known, entry: Entry, dtype: DType) -> None:
+        """A tensor in its place."""
+        key = prefix + self.key(known)
+        stack = self._stacks.get(key)
+        if stack is None:
+            stack = self._stacks[key] = _Stack(entry.kind, dtype, known.shape)
+        if (stack.shape, stack.dtype) != (known.shape, dtype):
+            raise UnsupportedError(
+                entry.fqn,
+                f"is {dtype.name} {known.shape}, others of {key!r} are {stack.dtype.name}"
+                f" {stack.shape}: torch_dist stacks like tensors only",
+                "write --ckpt-format torch",
+            )
+        stack.members[self._place(known)] = entry
+
+    def values(self) -> Iterator[tuple[str, Value]]:
+        """The stacks, each as one tensor."""
+        for key, stack in self._stacks.items():
+            shape = stack.full()
+            entry = Entry(key, stack.kind, stack.dtype, shape, ())
+            yield key, Value(stack.dtype, shape, entry, divided=True)
+
+    def key(self, known: Known) -> str:
+        """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
+        dialect = "te"
+        if ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
+            dialect = "local"
+        if known.expert is not None:
+            name = known.found.name
+            name = _LOCAL_EXPERT.sub(".experts.", name)
+        else:
+            name = known.found.spelled(dialect, {})
+        return _LAYERS.sub("decoder.layers.", name) if self._alike else name
+
+    def _place(self, known: Known) -> Index:
+        layer = () if known.layer is None or not self._alike else (known.layer,)
+        return layer if known.expert is None else (*layer, known.expert)
+
+    def extra_states(self) -> Iterator[tuple[str, int]]:
+        """Modules that have a state of their own, and how many layers there are of each."""
+        modules = dict.fromkeys(
+            match[1]
+            for key in self._stacks
+            if not key.startswith("optimizer.") and (match := _LINEAR.fullmatch(key))
+        )
+        count = self._layers if self._alike else 1
+        for module in modules:
+            if ".experts." not in module:
+                yield module, count
+            if self._te and module.endswith("self_attention.linear_qkv"):
+                yield module.replace("linear_qkv", "core_attention"), count
+
+    def unstacked(self, laid: Skeleton) -> Skeleton:
+        """The skeleton in terms of the tensors that are stacked."""
+        entries: dict[Key, Entry] = {}
+        chunks: dict[Key, list[Chunk]] = {}
+        for stacked in laid.entries:
+            stack = self._stacks[stacked.fqn]
+            for place, entry in stack.members.items():
+                held = list(stacked.chunks)
+                for number in place:
+                    held = list(moves.layer(held, number))
+                key = entry.kind, entry.fqn
+                entries.setdefault(key, replace(entry, dtype=stack.dtype, chunks=()))
+                chunks.setdefault(key, []).extend(_cropped(held, entry.shape))
+        made = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
+        return Skeleton(laid.files, made, laid.checksums)
+
+
+def _cropped(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
+    """The chunks without what lies past a tensor's end: padding, which is zero."""
+    for chunk in chunks:
+        common = intersect(chunk.box, whole(shape)) if chunk.box.volume else None
+        if common is not None:
+            yield replace(chunk, box=common)
+
+
+def _is_homogeneous(weights: Sequence[Known], layers: int) -> bool:
+    """Whether all layers have the same parameters."""
+    names: dict[int, set[str]] = {}
+    for known in weights:
+        if known.layer is not None:
+            names.setdefault(known.layer, set()).add(_LAYERS.sub("", known.found.name))
+    return len(names) == layers and len({frozenset(held) for held in names.values()}) <= 1
+
+
+# What is no tensor
+
+
+def _common(choice: Choice) -> dict[str, Any]:
+    """``common.pt``."""
+    train, wanted = choice.state.manifest.train, choice.wanted
+    about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if wanted.distributed:
+        about["distrib_optim_sharding_type"] = "fully_reshardable"
+        about["distrib_optim_fully_reshardable_mem_efficient"] = False
+    args = {**choice.args, "no_save_rng": True, "no_save_optim": wanted.weights_only}
+    root: dict[str, Any] = {
+        "args": Call(NAMESPACE, (), {**args, "ckpt_format": "torch_dist"}),
+        "checkpoint_version": 3.0,
+        "iteration": 0 if wanted.weights_only else choice.state.step(),
+        "content_metadata": about,
+    }
+    if not wanted.weights_only:
+        root["optimizer"] = _optimizers(choice)
+        if train.scheduler is not None:
+            root["opt_param_scheduler"] = train.scheduler
+        root.update(choice.carried)
+    return root
+
+
+def _optimizers(choice: Choice) -> dict[Any, Any]:
+    groups = choice.groups.groups
+    kinds = [[group for group in groups if group.is_expert == apart] for apart in (False, True)]
+    chained = [_optimizer(choice, held) for held in kinds if held]
+    return chained[0] if len(chained) == 1 else dict(enumerate(chained))
+
+
+def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
+    scaler = choice.grad_scaler
+    scaled = {"grad_scaler": dict(scaler)} if scaler else {}
+    if choice.wanted.distributed:
+        counted = {"step": int(choice.state.step())}
+        held = [{**group.hyper, **counted} for group in groups]
+        inner = {"optimizer": {"param_groups": held}, **scaled}
+        return {**inner, "param_state_sharding_type": "fully_reshardable"}
+    steps = _steps(choice, groups)
+    state = {} if steps is None else {"common_step": steps}
+    plain: dict[str, Any] = {
+        "state": state,
+        "param_groups": [dict(group.hyper) for group in groups],
+    }
+    return {"optimizer": plain, **scaled} if choice.mixed else plain
+
+
+def _steps(choice: Choice, groups: Sequence[MegatronGroup]) -> Slot | None:
+    """The step that all parameters have in common, where the optimizer counts a parameter.
+
+    Raises:
+        UnsupportedError: they were updated differently often.
+    """
+    members: Mapping[str, Any] = choice.groups.members
+    steps = {
+        members[fqn].step
+        for group in groups
+        if "step" not in group.hyper
+        for fqn in group.fqns
+        if members[fqn].step is not None
+    }
+    if len(steps) > 1:
+        raise UnsupportedError(
+            choice.state.manifest.origin.path,
+            f"has parameters that were updated {sorted(steps)} times: torch_dist has one step",
+            "write --ckpt-format torch",
+        )
+    if not steps:
+        return None
+    return Slot(Storage(FLOAT32, 1, data=struct.pack("<f", steps.pop())), ())

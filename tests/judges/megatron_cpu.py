@@ -1,0 +1,121 @@
+"""What makes CPUs pass for the GPUs that Megatron-core asks for. Nothing here writes a byte.
+
+Megatron-core allocates with ``device="cuda"``, asks for streams, and tells half precision by the
+type string of CUDA tensors. Kernels that need a compiler or a GPU stand in as plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FACTORIES = (
+    "arange as_tensor empty empty_like full full_like ones ones_like rand randn tensor zeros "
+    "zeros_like linspace"
+)
+CUDA_TYPES = {
+    "torch.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.HalfTensor": "torch.cuda.HalfTensor",
+    "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+}
+
+
+def pass_for_gpus() -> None:
+    """Before Megatron-core is imported: every CUDA call acts on the CPU."""
+    _compile_nothing()
+    _stand_in_for_streams()
+    for name in FACTORIES.split():
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)
+    torch.Tensor.cuda = lambda self, *_args, **_kwargs: self
+    torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
+    plain_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = plain_type(self, *args, **kwargs)
+        return CUDA_TYPES.get(found, found) if isinstance(found, str) else found
+
+    torch.Tensor.type = type_
+    sys.modules["grouped_gemm"] = _grouped_gemm()
+
+
+def _compile_nothing() -> None:
+    """``jit_fuser`` would compile small functions for seconds."""
+    torch.compile = lambda model=None, **_kwargs: model if model is not None else (lambda f: f)
+    torch.jit.script = lambda function, *_args, **_kwargs: function
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        args = tuple("cpu" if isinstance(a, str) and a == "cuda" else a for a in args)
+        return function(*args, **kwargs)
+
+    return call
+
+
+class _Stream:
+    """A CUDA stream or event: what is asked of it has happened already."""
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., _Stream]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_args, **_kwargs: self
+
+
+def _stand_in_for_streams() -> None:
+    cuda = torch.cuda
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = cuda.default_stream = _Stream
+    cuda.stream = lambda _stream: contextlib.nullcontext()
+    cuda.synchronize = cuda.empty_cache = lambda *_args: None
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.set_device = lambda _device: None
+    cuda.device_count = lambda: 1
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_args: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda._lazy_call = lambda call, **_kwargs: call()
+    cuda.default_generators = {torch.device("cpu"): torch.default_generator}
+
+
+def _grouped_gemm() -> types.ModuleType:
+    """The one operation of ``grouped_gemm`` that Megatron's GroupedMLP calls."""
+
+    def gmm(a: torch.Tensor, b: torch.Tensor, sizes: torch.Tensor, *, trans_b: bool) -> Any:
+        parts = a.split(sizes.tolist())  # a: (tokens, k), b: (experts, k, n)
+        return torch.cat([p @ (w.T if trans_b else w) for p, w in zip(parts, b, strict=True)])
+
+    module = types.ModuleType("grouped_gemm")
+    module.ops = types.SimpleNamespace(gmm=gmm)
+    return module
+
+
+def after_import() -> None:
+    """What Megatron-core leaves to Transformer Engine alone, once it is imported."""
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    moe_utils.te_general_gemm = None  # a name that 0.16.1 uses without it
+    WrappedTorchNorm.__new__ = _norm
+
+
+def _norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
+    """PyTorch's norm, marked for sequence parallel as fused_layer_norm.py marks its own."""
+    norm = getattr(torch.nn, config.normalization)(normalized_shape=hidden_size, eps=eps)
+    for param in norm.parameters():
+        param.sequence_parallel = config.sequence_parallel
+    return norm

@@ -1,0 +1,161 @@
+"""Tiny GPT models of Megatron-core with their data, on a grid that is initialised already."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from tests.judges import megatron_fused
+from tests.judges.megatron_cases import FAMILIES, SEQUENCE
+
+if TYPE_CHECKING:
+    from tests.judges.megatron_cases import Case, Grid
+
+COMMON = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "init_method_std": 0.1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    "moe_token_dispatcher_type": "allgather",
+    "gradient_accumulation_fusion": False,
+    "bias_activation_fusion": False,
+    "masked_softmax_fusion": False,
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SEED = 1234
+OF_GPT = ("position_embedding_type", "tied", "fused")
+
+
+def lay_grid(grid: Grid) -> None:
+    """Megatron's process groups, and its random states."""
+    mpu.initialize_model_parallel(
+        grid.tp,
+        grid.pp,
+        grid.vpp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.etp,
+    )
+    torch.manual_seed(SEED)
+    model_parallel_cuda_manual_seed(SEED)
+
+
+def config_of(case: Case) -> TransformerConfig:
+    """As ``core_transformer_config_from_args`` makes it."""
+    told = COMMON | {k: v for k, v in FAMILIES[case.family].items() if k not in OF_GPT}
+    told["activation_func"] = getattr(torch.nn.functional, told["activation_func"])
+    grid = case.grid
+    return TransformerConfig(
+        **told,
+        params_dtype=DTYPES[case.precision],
+        pipeline_dtype=DTYPES[case.precision],
+        bf16=case.precision == "bf16",
+        fp16=case.precision == "fp16",
+        tensor_model_parallel_size=grid.tp,
+        pipeline_model_parallel_size=grid.pp,
+        virtual_pipeline_model_parallel_size=grid.vpp,
+        expert_model_parallel_size=grid.ep,
+        expert_tensor_parallel_size=grid.etp,
+        num_layers_in_first_pipeline_stage=grid.first,
+        sequence_parallel=grid.sp,
+    )
+
+
+def build(case: Case, config: TransformerConfig) -> list[Any]:
+    """The chunks of this rank, wrapped as training wraps them (megatron/training/training.py)."""
+    chunks = [_gpt(case, config, stage) for stage in range(case.grid.vpp or 1)]
+    if case.expert_part:
+        for name, param in chunks[0].named_parameters():
+            param.allreduce = ".experts." not in name
+    for param in [p for chunk in chunks for p in chunk.parameters()] if case.one_bucket else []:
+        param.shared_embedding = False
+    told = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.precision == "bf16",
+        overlap_grad_reduce=case.bucket is not None,
+        use_distributed_optimizer=case.distributed,
+        bucket_size=case.bucket,
+    )
+    if case.precision != "fp32":
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    return [
+        DistributedDataParallel(config, told, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
+
+
+def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
+    family = FAMILIES[case.family]
+    chunk = stage if case.grid.vpp else None
+    if config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=chunk)
+    elif family.get("fused"):
+        spec = megatron_fused.layer_spec(qk_layernorm=config.qk_layernorm)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=case.padded_vocabulary,
+        max_sequence_length=SEQUENCE,
+        pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+        post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+        share_embeddings_and_output_weights=family["tied"],
+        position_embedding_type=family["position_embedding_type"],
+        vp_stage=chunk,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    return model
+
+
+def unwrapped(chunks: list[Any]) -> list[GPTModel]:
+    """The models themselves."""
+    found = []
+    for chunk in chunks:
+        model = chunk
+        while hasattr(model, "module"):
+            model = model.module
+        found.append(model)
+    return found
+
+
+def batch(case: Case, step: int) -> torch.Tensor:
+    """Tokens of a step (samples, SEQUENCE + 1), alike on every grid."""
+    seed = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(case.vocabulary, (SAMPLES, SEQUENCE + 1), generator=seed)
+
+
+SAMPLES = 8
+MICRO = 2  # samples of a microbatch
+EVALUATED = -1  # the step whose batch is never trained on
+
+
+def forward_step(iterator: Any, model: Any, found: list[torch.Tensor] | None = None) -> Any:
+    """A microbatch through a stage, and its loss, as the schedules ask for it."""
+    tokens = next(iterator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(SEQUENCE).expand_as(inputs)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    return model(inputs, positions, mask, labels=labels), partial(_loss, found)
+
+
+def _loss(found: list[torch.Tensor] | None, losses: torch.Tensor) -> Any:
+    if found is not None:
+        found.append(losses.detach().float())  # (samples, SEQUENCE)
+    return losses.float().mean(), {"loss": losses.detach().float().mean()}

@@ -1,0 +1,111 @@
+"""The worker process of ``megatron_judge``: a fresh set of ranks for every run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.judges import ranks
+from tests.judges.megatron_cases import LATER, STEPS, Case, Grid
+
+if TYPE_CHECKING:
+    from tests.judges.megatron_run import Run
+
+PRELOADED = (
+    "megatron.core.dist_checkpointing",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "tests.judges.megatron_files",
+    "tests.judges.megatron_truth",
+)
+
+
+def work(job: ranks.Job, rank: int) -> None:
+    """Train and save, or load and go on; then have Megatron make one rank's model of it."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.judges import megatron_files as files
+    from tests.judges import megatron_truth as truths
+
+    case = job.told["table"][job.case]
+    ranks.join_group(job, rank)
+    run = _begin(case)
+    if case.start is None:
+        trained, forms = run.train(STEPS), case.forms
+    else:
+        trained, forms = [], ()
+        files.load(run, Path(case.start), case.form)
+        torch.save(truths.local(run), job.out / f"rank{rank}.pt")
+    for form in dict.fromkeys((*forms, case.canonical)):
+        plain = form == case.canonical and case.bucketed
+        files.save(truths.in_one_bucket(run) if plain else run, job.out / form, form)
+    told = {"losses": run.evaluate(), "trained": trained, "case": dataclasses.asdict(case)}
+    told["later"] = run.train(LATER)
+    told["losses_later"] = run.evaluate()
+    dist.barrier()
+    _leave()
+    if rank == 0:
+        torch.save(told | _on_one_rank(job, case), job.out / "truth.pt")
+
+
+def _begin(case: Case) -> Run:
+    from tests.judges.megatron_models import lay_grid
+    from tests.judges.megatron_run import Run
+
+    lay_grid(case.grid)
+    return Run(case)
+
+
+def _leave() -> None:
+    """Out of all process groups, as if Megatron had not been initialised."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
+    """Megatron itself loads what it saved for any grid on a grid of one rank."""
+    import torch.distributed as dist
+
+    from tests.judges import megatron_files as files
+    from tests.judges import megatron_truth as truths
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{job.out / '.alone'}", rank=0, world_size=1
+    )
+    alone = dataclasses.replace(
+        case,
+        grid=Grid(),
+        padded=case.padded_vocabulary,
+        form=case.canonical,
+        bucket=None,
+        expert_part=case.grid.ep > 1,
+    )
+    run = _begin(alone)
+    files.load(run, job.out / case.canonical, case.canonical)
+    return truths.whole(run) | {"losses_alone": run.evaluate()}
+
+
+def preload(jobs: list[ranks.Job]) -> dict[str, str]:
+    """Import everything once. Returns case -> why Megatron-core cannot be imported here."""
+    from tests.judges.megatron_cpu import after_import, pass_for_gpus
+
+    try:
+        importlib.import_module("torch")
+        pass_for_gpus()
+        for module in PRELOADED:
+            importlib.import_module(module)
+        after_import()
+    except ImportError as error:
+        return {job.case: f"{type(error).__name__}: {error}" for job in jobs}
+    return {}
+
+
+if __name__ == "__main__":
+    ranks.serve(work, preload)
