@@ -39,7 +39,7 @@ COMMON = {
     "steps": END,
     "save_every": HALF,
 }
-ONE = {"strategy": "fsdp2", "tp": 1, "pp": 1, "precision": "fp32"}
+ONE = {"strategy": "fsdp2", "tp": 1, "pp": 1, "ep": 1, "precision": "fp32"}
 GRIDS = {
     "one": (1, ONE),
     "dp2": (2, ONE),
@@ -48,9 +48,18 @@ GRIDS = {
     "tp2 dp2 bf16": (4, {**ONE, "strategy": "ddp", "tp": 2, "precision": "bf16"}),
     "pp2 fp16": (2, {**ONE, "pp": 2, "precision": "fp16", "initial_scale_power": 12}),
     "pp2 single": (2, {**ONE, "pp": 2, "param_groups": "single"}),
+    "ep2 pp2": (4, {**ONE, "model": "tiny-mixtral", "ep": 2, "pp": 2}),
 }
-ELSEWHERE = (("one", "tp2 pp2"), ("tp2 pp2", "dp2"), ("dp2", "pp2"), ("tp2 tied", "one tied"))
-OTHER = {"pp2": (2, {**ONE, "pp": 2}), "one tied": (1, {**ONE, "tie_embeddings": True})}
+ELSEWHERE = (
+    ("one", "tp2 pp2"),
+    ("tp2 pp2", "dp2"),
+    ("tp2 tied", "one tied"),
+    ("ep2 pp2", "tp2 experts"),
+)
+OTHER = {
+    "one tied": (1, {**ONE, "tie_embeddings": True}),
+    "tp2 experts": (2, {**ONE, "model": "tiny-mixtral", "tp": 2}),
+}
 NOISE = 1e-6  # relative
 
 pytestmark = pytest.mark.judge
@@ -83,7 +92,7 @@ def runs(place):
     jobs = {}
     for grid, (ranks, chosen) in GRIDS.items():
         run = at(place, grid)
-        job = {**COMMON, **chosen, "model": str(place / "model")}
+        job = {**COMMON, "model": str(place / "model"), **chosen}
         jobs[grid] = ranks, {**job, "save": str(run), "log": f"{run}.jsonl"}
     found = trained(jobs)
     jobs = {}
@@ -195,6 +204,27 @@ def test_a_bf16_model_is_the_cast_of_its_masters(runs, place):
             assert master.dtype == torch.float32
             assert weight.dtype == torch.bfloat16
             assert torch.equal(master.bfloat16(), weight)
+
+
+def test_each_expert_rank_has_its_experts_and_an_optimizer_of_theirs(runs, place):
+    saved = files(at(place, "ep2 pp2") / f"global_step{END}")
+    assert [*saved] == [f"mp_rank_00_00{pp}_00{ep}" for pp in (0, 1) for ep in (0, 1)]
+    first, second = (content(saved[f"mp_rank_00_000_00{ep}"]) for ep in (0, 1))
+    assert first["args"].num_experts == 4
+    experts = [
+        f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc{which}.weight"
+        for number in (0, 1)
+        for which in (1, 2)
+    ]
+    shapes = [tuple(first["model"][key].shape) for key in experts]
+    assert shapes == [(184, 64), (64, 92)] * 2
+    for key, value in first["model"].items():
+        if value is not None and not key.endswith("_extra_state"):
+            assert torch.equal(value, second["model"][key]) == (key not in experts), key
+    dense, apart = first["optimizer"]
+    assert [group["is_expert_parallel"] for group in apart["param_groups"]] == [True]
+    assert [tuple(state["exp_avg"].shape) for state in apart["state"].values()] == shapes
+    assert len(dense["state"]) + len(experts) == sum(v is not None for v in first["model"].values())
 
 
 def test_fp16_has_its_scaler(runs, place):
