@@ -148,8 +148,8 @@ class _Stacks:
     def key(self, known: Known) -> str:
         """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
         dialect = "te"
-        if ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
-            dialect = "local"
+        if self._te and ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
+            dialect = "local"  # no fused linear follows; Megatron's own layers are renamed always
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
@@ -242,8 +242,7 @@ def _optimizers(choice: Choice) -> dict[Any, Any]:
 
 
 def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
-    scaler = choice.grad_scaler
-    scaled = {"grad_scaler": dict(scaler)} if scaler else {}
+    scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
     if choice.wanted.distributed:
         counted = {"step": int(choice.state.step())}
         held = [{**group.hyper, **counted} for group in groups]
