@@ -14,6 +14,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.formats import (
+    colossalai,
     deepspeed,
     huggingface,
     megatron,
@@ -29,7 +30,10 @@ from reshard.manifest import Entry, Manifest, check
 from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME, pytorch.NAME)
+NAMES = (
+    *(colossalai.NAME, deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME),
+    pytorch.NAME,
+)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -118,6 +122,7 @@ def _is(name: str, place: Place) -> bool:
         huggingface.NAME: huggingface.detect,
         megatron.NAME: megatron.detect,
         nanotron.NAME: nanotron.detect,
+        colossalai.NAME: colossalai.detect,
     }[name](place)
 
 
@@ -127,6 +132,7 @@ def _detected(place: Place) -> str | None:
         (deepspeed.NAME, deepspeed.detect),
         (megatron.NAME, megatron.detect),
         (nanotron.NAME, nanotron.detect),
+        (colossalai.NAME, colossalai.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
         (pytorch.NAME, pytorch.detect_loosely),
@@ -147,6 +153,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return huggingface.read(place)
     if name == megatron.NAME:
         return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+    if name == colossalai.NAME:
+        return colossalai.read(place, model=choice.model, wrap=choice.wrap)
     if name == nanotron.NAME:
         return nanotron.read(place)
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
