@@ -13,13 +13,23 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.formats import deepspeed, huggingface, pytorch, run, safetensors, torch_file
+from reshard.formats import (
+    deepspeed,
+    huggingface,
+    megatron,
+    nanotron,
+    pytorch,
+    run,
+    safetensors,
+    torch_file,
+)
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
+from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, pytorch.NAME)
+NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME, pytorch.NAME)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -36,6 +46,7 @@ class _Choice:
     key: str | None
     model: str | None
     wrap: str | None
+    rules: Path | None
 
 
 def read(
@@ -46,6 +57,7 @@ def read(
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    rules: Path | None = None,
     prove: bool = True,
 ) -> Manifest:
     """The checkpoint at a file or directory, its coverage proved.
@@ -57,6 +69,7 @@ def read(
         key: which state dict of a checkpoint that holds several, dotted.
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
+        rules: a user's lines for the table of a model-parallel checkpoint's parameters.
         prove: False leaves the proof (`manifest.check`) to the caller.
 
     Raises:
@@ -71,7 +84,7 @@ def read(
     if force and not _is(force, place):
         raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
     name = force or (_detected(place) if tag is None else None)
-    choice = _Choice(tag, key, model, wrap)
+    choice = _Choice(tag, key, model, wrap, rules)
     manifest = _read(place, name, choice) if name else _read_run(place, choice)
     if prove:
         check(manifest)
@@ -100,13 +113,20 @@ def as_paths(paths: Paths) -> list[Path]:
 def _is(name: str, place: Place) -> bool:
     if name == pytorch.NAME:
         return pytorch.detect(place) or pytorch.detect_loosely(place)
-    return {deepspeed.NAME: deepspeed.detect, huggingface.NAME: huggingface.detect}[name](place)
+    return {
+        deepspeed.NAME: deepspeed.detect,
+        huggingface.NAME: huggingface.detect,
+        megatron.NAME: megatron.detect,
+        nanotron.NAME: nanotron.detect,
+    }[name](place)
 
 
 def _detected(place: Place) -> str | None:
     """The format of what lies directly at a place; the more particular one first."""
     for name, detect in (
         (deepspeed.NAME, deepspeed.detect),
+        (megatron.NAME, megatron.detect),
+        (nanotron.NAME, nanotron.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
         (pytorch.NAME, pytorch.detect_loosely),
@@ -125,6 +145,10 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
     if name == huggingface.NAME:
         return huggingface.read(place)
+    if name == megatron.NAME:
+        return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+    if name == nanotron.NAME:
+        return nanotron.read(place)
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
@@ -154,6 +178,8 @@ def _refuse_one_of_many(place: Place) -> None:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet.
     """
+    if nanotron.detect(place):
+        return
     names = [place.chosen] if place.chosen else []
     shard = _SHARD.search(place.chosen or "")
     if not place.chosen and huggingface.index_of(place) is None:

@@ -2,7 +2,11 @@
 
 A table is YAML. ``parameters`` maps a name (see `patterns`) to its ``cut`` and, by dialect, to its
 other names; ``hf`` maps such a name to what Hugging Face calls it and to the form in which it is
-kept there (see `names`). A user's file adds to a table, and its lines count before the table's.
+kept there (see `spellings`). ``base`` names a table that it adds to. A user's file adds to a table
+too; in both cases the lines added count before the others.
+
+``prefix`` is a first component of Hugging Face's names that files may lack (its base model's, saved
+by itself), and ``computed`` are the names, of either side, that whoever loads a model computes.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ _CUTS: Mapping[str, Split] = {
     "replicated": REPLICATED,
 }
 _MAYBE_GATED = "maybe_gated"
+TABLES = Path(__file__).parent / "tables"
 _FORM = "write  NAME: {cut: vocab|column|row|gated|replicated}"
 
 
@@ -73,6 +78,18 @@ class Table:
     source: str
     rules: tuple[Rule, ...]
     hf: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    computed: tuple[Pattern, ...] = ()
+
+    def before(self, other: Table) -> Table:
+        """Both tables in one, this one's lines first."""
+        return Table(
+            f"{self.source} and {other.source}",
+            self.rules + other.rules,
+            {**self.hf, **{name: line for name, line in other.hf.items() if name not in self.hf}},
+            self.prefix or other.prefix,
+            self.computed + other.computed,
+        )
 
     def find(
         self, name: str, constants: Mapping[str, int], dialect: str | None = None
@@ -118,9 +135,17 @@ class Table:
 
 @cache
 def builtin(name: str) -> Table:
-    """A table that comes with reshard."""
-    file = Path(__file__).parent / "tables" / f"{name}.yaml"
-    return _parsed(file.read_text(), f"the table {name!r}")
+    """A table that comes with reshard, with those that it adds to."""
+    source = f"the table {name!r}"
+    root = builtin_document(name)
+    own = _parsed(root, source)
+    return own.before(builtin(root["base"])) if "base" in root else own
+
+
+@cache
+def builtin_document(name: str) -> Mapping[str, Any]:
+    """The same as the file has it."""
+    return document((TABLES / f"{name}.yaml").read_text(), f"the table {name!r}")
 
 
 def with_users(table: Table, path: Path | None) -> Table:
@@ -131,24 +156,38 @@ def with_users(table: Table, path: Path | None) -> Table:
     """
     if path is None:
         return table
-    own = _parsed(path.read_text(errors="replace"), str(path))
-    return Table(
-        f"{own.source} and {table.source}", own.rules + table.rules, {**table.hf, **own.hf}
-    )
+    own = _parsed(document(path.read_text(errors="replace"), str(path)), str(path))
+    return own.before(table)
 
 
-def _parsed(text: str, source: str) -> Table:
+def document(text: str, source: str) -> Mapping[str, Any]:
+    """The sections of a table's file.
+
+    Raises:
+        UsageError: it is no YAML, or has none.
+    """
     import yaml  # type: ignore[import-untyped]
 
     try:
         root = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         raise UsageError(source, f"is no YAML: {str(error).splitlines()[0]}", _FORM) from error
-    lines = root.get("parameters", {}) if isinstance(root, dict) else None
-    hf = root.get("hf", {}) if isinstance(root, dict) else None
+    if not isinstance(root, dict):
+        raise UsageError(source, "has no 'parameters' and no 'hf'", _FORM)
+    return root
+
+
+def _parsed(root: Mapping[str, Any], source: str) -> Table:
+    lines, hf = root.get("parameters", {}), root.get("hf", {})
     if not isinstance(lines, dict) or not isinstance(hf, dict) or not (lines or hf):
         raise UsageError(source, "has no 'parameters' and no 'hf'", _FORM)
-    return Table(source, tuple(_rule(str(n), line, source) for n, line in lines.items()), hf)
+    return Table(
+        source,
+        tuple(_rule(str(n), line, source) for n, line in lines.items()),
+        hf,
+        str(root.get("prefix", "")),
+        _patterns(root.get("computed", [])),
+    )
 
 
 def _rule(name: str, line: Any, source: str) -> Rule:

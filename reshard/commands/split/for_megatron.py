@@ -11,6 +11,7 @@ from reshard.errors import UsageError
 from reshard.formats.megatron.target import Described, Wanted
 from reshard.formats.megatron.target.choice import Form, Impl
 from reshard.manifest import Manifest
+from reshard.model_parallel import vocabulary
 from reshard.model_parallel.sizes import Sizes
 
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
@@ -41,7 +42,7 @@ def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) 
         ),
         form=options.ckpt_format or form,
         data=world // sizes.model,
-        stage_layers=_stage_layers(options),
+        stage_layers=stage_layers(options),
         distributed=distributed,
         adam=options.adam,
         impl=options.transformer_impl or impl,
@@ -55,7 +56,26 @@ def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) 
     )
 
 
-def _stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
+def without_padding(
+    manifest: Manifest, wanted: Wanted, described: Described
+) -> tuple[Manifest, list[str]]:
+    """The source with no more rows of vocabulary than there will be, and what to say of that."""
+    words, layers = described.architecture.vocab, described.architecture.layers
+    if words is None:
+        return manifest, []
+    rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    constants = {"layers": layers} if layers else {}
+    manifest, taken = vocabulary.cut_to(manifest, described.table, constants, rows)
+    text = f"{taken} rows of padding taken off the vocabulary: {words} are words"
+    return manifest, [text] if taken else []
+
+
+def stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
+    """How many layers each pipeline stage has, where somebody says so.
+
+    Raises:
+        UsageError: that is no list of numbers.
+    """
     if options.stage_layers is None:
         return None
     parts = options.stage_layers.split(",")
@@ -68,8 +88,3 @@ def _args(manifest: Manifest) -> Mapping[str, Any]:
     """The run's own args, of a source that is Megatron's."""
     config = manifest.train.config
     return config if manifest.origin.format == "megatron" and isinstance(config, dict) else {}
-
-
-def described(manifest: Manifest, options: SplitOptions) -> Described:
-    """The model, as far as the source or the user say."""
-    raise NotImplementedError

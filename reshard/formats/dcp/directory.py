@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,17 @@ def read(place: Place) -> Found:
         CorruptError: files contradict each other.
         UnsafeError: the metadata name a file outside the directory.
     """
+    about, found = _stored(place)
+    return replace(found, root=_nested(place, about, found.root))
+
+
+def read_flat(place: Place) -> Found:
+    """The same, each tensor and object under its own key, for one who knows what keys mean."""
+    _, found = _stored(place)
+    return found
+
+
+def _stored(place: Place) -> tuple[Metadata, Found]:
     about = metadata.read(_metadata_files(place))
     objects = {key: block for key, block in about.objects.items() if block is not None}
     with SourceFiles() as pool:
@@ -57,8 +69,8 @@ def read(place: Place) -> Found:
             leaves[key] = tree.of_file(items.object(_data(place, block.file), block))
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
-    return Found(
-        root=_nested(place, about, leaves),
+    found = Found(
+        root=leaves,
         where=str(place),
         files=items.sources(),
         world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
@@ -66,6 +78,7 @@ def read(place: Place) -> Found:
         plain_is_buffer=False,
         notes=_stale(place, used),
     )
+    return about, found
 
 
 def _stale(place: Place, used: set[str]) -> list[str]:

@@ -1,0 +1,231 @@
+"""``args``: the command line of the run, which every Megatron checkpoint keeps.
+
+Source: Megatron-LM core_v0.16.1 ``megatron/training/arguments.py``; ``model_parallel_size`` is the
+name of the tensor parallel size before Megatron-LM 2.5.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+from reshard.errors import CorruptError
+from reshard.formats.values import plain
+from reshard.unpickle import Call, Global
+
+_GATED = ("swiglu", "quick_geglu", "glu_activation")
+_MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
+_DECODER = "t"
+_MOST_STAGES = 1 << 20
+_BUCKET = 40_000_000  # elements: the smallest default of --ddp-bucket-size
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one run; any may be missing.
+
+    Args:
+        source: who keeps them.
+        values: by name.
+    """
+
+    source: str
+    values: Mapping[str, Any]
+
+    def number(self, *names: str, default: int = 0) -> int:
+        """The first of these arguments that is a number."""
+        for name in names:
+            value = self.values.get(name)
+            if type(value) is int:
+                return value
+        return default
+
+    def flag(self, name: str) -> bool:
+        """Whether a switch was given."""
+        return self.values.get(name) is True
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share each layer."""
+        return max(self.number("tensor_model_parallel_size", "model_parallel_size"), 1)
+
+    @property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return max(self.number("pipeline_model_parallel_size"), 1)
+
+    @property
+    def vp(self) -> int:
+        """Model chunks of a pipeline stage."""
+        return max(self.number("virtual_pipeline_model_parallel_size"), 1) if self.pp > 1 else 1
+
+    @property
+    def ep(self) -> int:
+        """Ranks that share the experts."""
+        return max(self.number("expert_model_parallel_size"), 1)
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share each expert."""
+        return max(self.number("expert_tensor_parallel_size", default=self.tp), 1)
+
+    @property
+    def cp(self) -> int:
+        """Ranks that share each sequence."""
+        return max(self.number("context_parallel_size"), 1)
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return max(self.number("world_size"), self.tp * self.pp)
+
+    @property
+    def dp(self) -> int:
+        """Copies of the dense model, those of context parallelism not counted."""
+        found = self.number("data_parallel_size")
+        return max(found or self.world // (self.tp * self.pp * self.cp), 1)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first MLP matrix is gate and up in one."""
+        return any(self.flag(name) for name in _GATED) or self.values.get("glu_activation") in (
+            "swiglu",
+            "geglu",
+            "reglu",
+            "liglu",
+        )
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return self.values.get("untie_embeddings_and_output_weights") is False
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer; 0 in a dense model."""
+        return self.number("num_experts", "num_moe_experts")
+
+    @property
+    def te(self) -> bool:
+        """Whether the layers are Transformer Engine's, whose names differ."""
+        return self.values.get("transformer_impl") != "local"
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether a copy of the embedding lies on the last stage.
+
+        ``models/common/language_module/language_module.py`` (setup_embeddings_and_output_layer).
+        """
+        return self.pp > 1 and (self.tied or self.number("mtp_num_layers") > 0)
+
+    def bucket_size(self, *, stage: int, chunk: int) -> int | None:
+        """Elements that close a gradient bucket; None: one bucket takes all.
+
+        ``distributed/distributed_data_parallel.py`` (__init__) and ``training/training.py``
+        (get_model).
+        """
+        if not self.flag("overlap_grad_reduce") or stage > 0 or chunk > 0:
+            return None
+        return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
+
+    def layers(self) -> tuple[tuple[int, ...], ...]:
+        """Transformer layers of each stage, a tuple a virtual stage: ``layers[chunk][stage]``.
+
+        ``transformer/transformer_block.py`` (get_num_layers_to_build),
+        ``transformer/pipeline_parallel_layer_layout.py``.
+
+        Raises:
+            CorruptError: they do not divide so.
+        """
+        layout = self.values.get("pipeline_model_parallel_layout")
+        if isinstance(layout, Call):
+            layout = layout.get("input_data")
+        if layout:
+            return self._in_rows(_laid_out(layout))
+        ends = [self.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
+        embedding = int(self.flag("account_for_embedding_in_pipeline_split"))
+        loss = int(self.flag("account_for_loss_in_pipeline_split"))
+        total = self.number("num_layers", "encoder_num_layers") + embedding + loss
+        free = self.pp - sum(end is not None for end in ends)
+        rest = total - sum(end for end in ends if end is not None)
+        stages = [rest // free if free else 0] * self.pp
+        stages[0] = stages[0] if ends[0] is None else ends[0]
+        stages[-1] = stages[-1] if ends[1] is None else ends[1]
+        if sum(stages) != total or any(stage % self.vp for stage in stages):
+            raise CorruptError(
+                self.source,
+                f"says {total} layers over {self.pp} pipeline stages of {self.vp} chunks, which"
+                " does not divide",
+            )
+        counts = [stage // self.vp for stage in stages] * self.vp
+        counts[0] -= embedding
+        counts[-1] -= loss
+        return self._in_rows(counts)
+
+    def _in_rows(self, counts: list[int]) -> tuple[tuple[int, ...], ...]:
+        if len(counts) % self.pp:
+            raise CorruptError(
+                self.source, f"has a pipeline layout of {len(counts)} stages for {self.pp} ranks"
+            )
+        return tuple(tuple(counts[at : at + self.pp]) for at in range(0, len(counts), self.pp))
+
+    def expert_place(self, tp: int, ep: int) -> int:
+        """Which part of the experts of ``ep`` a rank of ``tp`` holds.
+
+        Dense layers lie over ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``,
+        initialize_model_parallel): the first rank that is both.
+        """
+        ranks = range(lcm(self.tp, self.etp * self.ep))
+        return next(
+            (r % self.etp for r in ranks if (r % self.tp, r // self.etp % self.ep) == (tp, ep)), 0
+        )
+
+    def place_of(self, rank: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, expert) of a global rank (initialize_model_parallel)."""
+        if self.flag("use_tp_pp_dp_mapping"):
+            pp = rank // self.tp % self.pp
+            rank = rank % self.tp + rank // (self.tp * self.pp) * self.tp
+        else:
+            stage = max(self.world // self.pp, 1)
+            pp, rank = rank // stage, rank % stage
+        return rank % self.tp, pp, rank // self.etp % self.ep
+
+    def mesh(self) -> dict[str, int]:
+        """The grid, as a manifest's origin has it."""
+        mesh = {"world": self.world, "tp": self.tp, "pp": self.pp, "dp": self.dp}
+        rare = {"vpp": self.vp, "cp": self.cp, "ep": self.ep}
+        mesh |= {axis: size for axis, size in rare.items() if size > 1}
+        if self.experts and self.etp != self.tp:
+            mesh["etp"] = self.etp
+        return mesh
+
+    def plain(self) -> dict[str, Any]:
+        """All of them, printable."""
+        found: dict[str, Any] = plain(dict(self.values))
+        return found
+
+
+def of(value: Any, source: str) -> Arguments:
+    """The arguments that an ``argparse.Namespace``, or a dict, holds."""
+    state = value.state if isinstance(value, Call) else value
+    return Arguments(source, state if isinstance(state, dict) else {})
+
+
+def _laid_out(layout: Any) -> list[int]:
+    """Decoder layers of each stage of a layout like ``Et|(tt|)*3tL``, or of lists of names."""
+    if isinstance(layout, str):
+        text = layout.replace(",", "")
+        for pattern in _MULTIPLIED:
+            text = pattern.sub(lambda m: m[1] * min(int(m[2]), _MOST_STAGES), text)
+        return [stage.count(_DECODER) for stage in text.split("|")]
+    return [sum(map(_is_decoder, stage)) for stage in layout]
+
+
+def _is_decoder(layer: Any) -> bool:
+    name = layer.name if isinstance(layer, Global) else layer
+    if isinstance(layer, Call):
+        name = layer.args[0] if layer.args else ""
+    return str(name).lower() in ("decoder", "t", "4")

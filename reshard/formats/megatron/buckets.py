@@ -1,0 +1,113 @@
+"""The distributed optimizer's flat buffers: where each parameter lies in them.
+
+A buffer takes the parameters of one model chunk, dtype and kind (dense, expert) from the last to
+the first. Each starts at a multiple of 64 elements. A bucket closes when it is full, and before and
+after a copy of the embedding that two stages share. Files hold the buckets without the padding at
+their ends, one after the other or by themselves.
+
+Source: Megatron-LM core_v0.16.1 ``core/distributed/param_and_grad_buffer.py``
+(_ParamAndGradBuffer.__init__), ``core/optimizer/distrib_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from reshard.box import Index
+from reshard.layout import Member
+
+ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter as one rank holds it.
+
+    Args:
+        alone: whether two stages share it, so that it has a bucket of its own.
+    """
+
+    fqn: str
+    shape: Index
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One bucket: its members' places in it, and its elements without the padding at its end."""
+
+    members: tuple[Member, ...]
+    numel: int
+
+
+def buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
+    """The buckets of a buffer.
+
+    Args:
+        params: in the order of ``named_parameters``.
+        size: elements that close a bucket; None: only what stands alone does.
+    """
+    found: list[Bucket] = []
+    members: list[Member] = []
+    end = 0
+
+    def close(numel: int) -> None:
+        nonlocal end
+        found.append(Bucket(tuple(members), numel))
+        members.clear()
+        end = 0
+
+    for param in reversed(params):
+        start = _aligned(end)
+        if param.alone and members:
+            close(start)
+            start = 0
+        members.append(Member(param.fqn, param.shape, start))
+        end = start + prod(param.shape)
+        if param.alone or (size is not None and end >= size):
+            close(end)
+    if members:
+        close(end)
+    return found
+
+
+def fitted(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | None:
+    """The buckets of a buffer of which the elements of each are known; None: they are others'."""
+    found: list[Bucket] = []
+    waiting = list(params)
+    for numel in numels:
+        members: list[Member] = []
+        end = 0
+        while waiting:
+            start = _aligned(end)
+            stop = start + prod(waiting[-1].shape)
+            if stop > numel or (waiting[-1].alone and members):
+                break
+            param = waiting.pop()
+            members.append(Member(param.fqn, param.shape, start))
+            end = stop
+            if param.alone:
+                break
+        if numel not in (end, _aligned(end)):
+            return None
+        found.append(Bucket(tuple(members), numel))
+    return None if waiting else found
+
+
+def end_to_end(found: Iterable[Bucket]) -> tuple[list[Member], int]:
+    """The members of buckets that lie one after the other, in flat order, and all elements."""
+    found = list(found)
+    starts = [0, *accumulate(bucket.numel for bucket in found)]
+    members = [
+        Member(member.fqn, member.shape, start + member.start)
+        for start, bucket in zip(starts, found, strict=False)
+        for member in bucket.members
+    ]
+    return members, starts[-1]
+
+
+def _aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT

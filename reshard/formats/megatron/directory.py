@@ -1,0 +1,163 @@
+"""Where a Megatron checkpoint lies, and which rank each of its folders is of.
+
+    <save>/latest_checkpointed_iteration.txt    "3" or "release"
+    <save>/iter_0000003/ or release/
+        mp_rank_TT[_PPP][_EEE]/                 torch: model_optim_rng.pt, distrib_optim.pt
+        .metadata  *.distcp  metadata.json      torch_dist: DCP; common.pt before core 0.20
+
+Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name,
+_get_checkpoint_format), ``core/dist_checkpointing/core.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.errors import IncompleteError, StaleError, UsageError
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.place import Place
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL = "model_optim_rng.pt"
+OPTIMIZER = "distrib_optim.pt"
+COMMON = "common.pt"
+BACKEND = "metadata.json"
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_MODELS = (MODEL, "model_rng.pt")  # the second beside an optimizer a rank, until 2023
+_METADATA = ".metadata"
+_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """The place of one rank's folder in the grid."""
+
+    pp: int
+    ep: int
+    tp: int
+
+    def folder(self, args: Arguments) -> str:
+        """Its name in a run of these sizes."""
+        name = f"mp_rank_{self.tp:02d}"
+        name += f"_{self.pp:03d}" if args.pp > 1 else ""
+        return name + (f"_{self.ep:03d}" if args.ep > 1 else "")
+
+
+def detect(place: Place) -> bool:
+    """Whether a checkpoint of Megatron, or a rank's part of one, lies directly at a place."""
+    if place.chosen:
+        folder = Place(place.directories)
+        return _is_rank_folder(folder) or (_is_part(place.chosen) and is_dist(folder))
+    return is_dist(place) or bool(rank_folders(place)) or _is_rank_folder(place)
+
+
+def is_dist(place: Place) -> bool:
+    """Whether a directory is of the torch_dist format."""
+    return _METADATA in place.files and (BACKEND in place.files or COMMON in place.files)
+
+
+def _is_part(name: str) -> bool:
+    return name in (_METADATA, BACKEND, COMMON) or name.endswith(".distcp")
+
+
+def rank_folders(place: Place) -> dict[str, Place]:
+    """The ranks' folders of the torch format, by name."""
+    return {name: folder for name, folder in place.folders.items() if _is_rank(name, folder)}
+
+
+def _is_rank(name: str, folder: Place) -> bool:
+    held = (*_MODELS, OPTIMIZER)
+    return _RANK.fullmatch(name) is not None and any(file in folder.files for file in held)
+
+
+def _is_rank_folder(place: Place) -> bool:
+    return _is_rank(place.name, place)
+
+
+def whole(place: Place) -> Place:
+    """The directory of the checkpoint, where one of its files is given, or its only rank's folder.
+
+    Raises:
+        UsageError: one rank's folder of several, or a file of it.
+    """
+    folder = Place(place.directories)
+    if not _is_rank_folder(folder):
+        return folder
+    above = folder.above()
+    count = len(rank_folders(above))
+    if count > 1:
+        raise UsageError(
+            place,
+            f"is of one model-parallel rank, the checkpoint of {count}",
+            f"give the directory above: {above}",
+        )
+    return above
+
+
+def model_file(folder: Place) -> Path:
+    """The file of a rank's weights.
+
+    Raises:
+        IncompleteError: it is not there.
+    """
+    found = next((folder.files[name] for name in _MODELS if name in folder.files), None)
+    if found is None:
+        raise IncompleteError(folder, f"{MODEL} is missing", "copy it here from the rank's disk")
+    return found
+
+
+def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
+    """The folder of every rank that saves, in the order of the grid.
+
+    One rank of each tensor-, pipeline- and expert-parallel place saves (save_checkpoint). What the
+    second number of ``mp_rank_00_001`` is, only the arguments say.
+
+    Raises:
+        IncompleteError: one is missing.
+        StaleError: folders of another grid lie beside them.
+    """
+    held = rank_folders(place)
+    wanted = {
+        Rank(pp, ep, tp).folder(args): Rank(pp, ep, tp)
+        for pp in range(args.pp)
+        for tp, ep in saving(args)
+    }
+    grid = ", ".join(
+        f"{axis} {size}" for axis, size in (("tp", args.tp), ("pp", args.pp), ("ep", args.ep))
+    )
+    missing = [name for name in wanted if name not in held]
+    if missing:
+        raise IncompleteError(
+            place,
+            f"was saved with {grid}: {len(wanted)} folders mp_rank_* are expected;"
+            f" {_some(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            "copy what is missing here (a node-local disk may still hold it), or give that node's"
+            " directory as a second source",
+        )
+    extra = [name for name in held if name not in wanted]
+    if extra:
+        raise StaleError(
+            place,
+            f"was saved with {grid}, and {_some(extra)} lie beside its folders: left over from"
+            " another run",
+            "move them away, if the others are the run that you mean",
+        )
+    return {rank: held[name] for name, rank in sorted(wanted.items(), key=lambda item: item[1])}
+
+
+def saving(args: Arguments) -> list[tuple[int, int]]:
+    """The (tensor, expert) places of a pipeline stage whose ranks save.
+
+    Those of the first copy of the experts (get_expert_data_parallel_rank); dense layers lie over
+    ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``).
+    """
+    found = {(r % args.tp, r // args.etp % args.ep) for r in range(args.etp * args.ep)}
+    return sorted(found, key=lambda place: (place[1], place[0]))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

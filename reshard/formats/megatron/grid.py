@@ -1,0 +1,125 @@
+"""The manifests of a run's model-parallel ranks made one: tensor, expert, then pipeline ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from reshard.box import Index
+from reshard.formats.megatron import names, order
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.directory import Rank
+from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, keyed
+from reshard.model_parallel import combine
+from reshard.model_parallel.rules import Table
+from reshard.model_parallel.shards import REPLICATED, Split
+
+
+def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Manifest:
+    """The whole model's manifest.
+
+    Args:
+        ranks: of every place whose rank saves, each with global names and local shapes.
+
+    Raises:
+        IncompleteError: a rank lacks a tensor that another has.
+        CorruptError: the pieces do not fit together.
+        UsageError: no rule says how a parameter is cut.
+    """
+
+    def cut(name: str, _: Index) -> Split:
+        return split_of(name, args, table)
+
+    ordered = [ranks[rank] for rank in sorted(ranks)]
+    stages = []
+    for pp in range(args.pp):
+        held = {(r.tp, r.ep): manifest for r, manifest in ranks.items() if r.pp == pp}
+        dense = [
+            combine.stages([_part(m, experts=False) for (at, _), m in held.items() if at == tp])
+            for tp in sorted({tp for tp, _ in held})
+        ]
+        stages.append(combine.tensor_ranks(dense, cut))
+        for ep in sorted({ep for _, ep in held}):
+            pieces = {
+                args.expert_place(tp, at): _part(m, experts=True)
+                for (tp, at), m in held.items()
+                if at == ep
+            }
+            stages.append(combine.tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
+    whole = combine.stages(stages)
+    again = combine.joined(ordered, in_model_order(whole.entries.values()))
+    return _tied(_in_order(again), args)
+
+
+def _part(manifest: Manifest, *, experts: bool) -> Manifest:
+    return manifest.with_entries(
+        entry
+        for entry in manifest.entries.values()
+        if (names.expert_of(entry.fqn) is not None) is experts
+    )
+
+
+def split_of(name: str, args: Arguments, table: Table) -> Split:
+    """How a dense parameter is cut over tensor ranks, an expert's over expert tensor ranks.
+
+    Raises:
+        UsageError: no rule says so, and there are several.
+    """
+    ranks = args.tp if names.expert_of(name) is None else args.etp
+    if ranks == 1:
+        found = names.rule_of(table, name)
+        return found.rule.split(gated=args.gated) if found else REPLICATED
+    return names.need(table, name).rule.split(gated=args.gated)
+
+
+def _in_order(manifest: Manifest) -> Manifest:
+    """Param groups in the order of the weights, which a run on one rank has."""
+    place = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
+    groups = tuple(
+        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: place.get(fqn, len(place)))))
+        for group in manifest.train.param_groups
+    )
+    return replace(manifest, train=replace(manifest.train, param_groups=groups))
+
+
+def in_model_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Layer after layer, whatever stage held them."""
+    return sorted(entries, key=lambda entry: order.place(entry.fqn))
+
+
+def _tied(manifest: Manifest, args: Arguments) -> Manifest:
+    """The last stage's copy of the embedding is a replica of it, as torch_dist has it as well.
+
+    ``models/common/language_module/language_module.py`` (tie_embeddings_and_output_weights_...).
+    """
+    if not args.tied:
+        return manifest
+    aliases = {
+        names.OUTPUT: names.EMBEDDING,
+        names.LEGACY_OUTPUT: names.LEGACY_EMBEDDING,
+    }
+    held = {entry.fqn for entry in manifest.entries.values()}
+    tied = {alias: kept for alias, kept in aliases.items() if kept in held}
+    entries: list[Entry] = []
+    for entry in manifest.entries.values():
+        if entry.fqn in tied:
+            continue
+        copies = [
+            manifest.entries[entry.kind, alias]
+            for alias, kept in tied.items()
+            if kept == entry.fqn and (entry.kind, alias) in manifest.entries
+        ]
+        chunks = [chunk for copy in copies for chunk in copy.chunks]
+        entries.append(replace(entry, chunks=(*entry.chunks, *chunks)))
+    groups = tuple(
+        ParamGroup(group.hyper, tuple(fqn for fqn in group.fqns if fqn not in tied))
+        for group in manifest.train.param_groups
+    )
+    steps = {f: s for f, s in manifest.train.optimizer_step.items() if f not in tied}
+    return replace(
+        manifest,
+        entries=keyed(entries),
+        tied=tied,
+        train=replace(manifest.train, param_groups=groups, optimizer_step=steps),
+        trained_dtypes={f: d for f, d in manifest.trained_dtypes.items() if f not in tied},
+    )

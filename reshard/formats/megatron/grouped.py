@@ -1,0 +1,118 @@
+"""Tensors that hold more than one parameter, or hold one in another order, as what they stand for.
+
+    GroupedMLP  all experts of a rank side by side, transposed
+    old QKV     before checkpoint version 2.0, query, key and value lay in other orders
+
+Sources: Megatron-LM core_v0.16.1 ``transformer/moe/experts.py`` (GroupedMLP), and
+``megatron/training/checkpointing.py`` (fix_query_key_value_ordering).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from reshard.box import Box, Index, flat_span
+from reshard.errors import CorruptError
+from reshard.formats.megatron.arguments import Arguments
+from reshard.layout import Member, flat_chunks
+from reshard.manifest import Chunk, Entry
+from reshard.model_parallel.moves import Move, moved, row_moves, transposed
+
+_GROUPED = re.compile(r"(.*\.mlp\.experts)\.weight([12])")
+_QKV = re.compile(r".*\.query_key_value\.(weight|bias)")
+_PARTS = 3  # query, key, value
+_ORDERED = 2.0  # the checkpoint version since which they lie head by head
+
+
+def is_grouped(name: str) -> bool:
+    """Whether a parameter is all experts' of a rank."""
+    return _GROUPED.fullmatch(name) is not None
+
+
+def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry]:
+    """Entries with every expert by itself, called as if it were a module of its own.
+
+    Args:
+        count: experts of the rank.
+        first: the number of its first.
+    """
+    for entry in entries:
+        match = _GROUPED.fullmatch(entry.fqn)
+        if match is None:
+            yield entry
+            continue
+        stored = _matrix(entry, match[2], count)
+        names = separated(entry.fqn, count, first)
+        numel = stored[0] * stored[1]
+        members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
+        found = flat_chunks(members, (_run(c, entry.shape) for c in entry.chunks))
+        for name in names:
+            chunks = tuple(map(transposed, found[name]))
+            yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)
+
+
+def separated(name: str, count: int, first: int) -> list[str]:
+    """The names of what a parameter holds: every expert's, or its own."""
+    match = _GROUPED.fullmatch(name)
+    if match is None:
+        return [name]
+    return [
+        f"{match[1]}.local_experts.{first + e}.linear_fc{match[2]}.weight" for e in range(count)
+    ]
+
+
+def _matrix(entry: Entry, number: str, count: int) -> Index:
+    """The shape of one expert's matrix as it is stored: (in, out)."""
+    dim = 1 if number == "1" else 0
+    if not count or entry.shape[dim] % count:
+        raise CorruptError(
+            entry.chunks[0].file, f"{entry.fqn!r} is {entry.shape}, which {count} experts share"
+        )
+    part = entry.shape[dim] // count
+    return (entry.shape[0], part) if dim else (part, entry.shape[1])
+
+
+def _run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
+    """A contiguous chunk as a run of the flat tensor, with its first element."""
+    start, stop = flat_span(chunk.box, shape)
+    low, high = chunk.byte_span
+    if stop - start != chunk.box.volume or high - low != chunk.box.volume * chunk.dtype.itemsize:
+        raise CorruptError(chunk.file, "keeps experts side by side in a tensor that is not dense")
+    one = (chunk.dtype.itemsize,)
+    return start, replace(chunk, box=Box((0,), (chunk.box.volume,)), byte_strides=one)
+
+
+def head_by_head(entries: Iterable[Entry], version: float, args: Arguments) -> Iterator[Entry]:
+    """Entries of one rank with [query, key, value] of each head together, as later versions do.
+
+    Raises:
+        CorruptError: the rows do not divide into heads.
+    """
+    for entry in entries:
+        if version >= _ORDERED or not _QKV.fullmatch(entry.fqn):
+            yield entry
+            continue
+        moves = _by_head(entry, version, args)
+        yield replace(entry, chunks=tuple(moved(entry.chunks, moves)))
+
+
+def _by_head(entry: Entry, version: float, args: Arguments) -> tuple[Move, ...]:
+    heads = args.number("num_attention_heads") // args.tp
+    width, rest = divmod(entry.shape[0], _PARTS * heads) if heads else (0, 1)
+    if rest:
+        raise CorruptError(
+            args.source, f"{entry.fqn!r} has {entry.shape[0]} rows for {heads} heads"
+        )
+    apart = version >= 1.0  # 1.0: [head, row, part]; 0: [part, head, row]
+    runs = [
+        (
+            head * width * _PARTS + part if apart else (part * heads + head) * width,
+            (head * _PARTS + part) * width,
+            width,
+        )
+        for head in range(heads)
+        for part in range(_PARTS)
+    ]
+    return row_moves(entry.shape, runs, step=_PARTS if apart else 1)

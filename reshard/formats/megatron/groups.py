@@ -1,0 +1,92 @@
+"""Megatron's param groups: which parameters are in which, and in what order the optimizer has them.
+
+A group is told by what it does to its members: no weight decay for vectors (biases, norms), another
+learning rate for the embedding and the output layer, experts apart. Within a group parameters stand
+in the order of ``named_parameters``, chunk after chunk; the optimizer numbers them through groups.
+
+Source: Megatron-LM core_v0.16.1 ``core/optimizer/__init__.py`` (_get_param_groups,
+get_standard_config_overrides). Before core 0.9 a group has no ``is_expert_parallel``, and before
+Megatron-LM 2.3 no ``wd_mult``; its ``weight_decay`` is 0 then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.box import Index
+from reshard.formats.megatron import grouped, names
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.values import plain
+
+_NOT_HYPER = ("params", "param_names", "step")
+_QK = ("q_layernorm.", "k_layernorm.")
+_ENDS = (
+    names.EMBEDDING,
+    names.OUTPUT,
+    names.LEGACY_EMBEDDING,
+    "language_model.output_layer.weight",
+    names.LEGACY_OUTPUT,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tells a param group from another."""
+
+    decays: bool
+    expert: bool
+    decoupled: bool
+
+
+def of_param(fqn: str, shape: Index, args: Arguments) -> Kind:
+    """The kind of the group that a parameter is in."""
+    spared = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
+    return Kind(
+        decays=(len(shape) != 1 and not fqn.endswith(".bias")) or spared,
+        expert=is_expert(fqn, args),
+        decoupled=args.values.get("decoupled_lr") is not None and fqn in _ENDS,
+    )
+
+
+def is_expert(fqn: str, args: Arguments) -> bool:
+    """Whether a parameter is of an expert that not every rank has: it is reduced apart.
+
+    ``core/transformer/moe/experts.py`` (``allreduce``): where experts lie over ranks, or are cut
+    otherwise than the dense layers.
+    """
+    return args.ep > 1 and (names.expert_of(fqn) is not None or grouped.is_grouped(fqn))
+
+
+def of_group(group: Mapping[str, Any]) -> Kind:
+    """The kind of a group, from its hyper-parameters."""
+    scale = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
+    return Kind(
+        decays=scale != 0,
+        expert=group.get("is_expert_parallel") is True,
+        decoupled=group.get("is_decoupled_lr") is True or group.get("default_config") is False,
+    )
+
+
+def members(
+    groups: Sequence[Mapping[str, Any]], params: Mapping[str, Index], args: Arguments
+) -> list[list[str]]:
+    """The parameters of each group, in its order.
+
+    Args:
+        groups: as stored; two alike share nothing, the first takes all.
+        params: name -> shape, in the order of ``named_parameters``.
+    """
+    kinds = [of_group(group) for group in groups]
+    found: list[list[str]] = [[] for _ in groups]
+    for fqn, shape in params.items():
+        kind = of_param(fqn, shape, args)
+        if kind in kinds:
+            found[kinds.index(kind)].append(fqn)
+    return found
+
+
+def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group without its members, and without the step, which is each parameter's here."""
+    return {str(key): plain(value) for key, value in group.items() if key not in _NOT_HYPER}

@@ -1,0 +1,180 @@
+"""The torch format: a folder a model-parallel rank, each with whole tensors of its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from reshard import trust
+from reshard.errors import CorruptError, IncompleteError
+from reshard.formats.megatron import directory, grid, grouped, names, optimizer, train
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.directory import Rank
+from reshard.formats.megatron.optimizer import Held
+from reshard.formats.megatron.rank import RankFile, open_args, open_rank
+from reshard.formats.place import Place
+from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, keyed
+from reshard.model_parallel.rules import Table
+
+_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+
+
+def read(place: Place, table: Table) -> Manifest:
+    """Every rank's files as one manifest.
+
+    Raises:
+        IncompleteError: a rank's folder or file is missing.
+        CorruptError: files contradict each other.
+    """
+    first = next(iter(directory.rank_folders(place).values()))
+    args = _sizes(open_args(directory.model_file(first)), place)
+    opened = {rank: open_rank(folder) for rank, folder in directory.ranks(place, args).items()}
+    _check(opened, args)
+    offsets = _offsets(opened, args)
+    ranks = {rank: _manifest(rank, file, args, offsets[rank.pp]) for rank, file in opened.items()}
+    whole = grid.joined(ranks, args, table)
+    distributed = args.flag("use_distributed_optimizer")
+    detail = "torch, distributed optimizer" if distributed else "torch"
+    flat = any(file.flat is not None for file in opened.values())
+    if distributed and not flat and opened[min(opened)].root.get("optimizer"):
+        note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
+        whole = replace(whole, warnings=(*whole.warnings, note))
+    return replace(whole, origin=train.origin(place, args, detail, whole))
+
+
+def _sizes(args: Arguments, place: Place) -> Arguments:
+    """Arguments that say the grid; where the files have none, the folders' names are the grid."""
+    if args.values:
+        return args
+    numbers = [name.split("_")[2:] for name in directory.rank_folders(place)]
+    values: dict[str, Any] = {}
+    for index, name in enumerate(("tensor", "pipeline", "expert")):
+        found = [int(parts[index]) for parts in numbers if len(parts) > index]
+        values[f"{name}_model_parallel_size"] = max(found, default=0) + 1
+    return Arguments(args.source, values)
+
+
+def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
+    """The ranks' files are of one save.
+
+    Raises:
+        CorruptError: two say different things.
+        IncompleteError: a rank lacks the distributed optimizer's file.
+    """
+    first = next(iter(opened.values()))
+    for rank, file in opened.items():
+        for what, one, other in (
+            ("iteration", file.root.get("iteration"), first.root.get("iteration")),
+            ("checkpoint_version", file.version, first.version),
+            *((axis, getattr(file.args, axis), getattr(first.args, axis)) for axis in _AXES),
+        ):
+            if one != other:
+                name = Path(first.path).parent.name
+                raise CorruptError(file.path, f"says {what} {one}, {name} {other}", _MIXED)
+        count = len(file.chunks())
+        if count != len(first.chunks()):
+            raise CorruptError(
+                file.path, f"holds {count} model chunks, others {len(first.chunks())}", _MIXED
+            )
+        _check_place(rank, file, args)
+    flat = [file for rank, file in opened.items() if file.flat is not None]
+    lacking = [f for r, f in opened.items() if f.flat is None and r.ep == min(_eps(opened, r))]
+    if flat and lacking:
+        raise IncompleteError(
+            Path(lacking[0].path).parent,
+            f"{directory.OPTIMIZER} is missing, which other ranks have: the distributed"
+            " optimizer's states are in it",
+            "copy it here; to read the weights alone, move those of all ranks away",
+        )
+
+
+def _eps(opened: Mapping[Rank, RankFile], rank: Rank) -> list[int]:
+    """The expert places of ranks that hold the same dense layers."""
+    return [each.ep for each in opened if (each.tp, each.pp) == (rank.tp, rank.pp)]
+
+
+def _check_place(rank: Rank, file: RankFile, args: Arguments) -> None:
+    """The rank that saved a file is the one that its folder is of.
+
+    Raises:
+        CorruptError: folders were renamed or exchanged.
+    """
+    saver = file.args.values.get("rank")
+    if type(saver) is not int or not 0 <= saver < args.world:
+        return
+    tp, pp, ep = args.place_of(saver)
+    if (tp, pp, ep) != (rank.tp, rank.pp, rank.ep):
+        raise CorruptError(
+            file.path,
+            f"was saved by rank {saver}, whose folder is {Rank(pp, ep, tp).folder(args)}",
+            "the folders were renamed or mixed: fetch the checkpoint again as a whole",
+        )
+
+
+_AXES = ("tp", "pp", "ep", "etp", "vp")
+
+
+def _offsets(opened: Mapping[Rank, RankFile], args: Arguments) -> list[list[int]]:
+    """The layers before those of each chunk of each stage: ``[stage][chunk]``.
+
+    Files number layers from their own first on; the first chunk of every stage comes before the
+    second of any.
+
+    Raises:
+        CorruptError: the stages do not hold as many layers as the run had.
+    """
+    counts = [
+        [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).chunks()]
+        for pp in range(args.pp)
+    ]
+    chunks = len(counts[0])
+    flat = [counts[pp][vp] for vp in range(chunks) for pp in range(args.pp)]
+    total = args.number("num_layers", "encoder_num_layers", default=sum(flat))
+    if sum(flat) != total:
+        raise CorruptError(
+            args.source,
+            f"says {total} layers; the stages' files hold {sum(flat)}",
+            _MIXED,
+        )
+    starts = [0, *accumulate(flat)]
+    return [[starts[vp * args.pp + pp] for vp in range(chunks)] for pp in range(args.pp)]
+
+
+def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int]) -> Manifest:
+    """One rank's part: names of the whole model, shapes of the rank."""
+    own = args.experts // args.ep
+    entries: list[Entry] = []
+    held: list[Held] = []
+    extra: list[str] = []
+    for number, (chunk, layers) in enumerate(zip(file.chunks(), offsets, strict=True)):
+
+        def globally(name: str, layers: int = layers) -> str:
+            return names.shifted(name, layers=layers, experts=rank.ep * own)
+
+        for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
+            entries += [
+                Entry(globally(name), kind, tensor.dtype, tensor.shape, tensor.chunks)
+                for name, tensor in tensors.items()
+            ]
+        held += [
+            Held(globally(name), tensor.shape, tensor.dtype.name, number)
+            for name, tensor in chunk.params.items()
+        ]
+        extra += [globally(name) for name, value in chunk.extra.items() if value is not None]
+    saved = file.root.get("optimizer")
+    state = optimizer.read(saved, held, args, file.path)
+    if file.flat is not None:
+        count, place = len(optimizer.several(saved)), file.files[-1].path
+        entries += optimizer.flat_entries(file.flat, count, held, args, place, stage=rank.pp)
+    restated = grouped.separate([*entries, *state.entries], own, rank.ep * own)
+    return Manifest(
+        origin=Origin("megatron", file.path),
+        entries=keyed(grouped.head_by_head(restated, file.version, args)),
+        files={each.path: each.source() for each in file.files},
+        train=train.of_root(file.root, args, state, extra, own, rank.ep * own),
+        warnings=tuple(state.notes),
+        unknown_globals=trust.unknown(set().union(*(each.globals for each in file.files))),
+    )

@@ -1,0 +1,107 @@
+"""What Megatron calls a parameter: local to a rank, global to the model, stacked in torch_dist.
+
+A manifest has the names that the saving model has on one rank: layers and experts are numbered
+through the whole model. Experts are one tensor each, also where a rank keeps them side by side.
+
+Sources: Megatron-LM core_v0.16.1 ``transformer/transformer_block.py``,
+``transformer/moe/experts.py`` (sharded_state_dict), ``transformer/mlp.py``
+(apply_swiglu_sharded_factory),
+``models/gpt/gpt_layer_specs.py`` (sharded_state_dict_keys_map).
+"""
+
+from __future__ import annotations
+
+import re
+
+from reshard.formats.megatron.arguments import Arguments
+from reshard.model_parallel.rules import Found, Table
+
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
+LEGACY_OUTPUT = "word_embeddings_for_head.weight"
+
+_LAYER = re.compile(r"((?:^|\.)(?:decoder|encoder|transformer)\.layers\.)(\d+)(?=\.)")
+_EXPERT = re.compile(r"(\.local_experts\.)(\d+)(?=\.)|(\.experts\.linear_fc[12]\.\w+?)(\d+)$")
+_STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
+_DIST_EXPERT = re.compile(
+    r"(.*\.mlp\.experts)\.experts\.(?:(\d+)\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
+)
+_BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the transformer layer that a name is in."""
+    match = _LAYER.search(name)
+    return int(match[2]) if match else None
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a parameter is of; None for what every rank has."""
+    match = _EXPERT.search(name)
+    return int(match[2] or match[4]) if match else None
+
+
+def shifted(name: str, *, layers: int, experts: int) -> str:
+    """A local name, with so many layers and experts before the rank's own."""
+    name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + layers}", name, count=1)
+    return _EXPERT.sub(lambda m: f"{m[1] or m[3]}{int(m[2] or m[4]) + experts}", name, count=1)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of the state dict is no parameter."""
+    return _BUFFER.search(name) is not None
+
+
+def is_extra(name: str) -> bool:
+    """Whether a value is Transformer Engine's own state: opaque, of no model's parameter."""
+    return "_extra_state" in name
+
+
+def rule_of(table: Table, name: str) -> Found | None:
+    """The rule of a name of any dialect; before Megatron-LM 0.12 an encoder was a transformer."""
+    return table.find(_modern(name), {})
+
+
+def need(table: Table, name: str) -> Found:
+    """The same, where there must be one.
+
+    Raises:
+        UsageError: no rule names it.
+    """
+    return table.need(_modern(name), {})
+
+
+def _modern(name: str) -> str:
+    if not name.startswith("language_model."):
+        return name
+    name = name.replace("language_model.transformer.", "language_model.encoder.", 1)
+    return name.replace(".attention.", ".self_attention.", 1)
+
+
+def stacked(key: str) -> str | None:
+    """The name with ``{}`` for the layer, where torch_dist stacks the layers; None where not."""
+    match = _STACK.fullmatch(key)
+    return f"{match[1]}.{{}}.{match[2]}" if match else None
+
+
+def of_dist_expert(key: str) -> tuple[str, int | None] | None:
+    """How torch_dist keeps experts: the name with ``{}`` for the expert, and its number.
+
+    The number is None where they are stacked; the whole is None where it is no expert's key.
+    """
+    match = _DIST_EXPERT.fullmatch(key)
+    if match is None:
+        return None
+    number = int(match[2]) if match[2] else None
+    return f"{match[1]}.local_experts.{{}}.{match[3]}.{match[4]}{match[5] or ''}", number
+
+
+def as_saved(table: Table, name: str, args: Arguments) -> str:
+    """The saving model's word for a name of torch_dist, which are Transformer Engine's always."""
+    found = table.find(name, {})
+    if found is None:
+        return name
+    if expert_of(name) is None:
+        return name if args.te else found.name
+    grouped = args.flag("moe_grouped_gemm") and not args.flag("moe_use_legacy_grouped_gemm")
+    return found.spelled("te", {}) if args.te and grouped else found.name

@@ -1,0 +1,350 @@
+"""The optimizer of one rank: every slot by the parameter's name.
+
+Forms: torch's own dict (fp32), the same beside fp32 masters (bf16, fp16), and flat buffers (the
+distributed optimizer). Dense parameters and experts that lie over ranks have an optimizer each.
+
+Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (state_dict of each class),
+``core/optimizer/distrib_optimizer.py`` (get_parameter_state_dp_zero and
+load_parameter_state_from_dp_zero_legacy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from reshard.box import Index
+from reshard.errors import CorruptError
+from reshard.files import SourceFiles
+from reshard.formats.megatron import buckets, groups, names
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.buckets import Bucket, Param
+from reshard.formats.state_dict.order import AmbiguousError, name_groups
+from reshard.formats.state_dict.tree import Logical, logical
+from reshard.formats.torch_file import number_at
+from reshard.layout import Member, flat_chunks
+from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
+
+_FULL = "float32"
+_MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
+_MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020
+_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """What a rank's optimizers say."""
+
+    entries: list[Entry] = field(default_factory=list)
+    groups: list[ParamGroup] = field(default_factory=list)
+    steps: dict[str, float] = field(default_factory=dict)
+    scaler: Any = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a rank: its global name, its local shape, its dtype, its model chunk."""
+
+    fqn: str
+    shape: Index
+    dtype: str
+    chunk: int
+
+
+def kind_of(slot: str) -> str:
+    """A slot as manifests call it: every copy in full precision is a master."""
+    return MASTER if slot in _MASTERS else slot
+
+
+def parts(count: int, params: Sequence[Held], args: Arguments) -> list[list[Held]]:
+    """The parameters of each of a rank's optimizers (``get_megatron_optimizer``).
+
+    Args:
+        count: of optimizers: one, or one for dense parameters and one for experts; the first chunk
+            has its own before them under ``--overlap-param-gather-with-optimizer-step``.
+    """
+    if count <= 1:
+        return [list(params)]
+    experts = [p for p in params if groups.is_expert(p.fqn, args)]
+    dense = [p for p in params if not groups.is_expert(p.fqn, args)]
+    if args.flag("overlap_param_gather_with_optimizer_step"):
+        return [[p for p in dense if not p.chunk], [p for p in dense if p.chunk], experts][:count]
+    return [dense, experts]
+
+
+def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Optimizer:
+    """Every slot, step and group of a rank, but for those in flat buffers.
+
+    Args:
+        value: what is saved under ``optimizer``: a state, or several in a list or by number.
+        params: in the order of ``named_parameters``, chunk after chunk.
+        path: of the file, for messages.
+
+    Raises:
+        CorruptError: what is stored does not fit the model.
+    """
+    found = Optimizer()
+    states = several(value)
+    for state, shared in zip(states, parts(len(states), params, args), strict=False):
+        if not isinstance(state, dict):
+            continue
+        found.scaler = found.scaler or _scaler(state.get("grad_scaler"), args)
+        inner = state.get("optimizer", state.get("optimizer_state_dict", state))
+        if not isinstance(inner, dict):
+            continue
+        members = _grouped(found, inner, shared, args)
+        _steps(found, inner, members)
+        _indexed(found, inner, members)
+        _masters(found, state, shared, members, path)
+    return found
+
+
+def _scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
+    """The dynamic loss scaler in the form of torch's, which it is but for its hysteresis.
+
+    ``core/optimizer/grad_scaler.py`` (DynamicGradScaler), ``training/arguments.py``.
+    """
+    if not isinstance(state, dict) or "scale" not in state:
+        return None
+    with SourceFiles() as pool:
+        return {
+            "scale": _number(state["scale"], pool),
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": args.number("loss_scale_window", default=1000),
+            "_growth_tracker": state.get("growth_tracker", 0),
+            "hysteresis_tracker": state.get("hysteresis_tracker", 1),
+        }
+
+
+def several(value: Any) -> list[Any]:
+    """The states of a chain of optimizers, which may be one alone."""
+    if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
+        return [value[key] for key in sorted(value)]
+    return value if isinstance(value, list) else [value]
+
+
+def _grouped(
+    found: Optimizer, inner: Mapping[str, Any], params: Sequence[Held], args: Arguments
+) -> list[list[str | None]]:
+    """The parameters of every group of one optimizer."""
+    stored = [group for group in inner.get("param_groups", []) if isinstance(group, dict)]
+    shapes = {param.fqn: param.shape for param in params}
+    listed: list[list[str | None]] = [list(each) for each in groups.members(stored, shapes, args)]
+    counts = [len(group["params"]) for group in stored if isinstance(group.get("params"), list)]
+    if counts and counts != list(map(len, listed)):
+        listed = _told_by_shape(found, inner, stored, shapes)
+    elif stored and sum(map(len, listed)) < len(shapes):
+        lost = sorted(shapes.keys() - {fqn for each in listed for fqn in each})
+        found.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
+    for group, fqns in zip(stored, listed, strict=False):
+        own = tuple(fqn for fqn in fqns if fqn is not None)
+        found.groups.append(ParamGroup(groups.hyper(group), own))
+    return listed
+
+
+def _told_by_shape(
+    found: Optimizer,
+    inner: Mapping[str, Any],
+    stored: Sequence[Mapping[str, Any]],
+    shapes: Mapping[str, Index],
+) -> list[list[str | None]]:
+    """The members of groups that are not made as Megatron makes them, where shapes tell."""
+    state = inner.get("state", {})
+    signs = [[_shape(state.get(index)) for index in group.get("params", [])] for group in stored]
+    try:
+        return name_groups(shapes, signs)
+    except AmbiguousError as reason:
+        found.notes.append(
+            f"the optimizer's groups of {', '.join(str(len(each)) for each in signs)} parameters"
+            f" are not those that Megatron makes of this model, and {reason}; its states are left"
+            " out"
+        )
+        return []
+
+
+def _shape(state: Any) -> Index | None:
+    if not isinstance(state, dict):
+        return None
+    shapes = [tensor.shape for value in state.values() if (tensor := logical(value))]
+    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
+
+
+def _steps(
+    found: Optimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+) -> None:
+    """Updates of each parameter: torch's Adam counts them by parameter, the fused ones by group.
+
+    torch_dist keeps one for all (``common_step``).
+    """
+    state = inner.get("state")
+    state = state if isinstance(state, dict) else {}
+    index = 0
+    with SourceFiles() as pool:
+        for group, fqns in zip(inner.get("param_groups", []), members, strict=False):
+            for fqn in fqns:
+                own = state.get(index)
+                counted = (
+                    own.get("step") if isinstance(own, dict) else None,
+                    group.get("step"),
+                    state.get("common_step"),
+                )
+                step = next((_number(each, pool) for each in counted if each is not None), None)
+                if fqn is not None and step is not None:
+                    found.steps[fqn] = step
+                index += 1
+
+
+def _number(value: Any, pool: SourceFiles) -> float | None:
+    tensor = logical(value)
+    if tensor is not None:
+        return float(number_at(pool, tensor.chunks[0]))
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _indexed(
+    found: Optimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+) -> None:
+    """Slots under the parameter's number, which runs through the groups."""
+    state = inner.get("state")
+    if not isinstance(state, dict):
+        return
+    fqns = [fqn for group in members for fqn in group]
+    for index, slots in state.items():
+        known = isinstance(index, int) and isinstance(slots, dict) and 0 <= index < len(fqns)
+        fqn = fqns[index] if known else None
+        if fqn is None:
+            continue
+        for slot, value in slots.items():
+            tensor = logical(value)
+            if tensor is not None and slot != "step":
+                found.entries.append(entry(fqn, slot, tensor))
+
+
+def entry(fqn: str, slot: str, tensor: Logical) -> Entry:
+    """A slot as a manifest has it."""
+    return Entry(fqn, kind_of(slot), tensor.dtype, tensor.shape, tensor.chunks)
+
+
+def _masters(
+    found: Optimizer,
+    state: Mapping[str, Any],
+    params: Sequence[Held],
+    members: Sequence[Sequence[str | None]],
+    path: str,
+) -> None:
+    """fp32 copies of the 16-bit members of each group."""
+    lists = next((state[key] for key in _MASTER_LISTS if key in state), None)
+    if not isinstance(lists, list) or not members:
+        return
+    dtypes = {param.fqn: param.dtype for param in params}
+    for fqns, tensors in zip(members, lists, strict=False):
+        half = [fqn for fqn in fqns if fqn is not None and dtypes[fqn] != _FULL]
+        held = [tensor for value in tensors if (tensor := logical(value))]
+        if held and len(half) != len(held):
+            raise CorruptError(
+                path,
+                f"keeps {len(held)} fp32 copies of a param group of {len(half)} 16-bit parameters",
+                _MIXED,
+            )
+        found.entries += map(entry, half, [MASTER] * len(held), held)
+
+
+def buffers_of(params: Sequence[Held], args: Arguments) -> list[tuple[int, list[Param]]]:
+    """The flat buffers of an optimizer: (model chunk, its parameters of one dtype), in order."""
+    shared = (names.OUTPUT, names.EMBEDDING) if args.shares_embedding else ()
+    found: dict[tuple[int, str], list[Param]] = {}
+    for param in params:
+        held = found.setdefault((param.chunk, param.dtype), [])
+        held.append(Param(param.fqn, param.shape, alone=param.fqn in shared))
+    return [(chunk, held) for (chunk, _), held in sorted(found.items(), key=lambda i: i[0][0])]
+
+
+def flat_entries(
+    value: Any, count: int, params: Sequence[Held], args: Arguments, path: str, *, stage: int
+) -> Iterator[Entry]:
+    """Slots in the flat buffers of ``distrib_optim.pt``.
+
+    Args:
+        value: the file's contents.
+        count: of the rank's optimizers.
+        stage: the rank's pipeline stage.
+
+    Raises:
+        CorruptError: a buffer is not how Megatron lays out these parameters.
+    """
+    for held, shared in zip(
+        value if isinstance(value, list) else [value], parts(count, params, args), strict=False
+    ):
+        if isinstance(held, dict):  # else another rank has it
+            yield from _flat(held, shared, args, path, stage)
+
+
+def _flat(
+    held: Mapping[Any, Any], params: Sequence[Held], args: Arguments, path: str, stage: int
+) -> Iterator[Entry]:
+    for number, (chunk, members) in enumerate(buffers_of(params, args)):
+        states = held.get(number)
+        if not isinstance(states, dict) or len(states) != 1:
+            raise CorruptError(
+                path, f"holds no flat buffer {number}, which {len(members)} parameters fill"
+            )
+        (state,) = states.values()
+        size = args.bucket_size(stage=stage, chunk=chunk)
+        for slot, value in state.items():
+            pieces = [logical(piece) for piece in (value if isinstance(value, list) else [value])]
+            stored = [piece for piece in pieces if piece is not None]
+            if not stored:
+                continue
+            numels = [prod(piece.shape) for piece in stored]
+            flat = _placed(members, numels, size)
+            if flat is None:
+                raise unplaced(path, f"flat buffer {number}", members, sum(numels))
+            starts = [0, *accumulate(numels)]
+            chunks = [piece.chunks[0] for piece in stored]
+            yield from split(slot, flat, list(zip(starts, chunks, strict=False)))
+
+
+def _placed(
+    members: Sequence[Param], numels: Sequence[int], size: int | None
+) -> list[Member] | None:
+    """Where parameters lie in a buffer whose buckets are stored end to end.
+
+    A list of several is from before February 2024; a file does not say where buckets end.
+    """
+    tries: list[list[Bucket] | None] = [
+        buckets.buckets(members, size),
+        buckets.buckets(members, None),
+        buckets.fitted(members, numels),
+    ]
+    for found in tries:
+        if found is not None:
+            flat, total = buckets.end_to_end(found)
+            if total == sum(numels):
+                return flat
+    return None
+
+
+def unplaced(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
+    """Flat elements that are not these parameters'."""
+    wanted = sum(prod(param.shape) for param in members)
+    return CorruptError(
+        path,
+        f"{what} holds {numel} elements, which is not how Megatron lays out its {len(members)}"
+        f" parameters of {wanted} elements",
+        "it belongs to another run than the weights, or to a Megatron that reshard does not know",
+    )
+
+
+def split(
+    slot: str, flat: Sequence[Member], pieces: Sequence[tuple[int, Chunk]]
+) -> Iterator[Entry]:
+    """A slot of each member of a flat tensor, from pieces with their first element."""
+    chunks = flat_chunks(flat, pieces)
+    for member in flat:
+        dtype = pieces[0][1].dtype
+        yield Entry(member.fqn, kind_of(slot), dtype, member.shape, tuple(chunks[member.fqn]))

@@ -1,0 +1,120 @@
+"""One rank's files of the torch format: ``model_optim_rng.pt`` and ``distrib_optim.pt``.
+
+Sources: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (generate_state_dict),
+``core/optimizer/optimizer.py``; Megatron-LM 2.x ``megatron/model/language_model.py`` for models
+that are dicts in dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptError
+from reshard.formats import torch_file
+from reshard.formats.megatron import arguments, names
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.directory import OPTIMIZER, model_file
+from reshard.formats.place import Place
+from reshard.formats.state_dict import tree
+from reshard.formats.state_dict.tree import Logical, logical
+from reshard.formats.torch_file import TorchFile
+
+_OLD_VERSION = 0.0  # of files that say none
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One model chunk of a rank: parameters and buffers under their local names, in order."""
+
+    params: dict[str, Logical] = field(default_factory=dict)
+    buffers: dict[str, Logical] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> int:
+        """How many transformer layers it holds."""
+        found = (names.layer_of(name) for name in self.params)
+        return len({layer for layer in found if layer is not None})
+
+
+@dataclass(slots=True)
+class RankFile:
+    """What one rank saved."""
+
+    path: str  # of the file with the weights
+    root: dict[str, Any]
+    args: Arguments
+    flat: Any = None  # the distributed optimizer's own file, as `root`
+    files: tuple[TorchFile, ...] = ()
+
+    @property
+    def version(self) -> float:
+        """``checkpoint_version``."""
+        found = self.root.get("checkpoint_version", _OLD_VERSION)
+        return float(found) if isinstance(found, (int, float)) else _OLD_VERSION
+
+    def chunks(self) -> list[Chunk]:
+        """The model chunks, in order: ``model``, or ``model0`` and those after it.
+
+        Raises:
+            CorruptError: it holds no model.
+        """
+        if "model" in self.root:
+            return [self._chunk("model")]
+        keys = [f"model{n}" for n in range(len(self.root))]
+        found = [self._chunk(key) for key in keys if key in self.root]
+        if not found:
+            raise CorruptError(self.path, "holds no 'model' and no 'model0'")
+        return found
+
+    def _chunk(self, key: str) -> Chunk:
+        chunk = Chunk()
+        for name, value in _leaves(self.root[key], self.path):
+            tensor = logical(value)
+            if names.is_extra(name) or tensor is None:
+                chunk.extra[name] = value
+            elif names.is_buffer(name):
+                chunk.buffers[name] = tensor
+            else:
+                chunk.params[name] = tensor
+        return chunk
+
+
+def open_rank(folder: Place) -> RankFile:
+    """Open a rank's files.
+
+    Raises:
+        IncompleteError: the file with the weights is missing.
+        CorruptError: a file is truncated or altered.
+    """
+    file = torch_file.read(model_file(folder))
+    root = tree.of_file(file)
+    if not isinstance(root, dict):
+        raise CorruptError(file.path, "is no checkpoint of Megatron: it is no dict")
+    args = arguments.of(root.get("args"), file.path)
+    if OPTIMIZER not in folder.files:
+        return RankFile(file.path, root, args, files=(file,))
+    flat = torch_file.read(folder.files[OPTIMIZER])
+    return RankFile(file.path, root, args, tree.of_file(flat), (file, flat))
+
+
+def open_args(path: Path) -> Arguments:
+    """The arguments alone."""
+    file = torch_file.read(path)
+    root = file.root if isinstance(file.root, dict) else {}
+    return arguments.of(root.get("args"), file.path)
+
+
+def _leaves(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a model's state dict, by its dotted name."""
+    if not isinstance(tree, Mapping):
+        raise CorruptError(path, f"its model is a {type(tree).__name__}, no state dict")
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _leaves(value, path, f"{name}.")
+        else:
+            yield name, value

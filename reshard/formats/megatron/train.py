@@ -1,0 +1,88 @@
+"""Everything of a Megatron checkpoint that is not a tensor of the model or the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reshard.formats.megatron import grouped
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.optimizer import Optimizer
+from reshard.formats.place import Place
+from reshard.formats.state_dict.assemble import most_common_dtype
+from reshard.formats.values import plain
+from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState
+
+_READ = frozenset(
+    """
+    args iteration model optimizer opt_param_scheduler lr_scheduler rng_state checkpoint_version
+    content_metadata
+    """.split()
+)
+
+
+def origin(place: Place, args: Arguments, detail: str, manifest: Manifest) -> Origin:
+    """Who wrote it, and on what grid."""
+    return Origin(
+        format="megatron",
+        path=str(place),
+        detail=detail,
+        mesh=args.mesh(),
+        precision=most_common_dtype(manifest.of_kind(PARAM)),
+    )
+
+
+def of_root(
+    root: Mapping[str, Any],
+    args: Arguments,
+    state: Optimizer,
+    extra: Sequence[str],
+    own: int,
+    first: int,
+) -> TrainState:
+    """The training state beside the tensors.
+
+    Args:
+        root: what a rank, or rank 0 for all, saved.
+        extra: names of Transformer Engine's own states.
+        own: experts of the rank; ``first`` is the number of its first.
+    """
+    client = {
+        str(key): plain(value)
+        for key, value in root.items()
+        if key not in _READ and not _is_model(key) and value is not None
+    }
+    opaque = {
+        key: plain(root[key])
+        for key in ("checkpoint_version", "content_metadata")
+        if root.get(key) is not None
+    }
+    if extra:
+        opaque["_extra_state"] = list(extra)
+    step = root.get("iteration")
+    return TrainState(
+        step=step if type(step) is int else None,
+        samples=args.number("consumed_train_samples") or None,
+        optimizer_step={
+            name: count
+            for fqn, count in state.steps.items()
+            for name in grouped.separated(fqn, own, first)
+        },
+        param_groups=tuple(
+            ParamGroup(
+                group.hyper,
+                tuple(n for fqn in group.fqns for n in grouped.separated(fqn, own, first)),
+            )
+            for group in state.groups
+        ),
+        scheduler=plain(root.get("opt_param_scheduler", root.get("lr_scheduler"))),
+        scaler=plain(state.scaler),
+        rng=plain(root.get("rng_state")),
+        client=client,
+        config=args.plain(),
+        opaque=opaque,
+    )
+
+
+def _is_model(key: Any) -> bool:
+    return isinstance(key, str) and key.startswith("model") and key[5:].isdecimal()

@@ -1,0 +1,181 @@
+"""How one side's tensor is made of the other's: runs of rows, the same list in both directions.
+
+One side's tensor is *fused* of the other's *parts*, along dim 0:
+
+    plain        one part, the same
+    gate_up      [gate; up] of a gated linear unit
+    qkv          Megatron's attention: for every group of heads its queries, its key, its value
+    qkv_stacked  the same of one part that has all queries, all keys, all values (GPT-2, Phi-3)
+    rope         rows of a head in pairs (Meta), and in halves (Hugging Face)
+
+Sources: Megatron-LM core_v0.16.1 ``core/transformer/attention.py`` (``linear_qkv``) and ``mlp.py``
+(gated linear units); transformers 5 ``models/llama/convert_llama_weights_to_hf.py`` (``permute``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from reshard.box import Index
+from reshard.errors import CorruptError, UsageError
+from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.moves import Move, row_moves
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``count`` neighbouring rows of a part; in the fused tensor they lie ``step`` apart."""
+
+    part: int
+    row: int
+    fused: int
+    count: int
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A fused tensor: how many rows each part of it has, and where they lie."""
+
+    parts: tuple[int, ...]
+    runs: tuple[Run, ...]
+
+    def cut(self, shape: Index) -> Iterator[tuple[Index, tuple[Move, ...]]]:
+        """Of each part its shape, and the moves that make it of the fused tensor."""
+        for part, rows in enumerate(self.parts):
+            moves = (
+                move
+                for run in self.runs
+                if run.part == part
+                for move in row_moves(shape, [(run.fused, run.row, run.count)], run.step)
+            )
+            yield (rows, *shape[1:]), tuple(moves)
+
+    def fuse(self, tail: Index) -> Iterator[tuple[Move, ...]]:
+        """The moves that make the fused tensor, of each part."""
+        for part, rows in enumerate(self.parts):
+            shape = (rows, *tail)
+            yield tuple(
+                move
+                for row, fused, count, step in _turned(r for r in self.runs if r.part == part)
+                for move in row_moves(shape, [(row, fused, count)], step)
+            )
+
+
+def _turned(runs: Iterable[Run]) -> Iterator[tuple[int, int, int, int]]:
+    """(part's row, fused row, count, step in the part) of runs of neighbours in the fused tensor.
+
+    Runs whose rows are neighbours there already stay as they are; of the others, rows that have
+    become neighbours are gathered as long as they lie equally far apart in the part.
+    """
+    apart: list[tuple[int, int]] = []
+    for run in runs:
+        if run.step == 1:
+            yield run.row, run.fused, run.count, 1
+        else:
+            apart += ((run.fused + k * run.step, run.row + k) for k in range(run.count))
+    apart.sort()
+    at = 0
+    while at < len(apart):
+        fused, row = apart[at]
+        step = apart[at + 1][1] - row if at + 1 < len(apart) else 0
+        count = 1
+        while step > 0 and apart[at + count : at + count + 1] == [
+            (fused + count, row + count * step)
+        ]:
+            count += 1
+        yield row, fused, count, step if count > 1 else 1
+        at += count
+
+
+@lru_cache(maxsize=256)
+def form(name: str, rows: int, model: Architecture) -> Form:
+    """The form of a fused tensor of so many rows.
+
+    Raises:
+        UsageError: the model cannot have a tensor of so many rows in this form, or does not say
+            what the form needs.
+    """
+    return _FORMS[name](rows, model)
+
+
+def of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
+    """The form of a tensor that is fused of parts of so many rows each.
+
+    Raises:
+        CorruptError: it has others.
+    """
+    found = form(name, sum(parts), model)
+    if found.parts != tuple(parts):
+        raise CorruptError(
+            model.source, f"wants parts of {list(found.parts)} rows, there are {list(parts)}"
+        )
+    return found
+
+
+def _plain(rows: int, _model: Architecture) -> Form:
+    return Form((rows,), (Run(0, 0, 0, rows),))
+
+
+def _gate_up(rows: int, model: Architecture) -> Form:
+    if rows % 2:
+        raise UsageError(model.source, f"{rows} rows are no gate and up of the same size")
+    half = rows // 2
+    return Form((half, half), (Run(0, 0, 0, half), Run(1, 0, half, half)))
+
+
+def _qkv(rows: int, model: Architecture) -> Form:
+    heads, groups = model.need("heads"), model.need("groups")
+    size = model.head_dim or rows // (heads + 2 * groups)
+    if heads % groups or rows != (heads + 2 * groups) * size:
+        raise UsageError(
+            model.source,
+            f"says {heads} heads and {groups} key-value heads of {size}, which are not the {rows}"
+            " rows of a fused query, key and value",
+            "give the config of this model: --model config.json|DIR",
+        )
+    queries = heads // groups * size
+    runs = []
+    for group in range(groups):
+        at = group * (queries + 2 * size)
+        runs += [
+            Run(0, group * queries, at, queries),
+            Run(1, group * size, at + queries, size),
+            Run(2, group * size, at + queries + size, size),
+        ]
+    return Form((heads * size, groups * size, groups * size), tuple(runs))
+
+
+def _qkv_stacked(rows: int, model: Architecture) -> Form:
+    apart = _qkv(rows, model)
+    starts = (0, apart.parts[0], apart.parts[0] + apart.parts[1])
+    runs = tuple(Run(0, starts[r.part] + r.row, r.fused, r.count) for r in apart.runs)
+    return Form((rows,), runs)
+
+
+def _rope(rows: int, model: Architecture) -> Form:
+    size = model.need("head_dim")
+    if rows % size or size % 2:
+        raise UsageError(model.source, f"{rows} rows are no heads of {size}")
+    half = size // 2
+    runs = (
+        Run(0, head * size + odd * half, head * size + odd, half, 2)
+        for head in range(rows // size)
+        for odd in range(2)
+    )
+    return Form((rows,), tuple(runs))
+
+
+_FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
+    PLAIN: _plain,
+    "gate_up": _gate_up,
+    "qkv": _qkv,
+    "qkv_stacked": _qkv_stacked,
+    "rope": _rope,
+}
+NAMES = tuple(_FORMS)
+PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3}  # of the others one

@@ -1,0 +1,357 @@
+"""A training state under Hugging Face's names, or back under a table's: no byte moves.
+
+Every entry is restated, weights and optimizer alike, and with it what else a manifest says of its
+names: param groups, steps, ties, what is frozen. Padding of the vocabulary stays on this side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard.box import Index
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Key, Manifest, ParamGroup, keyed
+from reshard.model_parallel import forms, moves
+from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.rules import Table
+from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
+
+_EXTRA = "_extra_state"  # of Transformer Engine: no weight
+_VOCAB = "vocab"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A manifest under other names, and what was left out of it or assumed."""
+
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+
+
+def to_hf(
+    manifest: Manifest, table: Table, model: Architecture, *, keep_padding: bool = False
+) -> Named:
+    """A training state under Hugging Face's names, in its tensors.
+
+    Args:
+        manifest: under the table's names, or those of a dialect of it.
+        keep_padding: leave the rows that pad the vocabulary where they are.
+
+    Raises:
+        UsageError: the table does not know a name, or the model says too little of a fused tensor.
+        UnsupportedError: state that cannot be cut as its parameter is.
+    """
+    return _ToHf(manifest, table, model, keep_padding=keep_padding).named()
+
+
+def from_hf(manifest: Manifest, table: Table, model: Architecture) -> Named:
+    """A training state under the table's names, in its tensors; the way back from `to_hf`.
+
+    The vocabulary has the rows that it has: padding is the business of who cuts it.
+
+    Raises:
+        UsageError: the table does not know a name; or parts of a fused tensor differ in what is
+            one for it (param group, step, frozen or not).
+        IncompleteError: a part of a fused tensor is missing.
+    """
+    return _FromHf(manifest, table, model).named()
+
+
+_Piece = tuple[Index, tuple[Chunk, ...]]
+
+
+class _Renaming:
+    """What both directions share: everything but the tensors."""
+
+    def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
+        self.manifest = manifest
+        self.model = model
+        numbers = {name: n for name in NUMBERS if (n := getattr(model, name)) is not None}
+        self.spellings = Spellings(table, numbers)
+        self.notes: dict[str, None] = {}
+        self.shapes = {e.fqn: e.shape for e in manifest.of_kind(*WEIGHT_KINDS)}
+        self._new: dict[str, tuple[str, ...]] = {}
+
+    def named(self) -> Named:
+        """The renamed manifest."""
+        kept = [e for e in self.manifest.entries.values() if self.new(e.fqn)]
+        again = [e for e in self.manifest.tied_again if self.new(e.fqn)]
+        manifest = self._restated(keyed(self.entries(kept)), tuple(self.entries(again)))
+        left = [fqn for fqn, names in self._new.items() if not names]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            self.notes[f"not a weight, left out: {left[0]}{more}"] = None
+        return Named(manifest, tuple(self.notes))
+
+    def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """The tensors of the other side."""
+        raise NotImplementedError
+
+    def spell(self, fqn: str) -> tuple[str, ...]:
+        """The names of what a tensor becomes, or of what it becomes a part of."""
+        raise NotImplementedError
+
+    def new(self, fqn: str) -> tuple[str, ...]:
+        """The same, once; empty for what is no weight."""
+        if fqn not in self._new:
+            opaque = fqn.endswith(_EXTRA) or self.spellings.is_computed(fqn)
+            self._new[fqn] = () if opaque else self.spell(fqn)
+        return self._new[fqn]
+
+    def renamed(self, fqns: Iterable[str]) -> tuple[str, ...]:
+        """The names of what these become, each once."""
+        return tuple(dict.fromkeys(name for fqn in fqns for name in self.new(fqn)))
+
+    def check_shape(self, entry: Entry, *, plain: bool) -> bool:
+        """Whether an entry has its parameter's shape, and so is cut as that is.
+
+        Raises:
+            UnsupportedError: it has not, and its parameter is cut.
+        """
+        if entry.shape == self.shapes.get(entry.fqn, entry.shape):
+            return True
+        if not plain:
+            raise UnsupportedError(
+                entry.fqn,
+                f"its {entry.kind} is of shape {entry.shape}, the parameter of"
+                f" {self.shapes[entry.fqn]}: nothing says how it is cut or permuted with it",
+                "convert the weights alone",
+            )
+        return False
+
+    def _restated(self, entries: Mapping[Key, Entry], again: tuple[Entry, ...]) -> Manifest:
+        old = self.manifest
+        sources: dict[str, list[str]] = {}
+        for fqn in dict.fromkeys(e.fqn for e in old.of_kind(*WEIGHT_KINDS)):
+            for name in self.new(fqn):
+                sources.setdefault(name, []).append(fqn)
+        groups = tuple(ParamGroup(g.hyper, self.renamed(g.fqns)) for g in old.train.param_groups)
+        owner = {fqn: n for n, group in enumerate(old.train.param_groups) for fqn in group.fqns}
+        if groups:
+            _of_one(sources, owner.get, "param group")
+        steps = _of_one(sources, old.train.optimizer_step.get, "step")
+        frozen = _of_one(sources, lambda fqn: fqn in old.frozen, "frozen")
+        dtypes = _of_one(sources, old.trained_dtypes.get, "dtype")
+        tied = {
+            alias: kept
+            for aliases, kepts in old.tied.items()
+            for alias, kept in zip(self.new(aliases), self.new(kepts), strict=True)
+        }
+        return replace(
+            old,
+            entries=entries,
+            train=replace(old.train, param_groups=groups, optimizer_step=_known(steps)),
+            tied=tied,
+            tied_again=again,
+            frozen=frozenset(name for name, is_frozen in frozen.items() if is_frozen),
+            trained_dtypes=_known(dtypes),
+            absent=self.renamed(old.absent),
+            ordered=False,  # each side's modules stand in an order of their own
+        )
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_one(
+    sources: Mapping[str, Iterable[str]], value_of: Callable[[str], Any], what: str
+) -> dict[str, Any]:
+    """What all tensors that one is made of have in common.
+
+    Raises:
+        UsageError: they differ.
+    """
+    found: dict[str, Any] = {}
+    for name, (first, *others) in sources.items():
+        found[name] = value_of(first)
+        for other in others:
+            if value_of(other) != found[name]:
+                raise UsageError(
+                    f"{name!r}",
+                    f"is one tensor for both {first!r} and {other!r}, which differ in their {what}:"
+                    f" {_said(found[name])} and {_said(value_of(other))}",
+                    "give all its parts the same, e.g. with --param-groups, or convert the weights"
+                    " alone",
+                )
+    return found
+
+
+def _said(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _joined(
+    where: str, name: str, pieces: Mapping[int, Entry], wanted: Mapping[int, str]
+) -> tuple[list[Entry], DType]:
+    """The pieces of one tensor, all there, in order, and of one dtype.
+
+    Args:
+        pieces: what there is, by number; ``wanted``: the name of each that there must be.
+    """
+    lacking = [other for number, other in wanted.items() if number not in pieces]
+    held = list(pieces.values())
+    if lacking:
+        raise IncompleteError(
+            where,
+            f"holds the {held[0].kind} of {held[0].fqn!r}, and none of {lacking[0]!r}:"
+            f" {name!r} is made of both",
+        )
+    odd = next((piece for piece in held if piece.dtype != held[0].dtype), None)
+    if odd:
+        raise CorruptError(
+            where,
+            f"{held[0].fqn!r} ({odd.kind}) is {held[0].dtype}, {odd.fqn!r} {odd.dtype}: they cannot"
+            f" be one tensor, {name!r}",
+        )
+    return [pieces[number] for number in sorted(pieces)], held[0].dtype
+
+
+class _ToHf(_Renaming):
+    """From a table's names."""
+
+    def __init__(
+        self, manifest: Manifest, table: Table, model: Architecture, *, keep_padding: bool
+    ) -> None:
+        super().__init__(manifest, table, model)
+        self._keep_padding = keep_padding
+        self._spelled: dict[str, Spelled] = {}
+
+    def spell(self, fqn: str) -> tuple[str, ...]:
+        self._spelled[fqn] = self.spellings.theirs(fqn)
+        return self._spelled[fqn].names
+
+    def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        slices: dict[Key, dict[int, Entry]] = {}
+        for entry in entries:
+            spelled = self._spelled[entry.fqn]
+            for name, part in zip(spelled.names, self._parts(entry, spelled), strict=True):
+                if not spelled.line.stacked:
+                    yield replace(part, fqn=name)
+                    continue
+                number = spelled.fields[spelled.line.stacked]
+                slices.setdefault((entry.kind, name), {})[int(number)] = part
+        for (kind, name), found in slices.items():
+            count = self.model.experts or max(found) + 1
+            wanted = {n: f"slice {n} of {name}" for n in range(count)}
+            parts, dtype = _joined(self.manifest.origin.path, name, found, wanted)
+            chunks = (c for n, part in enumerate(parts) for c in moves.stacked(part.chunks, n))
+            yield Entry(name, kind, dtype, (len(parts), *parts[0].shape), tuple(chunks))
+
+    def _parts(self, entry: Entry, spelled: Spelled) -> Iterator[Entry]:
+        """The tensors that a fused one is cut into."""
+        line = spelled.line
+        padded = spelled.found is not None and spelled.found.rule.cut == _VOCAB
+        if not self.check_shape(entry, plain=line.is_plain and not padded):
+            yield entry
+            return
+        entry = self._without_padding(entry) if padded else entry
+        if line.form == forms.PLAIN:
+            yield _turned(entry) if line.transposed else entry
+            return
+        for shape, part in forms.form(line.form, entry.shape[0], self.model).cut(entry.shape):
+            made = replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, part)))
+            yield _turned(made) if line.transposed else made
+
+    def _without_padding(self, entry: Entry) -> Entry:
+        """A tensor of the vocabulary's rows, without those that are no words.
+
+        Raises:
+            UsageError: it has fewer rows than the model has words.
+        """
+        rows, words = entry.shape[0], self.model.vocab
+        if self._keep_padding or rows == words:
+            return entry
+        if words is None:
+            self.notes[
+                f"the vocabulary has {rows} rows, padding included: nothing says how many are words"
+                " (--vocab-size N takes the rest off)"
+            ] = None
+            return entry
+        if rows < words:
+            raise UsageError(
+                self.model.source,
+                f"says a vocabulary of {words}, and {entry.fqn!r} has {rows} rows",
+                "give the true size: --vocab-size N",
+            )
+        self.notes[f"padding rows {words} to {rows - 1} of the vocabulary taken off"] = None
+        kept = moves.row_moves(entry.shape, [(0, 0, words)])
+        shape = (words, *entry.shape[1:])
+        return replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, kept)))
+
+
+class _FromHf(_Renaming):
+    """To a table's names."""
+
+    def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
+        super().__init__(manifest, table, model)
+        self._parts: dict[str, Part] = {}
+
+    def spell(self, fqn: str) -> tuple[str, ...]:
+        part = self._parts[fqn] = self.spellings.ours(fqn)
+        return tuple(part.spelled(number).own for number in self._slices(fqn, part))
+
+    def _slices(self, fqn: str, part: Part) -> Iterable[int | None]:
+        if not part.line.stacked:
+            return (None,)
+        shape = self.shapes.get(fqn)
+        return range(shape[0] if shape else self.model.need("experts"))
+
+    def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Each tensor where the first of its parts stood."""
+        gathered: dict[Key, tuple[Spelled, dict[int, Entry]]] = {}
+        whole: list[Key | Entry] = []
+        for entry in entries:
+            part = self._parts[entry.fqn]
+            if part.line.is_plain:
+                whole.append(replace(entry, fqn=self.new(entry.fqn)[0]))
+                continue
+            self.check_shape(entry, plain=False)
+            for number in self._slices(entry.fqn, part):
+                spelled = part.spelled(number)
+                key = entry.kind, spelled.own
+                if key not in gathered:
+                    whole.append(key)
+                _, held = gathered.setdefault(key, (spelled, {}))
+                held[part.number] = _slice(entry, number, transposed=part.line.transposed)
+        for each in whole:
+            yield each if isinstance(each, Entry) else self._fused(each, *gathered[each])
+
+    def _fused(self, key: Key, spelled: Spelled, held: Mapping[int, Entry]) -> Entry:
+        names = dict(enumerate(spelled.names))
+        parts, dtype = _joined(self.manifest.origin.path, key[1], held, names)
+        if spelled.line.form == forms.PLAIN:
+            return replace(parts[0], fqn=key[1])
+        tail = parts[0].shape[1:]
+        odd = next((part for part in parts if part.shape[1:] != tail), None)
+        if odd:
+            raise CorruptError(
+                self.manifest.origin.path,
+                f"{odd.fqn!r} is of shape {odd.shape}, {parts[0].fqn!r} of {parts[0].shape}: they"
+                f" cannot be one tensor, {key[1]!r}",
+            )
+        form = forms.of_parts(spelled.line.form, [part.shape[0] for part in parts], self.model)
+        chunks = (
+            chunk
+            for part, fused in zip(parts, form.fuse(tail), strict=True)
+            for chunk in moves.moved(part.chunks, fused)
+        )
+        return Entry(key[1], key[0], dtype, (sum(form.parts), *tail), tuple(chunks))
+
+
+def _slice(entry: Entry, number: int | None, *, transposed: bool) -> Entry:
+    if number is not None:
+        chunks = tuple(moves.layer(entry.chunks, number))
+        entry = replace(entry, shape=entry.shape[1:], chunks=chunks)
+    return _turned(entry) if transposed else entry
+
+
+def _turned(entry: Entry) -> Entry:
+    """A matrix transposed; a vector is its own."""
+    if len(entry.shape) != 2:
+        return entry
+    chunks = tuple(moves.transposed(chunk) for chunk in entry.chunks)
+    return replace(entry, shape=entry.shape[::-1], chunks=chunks)

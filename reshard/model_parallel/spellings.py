@@ -1,0 +1,196 @@
+"""What Hugging Face calls a parameter: the lines of a table's ``hf`` section.
+
+A line maps a name of the table to one of Hugging Face's, or to several in a form (see `forms`):
+
+    NAME: OTHER
+    NAME: {form: qkv, names: [Q, K, V]}
+    NAME: {form: qkv_stacked, names: [OTHER], transposed: true}    rows and columns change places
+    NAME: {names: [OTHER], stacked: e}     OTHER has one more dim, in front, which {e} numbers
+
+or to a list of such, where Hugging Face has several ways: the first is written, each is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.model_parallel import forms
+from reshard.model_parallel.patterns import Fields, Pattern
+from reshard.model_parallel.rules import Found, Table
+
+_WRITE = "write  NAME: OTHER  or  NAME: {form: " + "|".join(forms.NAMES) + ", names: [OTHER, ...]}"
+_KEYS = {"form", "names", "transposed", "stacked"}
+NUMBERS = ("layers", "experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One way in which Hugging Face keeps a parameter.
+
+    Args:
+        own: the table's name of it.
+        names: of the parts that it is fused of.
+        stacked: the field that numbers the slices of each part; none if empty.
+    """
+
+    own: Pattern
+    form: str
+    names: tuple[Pattern, ...]
+    transposed: bool = False
+    stacked: str = ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether both sides keep the same tensor."""
+        return self.form == forms.PLAIN and not self.transposed and not self.stacked
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """A parameter of the table as a line has it on the other side."""
+
+    line: Line
+    fields: Fields
+    found: Found | None = None
+
+    @property
+    def own(self) -> str:
+        """The table's name."""
+        return self.line.own.fill(self.fields)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Hugging Face's."""
+        return tuple(name.fill(self.fields) for name in self.line.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of Hugging Face's: which part of what it is."""
+
+    line: Line
+    fields: Fields
+    number: int
+
+    def spelled(self, slice_number: int | None = None) -> Spelled:
+        """The parameter that it is a part of.
+
+        Args:
+            slice_number: of the stack, where the line has one.
+        """
+        stack = {} if slice_number is None else {self.line.stacked: slice_number}
+        return Spelled(self.line, {**self.fields, **stack})
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """The lines of a table, for lookup from either side."""
+
+    table: Table
+    numbers: Mapping[str, int]  # fields of names that the model gives
+
+    @cached_property
+    def lines(self) -> tuple[Line, ...]:
+        """Every line, the first of a parameter being the one that is written.
+
+        Raises:
+            UsageError: one is none.
+        """
+        source = self.table.source
+        return tuple(
+            _line(str(name), value, source)
+            for name, values in self.table.hf.items()
+            for value in (values if isinstance(values, list) else [values])
+        )
+
+    def is_computed(self, name: str) -> bool:
+        """Whether whoever loads the model computes it."""
+        matches = (pattern.match(name, self.numbers) for pattern in self.table.computed)
+        return any(match is not None for match in matches)
+
+    def theirs(self, name: str) -> Spelled:
+        """A parameter of the table, by its own name or a dialect's, as it is written.
+
+        Raises:
+            UsageError: no rule, or no line, has the name.
+        """
+        found = self.table.need(name, self.numbers)
+        for line in self.lines:
+            fields = line.own.match(found.name, self.numbers)
+            if fields is not None:
+                return Spelled(line, fields, found)
+        raise UsageError(
+            f"{name!r}",
+            f"has no name in Hugging Face's models by {self.table.source}"
+            + _nearest(found.name, [line.own.text for line in self.lines]),
+            f"say in a file what it is called, with --rules FILE: hf: {_WRITE}",
+        )
+
+    def ours(self, name: str) -> Part:
+        """A tensor of Hugging Face's.
+
+        Raises:
+            UsageError: no line has the name.
+        """
+        found = self._part(name)
+        prefix = f"{self.table.prefix}."
+        if found is None and self.table.prefix and not name.startswith(prefix):
+            found = self._part(prefix + name)
+        if found is None:
+            known = [pattern.text for line in self.lines for pattern in line.names]
+            raise UsageError(
+                f"{name!r}",
+                f"is named by no line of {self.table.source}{_nearest(name, known)}",
+                "say in a file what it is, with --rules FILE: parameters: NAME: CUT and"
+                f" hf: {_WRITE}",
+            )
+        return found
+
+    def _part(self, name: str) -> Part | None:
+        for line in self.lines:
+            for number, pattern in enumerate(line.names):
+                fields = pattern.match(name, self.numbers)
+                if fields is not None:
+                    return Part(line, fields, number)
+        return None
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"; the nearest are {', '.join(near)}" if near else ""
+
+
+def _line(own: str, value: Any, source: str) -> Line:
+    value = {"names": [value]} if isinstance(value, str) else value
+    problem = next(_problems(own, value), None)
+    if problem:
+        raise UsageError(source, f"hf: {own!r}: {problem}", _WRITE)
+    return Line(
+        Pattern(own),
+        value.get("form", forms.PLAIN),
+        tuple(Pattern(str(name)) for name in value["names"]),
+        bool(value.get("transposed", False)),
+        str(value.get("stacked", "")),
+    )
+
+
+def _problems(own: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, dict) or not isinstance(value.get("names"), list):
+        yield f"{value!r} has no list of names"
+        return
+    form, names = value.get("form", forms.PLAIN), value["names"]
+    if form not in forms.NAMES:
+        yield f"there is no form {form!r}"
+    elif len(names) != forms.PARTS.get(form, 1):
+        yield f"the form {form} has {forms.PARTS.get(form, 1)} names, not {len(names)}"
+    if value.keys() - _KEYS:
+        yield f"{min(value.keys() - _KEYS)!r} is no key of a line"
+    wanted = Pattern(own).fields - {str(value.get("stacked", ""))}
+    for name in names:
+        if Pattern(str(name)).fields - set(NUMBERS) != wanted:
+            yield f"{name!r} does not have its fields, which the way back needs"
