@@ -13,7 +13,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target.carried import is_plain
 from reshard.formats.megatron.target import args as arguments
-from reshard.formats.megatron.target import groups
+from reshard.formats.megatron.target import groups, scheduler
 from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.torch_writer import Slot, Storage
@@ -102,6 +102,7 @@ class Choice:
     args: Mapping[str, Any]
     padded: int | None
     precision: DType
+    scheduler: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
@@ -182,6 +183,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     precision = wanted.dtype or _precision(state)
     made = groups.made(state, expert_names, wanted.adam)
     _check_slots(state, wanted)
+    schedule, said = ({}, []) if wanted.weights_only else scheduler.of(state)
     adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
     adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
@@ -197,7 +199,8 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
         adapted,
         padded,
         precision,
-        (*notes, *made.notes),
+        schedule,
+        (*notes, *made.notes, *said),
     )
 
 

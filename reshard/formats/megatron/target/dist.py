@@ -214,7 +214,7 @@ def _is_homogeneous(weights: Sequence[Known], layers: int) -> bool:
 
 def _common(choice: Choice) -> dict[str, Any]:
     """``common.pt``."""
-    train, wanted = choice.state.manifest.train, choice.wanted
+    wanted = choice.wanted
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
         about["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -228,8 +228,7 @@ def _common(choice: Choice) -> dict[str, Any]:
     }
     if not wanted.weights_only:
         root["optimizer"] = _optimizers(choice)
-        if train.scheduler is not None:
-            root["opt_param_scheduler"] = train.scheduler
+        root["opt_param_scheduler"] = choice.scheduler
         root.update(choice.carried)
     return root
 

@@ -71,7 +71,7 @@ class _Rank:
 
     def root(self) -> dict[str, Any]:
         """``model_optim_rng.pt``."""
-        choice, train = self._choice, self._choice.state.manifest.train
+        choice = self._choice
         each = choice.wanted.data * choice.wanted.sizes.tensor
         rank = self._rank.stage * each + self._rank.place
         args = {**choice.args, "rank": rank, "local_rank": rank}
@@ -85,8 +85,7 @@ class _Rank:
             root[key] = self._module(chunk)
         if not choice.wanted.weights_only:
             root["optimizer"] = self._optimizer()
-            if train.scheduler is not None:
-                root["opt_param_scheduler"] = train.scheduler
+            root["opt_param_scheduler"] = choice.scheduler
             root.update(choice.carried)
         return root
 
