@@ -265,6 +265,13 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         _html_option,
         _budget_options,
         click.option(
+            "--replicas",
+            type=click.Choice(["error", "first"]),
+            default="error",
+            show_default=True,
+            help="Ranks that hold different values of one tensor: refused, or the first rank's.",
+        ),
+        click.option(
             "--on-overflow",
             type=click.Choice(["error", "clamp", "allow"]),
             default="error",

@@ -17,6 +17,7 @@ from reshard.formats import (
     deepspeed,
     huggingface,
     megatron,
+    nanotron,
     pytorch,
     run,
     safetensors,
@@ -28,7 +29,7 @@ from reshard.manifest import Entry, Manifest, check
 from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, pytorch.NAME)
+NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME, pytorch.NAME)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -116,6 +117,7 @@ def _is(name: str, place: Place) -> bool:
         deepspeed.NAME: deepspeed.detect,
         huggingface.NAME: huggingface.detect,
         megatron.NAME: megatron.detect,
+        nanotron.NAME: nanotron.detect,
     }[name](place)
 
 
@@ -124,6 +126,7 @@ def _detected(place: Place) -> str | None:
     for name, detect in (
         (deepspeed.NAME, deepspeed.detect),
         (megatron.NAME, megatron.detect),
+        (nanotron.NAME, nanotron.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
         (pytorch.NAME, pytorch.detect_loosely),
@@ -144,6 +147,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return huggingface.read(place)
     if name == megatron.NAME:
         return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+    if name == nanotron.NAME:
+        return nanotron.read(place)
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
@@ -173,6 +178,8 @@ def _refuse_one_of_many(place: Place) -> None:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet.
     """
+    if nanotron.detect(place):
+        return
     names = [place.chosen] if place.chosen else []
     shard = _SHARD.search(place.chosen or "")
     if not place.chosen and huggingface.index_of(place) is None:

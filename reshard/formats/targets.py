@@ -75,6 +75,8 @@ class Request:
     @property
     def form(self) -> str:
         """What the target's name leaves open, in words."""
+        if self.megatron:
+            return " ".join(filter(None, (self.megatron.form, str(self.megatron.sizes))))
         if not self.deepspeed:
             return self.state_dict_type
         return " ".join(filter(None, (f"stage {self.zero_stage}", str(self.parallel))))

@@ -65,9 +65,18 @@ class Tensor:
         return self.numel * self.dtype.itemsize
 
     @property
-    def place(self) -> tuple[str, int, Index, Index]:
-        """Equal for two tensors of one file exactly when they are the same view."""
-        return self.storage.key, self.offset, self.shape, self.strides
+    def place(self) -> tuple[str, str, int, Index, Index]:
+        """Equal for two tensors exactly when they are the same view."""
+        return self.storage.file, self.storage.key, self.offset, self.shape, self.strides
+
+    @property
+    def chunk(self) -> Chunk:
+        """The whole tensor as one chunk of itself."""
+        size = self.dtype.itemsize
+        offset = self.offset if self.numel else 0  # an empty view may begin anywhere
+        start = self.storage.byte_offset + offset * size
+        strides = tuple(stride * size for stride in self.strides)
+        return Chunk(whole(self.shape), self.storage.file, start, strides, self.dtype)
 
 
 @dataclass(slots=True)
@@ -82,11 +91,7 @@ class TorchFile:
 
     def chunk(self, tensor: Tensor) -> Chunk:
         """The whole tensor as one chunk of itself."""
-        size = tensor.dtype.itemsize
-        offset = tensor.offset if tensor.numel else 0  # an empty view may begin anywhere
-        start = tensor.storage.byte_offset + offset * size
-        strides = tuple(stride * size for stride in tensor.strides)
-        return Chunk(whole(tensor.shape), self.path, start, strides, tensor.dtype)
+        return tensor.chunk
 
     def source(self) -> SourceFile:
         """The file as a manifest lists it."""

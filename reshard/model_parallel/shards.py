@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from reshard.box import Box, Index, whole
 from reshard.errors import CorruptError, UsageError
@@ -21,11 +20,13 @@ class Split:
         parts: the tensors that are fused along it, in their relative extents; each is cut by
             itself, so that a rank holds a piece of every one (gate and up: ``(1, 1)``).
         padded: dim 0 is a vocabulary, whose last rows may be padding.
+        widths: the extent of each part on each rank, where a checkpoint says them; they may differ.
     """
 
     dim: int | None = None
     parts: tuple[int, ...] = (1,)
     padded: bool = False
+    widths: tuple[Index, ...] = ()
 
 
 REPLICATED = Split()
@@ -91,25 +92,28 @@ def _blocks(
     fqn: str, shape: Index, split: Split, extents: Sequence[int], rank: int
 ) -> list[tuple[Box, Box]]:
     """(block of the whole, block of the rank's piece), one a fused part."""
-    total, dim = sum(split.parts), split.dim or 0
-    if any(extent % total for extent in extents):
-        raise CorruptError(
-            fqn, f"extents {list(extents)} of the ranks' pieces are not those of {total} parts"
-        )
-    units = [extent // total for extent in extents]
-    found = []
-    starts = [0, *accumulate(split.parts)]
-    for start, weight in zip(starts, split.parts, strict=False):
-        extent = weight * units[rank]
-        piece = _with(shape, dim, extent)
-        at = start * sum(units) + weight * sum(units[:rank])
-        found.append(
-            (
-                Box(_with((0,) * len(shape), dim, at), piece),
-                Box(_with((0,) * len(shape), dim, start * units[rank]), piece),
-            )
-        )
+    dim, zeros = split.dim or 0, (0,) * len(shape)
+    found, start, local = [], 0, 0
+    for widths in _widths(fqn, split, extents):
+        piece = _with(shape, dim, widths[rank])
+        at = start + sum(widths[:rank])
+        found.append((Box(_with(zeros, dim, at), piece), Box(_with(zeros, dim, local), piece)))
+        start += sum(widths)
+        local += widths[rank]
     return found
+
+
+def _widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int]]:
+    """The extent of each fused part on each rank."""
+    total = sum(split.parts)
+    if len(extents) == len(split.widths[0] if split.widths else ()):
+        if [sum(widths) for widths in zip(*split.widths, strict=True)] == list(extents):
+            return list(split.widths)
+    elif not any(extent % total for extent in extents):
+        return [[weight * extent // total for extent in extents] for weight in split.parts]
+    raise CorruptError(
+        fqn, f"extents {list(extents)} of the ranks' pieces are not those of its fused parts"
+    )
 
 
 def _with(shape: Index, dim: int, extent: int) -> Index:

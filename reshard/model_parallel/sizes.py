@@ -36,7 +36,12 @@ class Sizes:
         return self.model == self.expert == 1
 
     def __str__(self) -> str:
-        named = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert))
+        named = (
+            ("tp", self.tensor),
+            ("pp", self.pipeline),
+            ("ep", self.expert),
+            ("vpp", self.virtual),
+        )
         return " ".join(f"{name}={size}" for name, size in named if size > 1)
 
 

@@ -146,7 +146,8 @@ def _prepare(
             policy=options.tied,
             pool=pool,
         )
-        weights.check_replicas(chosen, manifest.files, pool)
+        held = [entry for entry, _ in chosen.tensors]
+        chosen.notes += weights.check_replicas(held, manifest.files, pool, options.replicas)
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
     if companions.directory is None:
         changes = []  # there is a config only if it is made for these weights

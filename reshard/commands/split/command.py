@@ -13,7 +13,7 @@ from reshard.commands.naming import Naming
 from reshard.commands.output import check_places, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split import rng
+from reshard.commands.split import for_megatron, rng
 from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
@@ -24,7 +24,7 @@ from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
-from reshard.manifest import Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan import plan
 
 
@@ -59,7 +59,13 @@ def split(
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
+        carried = list(manifest.entries.values())
+        if options.weights_only:
+            carried = list(manifest.of_kind(*WEIGHT_KINDS))
+        differing = weights.check_replicas(carried, manifest.files, pool, options.replicas)
     named = naming.for_target(manifest, target.name, _asked(options), options.model)
+    if request.megatron is not None:
+        named = for_megatron.fitted(named, request.megatron)
     manifest, request = named.manifest, replace(request, described=named.described)
     states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
@@ -70,7 +76,7 @@ def split(
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
-    report.derived += [*named.notes, *made, *batch_notes]
+    report.derived += [*named.notes, *made, *batch_notes, *differing]
     states.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))

@@ -1,5 +1,8 @@
 """Checkpoints that DeepSpeed wrote: ZeRO stages 0 to 3 as the ranks saved them, and universal.
 
+    parallel    the ranks of a model-parallel run, joined
+    layers      a pipeline's files
+    cuts        how tensor-parallel ranks share a parameter
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
     flat        stages 1 and 2: one flat tensor a group, in equal pieces
@@ -14,7 +17,7 @@ Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``
 
 from __future__ import annotations
 
-from reshard.formats.deepspeed import directory, native, universal
+from reshard.formats.deepspeed import directory, native, parallel, universal
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
 
@@ -32,9 +35,10 @@ def read(place: Place, tag: str | None = None) -> Manifest:
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: files of different steps, world sizes or runs are mixed.
-        UnsupportedError: tensor, pipeline or expert parallel files.
+        UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
     place = directory.locate(place, tag)
     if "zero" in place.folders:
         return universal.read(place)
-    return native.read(directory.census(place))
+    files = directory.census(place)
+    return parallel.read(files) if files.is_parallel else native.read(files.ranks[0])

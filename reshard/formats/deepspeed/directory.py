@@ -16,7 +16,6 @@ from reshard.errors import (
     IncompleteError,
     StaleError,
     UnrecognisedError,
-    UnsupportedError,
 )
 from reshard.formats.place import Place
 
@@ -24,20 +23,15 @@ _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _POINTERS = ("latest", "latest_universal")  # the second is ds_to_universal's
-_INSTEAD = "where DeepSpeed's ds_to_universal can convert it, give reshard its result"
-_REFUSED = (
-    (re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"), "pipeline-parallel layer files"),
-    (
-        re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt"),
-        "mixture-of-experts files",
-    ),
-    (re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"), "mixture-of-experts files"),
-)
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_STATES = (_MODEL, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 
 @dataclass(slots=True)
 class Census:
-    """The files of one tag directory, by data-parallel rank."""
+    """The files of one model-parallel rank in a tag directory, by data-parallel rank."""
 
     place: Place
     model: dict[int, Path] = field(default_factory=dict)  # {0: ...} where one file serves all ranks
@@ -73,14 +67,36 @@ class Census:
                 )
 
 
+@dataclass(slots=True)
+class Files:
+    """The files of one tag directory.
+
+    Args:
+        ranks: by model-parallel rank.
+        layers: of a pipeline, by layer and tensor-parallel rank.
+        experts: by (layer of experts, expert) and model-parallel rank; -1 where no layer is named.
+        expert_optim: of training without ZeRO, by expert-parallel and model-parallel rank.
+    """
+
+    place: Place
+    ranks: dict[int, Census] = field(default_factory=dict)
+    layers: dict[int, dict[int, Path]] = field(default_factory=dict)
+    experts: dict[tuple[int, int], dict[int, Path]] = field(default_factory=dict)
+    expert_optim: dict[tuple[int, int], Path] = field(default_factory=dict)
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether any form of model parallelism shows in the names."""
+        return bool(set(self.ranks) - {0} or self.layers or self.experts or self.expert_optim)
+
+
 def _ranks(ranks: list[int]) -> str:
     text = ", ".join(map(str, ranks[:8]))
     return text + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _is_state_file(name: str) -> bool:
-    patterns = (_MODEL, _MODEL3, _OPTIM, *(pattern for pattern, _ in _REFUSED))
-    return any(pattern.fullmatch(name) for pattern in patterns)
+    return any(pattern.fullmatch(name) for pattern in _STATES)
 
 
 def _is_tag(place: Place) -> bool:
@@ -162,68 +178,61 @@ def _latest(place: Place, tags: list[str]) -> str:
     )
 
 
-def census(place: Place) -> Census:
+def census(place: Place) -> Files:
     """Sort the files of a tag directory by rank.
 
     Raises:
-        UnsupportedError: files of tensor, pipeline or expert parallelism.
-        CorruptError: files of two runs with different precision settings.
+        StaleError: files of two runs with different settings.
+        IncompleteError: a rank's model states are missing.
     """
-    found = Census(place)
+    found = Files(place)
     prefixes: dict[str, str] = {}
-    children = list(place.files.values())
-    for child in children:
-        _refuse(child, place)
-    for child in children:
-        if match := _MODEL.fullmatch(child.name):
-            _refuse_tensor_parallel(child, int(match[1]))
-            found.model.setdefault(0, child)
-        elif match := _MODEL3.fullmatch(child.name):
-            _refuse_tensor_parallel(child, int(match[2]))
-            found.model_is_sharded = True
-            found.model[int(match[1])] = child
-        elif match := _OPTIM.fullmatch(child.name):
-            _refuse_tensor_parallel(child, int(match[3]))
-            prefixes.setdefault(match[1], child.name)
-            found.optim[int(match[2])] = child
+    for name, path in place.files.items():
+        if match := _MODEL.fullmatch(name):
+            _rank(found, match[1]).model.setdefault(0, path)
+        elif match := _MODEL3.fullmatch(name):
+            rank = _rank(found, match[2])
+            rank.model_is_sharded = True
+            rank.model[int(match[1])] = path
+        elif match := _OPTIM.fullmatch(name):
+            prefixes.setdefault(match[1], name)
+            _rank(found, match[3]).optim[int(match[2])] = path
+        elif match := _LAYER.fullmatch(name):
+            found.layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
+        elif match := _EXPERT.fullmatch(name):
+            key = int(match[1] or -1), int(match[2])
+            found.experts.setdefault(key, {})[int(match[3])] = path
+        elif match := _EXPERT_OPTIM.fullmatch(name):
+            found.expert_optim[int(match[1]), int(match[2])] = path
     if len(prefixes) > 1:
         raise StaleError(
             place,
             f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
             "move the files of the older run away",
         )
-    if found.model_is_sharded and "mp_rank_00_model_states.pt" in place.files:
-        raise StaleError(
-            place,
-            "holds model states of stage 3 (zero_pp_rank_*) and of another stage"
-            " (mp_rank_00_model_states.pt): two runs are mixed",
-            "move the files of the older run away",
-        )
-    if not found.model:
-        raise IncompleteError(
-            place,
-            "mp_rank_00_model_states.pt (or zero_pp_rank_*_model_states.pt) is missing:"
-            " it holds the parameter names and shapes",
-            "copy it here from rank 0's disk",
-        )
+    _check_models(found)
     return found
 
 
-def _refuse(child: Path, place: Place) -> None:
-    for pattern, what in _REFUSED:
-        if pattern.fullmatch(child.name):
-            raise UnsupportedError(
-                place,
-                f"holds {what} ({child.name}), which reshard does not merge yet",
-                _INSTEAD,
+def _rank(found: Files, digits: str) -> Census:
+    return found.ranks.setdefault(int(digits), Census(found.place))
+
+
+def _check_models(found: Files) -> None:
+    """Every model-parallel rank has its model states, of one form."""
+    for number in range(max(found.ranks, default=0) + 1):
+        rank, name = found.ranks.get(number), f"mp_rank_{number:02d}_model_states.pt"
+        if rank is None or not rank.model:
+            raise IncompleteError(
+                found.place,
+                f"{name} (or zero_pp_rank_*_model_states.pt) is missing:"
+                " it holds the parameter names and shapes",
+                "copy it here from rank 0's disk",
             )
-
-
-def _refuse_tensor_parallel(child: Path, mp_rank: int) -> None:
-    if mp_rank:
-        raise UnsupportedError(
-            child,
-            f"is of model-parallel rank {mp_rank}: tensor-parallel DeepSpeed checkpoints"
-            " are not merged yet",
-            _INSTEAD,
-        )
+        if rank.model_is_sharded and name in found.place.files:
+            raise StaleError(
+                found.place,
+                f"holds model states of stage 3 (zero_pp_rank_*) and of another stage ({name}):"
+                " two runs are mixed",
+                "move the files of the older run away",
+            )

@@ -37,23 +37,39 @@ from reshard.manifest import (
 )
 
 
-def read(census: Census) -> Manifest:
-    """Open every rank's files and describe the training state that they hold together.
+def first_of(census: Census) -> ModelStates:
+    """The first rank's model states.
+
+    Raises:
+        IncompleteError: they are missing.
+    """
+    return open_model(_rank_zero(census))
+
+
+def read(
+    census: Census,
+    first: ModelStates | None = None,
+    layers: Iterable[TorchFile] = (),
+) -> Manifest:
+    """Open every data-parallel rank's files and describe the state that they hold together.
+
+    Args:
+        first: the first rank's model states, where they are open already.
+        layers: the files that hold the module's own tensors, where that is not those.
 
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: the files contradict each other.
     """
-    first = open_model(_rank_zero(census))
+    first = first or first_of(census)
     world_size = int(first.root.get("dp_world_size") or max(len(census.optim), 1))
-    _refuse_model_parallel(census, first)
     _expect_optimizer(census, first, world_size)
     census.check_ranks(world_size)
     models = [first, *(open_model(census.model[rank]) for rank in sorted(census.model)[1:])]
     ranks = [open_optimizer(census.optim[rank], rank) for rank in sorted(census.optim)]
     _check_models(models)
     _check_ranks(ranks, first, world_size)
-    return _assemble(census.place, models, ranks, world_size)
+    return _assemble(census.place, models, ranks, world_size, layers)
 
 
 def _rank_zero(census: Census) -> Path:
@@ -62,16 +78,6 @@ def _rank_zero(census: Census) -> Path:
             census.place, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing", "copy it here"
         )
     return census.model[0]
-
-
-def _refuse_model_parallel(census: Census, first: ModelStates) -> None:
-    if int(first.root.get("mp_world_size") or 1) > 1 or first.root.get("module") is None:
-        raise UnsupportedError(
-            census.place,
-            f"was saved with model parallelism (mp_world_size {first.root.get('mp_world_size')}),"
-            " which reshard does not merge yet",
-            "where DeepSpeed's ds_to_universal can convert it, give reshard its result",
-        )
 
 
 def _expect_optimizer(census: Census, first: ModelStates, world_size: int) -> None:
@@ -116,7 +122,11 @@ def _versions(first: ModelStates, ranks: Sequence[OptimizerStates]) -> dict[str,
 
 
 def _assemble(
-    place: Place, models: Sequence[ModelStates], ranks: Sequence[OptimizerStates], world_size: int
+    place: Place,
+    models: Sequence[ModelStates],
+    ranks: Sequence[OptimizerStates],
+    world_size: int,
+    layers: Iterable[TorchFile],
 ) -> Manifest:
     first = models[0]
     tied = first.aliases()
@@ -124,7 +134,7 @@ def _assemble(
     stage, optimizer, state, warnings = _optimizer(first, ranks, tied, swapped)
     module = _module_entries(models, tied, sharded=stage == 3)
     entries = _in_module_order(first, [*module, *optimizer])
-    opened = [*(model.file for model in models), *(rank.file for rank in ranks)]
+    opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     trained = {fqn for group in state.param_groups for fqn in group.fqns}
     trained |= {fqn for group in first.shapes for fqn in group}
     frozen = _frozen(entries, trained, first)
@@ -271,9 +281,7 @@ def _module_entries(
     for entry in models[0].whole_tensors(tied):
         if entry.kind == BUFFER:
             replicas = [
-                model.file.chunk(model.module[entry.fqn])
-                for model in models
-                if entry.fqn in model.module
+                model.module[entry.fqn].chunk for model in models if entry.fqn in model.module
             ]
             buffers.append(Entry(entry.fqn, BUFFER, entry.dtype, entry.shape, tuple(replicas)))
     return buffers + list(partitioned.frozen(models))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,22 @@ Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat o
 
 @dataclass(slots=True)
 class ModelStates:
-    """One ``*_model_states.pt``."""
+    """One ``*_model_states.pt``.
+
+    Args:
+        elsewhere: of the module, what lies in files of its own: layers of a pipeline, experts.
+    """
 
     file: TorchFile
     root: dict[str, Any]
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def module(self) -> dict[str, Tensor]:
         """Fqn -> tensor, as ``state_dict`` gave it; aliases included."""
         found = self.root.get("module") or {}
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        own = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        return {**own, **self.elsewhere}
 
     @property
     def shapes(self) -> Shapes:
@@ -43,6 +49,14 @@ class ModelStates:
         """Fqns of the persistent buffers."""
         return frozenset(self.root.get("buffer_names") or ())
 
+    @property
+    def names(self) -> dict[str, Index | None]:
+        """What it says of the module without holding it: name -> shape, where that is said."""
+        said: dict[str, Index | None] = dict.fromkeys(self.buffers)
+        frozen = self.mapping("frozen_param_shapes").items()
+        said.update((str(name), tuple(shape)) for name, shape in frozen)
+        return said | {name: tuple(shape) for group in self.shapes for name, shape in group.items()}
+
     def mapping(self, key: str) -> dict[str, Any]:
         """A section that may be absent or None."""
         value = self.root.get(key)
@@ -54,7 +68,7 @@ class ModelStates:
         for name, tensor in self.module.items():
             if name not in skip:
                 kind = BUFFER if name in buffers else PARAM
-                yield whole_entry(self.file, name, kind, tensor)
+                yield whole_entry(name, kind, tensor)
 
     def stored_again(self, tied: Mapping[str, str]) -> Iterator[Entry]:
         """Aliases that are no view of the kept name's storage, as DeepSpeed's own always are."""
@@ -62,7 +76,7 @@ class ModelStates:
         for alias, kept in tied.items():
             tensor, first = module.get(alias), module.get(kept)
             if tensor and first and tensor.numel and tensor.place != first.place:
-                yield whole_entry(self.file, alias, PARAM, tensor)
+                yield whole_entry(alias, PARAM, tensor)
 
     def aliases(self) -> dict[str, str]:
         """Tied names, alias -> kept: ``shared_params``, and equal views of one storage.
@@ -109,9 +123,9 @@ def piece_of(file: TorchFile, tensor: Tensor) -> Piece:
     return Piece(file.path, file.chunk(tensor).byte_offset, tensor.numel, tensor.dtype)
 
 
-def whole_entry(file: TorchFile, fqn: str, kind: str, tensor: Tensor) -> Entry:
+def whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
     """A tensor that lies whole in one file."""
-    return Entry(fqn, kind, tensor.dtype, tensor.shape, (file.chunk(tensor),))
+    return Entry(fqn, kind, tensor.dtype, tensor.shape, (tensor.chunk,))
 
 
 def open_model(path: Path) -> ModelStates:

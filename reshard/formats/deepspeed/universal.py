@@ -113,7 +113,7 @@ def _entry(
     """The tensor in its own shape: from stage 3, ds_to_universal writes it flattened."""
     shape = shapes.get(fqn, tensor.shape)
     if len(tensor.shape) != 1 or shape == tensor.shape or prod(shape) != tensor.numel:
-        return whole_entry(file, fqn, kind, tensor)
+        return whole_entry(fqn, kind, tensor)
     start = file.chunk(tensor).byte_offset
     chunk = contiguous(file.path, start, tensor.dtype, whole(shape), shape)
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))

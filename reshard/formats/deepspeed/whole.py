@@ -85,7 +85,7 @@ def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator
     for names, masters in zip(groups, optimizer.get("fp32_groups") or [], strict=False):
         for fqn, tensor in zip(names, masters, strict=True):
             if fqn is not None:
-                yield whole_entry(model.file, fqn, MASTER, tensor)
+                yield whole_entry(fqn, MASTER, tensor)
     state = torch_optimizer(model).get("state", {})
     flats = optimizer.get("fp32_groups_flat") or []
     for number, (names, flat) in enumerate(zip(groups, flats, strict=False)):
@@ -93,7 +93,7 @@ def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator
         yield from _flat(model, [fqn for fqn in names if fqn is not None], shapes, slots)
     if not flats:
         fqns = [fqn for names in groups for fqn in names]
-        yield from _indexed(model, fqns, shapes, state)
+        yield from _indexed(fqns, shapes, state)
 
 
 def _flat(
@@ -118,7 +118,6 @@ def _flat(
 
 
 def _indexed(
-    model: ModelStates,
     fqns: Sequence[str | None],
     shapes: Mapping[str, Index],
     state: Mapping[int, Any],
@@ -128,4 +127,4 @@ def _indexed(
             continue
         for slot, value in state.get(index, {}).items():
             if slot != "step" and isinstance(value, Tensor) and value.shape == shapes[fqn]:
-                yield whole_entry(model.file, fqn, slot, value)
+                yield whole_entry(fqn, slot, value)

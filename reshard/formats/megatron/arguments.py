@@ -183,12 +183,21 @@ class Arguments:
             (r % self.etp for r in ranks if (r % self.tp, r // self.etp % self.ep) == (tp, ep)), 0
         )
 
+    def place_of(self, rank: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, expert) of a global rank (initialize_model_parallel)."""
+        if self.flag("use_tp_pp_dp_mapping"):
+            pp = rank // self.tp % self.pp
+            rank = rank % self.tp + rank // (self.tp * self.pp) * self.tp
+        else:
+            stage = max(self.world // self.pp, 1)
+            pp, rank = rank // stage, rank % stage
+        return rank % self.tp, pp, rank // self.etp % self.ep
+
     def mesh(self) -> dict[str, int]:
         """The grid, as a manifest's origin has it."""
         mesh = {"world": self.world, "tp": self.tp, "pp": self.pp, "dp": self.dp}
-        for axis, size in (("vpp", self.vp), ("cp", self.cp), ("ep", self.ep)):
-            if size > 1:
-                mesh[axis] = size
+        rare = {"vpp": self.vp, "cp": self.cp, "ep": self.ep}
+        mesh |= {axis: size for axis, size in rare.items() if size > 1}
         if self.experts and self.etp != self.tp:
             mesh["etp"] = self.etp
         return mesh

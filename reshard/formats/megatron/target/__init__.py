@@ -37,7 +37,14 @@ def notes(state: Training, wanted: Wanted, described: Described) -> tuple[str, .
 def _notes(choice: Choice) -> list[str]:
     train = choice.state.manifest.train
     said = list(choice.notes)
-    said.append("no random states: load it with --no-load-rng")
-    if train.scheduler is None and not choice.wanted.weights_only:
-        said.append("no opt_param_scheduler: Megatron asks for one when it loads the optimizer")
+    if choice.wanted.weights_only:
+        return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
+    said += [f"not carried: {name}" for name in choice.lost]
+    if choice.wanted.form == "torch":
+        said.append("no random states: Megatron loads it with --no-load-rng")
+    if train.scheduler is None:
+        said.append(
+            "no opt_param_scheduler: Megatron asks for one when it loads an optimizer; give it"
+            " --no-load-optim, or write a scheduler into the files"
+        )
     return said

@@ -9,12 +9,14 @@ from typing import Any, Literal, get_args
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.deepspeed.target.carried import is_plain
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups
 from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.training import Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
+from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
@@ -105,6 +107,16 @@ class Choice:
             dtype = weight.dtype
         copy = self.state.manifest.entries.get((PARAM, weight.fqn))
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    @property
+    def carried(self) -> dict[str, Any]:
+        """The values beside Megatron's own that are plain; see `lost`."""
+        return {n: v for n, v in self.state.manifest.train.client.items() if is_plain(v)}
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of the others: a file has a description of them only."""
+        return [n for n, v in self.state.manifest.train.client.items() if not is_plain(v)]
 
     @property
     def grad_scaler(self) -> Mapping[str, Any] | None:
@@ -212,17 +224,10 @@ def _padding(
             f"has vocabularies of {' and '.join(map(str, sorted(held)))} rows",
         )
     (rows,) = held
-    multiple = wanted.divisible * wanted.sizes.tensor
     words = min(architecture.vocab or rows, rows)
-    padded = -(-words // multiple) * multiple
-    if padded < rows:
-        raise UnsupportedError(
-            state.manifest.origin.path,
-            f"has {rows} rows of vocabulary, of which {padded} would be kept",
-            "strip them first: --vocab-size says how many are words",
-        )
-    if padded == rows:
-        return padded, []
+    padded = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    if padded <= rows:  # what is more than that was taken off before
+        return rows, []
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
 
 

@@ -230,6 +230,7 @@ def _common(choice: Choice) -> dict[str, Any]:
         root["optimizer"] = _optimizers(choice)
         if train.scheduler is not None:
             root["opt_param_scheduler"] = train.scheduler
+        root.update(choice.carried)
     return root
 
 

@@ -1,0 +1,184 @@
+"""How the tensor-parallel ranks of a DeepSpeed checkpoint share its parameters.
+
+``universal_checkpoint_info`` says it in regular expressions (DeepSpeed 0.19.8
+``checkpoint/ds_to_universal.py``, ``merge_tp_slices``: ``re.match``, dots not escaped, no end);
+what none of them finds is cut along dim 0 there. Where the names are Megatron's the table knows
+better: Megatron-DeepSpeed names ``tied_modules.embed.position_embeddings.weight`` also where the
+embedding is not tied, and the parameter is called ``1.position_embeddings.weight``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from math import gcd
+from typing import Any
+
+from reshard.box import Index
+from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed.layers import TIED
+from reshard.model_parallel.rules import builtin
+from reshard.model_parallel.shards import REPLICATED, Split
+
+_REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
+_VOCABULARY = "vocabulary_parameter_patterns"
+_ROW = "parameter_with_row_parallelism_patterns"
+_GATED = "parameter_with_2_sub_params_cat_dim_0"
+_SUB = "parameter_with_sub_params"
+_STAGES = "pipeline_replicated_parameter_patterns"
+_QKV = re.compile(r"(\d+)\.(self_)?attention\.query_key_value\.weight")
+_FIRST_OF_BLOOM = 3  # the layer of its first block; 2 in Megatron-DeepSpeed and GPT-NeoX
+_MLP = (
+    ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"),
+    ("mlp.linear1.weight", "mlp.linear2.weight"),
+)
+
+
+class Cuts:
+    """The cut of every parameter of one checkpoint.
+
+    Args:
+        where: the checkpoint, for messages.
+        info: its ``universal_checkpoint_info``; empty where it has none.
+        shapes: of the parameters as the first tensor-parallel rank holds them.
+        ranks: how many there are; a single one has everything whole.
+        buffers: names that are no parameters: every rank has the whole.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        info: Mapping[str, Any],
+        shapes: Mapping[str, Index],
+        *,
+        ranks: int,
+        buffers: Iterable[str] = (),
+    ) -> None:
+        self._where = where
+        self._ranks = ranks
+        self._info = info
+        self._names = tuple(shapes)
+        self._buffers = frozenset(buffers)
+        self._table = builtin("megatron")
+        self._dialect, blocks = dialect_of(shapes)
+        self._constants = {"layers": blocks}
+        self._gated = _is_gated(shapes)
+        self.notes: dict[str, None] = {}
+
+    def split(self, fqn: str, shape: Index) -> Split:
+        """How tensor-parallel ranks share one parameter.
+
+        Raises:
+            UsageError: nothing says it.
+            UnsupportedError: the checkpoint says that it cannot be told.
+        """
+        if self._ranks == 1 or fqn in self._buffers or not shape:
+            return REPLICATED
+        said = self._said(fqn, shape)
+        known = self._known(fqn)
+        if said is not None:
+            return said
+        if self._info and known is None:
+            self._refuse_unused(fqn)
+            return Split(0)
+        if known is None:
+            found = self._table.need(fqn, self._constants, self._dialect)
+            return found.rule.split(gated=self._gated)
+        if self._info and known not in (Split(0), Split(0, padded=True)):
+            self.notes[
+                f"no pattern of universal_checkpoint_info finds {fqn!r}: ds_to_universal would join"
+                " it along dim 0; here it is "
+                + ("whole on every rank" if known.dim is None else f"cut along dim {known.dim}")
+            ] = None
+        return known
+
+    def _refuse_unused(self, fqn: str) -> None:
+        """A pattern that finds nothing may have been meant for what none finds.
+
+        Raises:
+            UnsupportedError: there is one, as ds_to_universal asserts as well.
+        """
+        for key in (*_REPLICATED, _GATED, _ROW, _VOCABULARY):
+            for text in self._info.get(key) or ():
+                if not any(re.match(text, name) for name in self._names):
+                    raise UnsupportedError(
+                        self._where,
+                        f"has {text!r} among its {key}, which finds no parameter, and nothing that"
+                        f" finds {fqn!r}: it does not say how that is cut",
+                        f"say it in a file: --rules FILE, with a line for {fqn}",
+                    )
+
+    def is_first_stages(self, fqn: str) -> bool:
+        """Whether several stages have a parameter and only the first one's is used.
+
+        A tied embedding is a whole module on the last stage as well, of which the output layer
+        uses the vocabulary alone; the rest there has its first values.
+        """
+        if not (self._found(_STAGES, fqn) or (fqn.startswith(TIED) and self._known(fqn))):
+            return False
+        known = self._known(fqn)
+        return not self._found(_VOCABULARY, fqn) and not (known and known.padded)
+
+    def _known(self, fqn: str) -> Split | None:
+        """What the table says; nothing of names that are not its own."""
+        if self._dialect is None:
+            return None
+        found = self._table.find(fqn, self._constants, self._dialect)
+        return found.rule.split(gated=self._gated) if found else None
+
+    def _found(self, key: str, fqn: str) -> bool:
+        patterns = self._info.get(key) or ()
+        return any(isinstance(text, str) and re.match(text, fqn) for text in patterns)
+
+    def _said(self, fqn: str, shape: Index) -> Split | None:
+        for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
+            if re.match(text, fqn):
+                raise UnsupportedError(self._where, f"says that {fqn!r} cannot be told: {why}")
+        if any(self._found(key, fqn) for key in _REPLICATED):
+            return REPLICATED
+        if self._found(_GATED, fqn):
+            return Split(0, (1, 1))
+        for fused in self._info.get(_SUB) or ():
+            for text in fused["patterns"]:
+                if re.match(text, fqn):
+                    return self._fused(fqn, shape, fused, text)
+        if self._found(_ROW, fqn):
+            return Split(1)
+        return Split(0, padded=True) if self._found(_VOCABULARY, fqn) else None
+
+    def _fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
+        """Several parameters in one, each cut by itself."""
+        dim, view = int(fused["partition_dim"]), list(fused["shape"])
+        if dim and len(view) != len(shape):
+            raise UnsupportedError(
+                self._where, f"cuts {fqn!r} of {shape} along dim {dim} of a view {view}"
+            )
+        said = view[dim]
+        sizes = [int(size) for size in said] if isinstance(said, (list, tuple)) else [1] * int(said)
+        unit = gcd(*sizes)
+        widths = (self._info.get("sub_param_shard_widths") or {}).get(text) or ()
+        return Split(
+            dim,
+            tuple(size // unit for size in sizes),
+            widths=tuple(tuple(int(width) for width in each) for each in widths),
+        )
+
+
+def dialect_of(names: Iterable[str]) -> tuple[str | None, int]:
+    """(which words of the table a pipeline speaks, its number of blocks); None: none of them."""
+    found = {int(m[1]): m[2] for name in names if (m := _QKV.fullmatch(name))}
+    if not found:
+        return None, 0
+    if None in found.values():
+        return "neox", len(found)
+    return ("bloom" if min(found) == _FIRST_OF_BLOOM else "layers"), len(found)
+
+
+def _is_gated(shapes: Mapping[str, Index]) -> bool:
+    """Whether the first linear layer makes two values for each that the second takes."""
+    for first, second in _MLP:
+        for name, shape in shapes.items():
+            other = shapes.get(name.removesuffix(first) + second) if name.endswith(first) else None
+            if other:
+                return shape[0] == 2 * other[1]
+    return False

@@ -1,0 +1,170 @@
+"""A model-parallel run: what each model-parallel rank holds, joined.
+
+Ranks are numbered tensor-parallel first: ``mp_rank_MM`` is stage ``MM // TP``, tensor-parallel rank
+``MM % TP`` (DeepSpeed 0.19.8 ``runtime/pipe/topology.py``, ``PipeModelDataParallelTopology``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.formats.deepspeed import layers, native, whole
+from reshard.formats.deepspeed.cuts import Cuts
+from reshard.formats.deepspeed.directory import Census, Files
+from reshard.formats.deepspeed.states import ModelStates, open_optimizer
+from reshard.formats.values import plain
+from reshard.manifest import Manifest
+from reshard.model_parallel import combine
+
+_INFO = "universal_checkpoint_info"
+
+
+def read(files: Files) -> Manifest:
+    """Describe the training state that all ranks hold together.
+
+    Raises:
+        IncompleteError: a rank's or a layer's file is missing.
+        CorruptError: the files contradict each other.
+        UsageError: nothing says how tensor-parallel ranks share a parameter.
+    """
+    if files.experts or files.expert_optim:
+        raise UnsupportedError(
+            files.place, "holds files of a mixture of experts, which are not read yet"
+        )
+    firsts = [native.first_of(census) for _, census in sorted(files.ranks.items())]
+    tensor, pipeline = sizes_of(files, firsts)
+    opened = _with_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
+    ranks = [
+        native.read(files.ranks[number], first, held) for number, (first, held) in enumerate(opened)
+    ]
+    stages = [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)]
+    cuts = _cuts(files, firsts[0], stages)
+    joined = combine.stages(
+        [
+            combine.tensor_ranks(_of_stage(cuts, stage, number), cuts.split)
+            for number, stage in enumerate(stages)
+        ]
+    )
+    data = int(joined.origin.mesh["dp"])
+    mesh = {"world": data * len(ranks), "dp": data, "tp": tensor, "pp": pipeline}
+    return replace(
+        joined,
+        origin=replace(joined.origin, mesh=mesh),
+        warnings=(*joined.warnings, *cuts.notes),
+    )
+
+
+def sizes_of(files: Files, firsts: Sequence[ModelStates]) -> tuple[int, int]:
+    """(tensor-parallel ranks, pipeline stages), as names and files say.
+
+    Raises:
+        IncompleteError: model states of a rank are missing.
+        CorruptError: a layer has another number of files than the ranks would have.
+    """
+    count = len(firsts)
+    said = firsts[0].mapping("checkpoint_parallel_dimensions")
+    if files.layers:
+        tensor = max(rank for ranks in files.layers.values() for rank in ranks) + 1
+    else:
+        tensor = int(said.get("tp_degree") or count)
+    wanted = max(
+        int(firsts[0].root.get("mp_world_size") or 1), int(said.get("pp_degree") or 1) * tensor
+    )
+    if count < wanted:
+        raise IncompleteError(
+            files.place,
+            f"{wanted} model-parallel ranks saved it; model states of {count} are here",
+            "copy the missing mp_rank_* files here",
+        )
+    if count % tensor:
+        raise CorruptError(
+            files.place,
+            f"holds model states of {count} ranks, and files of {tensor} tensor-parallel ranks",
+            "files of two runs are mixed: move those of the other run away",
+        )
+    return tensor, count // tensor
+
+
+def _with_layers(
+    files: Files, firsts: Sequence[ModelStates], tensor: int
+) -> list[tuple[ModelStates, Sequence[Any]]]:
+    """The model states with the module that their layers' files hold."""
+    found: dict[int, tuple[ModelStates, Sequence[Any]]] = {}
+    for rank in range(tensor):
+        held = firsts[rank::tensor]
+        members = [
+            _flat_members(files.ranks[number], first)
+            for number, first in zip(range(rank, len(firsts), tensor), held, strict=True)
+        ]
+        said = [
+            layers.Said(
+                first.names | {name: None for group in groups for name in group},
+                None if groups or first.shapes else _count(first),
+            )
+            for first, groups in zip(held, members, strict=True)
+        ]
+        for stage, module in enumerate(layers.modules(files, rank, said)):
+            root, groups = held[stage].root, members[stage]
+            if groups:
+                root = {
+                    **root,
+                    "param_shapes": [
+                        {name: module.tensors[name].shape for name in group} for group in groups
+                    ],
+                }
+            first = replace(held[stage], root=root, elsewhere=module.tensors)
+            found[stage * tensor + rank] = (first, module.files)
+    return [found[number] for number in sorted(found)]
+
+
+def _flat_members(census: Census, first: ModelStates) -> list[list[str]]:
+    """The members of each flat tensor in order, where the model states do not list them.
+
+    A pipeline in bf16 has the BF16_Optimizer at stage 0 too (``runtime/pipe/engine.py``), and the
+    engine lists shapes for ZeRO alone; each rank says which fragments it has.
+    """
+    if first.shapes or not census.optim:
+        return []
+    groups: list[dict[str, None]] = []
+    for rank, path in sorted(census.optim.items()):
+        for number, mapping in enumerate(open_optimizer(path, rank).root["param_slice_mappings"]):
+            groups += [{} for _ in range(number + 1 - len(groups))]
+            groups[number].update(dict.fromkeys(mapping))
+    return [list(group) for group in groups]
+
+
+def _count(first: ModelStates) -> int:
+    """How many parameters an optimizer by index has."""
+    groups = whole.torch_optimizer(first).get("param_groups", [])
+    return sum(len(group.get("params", [])) for group in groups)
+
+
+def _cuts(files: Files, first: ModelStates, stages: Sequence[Sequence[Manifest]]) -> Cuts:
+    info = plain(first.root.get(_INFO))
+    shapes = {entry.fqn: entry.shape for ranks in stages for entry in ranks[0].entries.values()}
+    buffers = {entry.fqn for ranks in stages for entry in ranks[0].of_kind("buffer")}
+    return Cuts(
+        str(files.place),
+        info if isinstance(info, dict) else {},
+        shapes,
+        ranks=len(stages[0]),
+        buffers=buffers,
+    )
+
+
+def _of_stage(cuts: Cuts, ranks: Sequence[Manifest], stage: int) -> list[Manifest]:
+    """The ranks of a stage, without what only the first stage's copy of counts."""
+    if stage == 0:
+        return list(ranks)
+    unused = sorted({fqn for rank in ranks for _, fqn in rank.entries if cuts.is_first_stages(fqn)})
+    for fqn in unused:
+        cuts.notes[
+            f"{fqn!r} is taken from the first stage; the last one's copy, which the model does not"
+            " use, is left out"
+        ] = None
+    return [
+        rank.with_entries(e for e in rank.entries.values() if e.fqn not in unused) for rank in ranks
+    ]

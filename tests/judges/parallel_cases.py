@@ -1,0 +1,76 @@
+"""Runs of real DeepSpeed with tensor, pipeline and expert parallel ranks: a row a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8}},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        kind: pipeline (PipelineModule), mpu (a module and ranks of its own).
+        patterns: whether the client saves ``universal_checkpoint_info``.
+        groups: one, or decay: two by weight decay.
+        frozen: whether the first block has a frozen parameter.
+    """
+
+    name: str
+    kind: str = "pipeline"
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    stage: int = 1
+    precision: str = "bf16"
+    tied: bool = True
+    patterns: bool = True
+    groups: str = "decay"
+    frozen: bool = False
+    method: str = "uniform"
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """DeepSpeed's."""
+        return {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 2 if self.kind == "pipeline" else 1,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"stage": self.stage},
+            **PRECISIONS[self.precision],
+        }
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("pp2dp2", pp=2, dp=2, patterns=False, frozen=True),
+        Case("pp2_fp32", pp=2, precision="fp32", patterns=False, tied=False),
+        Case("pp2_fp16", pp=2, dp=2, precision="fp16", method="parameters"),
+        Case("pp2_z0_fp32", pp=2, stage=0, precision="fp32", tied=False),
+        Case("pp2_z0_bf16", pp=2, stage=0, tied=False),
+        Case("pp4_tied", pp=4, groups="one"),
+        Case("tp2pp2", tp=2, pp=2),
+        Case("tp2pp2_untied", tp=2, pp=2, tied=False),
+        Case("tp2dp2", tp=2, dp=2, precision="fp32"),
+        Case("tp4", tp=4),
+        Case("mpu2_z1", "mpu", tied=False, tp=2, dp=2),
+        Case("mpu2_z2_fp32", "mpu", tied=False, tp=2, dp=2, stage=2, precision="fp32"),
+        Case("mpu2_z3", "mpu", tied=False, tp=2, dp=2, stage=3),
+        Case("mpu2_z0", "mpu", tied=False, tp=2, stage=0, precision="fp32"),
+    )
+}

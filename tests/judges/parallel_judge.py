@@ -1,0 +1,55 @@
+"""Make model-parallel checkpoints with real DeepSpeed, and go on from them with real DeepSpeed.
+
+``make_all(out)`` gives a directory a case: ``run/``, and ``reference.pt``, which the ranks gathered
+from one another in training; or ``python -m tests.judges.parallel_judge OUT [case ...]``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.judges import server
+from tests.judges.parallel_cases import CASES
+from tests.judges.server import CaseResult, JudgeError
+
+JUDGE = server.Judge("tests.judges.parallel_worker", "DeepSpeed", CASES, limit_s=90.0)
+
+
+def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:
+    """Make the named cases, or all; see ``server.Judge.make``."""
+    return JUDGE.make(out, list(CASES if names is None else names))
+
+
+def load_all(runs: Iterable[tuple[Path, str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """Have real DeepSpeed go on from directories.
+
+    Args:
+        runs: of each the directory, the case, and what of it is another there (tp, pp, dp ...).
+
+    Returns:
+        of each ``loaded``, a reference as of right after loading, ``losses`` and ``params``.
+    """
+    with tempfile.TemporaryDirectory(prefix="parallel_load-") as scratch:
+        jobs = []
+        for number, (run, name, other) in enumerate(runs):
+            case = replace(CASES[name], **other)
+            place = Path(scratch, str(number))
+            told = {"case": case, "load": run.resolve(), "steps": steps}
+            job = JUDGE.job(name, place / "out", place, case.world, **told)
+            jobs.append(replace(job, case=f"{name}-{number}"))
+        found = []
+        for job, report in zip(jobs, JUDGE.ask(jobs), strict=True):
+            if any(report.exits):
+                raise JudgeError(JUDGE.failure(job, report))
+        import torch
+
+        found += [torch.load(job.out / "reference.pt", weights_only=False) for job in jobs]
+    return found
+
+
+if __name__ == "__main__":
+    server.main(make_all)

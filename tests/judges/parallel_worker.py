@@ -1,0 +1,174 @@
+"""The worker process of ``parallel_judge``: a fresh set of ranks for every case."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from tests.judges import deepspeed_train as train
+from tests.judges import deepspeed_truth, ranks
+from tests.judges import parallel_models as models
+from tests.judges.deepspeed_worker import PRELOADED
+from tests.judges.parallel_cases import CASES, Case
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLOCKS, STEPS, NEXT_STEPS = 4, 3, 2
+INFO = "universal_checkpoint_info"
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+class Whole(nn.Sequential):
+    """The layers one after the other, in a module of one rank's own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return models.loss_of(super().forward(ids), ids)
+
+
+def work(job: ranks.Job, rank: int) -> None:
+    """Make the case, or go on from a directory."""
+    case: Case = job.told.get("case") or CASES[job.case]
+    ranks.join_group(job, rank)
+    train.start_rank()
+    if "load" not in job.told:
+        make(case, job.out)
+        return
+    models.Tp.seed = 8
+    engine = start(case)
+    engine.load_checkpoint(str(job.told["load"]))
+    loaded = truth(engine)
+    first = engine.global_steps
+    losses = [step(engine, case, first + n) for n in range(job.told["steps"])]
+    _write({"loaded": loaded, "losses": losses, "params": truth(engine)["params"]}, job.out)
+
+
+def make(case: Case, out: Path) -> None:
+    """Train, save ``out/run``, write ``out/reference.pt``, and train on."""
+    engine = start(case)
+    losses = [step(engine, case, n) for n in range(STEPS)]
+    reference = truth(engine) | {"losses": losses, "groups": _groups(engine)}
+    blocks = range(1, 1 + BLOCKS)
+    client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if case.patterns else {}
+    engine.save_checkpoint(str(out / "run"), client_state={**client, "note": [1, 2]})
+    further = [step(engine, case, STEPS + n) for n in range(NEXT_STEPS)]
+    _write(reference | {"next": {"losses": further, "params": truth(engine)["params"]}}, out)
+
+
+def start(case: Case) -> Any:
+    """The engine."""
+    topology = PipeModelDataParallelTopology(num_pp=case.pp, num_mp=case.tp, num_dp=case.dp)
+    grid = PipelineParallelGrid(topology=topology)
+    models.Tp.group = grid.get_slice_parallel_group()
+    models.Tp.size, models.Tp.rank = case.tp, grid.get_slice_parallel_rank()
+    given: dict[str, Any] = {}
+    model: nn.Module
+    if case.kind == "pipeline":
+        model = PipelineModule(
+            specs(case),
+            topology=topology if case.tp > 1 else None,
+            num_stages=case.pp if case.tp == 1 else None,
+            loss_fn=models.loss_of,
+            partition_method=case.method,
+        )
+    else:
+        model, given["mpu"] = Whole(*layers(case)), grid
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=_param_groups(case, model), config=case.config, **given
+    )
+    return engine
+
+
+def specs(case: Case) -> list[Any]:
+    """The layers of a pipeline."""
+    embedding: Any = LayerSpec(models.Embedding)
+    head: list[Any] = [LayerSpec(models.Head)]
+    if case.tied:
+        attribute = {"tied_weight_attr": "word_embeddings_weight"}
+        embedding = TiedLayerSpec("embed", models.Embedding, **attribute)
+        head = [
+            TiedLayerSpec("embed", models.Embedding, forward_fn=models.tied_logits, **attribute)
+        ]
+    blocks = [LayerSpec(models.Block, n, frozen=case.frozen and not n) for n in range(BLOCKS)]
+    return [embedding, *blocks, LayerSpec(models.Norm, "last"), *head]
+
+
+def layers(case: Case) -> Iterator[nn.Module]:
+    """The same, made."""
+    yield models.Embedding()
+    yield from (models.Block(n, frozen=case.frozen and not n) for n in range(BLOCKS))
+    yield models.Norm("last")
+    yield models.Head()
+
+
+def _param_groups(case: Case, model: nn.Module) -> Any:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if case.groups == "one":
+        return trained
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) == many] for many in (True, False))
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def step(engine: Any, case: Case, number: int) -> float:
+    """One update; the loss over all ranks."""
+    data = engine.mpu if hasattr(engine, "mpu") and engine.mpu is not None else None
+    grid = engine.grid if case.kind == "pipeline" else data
+    ids = models.batch(number).chunk(case.dp)[grid.get_data_parallel_rank()]
+    if case.kind == "pipeline":
+        halves = ids.chunk(2)
+        return float(engine.train_batch(data_iter=iter([(half, half) for half in halves])))
+    loss = engine(ids)
+    engine.backward(loss)
+    engine.step()
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def truth(engine: Any) -> dict[str, Any]:
+    """Whole tensors by the optimizer's names, gathered by the ranks that hold them."""
+    now = deepspeed_truth.snapshot(engine, SLOTS)
+    mine = {"params": now.params, "live": deepspeed_truth.live_params(engine.module), **now.slots}
+    cuts = {name: getattr(p, models.CUT) for name, p in engine.module.named_parameters()}
+    held = {
+        kind: {name: models.gathered(value, cuts[name]) for name, value in tensors.items()}
+        for kind, tensors in mine.items()
+    }
+    held["buffers"] = deepspeed_truth.persistent_buffers(engine.module)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, held)
+    found: dict[str, Any] = {kind: {} for kind in held}
+    for each in of_ranks:
+        for kind, tensors in each.items():
+            found[kind] = {**tensors, **found[kind]}  # where stages have the same: the first's
+    return found
+
+
+def _groups(engine: Any) -> list[dict[str, Any]]:
+    groups = engine.optimizer.param_groups
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def _write(reference: dict[str, Any], out: Path) -> None:
+    if dist.get_rank() == 0:
+        torch.save(reference, out / "reference.pt")
+
+
+def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
+    """Import everything once."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return {}
+
+
+if __name__ == "__main__":
+    ranks.serve(work, preload)
