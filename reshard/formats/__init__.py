@@ -17,6 +17,7 @@ from reshard.formats import (
     deepspeed,
     huggingface,
     megatron,
+    meta,
     nanotron,
     pytorch,
     run,
@@ -29,7 +30,14 @@ from reshard.manifest import Entry, Manifest, check
 from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME, pytorch.NAME)
+NAMES = (
+    deepspeed.NAME,
+    huggingface.NAME,
+    megatron.NAME,
+    meta.NAME,
+    nanotron.NAME,
+    pytorch.NAME,
+)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -117,6 +125,7 @@ def _is(name: str, place: Place) -> bool:
         deepspeed.NAME: deepspeed.detect,
         huggingface.NAME: huggingface.detect,
         megatron.NAME: megatron.detect,
+        meta.NAME: meta.detect,
         nanotron.NAME: nanotron.detect,
     }[name](place)
 
@@ -126,6 +135,7 @@ def _detected(place: Place) -> str | None:
     for name, detect in (
         (deepspeed.NAME, deepspeed.detect),
         (megatron.NAME, megatron.detect),
+        (meta.NAME, meta.detect),
         (nanotron.NAME, nanotron.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
@@ -149,6 +159,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return megatron.read(place, with_users(builtin("megatron"), choice.rules))
     if name == nanotron.NAME:
         return nanotron.read(place)
+    if name == meta.NAME:
+        return meta.read(place, with_users(builtin(meta.NAME), choice.rules))
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
@@ -197,7 +209,7 @@ def _refuse_one_of_many(place: Place) -> None:
     for name in names:
         match = _MODEL_PARALLEL.search(name)
         siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
-        if len(siblings) > 1 and not deepspeed.detect(place):
+        if len(siblings) > 1 and not (deepspeed.detect(place) or meta.detect(place)):
             raise UnsupportedError(
                 place.files[name],
                 "is one rank's shard of a model-parallel checkpoint, which reshard does not merge"
