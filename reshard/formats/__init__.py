@@ -18,6 +18,7 @@ from reshard.formats import (
     deepspeed,
     huggingface,
     megatron,
+    meta,
     nanotron,
     pytorch,
     run,
@@ -31,7 +32,12 @@ from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 NAMES = (
-    *(colossalai.NAME, deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME),
+    colossalai.NAME,
+    deepspeed.NAME,
+    huggingface.NAME,
+    megatron.NAME,
+    meta.NAME,
+    nanotron.NAME,
     pytorch.NAME,
 )
 Paths = str | Path | Sequence[str | Path]
@@ -121,6 +127,7 @@ def _is(name: str, place: Place) -> bool:
         deepspeed.NAME: deepspeed.detect,
         huggingface.NAME: huggingface.detect,
         megatron.NAME: megatron.detect,
+        meta.NAME: meta.detect,
         nanotron.NAME: nanotron.detect,
         colossalai.NAME: colossalai.detect,
     }[name](place)
@@ -131,6 +138,7 @@ def _detected(place: Place) -> str | None:
     for name, detect in (
         (deepspeed.NAME, deepspeed.detect),
         (megatron.NAME, megatron.detect),
+        (meta.NAME, meta.detect),
         (nanotron.NAME, nanotron.detect),
         (colossalai.NAME, colossalai.detect),
         (pytorch.NAME, pytorch.detect),
@@ -157,6 +165,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return colossalai.read(place, model=choice.model, wrap=choice.wrap)
     if name == nanotron.NAME:
         return nanotron.read(place)
+    if name == meta.NAME:
+        return meta.read(place, with_users(builtin(meta.NAME), choice.rules))
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
@@ -205,7 +215,7 @@ def _refuse_one_of_many(place: Place) -> None:
     for name in names:
         match = _MODEL_PARALLEL.search(name)
         siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
-        if len(siblings) > 1 and not deepspeed.detect(place):
+        if len(siblings) > 1 and not (deepspeed.detect(place) or meta.detect(place)):
             raise UnsupportedError(
                 place.files[name],
                 "is one rank's shard of a model-parallel checkpoint, which reshard does not merge"
