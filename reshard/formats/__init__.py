@@ -14,6 +14,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.formats import (
+    colossalai,
     deepspeed,
     huggingface,
     megatron,
@@ -31,11 +32,15 @@ from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 NAMES = (
+<<<<<<< HEAD
     deepspeed.NAME,
     huggingface.NAME,
     megatron.NAME,
     meta.NAME,
     nanotron.NAME,
+=======
+    *(colossalai.NAME, deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME),
+>>>>>>> main
     pytorch.NAME,
 )
 Paths = str | Path | Sequence[str | Path]
@@ -127,6 +132,7 @@ def _is(name: str, place: Place) -> bool:
         megatron.NAME: megatron.detect,
         meta.NAME: meta.detect,
         nanotron.NAME: nanotron.detect,
+        colossalai.NAME: colossalai.detect,
     }[name](place)
 
 
@@ -137,6 +143,7 @@ def _detected(place: Place) -> str | None:
         (megatron.NAME, megatron.detect),
         (meta.NAME, meta.detect),
         (nanotron.NAME, nanotron.detect),
+        (colossalai.NAME, colossalai.detect),
         (pytorch.NAME, pytorch.detect),
         (huggingface.NAME, huggingface.detect),
         (pytorch.NAME, pytorch.detect_loosely),
@@ -157,6 +164,8 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return huggingface.read(place)
     if name == megatron.NAME:
         return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+    if name == colossalai.NAME:
+        return colossalai.read(place, model=choice.model, wrap=choice.wrap)
     if name == nanotron.NAME:
         return nanotron.read(place)
     if name == meta.NAME:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from reshard.dtypes import FLOAT32, DType
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UsageError
 from reshard.formats import hf_trainer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
+from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
 from reshard.formats.megatron import target as megatron
 from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.meta import target as meta
@@ -36,6 +37,7 @@ _OF_MEGATRON = (
     "transformer_impl",
     "make_vocab_size_divisible_by",
 )
+_OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by", "rules")
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
@@ -59,6 +61,7 @@ class Request:
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
     grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
     tensor: Plan | None = None  # what a tensor-parallel axis of it does
+    deepspeed_grid: GridWanted | None = None  # DeepSpeed's model-parallel ranks; None: one
     megatron: Wanted | None = None  # of its directory
     described: Described | None = None  # the model, as tables of parameters need it
 
@@ -105,10 +108,6 @@ class Target:
 
 
 def _deepspeed(state: Training, asked: Request) -> Skeleton:
-    if not asked.parallel.is_one:
-        raise UnsupportedError(
-            f"{asked.parallel}", "is not written as DeepSpeed's directory yet", "leave it out"
-        )
     if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
             state.manifest.origin.path,
@@ -118,20 +117,22 @@ def _deepspeed(state: Training, asked: Request) -> Skeleton:
         )
     return deepspeed.lay_out(
         state,
-        world_size=asked.world_size,
+        world_size=asked.data_parallel,
         stage=asked.zero_stage,
         precision=asked.dtype,
         weights_only=asked.weights_only,
+        wanted=asked.deepspeed_grid,
     )
 
 
 def _deepspeed_notes(state: Training, asked: Request) -> tuple[str, ...]:
     return deepspeed.notes(
         state,
-        world_size=asked.world_size,
+        world_size=asked.data_parallel,
         stage=asked.zero_stage,
         precision=asked.dtype,
         weights_only=asked.weights_only,
+        wanted=asked.deepspeed_grid,
     )
 
 
@@ -388,7 +389,7 @@ TARGETS = {
             _deepspeed,
             _deepspeed_notes,
             tagged=True,
-            heeds=("zero_stage", *PARALLEL),
+            heeds=("zero_stage", *PARALLEL, *_OF_DEEPSPEED),
         ),
         Target(
             "ds-universal",

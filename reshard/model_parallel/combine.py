@@ -10,6 +10,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError
 from reshard.manifest import Entry, Key, Manifest, ParamGroup, TrainState, keyed
+from reshard.model_parallel.moves import side_by_side
 from reshard.model_parallel.shards import Split, gathered
 
 SplitOf = Callable[[str, Index], Split]
@@ -61,7 +62,7 @@ def stages(ranks: Sequence[Manifest]) -> Manifest:
                     f" {held.dtype.name} {held.shape} on another rank",
                     _MIXED,
                 )
-            found[key] = replace(held, chunks=held.chunks + entry.chunks)
+            found[key] = replace(held, chunks=side_by_side(held.chunks, entry.chunks))
     return joined(ranks, found.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.box import Box, Index
+from reshard.box import Box, Index, intersect
 from reshard.manifest import Chunk
 
 
@@ -54,6 +54,18 @@ def _taken(chunk: Chunk, move: Move) -> Chunk | None:
         byte_offset=offset,
         byte_strides=tuple(strides),
     )
+
+
+def side_by_side(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """Two copies of a tensor that may be cut in different places, cut alike: as replicas are."""
+    boxes = dict.fromkeys(chunk.box for chunk in a if chunk.box.volume)
+    others = dict.fromkeys(chunk.box for chunk in b if chunk.box.volume)
+    if boxes.keys() == others.keys():
+        return (*a, *b)
+    both = [
+        Move(box, box.origin) for x in boxes for y in others if (box := intersect(x, y)) is not None
+    ]
+    return (*moved(a, both), *moved(b, both))
 
 
 def transposed(chunk: Chunk) -> Chunk:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from reshard.box import Box, Index, whole
 from reshard.errors import CorruptError, UsageError
 from reshard.manifest import Chunk, Entry
-from reshard.model_parallel.moves import Move, moved
+from reshard.model_parallel.moves import Move, moved, side_by_side
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
                 "the files are of different runs, or a rule says the wrong cut: see --rules",
             )
     if split.dim is None or len(pieces) == 1:
-        return replace(first, chunks=tuple(chunk for piece in pieces for chunk in piece.chunks))
+        held: Sequence[Chunk] = first.chunks
+        for piece in pieces[1:]:
+            held = side_by_side(held, piece.chunks)
+        return replace(first, chunks=tuple(held))
     extents = [piece.shape[split.dim] for piece in pieces]
     shape = _with(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []

@@ -80,8 +80,13 @@ def persistent_buffers(model: nn.Module) -> Tensors:
     return {n: b.detach().clone() for n, b in model.named_buffers() if n in held}
 
 
-def snapshot(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
-    """Masters and slots of every optimized parameter, checked against the live module."""
+def snapshot(
+    engine: DeepSpeedEngine, slot_names: tuple[str, ...], unused: frozenset[str] = frozenset()
+) -> Snapshot:
+    """Masters and slots of every optimized parameter, checked against the live module.
+
+    ``unused`` are names that the module does not compute with, and DeepSpeed does not restore.
+    """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         found = _by_api(engine, slot_names)
@@ -94,7 +99,8 @@ def snapshot(engine: DeepSpeedEngine, slot_names: tuple[str, ...]) -> Snapshot:
         found = _plain(engine, slot_names)
     else:
         raise TypeError(f"no way to read the state of {type(optimizer).__name__}")
-    _check_masters(found.params, live_params(engine.module))
+    used = {name: value for name, value in found.params.items() if name not in unused}
+    _check_masters(used, live_params(engine.module))
     return found
 
 

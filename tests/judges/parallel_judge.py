@@ -33,22 +33,20 @@ def load_all(runs: Iterable[tuple[Path, str, dict[str, Any]]], steps: int) -> li
     Returns:
         of each ``loaded``, a reference as of right after loading, ``losses`` and ``params``.
     """
+    import torch
+
     with tempfile.TemporaryDirectory(prefix="parallel_load-") as scratch:
-        jobs = []
+        jobs = {}
         for number, (run, name, other) in enumerate(runs):
             case = replace(CASES[name], **other)
             place = Path(scratch, str(number))
             told = {"case": case, "load": run.resolve(), "steps": steps}
             job = JUDGE.job(name, place / "out", place, case.world, **told)
-            jobs.append(replace(job, case=f"{name}-{number}"))
-        found = []
-        for job, report in zip(jobs, JUDGE.ask(jobs), strict=True):
+            jobs[f"{name}-{number}"] = replace(job, case=f"{name}-{number}")
+        for report in JUDGE.ask(list(jobs.values())):
             if any(report.exits):
-                raise JudgeError(JUDGE.failure(job, report))
-        import torch
-
-        found += [torch.load(job.out / "reference.pt", weights_only=False) for job in jobs]
-    return found
+                raise JudgeError(JUDGE.failure(jobs[report.case], report))
+        return [torch.load(job.out / "reference.pt", weights_only=False) for job in jobs.values()]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
 from reshard.formats import targets
+from reshard.formats.deepspeed.target import grid as deepspeed_grid
 from reshard.formats.state_dict import mesh
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Request, Target
@@ -85,6 +86,16 @@ def requested(
             device=options.device,
             grid=grid,
             tensor=_tensor_plan(manifest, grid, shapes, options),
+            deepspeed_grid=(
+                deepspeed_grid.Wanted(
+                    sizes=parallel,
+                    stage_layers=for_megatron.stage_layers(options),
+                    divisible=options.make_vocab_size_divisible_by,
+                    rules=options.rules,
+                )
+                if name == "deepspeed"
+                else None
+            ),
             megatron=(
                 for_megatron.wanted(manifest, options, parallel, world_size)
                 if name == "megatron"

@@ -12,12 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from math import gcd
+from pathlib import Path
 from typing import Any
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.layers import TIED
-from reshard.model_parallel.rules import builtin
+from reshard.model_parallel.rules import Table, builtin, with_users
 from reshard.model_parallel.shards import REPLICATED, Split
 
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
@@ -43,6 +44,7 @@ class Cuts:
         shapes: of the parameters as the first tensor-parallel rank holds them.
         ranks: how many there are; a single one has everything whole.
         buffers: names that are no parameters: every rank has the whole.
+        rules: a user's table; its lines count where the checkpoint says nothing.
     """
 
     def __init__(
@@ -53,14 +55,17 @@ class Cuts:
         *,
         ranks: int,
         buffers: Iterable[str] = (),
+        rules: Path | None = None,
     ) -> None:
         self._where = where
         self._ranks = ranks
         self._info = info
         self._names = tuple(shapes)
         self._buffers = frozenset(buffers)
-        self._table = builtin("megatron")
+        megatron = builtin("megatron")
         self._dialect, blocks = dialect_of(shapes)
+        none = Table(f"{megatron.source}, whose names are others", ())
+        self._table = with_users(megatron if self._dialect else none, rules)
         self._constants = {"layers": blocks}
         self._gated = _is_gated(shapes)
         self.notes: dict[str, None] = {}
@@ -120,9 +125,7 @@ class Cuts:
         return not self._found(_VOCABULARY, fqn) and not (known and known.padded)
 
     def _known(self, fqn: str) -> Split | None:
-        """What the table says; nothing of names that are not its own."""
-        if self._dialect is None:
-            return None
+        """What the tables say."""
         found = self._table.find(fqn, self._constants, self._dialect)
         return found.rule.split(gated=self._gated) if found else None
 

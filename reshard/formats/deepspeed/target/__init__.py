@@ -1,5 +1,7 @@
 """Lay out a DeepSpeed run directory: for a number of ranks at ZeRO stages 0 to 3, or universal.
 
+    grid          the model-parallel ranks, each with a state of its own
+    pipeline      the layers of a pipeline, and their stages
     choice        what is to be written, decided once: groups in the user's order, dtypes, config
     model_states  ``*_model_states.pt``
     flat          stages 1 and 2: one flat tensor a group, in equal pieces
@@ -22,16 +24,20 @@ universal one at any, with ``"checkpoint": {"load_universal": true}``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from reshard.dtypes import BFLOAT16, DType
+from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import skeletons, torch_writer
+from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.target import flat, model_states, partitioned, report, universal
-from reshard.formats.deepspeed.target.choice import Choice, choose
+from reshard.formats.deepspeed.target import grid as grids
+from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
+from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
-
-_MODEL = "mp_rank_00_model_states.pt"
 
 
 def lay_out(
@@ -42,6 +48,7 @@ def lay_out(
     precision: DType | None = None,
     tag: str | None = None,
     weights_only: bool = False,
+    wanted: Wanted | None = None,
 ) -> Skeleton:
     """The run directory: ``latest``, and the files of every rank in the tag's directory.
 
@@ -49,8 +56,10 @@ def lay_out(
     one source tensor: each of the two covers it exactly.
 
     Args:
+        world_size: the data-parallel ranks.
         precision: of the module's parameters; None: each as it was trained.
         tag: the directory's name; None: ``global_step`` and the step.
+        wanted: the model-parallel grid; None: a single rank.
         weights_only: what ``load_checkpoint(..., load_module_only=True)`` reads; stages 0 to 2 have
             one file for any number of ranks. Stage 3 needs ``load_optimizer_states=False`` with it
             (``engine.py``, ``_load_checkpoint``): DeepSpeed reads nothing but placeholders without.
@@ -60,22 +69,69 @@ def lay_out(
         UnsupportedError: an optimizer state that this stage has no place for.
         UsageError: no such stage, number of ranks, precision or tag.
     """
-    choice = choose(
+    parts, tag_used = [], ""
+    for choice, rank in _choices(
         state,
+        wanted or Wanted(),
         world_size=world_size,
         stage=stage,
         precision=precision,
         tag=tag,
         weights_only=weights_only,
-    )
-    models = skeletons.joined(_models(choice))
-    optimizers = skeletons.joined(_optimizers(choice))
-    latest = skeletons.of_bytes("latest", choice.tag.encode())
-    return Skeleton(
-        latest.files + models.files + optimizers.files,
-        models.entries + optimizers.entries,
-        models.checksums + optimizers.checksums,
-    )
+    ):
+        tag_used = choice.tag
+        files = skeletons.joined([*_models(choice), *_layers(choice, rank), *_optimizers(choice)])
+        parts.append(rank.lifted(files) if rank else files)
+    return skeletons.joined([skeletons.of_bytes("latest", tag_used.encode()), *parts])
+
+
+def _choices(
+    state: Training,
+    wanted: Wanted,
+    *,
+    stage: int,
+    weights_only: bool,
+    **asked: Any,
+) -> Iterator[tuple[Choice, ModelRank | None]]:
+    """What is to be written of each model-parallel rank."""
+    if grids.is_whole(state, wanted):
+        yield choose(state, stage=stage, weights_only=weights_only, **asked), None
+        return
+    grid = grids.grid(state, wanted)
+    trained = precision_of(state)
+    _refuse_stage(grid, stage, asked["precision"] or trained, weights_only=weights_only)
+    for rank in grid.ranks:
+        choice = choose(
+            rank.state, stage=stage, weights_only=weights_only, trained=trained, **asked
+        )
+        own = replace(choice, sizes=wanted.sizes, mp_rank=rank.number, layered=grid.layered)
+        yield own, rank
+
+
+def _refuse_stage(grid: Grid, stage: int, precision: DType, *, weights_only: bool) -> None:
+    """What DeepSpeed has not of a pipeline (0.19.8 ``runtime/pipe/engine.py``)."""
+    if not grid.layered or weights_only:
+        return
+    if stage > 1:
+        raise UsageError(
+            f"--zero-stage {stage}",
+            "DeepSpeed's pipelines have ZeRO stages 0 and 1",
+            "give --zero-stage 1",
+        )
+    if stage == 0 and precision == BFLOAT16:
+        raise UnsupportedError(
+            "--zero-stage 0",
+            "a pipeline in bf16 keeps its optimizer as at stage 1 there, which is not written",
+            "give --zero-stage 1",
+        )
+    shared = [w.fqn for rank in grid.ranks for w in rank.state.weights if w.fqn.startswith(TIED)]
+    if stage == 0 and shared:
+        raise UnsupportedError(
+            "--zero-stage 0",
+            f"names no parameter of layers that share a module ({shared[0]!r}): its files could not"
+            " be read again",
+            "give --zero-stage 1",
+        )
 
 
 def notes(
@@ -85,6 +141,7 @@ def notes(
     stage: int,
     precision: DType | None = None,
     weights_only: bool = False,
+    wanted: Wanted | None = None,
 ) -> tuple[str, ...]:
     """What a user must be told about the directory that `lay_out` makes: derived and dropped.
 
@@ -98,7 +155,9 @@ def notes(
         precision=precision,
         weights_only=weights_only,
     )
-    return tuple(report.notes(choice))
+    asked = wanted or Wanted()
+    of_grid = () if grids.is_whole(state, asked) else grids.grid(state, asked).notes
+    return (*report.notes(choice), *of_grid)
 
 
 def lay_out_universal(
@@ -144,12 +203,19 @@ def _universal(
 
 
 def _models(choice: Choice) -> Iterator[Skeleton]:
+    model = f"mp_rank_{choice.mp_rank:02d}_model_states.pt"
     if choice.stage < 3:
-        yield torch_writer.lay_out_object(f"{choice.tag}/{_MODEL}", model_states.whole_file(choice))
+        yield torch_writer.lay_out_object(f"{choice.tag}/{model}", model_states.whole_file(choice))
         return
     for rank in range(choice.world_size):
-        name = f"{choice.tag}/zero_pp_rank_{rank}_{_MODEL}"
+        name = f"{choice.tag}/zero_pp_rank_{rank}_{model}"
         yield torch_writer.lay_out_object(name, model_states.file_of(choice, rank))
+
+
+def _layers(choice: Choice, rank: ModelRank | None) -> Iterator[Skeleton]:
+    for layer in rank.layers if rank else ():
+        name = f"{choice.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
+        yield torch_writer.lay_out_object(name, model_states.layer_file(choice, layer))
 
 
 def _optimizers(choice: Choice) -> Iterator[Skeleton]:
@@ -164,5 +230,6 @@ def _optimizers(choice: Choice) -> Iterator[Skeleton]:
             "ds_config": choice.config,
             "ds_version": WRITTEN_AS,
         }
-        name = f"{choice.tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        place = f"pp_rank_{rank}_mp_rank_{choice.mp_rank:02d}"
+        name = f"{choice.tag}/{prefix}zero_{place}_optim_states.pt"
         yield torch_writer.lay_out_object(name, root)

@@ -14,6 +14,7 @@ from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target import carried, order, scaling
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
+from reshard.model_parallel.sizes import ONE, Sizes
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
 _LISTED = 4
@@ -34,6 +35,8 @@ class Choice:
         carried: plain values that stand beside DeepSpeed's own in the model states.
         lost: the names of those that are more than plain.
         scaler: the loss scaler's state; new where the source has none.
+        sizes: of the model-parallel grid, of which this is the rank ``mp_rank``.
+        layered: whether the module lies in files of its layers.
         turns_ended: whether ``round_robin_gradients`` of the source is off in ``config``.
         weights_only: without optimizer, in the layout of stage 0 or 3.
     """
@@ -56,6 +59,9 @@ class Choice:
     scaler_is_new: bool
     weights_only: bool
     turns_ended: bool = False
+    sizes: Sizes = ONE
+    mp_rank: int = 0
+    layered: bool = False
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """What fills the module's copy, and its dtype there.
@@ -96,12 +102,14 @@ def choose(
     tag: str | None = None,
     universal: bool = False,
     weights_only: bool = False,
+    trained: DType | None = None,
 ) -> Choice:
     """Decide everything; errors as `lay_out`.
 
     Args:
         universal: for a universal checkpoint. It has no flat tensors, so each group is listed as it
             is; and an optimizer without hyper-parameters keeps those that it has when it loads.
+        trained: the precision of the run, where the state is a part of it; None: that of the state.
     """
     _check_request(world_size, stage, precision, tag)
     if weights_only:
@@ -109,7 +117,7 @@ def choose(
     else:
         refuse_without_optimizer(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
-    of_run = precision or _precision(state)
+    of_run = precision or trained or precision_of(state)
     config = _adapted(_config(state), stage, of_run)
     turns_ended = universal and order.goes_round(config)
     if turns_ended:
@@ -183,7 +191,7 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
             )
 
 
-def _precision(state: Training) -> DType:
+def precision_of(state: Training) -> DType:
     """The dtype of most trained elements."""
     sizes: Counter[DType] = Counter()
     for group in state.groups:
@@ -235,7 +243,8 @@ def _users_order(state: Training) -> Callable[[Sequence[Trained]], Sequence[Trai
     stage = order.section(config, "zero_optimization").get("stage", 0)
     precision = dtypes.parse(origin.precision) if origin.precision else None
     if order.takes_turns(config, stage, precision):
-        return lambda members: order.out_of_turns(members, origin.mesh.get("world", 1))
+        ranks = origin.mesh.get("dp", origin.mesh.get("world", 1))
+        return lambda members: order.out_of_turns(members, ranks)
     return lambda members: members
 
 

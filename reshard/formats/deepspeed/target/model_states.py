@@ -12,6 +12,7 @@ from reshard.formats.deepspeed.target import whole
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
 from reshard.formats.deepspeed.target.partitioned import fragment
+from reshard.formats.deepspeed.target.pipeline import Layer
 from reshard.formats.torch_writer import Slot, Storage, whole_tensor
 
 
@@ -30,6 +31,14 @@ def file_of(choice: Choice, rank: int) -> dict[str, Any]:
     }
     root = _root(choice, _with_aliases(choice, _placeholders(choice)), frozen)
     return root if rank == 0 else {**root, "shared_params": {}}  # as there: only rank 0 looks
+
+
+def layer_file(choice: Choice, layer: Layer) -> OrderedDict[str, Slot]:
+    """A layer of a pipeline: its own state dict."""
+    weights = {weight.fqn: weight for weight in choice.state.weights}
+    return OrderedDict(
+        (name, whole_tensor(*choice.stored(weights[fqn]))) for name, fqn in layer.names.items()
+    )
 
 
 def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
@@ -78,7 +87,7 @@ def _root(
     counted = {} if train.samples is None else {"global_samples": train.samples}
     sharded = choice.stage > 0
     return {
-        "module": module,
+        "module": None if choice.layered else module,
         "buffer_names": [weight.fqn for weight in choice.buffers],
         "optimizer": None if sharded or choice.weights_only else whole.optimizer(choice),
         "param_shapes": _param_shapes(choice) if sharded else None,
@@ -92,8 +101,11 @@ def _root(
         "global_steps": choice.state.step(),
         **counted,
         "dp_world_size": choice.world_size,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": choice.sizes.model,
+        "checkpoint_parallel_dimensions": {
+            "pp_degree": choice.sizes.pipeline,
+            "tp_degree": choice.sizes.tensor,
+        },
         "ds_config": choice.config,
         "ds_version": WRITTEN_AS,
         **choice.carried,

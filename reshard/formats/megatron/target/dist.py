@@ -148,8 +148,8 @@ class _Stacks:
     def key(self, known: Known) -> str:
         """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
         dialect = "te"
-        if ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
-            dialect = "local"
+        if self._te and ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
+            dialect = "local"  # no fused linear follows; Megatron's own layers are renamed always
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
@@ -214,7 +214,7 @@ def _is_homogeneous(weights: Sequence[Known], layers: int) -> bool:
 
 def _common(choice: Choice) -> dict[str, Any]:
     """``common.pt``."""
-    train, wanted = choice.state.manifest.train, choice.wanted
+    wanted = choice.wanted
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
         about["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -228,8 +228,7 @@ def _common(choice: Choice) -> dict[str, Any]:
     }
     if not wanted.weights_only:
         root["optimizer"] = _optimizers(choice)
-        if train.scheduler is not None:
-            root["opt_param_scheduler"] = train.scheduler
+        root["opt_param_scheduler"] = choice.scheduler
         root.update(choice.carried)
     return root
 
@@ -242,8 +241,7 @@ def _optimizers(choice: Choice) -> dict[Any, Any]:
 
 
 def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
-    scaler = choice.grad_scaler
-    scaled = {"grad_scaler": dict(scaler)} if scaler else {}
+    scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
     if choice.wanted.distributed:
         counted = {"step": int(choice.state.step())}
         held = [{**group.hyper, **counted} for group in groups]
