@@ -32,15 +32,8 @@ from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 NAMES = (
-<<<<<<< HEAD
-    deepspeed.NAME,
-    huggingface.NAME,
-    megatron.NAME,
-    meta.NAME,
+    *(colossalai.NAME, deepspeed.NAME, huggingface.NAME, megatron.NAME, meta.NAME),
     nanotron.NAME,
-=======
-    *(colossalai.NAME, deepspeed.NAME, huggingface.NAME, megatron.NAME, nanotron.NAME),
->>>>>>> main
     pytorch.NAME,
 )
 Paths = str | Path | Sequence[str | Path]
@@ -162,14 +155,13 @@ def _read(place: Place, name: str, choice: _Choice) -> Manifest:
         return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
     if name == huggingface.NAME:
         return huggingface.read(place)
-    if name == megatron.NAME:
-        return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+    if name in (megatron.NAME, meta.NAME):
+        reader = megatron.read if name == megatron.NAME else meta.read
+        return reader(place, with_users(builtin(name), choice.rules))
     if name == colossalai.NAME:
         return colossalai.read(place, model=choice.model, wrap=choice.wrap)
     if name == nanotron.NAME:
         return nanotron.read(place)
-    if name == meta.NAME:
-        return meta.read(place, with_users(builtin(meta.NAME), choice.rules))
     return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 

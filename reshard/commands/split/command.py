@@ -67,14 +67,6 @@ def split(
     if request.megatron is not None:
         named = for_megatron.fitted(named, request.megatron)
     manifest, request = named.manifest, replace(request, described=named.described)
-<<<<<<< HEAD
-=======
-    padding: list[str] = []
-    if request.megatron is not None and named.described is not None:
-        manifest, padding = for_megatron.without_padding(
-            manifest, request.megatron, named.described
-        )
->>>>>>> main
     states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=states.states)
@@ -84,11 +76,7 @@ def split(
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
-<<<<<<< HEAD
     report.derived += [*named.notes, *made, *batch_notes, *differing]
-=======
-    report.derived += [*named.notes, *padding, *made, *batch_notes, *differing]
->>>>>>> main
     states.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
