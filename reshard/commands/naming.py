@@ -11,8 +11,9 @@ from reshard.box import Box
 from reshard.commands.companions import config_beside
 from reshard.errors import UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import huggingface, megatron
+from reshard.formats import huggingface, megatron, meta
 from reshard.formats.megatron.target import Described
+from reshard.formats.meta import target as meta_target
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model_parallel import families, names
 from reshard.model_parallel.architecture import Architecture
@@ -75,10 +76,12 @@ def for_target(manifest: Manifest, target: str, asked: Asked, model: str | None)
         UsageError: the target has its own, or nothing says what they are.
         UnsupportedError: there is no table of the model.
     """
-    if target != megatron.NAME:
+    if target not in (megatron.NAME, meta.NAME):
         return chosen(manifest, replace(asked, whose=asked.whose or "source"))
     if asked.whose is not None:
-        raise UsageError(f"--names {asked.whose}", "changes nothing of --to megatron")
+        raise UsageError(f"--names {asked.whose}", f"changes nothing of --to {target}")
+    if target == meta.NAME:
+        return _for_meta(manifest, asked, model)
     return _for_megatron(manifest, asked, model)
 
 
@@ -101,7 +104,7 @@ def chosen(manifest: Manifest, asked: Asked) -> Naming:
             "leave it out; single names change with --rename",
         )
     try:
-        family = _family(traits, asked)
+        family = _family(manifest, traits, asked)
     except UnsupportedError as error:
         if asked.whose or asked.family or asked.config:
             raise
@@ -126,12 +129,41 @@ def _for_megatron(manifest: Manifest, asked: Asked, model: str | None) -> Naming
             raise UsageError(manifest.origin.path, "does not say what its model is")
         described = Described(table, _numbers(traits, asked), manifest.train.config)
         return Naming(manifest, described=described)
-    family, traits = _of_config(manifest, asked, model)
+    manifest, traits, family = _as_hf(manifest, asked, model)
     table = with_users(family.table, asked.rules)
     done = names.from_hf(manifest, table, traits.architecture())
     notes = (*done.notes, f"named as Megatron does by the table of {family.name}")
     described = Described(table, _numbers(traits, asked), as_megatron(traits))
     return Naming(done.manifest, notes, described=described)
+
+
+def _for_meta(manifest: Manifest, asked: Asked, model: str | None) -> Naming:
+    """The state under Meta's names, whose model is a Llama."""
+    table = with_users(families.meta().table, asked.rules)
+    if manifest.origin.format == meta.NAME:
+        numbers = _numbers(meta.traits(manifest), asked)
+        return Naming(manifest, described=Described(table, numbers, manifest.train.config))
+    manifest, traits, _ = _as_hf(manifest, asked, model)
+    families.need(traits, "llama")
+    if traits.rope_scaling is not None:
+        raise UnsupportedError(
+            traits.source, f"scales rotations ({traits.rope_scaling}), which params.json cannot say"
+        )
+    done = names.from_hf(manifest, table, traits.architecture())
+    head = {meta.OUTPUT: meta.EMBEDDING} if traits.tied else {}
+    described = Described(table, _numbers(traits, asked), meta_target.params_of(traits))
+    named = replace(done.manifest, tied={**done.manifest.tied, **head})
+    return Naming(named, (*done.notes, "named as Meta does"), described=described)
+
+
+def _as_hf(manifest: Manifest, asked: Asked, model: str | None) -> tuple[Manifest, Traits, Family]:
+    """The state under Hugging Face's names, and the model's traits and family."""
+    traits = traits_of(manifest)
+    if traits is None:
+        family, traits = _of_config(manifest, asked, model)
+        return manifest, traits, family
+    family = families.need(traits, asked.family)
+    return chosen(manifest, replace(asked, whose="hf")).manifest, traits, family
 
 
 def _numbers(traits: Traits, asked: Asked) -> Architecture:
@@ -170,6 +202,8 @@ def traits_of(manifest: Manifest) -> Traits | None:
     origin, config = manifest.origin, manifest.train.config
     if origin.format == megatron.NAME and isinstance(config, Mapping):
         return of_megatron(config, origin.path)
+    if origin.format == meta.NAME:
+        return meta.traits(manifest)
     return None
 
 
@@ -184,8 +218,16 @@ def _refuse_unheeded(asked: Asked) -> None:
             raise UsageError(option, "changes nothing: the names stay the source's")
 
 
-def _family(traits: Traits, asked: Asked) -> Family:
+def _family(manifest: Manifest, traits: Traits, asked: Asked) -> Family:
     """By its name, by the config's, else by its traits."""
+    if manifest.origin.format == meta.NAME:
+        if traits.odd and asked.config is None:
+            raise UnsupportedError(
+                traits.source,
+                f"says that the model has {traits.odd[0]}: Llama 3.1 has 8, Llama 3.2 has 32",
+                "give the config of this model with --hf-dir DIR, or --names source",
+            )
+        return families.meta()
     given = asked.config.get("model_type") if asked.config else None
     return families.need(traits, asked.family or (given if families.is_known(given) else None))
 

@@ -99,7 +99,7 @@ def went_on(megatron_case, tmp_path_factory):
                 pp=route.grid.pp,
                 ep=route.grid.ep,
                 dp=route.grid.dp,
-                vpp=route.grid.vpp,
+                vpp=route.grid.vpp or 1,
                 ckpt_format=route.to,
                 **route.options,
             ),

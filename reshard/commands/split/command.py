@@ -64,12 +64,9 @@ def split(
             carried = list(manifest.of_kind(*WEIGHT_KINDS))
         differing = weights.check_replicas(carried, manifest.files, pool, options.replicas)
     named = naming.for_target(manifest, target.name, _asked(options), options.model)
+    if request.megatron is not None:
+        named = for_megatron.fitted(named, request.megatron)
     manifest, request = named.manifest, replace(request, described=named.described)
-    padding: list[str] = []
-    if request.megatron is not None and named.described is not None:
-        manifest, padding = for_megatron.without_padding(
-            manifest, request.megatron, named.described
-        )
     states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=states.states)
@@ -79,7 +76,7 @@ def split(
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
-    report.derived += [*named.notes, *padding, *made, *batch_notes, *differing]
+    report.derived += [*named.notes, *made, *batch_notes, *differing]
     states.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))

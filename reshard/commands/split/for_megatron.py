@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard import dtypes
+from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UsageError
-from reshard.formats.megatron.target import Described, Wanted
+from reshard.formats.megatron.target import Wanted
 from reshard.formats.megatron.target.choice import Form, Impl
 from reshard.manifest import Manifest
 from reshard.model_parallel import vocabulary
@@ -56,20 +58,6 @@ def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) 
     )
 
 
-def without_padding(
-    manifest: Manifest, wanted: Wanted, described: Described
-) -> tuple[Manifest, list[str]]:
-    """The source with no more rows of vocabulary than there will be, and what to say of that."""
-    words, layers = described.architecture.vocab, described.architecture.layers
-    if words is None:
-        return manifest, []
-    rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
-    constants = {"layers": layers} if layers else {}
-    manifest, taken = vocabulary.cut_to(manifest, described.table, constants, rows)
-    text = f"{taken} rows of padding taken off the vocabulary: {words} are words"
-    return manifest, [text] if taken else []
-
-
 def stage_layers(options: SplitOptions) -> tuple[int, ...] | None:
     """How many layers each pipeline stage has, where somebody says so.
 
@@ -88,3 +76,16 @@ def _args(manifest: Manifest) -> Mapping[str, Any]:
     """The run's own args, of a source that is Megatron's."""
     config = manifest.train.config
     return config if manifest.origin.format == "megatron" and isinstance(config, dict) else {}
+
+
+def fitted(named: Naming, wanted: Wanted) -> Naming:
+    """A state with no more padding of the vocabulary than there will be."""
+    known = named.described
+    if known is None or known.architecture.vocab is None:
+        return named
+    words, layers = known.architecture.vocab, known.architecture.layers
+    rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    constants = {"layers": layers} if layers else {}
+    manifest, taken = vocabulary.cut_to(named.manifest, known.table, constants, rows)
+    said = f"{taken} rows of padding taken off the vocabulary: {words} are words"
+    return replace(named, manifest=manifest, notes=(*named.notes, *([said] * bool(taken))))

@@ -71,7 +71,7 @@ class _Rank:
 
     def root(self) -> dict[str, Any]:
         """``model_optim_rng.pt``."""
-        choice, train = self._choice, self._choice.state.manifest.train
+        choice = self._choice
         each = choice.wanted.data * choice.wanted.sizes.tensor
         rank = self._rank.stage * each + self._rank.place
         args = {**choice.args, "rank": rank, "local_rank": rank}
@@ -85,8 +85,7 @@ class _Rank:
             root[key] = self._module(chunk)
         if not choice.wanted.weights_only:
             root["optimizer"] = self._optimizer()
-            if train.scheduler is not None:
-                root["opt_param_scheduler"] = train.scheduler
+            root["opt_param_scheduler"] = choice.scheduler
             root.update(choice.carried)
         return root
 
@@ -124,7 +123,7 @@ class _Rank:
 
     def _of(self, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
         choice = self._choice
-        scaled = {"grad_scaler": dict(choice.grad_scaler)} if choice.grad_scaler else {}
+        scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
         if choice.wanted.distributed:
             counted = {"step": int(choice.state.step())}
             held = [{**group.hyper, **counted} for group in groups]
@@ -171,8 +170,10 @@ class _Rank:
             [local for local in trained if (local.known.weight.fqn in experts) == apart]
             for apart in (False, True)
         ]
-        chained = [self._buffers(held) for held in kinds if held]
-        return chained[0] if len(chained) == 1 else chained
+        chained = [self._buffers(held) if held else None for held in kinds]
+        if not chained[1]:
+            return chained[0]
+        return [chained[0] if self._rank.expert == 0 else None, chained[1]]  # who reads it
 
     def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
         """A buffer a model chunk and dtype."""
