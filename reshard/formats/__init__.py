@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,11 +31,6 @@ from reshard.manifest import Entry, Manifest, check
 from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (
-    *(colossalai.NAME, deepspeed.NAME, huggingface.NAME, megatron.NAME, meta.NAME),
-    nanotron.NAME,
-    pytorch.NAME,
-)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -116,34 +111,55 @@ def as_paths(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
 
 
+def _deepspeed(place: Place, choice: _Choice) -> Manifest:
+    return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
+
+
+def _megatron(place: Place, choice: _Choice) -> Manifest:
+    return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+
+
+def _meta(place: Place, choice: _Choice) -> Manifest:
+    return meta.read(place, with_users(builtin(meta.NAME), choice.rules))
+
+
+def _nanotron(place: Place, _choice: _Choice) -> Manifest:
+    return nanotron.read(place)
+
+
+def _colossalai(place: Place, choice: _Choice) -> Manifest:
+    return colossalai.read(place, model=choice.model, wrap=choice.wrap)
+
+
+def _pytorch(place: Place, choice: _Choice) -> Manifest:
+    return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
+
+
+def _huggingface(place: Place, _choice: _Choice) -> Manifest:
+    return huggingface.read(place)
+
+
+_Reader = Callable[[Place, _Choice], Manifest]
+_FORMATS: tuple[tuple[str, Callable[[Place], bool], _Reader], ...] = (  # more particular ones first
+    (deepspeed.NAME, deepspeed.detect, _deepspeed),
+    (megatron.NAME, megatron.detect, _megatron),
+    (meta.NAME, meta.detect, _meta),
+    (nanotron.NAME, nanotron.detect, _nanotron),
+    (colossalai.NAME, colossalai.detect, _colossalai),
+    (pytorch.NAME, pytorch.detect, _pytorch),
+    (huggingface.NAME, huggingface.detect, _huggingface),
+    (pytorch.NAME, pytorch.detect_loosely, _pytorch),
+)
+NAMES = tuple(sorted({name for name, _, _ in _FORMATS}))
+
+
 def _is(name: str, place: Place) -> bool:
-    if name == pytorch.NAME:
-        return pytorch.detect(place) or pytorch.detect_loosely(place)
-    return {
-        deepspeed.NAME: deepspeed.detect,
-        huggingface.NAME: huggingface.detect,
-        megatron.NAME: megatron.detect,
-        meta.NAME: meta.detect,
-        nanotron.NAME: nanotron.detect,
-        colossalai.NAME: colossalai.detect,
-    }[name](place)
+    return any(detect(place) for known, detect, _ in _FORMATS if known == name)
 
 
 def _detected(place: Place) -> str | None:
-    """The format of what lies directly at a place; the more particular one first."""
-    for name, detect in (
-        (deepspeed.NAME, deepspeed.detect),
-        (megatron.NAME, megatron.detect),
-        (meta.NAME, meta.detect),
-        (nanotron.NAME, nanotron.detect),
-        (colossalai.NAME, colossalai.detect),
-        (pytorch.NAME, pytorch.detect),
-        (huggingface.NAME, huggingface.detect),
-        (pytorch.NAME, pytorch.detect_loosely),
-    ):
-        if detect(place):
-            return name
-    return None
+    """The format of what lies directly at a place."""
+    return next((name for name, detect, _ in _FORMATS if detect(place)), None)
 
 
 def _is_detected(place: Place) -> bool:
@@ -151,18 +167,8 @@ def _is_detected(place: Place) -> bool:
 
 
 def _read(place: Place, name: str, choice: _Choice) -> Manifest:
-    if name == deepspeed.NAME:
-        return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
-    if name == huggingface.NAME:
-        return huggingface.read(place)
-    if name in (megatron.NAME, meta.NAME):
-        reader = megatron.read if name == megatron.NAME else meta.read
-        return reader(place, with_users(builtin(name), choice.rules))
-    if name == colossalai.NAME:
-        return colossalai.read(place, model=choice.model, wrap=choice.wrap)
-    if name == nanotron.NAME:
-        return nanotron.read(place)
-    return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
+    reader = next(reader for known, _, reader in _FORMATS if known == name)
+    return reader(place, choice)
 
 
 def _read_run(place: Place, choice: _Choice) -> Manifest:

@@ -116,6 +116,37 @@ def test_another_grid_among_the_files_is_refused(copied):
         reshard.open(run)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": None},
+        {"state": [1]},
+        {"state": {0: 3}},
+        {"param_groups": 7},
+        {"param_groups": [7]},
+        {"gradient_accumulator": 5},
+        {"names": {}},
+    ],
+)
+def test_an_optimizer_of_another_form_is_refused(copied, change):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("optimizer_pp-1*.pt"))
+    saved = torch.load(file, weights_only=False)
+    torch.save({**saved, **change}, file)
+    with pytest.raises(CorruptError, match=r"no optimizer of nanotron|names no parameter"):
+        reshard.open(run)
+
+
+def test_ranks_at_two_steps_are_refused(copied):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("optimizer_pp-1*dp-1*.pt"))
+    saved = torch.load(file, weights_only=False)
+    saved["state"][0]["step"] += 1
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="the optimizer's step of"):
+        reshard.open(run)
+
+
 def _with_header(file, change):
     """Rewrite the metadata of a safetensors file's header."""
     data = file.read_bytes()

@@ -84,9 +84,19 @@ def read(census: Census, places: Places, pool: SourceFiles) -> Optimizer:
 
 
 def _names(file: TorchFile) -> dict[Any, str]:
-    root = file.root
-    if not isinstance(root, dict) or not isinstance(root.get("names"), dict):
-        raise CorruptError(file.path, "is no optimizer of nanotron: it has no names")
+    """Index -> fqn, once it is known that the file has the form of an optimizer.
+
+    Raises:
+        CorruptError: it has not.
+    """
+    root = file.root if isinstance(file.root, dict) else {}
+    names, state, groups = (root.get(key) for key in ("names", "state", "param_groups"))
+    masters = root.get("gradient_accumulator", {})
+    if not all(isinstance(part, dict) for part in (names, state, masters)):
+        raise CorruptError(file.path, "is no optimizer of nanotron: it has no names, or no state")
+    listed = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    if not listed or not all(isinstance(slots, dict) for slots in root["state"].values()):
+        raise CorruptError(file.path, "is no optimizer of nanotron: its groups or state are none")
     return {index: str(name) for index, name in root["names"].items()}
 
 
@@ -96,13 +106,13 @@ def _tensors(file: TorchFile, names: Mapping[Any, str]) -> Iterable[tuple[str, s
     Raises:
         CorruptError: state under an index that has no name.
     """
-    for index, slots in file.root.get("state", {}).items():
+    for index, slots in file.root["state"].items():
         if index not in names:
             raise CorruptError(file.path, f"has state under {index!r}, which names no parameter")
         for kind, value in slots.items():
             if kind != _STEP and isinstance(value, Tensor):
                 yield names[index], kind, value
-    for fqn, value in (file.root.get("gradient_accumulator") or {}).items():
+    for fqn, value in file.root.get("gradient_accumulator", {}).items():
         if isinstance(value, Tensor):
             yield str(fqn), MASTER, value
 
@@ -163,7 +173,7 @@ def _add_loose(
     Raises:
         CorruptError: they do not.
     """
-    for index, slots in file.root.get("state", {}).items():
+    for index, slots in file.root["state"].items():
         fqn = names[index]
         value = slots.get(_STEP)
         if isinstance(value, Tensor):
@@ -184,7 +194,7 @@ def _add_loose(
 def _groups(found: Optimizer, file: TorchFile, names: Mapping[Any, str]) -> list[ParamGroup]:
     """A pipeline stage's groups."""
     made = []
-    for group in file.root.get("param_groups", []):
+    for group in file.root["param_groups"]:
         hyper = {str(name): plain(value) for name, value in group.items() if name != "params"}
         indices = group.get("params", ())
         fqns = tuple(names[index] for index in indices if index in names)
