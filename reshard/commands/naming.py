@@ -24,6 +24,7 @@ from reshard.tensors import read_block
 
 Whose = Literal["source", "hf"]
 
+_OF_MEGATRON = {"num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"}
 _FREE = {"vocab_size", "max_position_embeddings", "n_positions"}  # of a config: may differ
 
 
@@ -204,6 +205,10 @@ def traits_of(manifest: Manifest) -> Traits | None:
         return of_megatron(config, origin.path)
     if origin.format == meta.NAME:
         return meta.traits(manifest)
+    args = manifest.train.client.get("args")  # Megatron-DeepSpeed's, a Namespace
+    state = args.get("state") if isinstance(args, Mapping) else None
+    if isinstance(state, Mapping) and state.keys() >= _OF_MEGATRON:
+        return of_megatron(state, origin.path)
     return None
 
 

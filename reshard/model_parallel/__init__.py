@@ -5,6 +5,10 @@
     architecture  the few numbers of a model that a rule needs
     patterns      names with fields, as tables write them
     rules         tables: a line a parameter, how it is cut and what Hugging Face calls it
+    forms         how a fused tensor is made of its parts, in both directions
+    spellings     what Hugging Face calls a parameter: the lines of a table
+    traits        what kind of model it is
+    families      which of Hugging Face's models that is, and its config
     names         a manifest under the other side's names, fused and split as those want it
     sizes         over how many ranks, each way
     stages        which layers each pipeline stage has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.errors import UnsupportedError, UsageError
+from tests.judges.megatron_gpt import Gpt
 
 pytestmark = pytest.mark.judge
 
@@ -158,3 +160,35 @@ def test_a_model_that_megatron_lacks_is_refused(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     with pytest.raises(UnsupportedError, match="positions by alibi; a norm of the embedding"):
         reshard.split(tmp_path / "hf", tmp_path / "m", to="megatron", weights_only=True)
+
+
+OLD = {  # Megatron-DeepSpeed's words -> megatron-core's
+    "tied_modules.embed.": "embedding.",
+    "query_key_value": "linear_qkv",
+    "self_attention.dense": "self_attention.linear_proj",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "dense_h_to_4h": "linear_fc1",
+    "dense_4h_to_h": "linear_fc2",
+}
+
+
+def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
+    """Its names begin with numbers of layers; the reference is DeepSpeed's own universal form."""
+    case = Path(__file__).parents[1] / "data" / "megatron_deepspeed" / "tp2pp2dp2"
+    reshard.merge(case / "run", tmp_path / "hf", dtype="fp32")
+    held = {}
+    for name, tensor in torch.load(case / "reference.pt")["params"].items():
+        number, _, rest = name.partition(".")
+        own = name
+        if number.isdigit():
+            inside = f"decoder.layers.{int(number) - 2}.{rest}"
+            own = inside if "." in rest else f"decoder.final_layernorm.{rest}"
+        for old, new in OLD.items():
+            own = own.replace(old, new)
+        held[own] = tensor.float()
+    truth = {"tokens": torch.arange(18).reshape(2, 9) * 5}
+    kind, ours = logits(tmp_path / "hf", truth)
+    judge = Gpt(4, 4, rms=False, gated=False, positions="learned")
+    wanted = judge.logits(held, truth["tokens"][:, :-1])
+    assert (kind, ours.shape[-1]) == ("GPT2LMHeadModel", 122)  # as DeepSpeed says there, too
+    torch.testing.assert_close(ours, wanted[..., :122], rtol=1e-4, atol=1e-4)
