@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 from reshard.box import Box, Index, whole
 from reshard.errors import CorruptError, UsageError
@@ -53,8 +52,10 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
                 "the files are of different runs, or a rule says the wrong cut: see --rules",
             )
     if split.dim is None or len(pieces) == 1:
-        copies = (piece.chunks for piece in pieces)
-        return replace(first, chunks=tuple(reduce(side_by_side, copies)))
+        copies = first.chunks
+        for piece in pieces[1:]:
+            copies = side_by_side(copies, piece.chunks)
+        return replace(first, chunks=copies)
     extents = [piece.shape[split.dim] for piece in pieces]
     shape = _with(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []

@@ -38,6 +38,7 @@ from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
+from reshard.model_parallel import sizes
 
 
 def lay_out(
@@ -192,6 +193,16 @@ def notes_universal(
 def _universal(
     state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
 ) -> Choice:
+    mesh = sizes.of_mesh(state.manifest.origin.mesh)
+    if state.manifest.origin.format == "deepspeed" and not grids.is_whole(
+        state, Wanted(sizes=mesh)
+    ):
+        raise UnsupportedError(
+            "--to ds-universal",
+            f"{state.manifest.origin.path} is of a model-parallel run, whose universal form says of"
+            " each parameter how it is cut; that is not written yet",
+            "take DeepSpeed's ds_to_universal, or write another grid with --to deepspeed",
+        )
     return choose(
         state,
         world_size=world_size,
