@@ -102,6 +102,7 @@ def open(  # noqa: A001 - reshard.open reads as it should
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    rules: Path | None = None,
 ) -> Checkpoint:
     """A mapping fqn -> lazy tensor over the checkpoint at ``path``; reads headers only.
 
@@ -111,6 +112,7 @@ def open(  # noqa: A001 - reshard.open reads as it should
         key: which state dict, where a checkpoint holds several.
         model: ``config.json``, a directory of one, or ``module:factory``, for flat parameters of
             which the files do not say what lies in them; ``wrap``: how FSDP 1 wrapped it.
+        rules: a YAML file of how parameters of a model-parallel checkpoint are cut.
 
     Names are without wrapper prefixes (``module.``, ``_orig_mod.``), as `merge` writes them.
 
@@ -120,7 +122,7 @@ def open(  # noqa: A001 - reshard.open reads as it should
     from reshard import formats, keys
     from reshard.tensors import Checkpoint
 
-    manifest = formats.read(path, tag=tag, key=key, model=model, wrap=wrap)
+    manifest = formats.read(path, tag=tag, key=key, model=model, wrap=wrap, rules=rules)
     return Checkpoint(keys.edit(manifest, keys.Edits()).manifest)
 
 

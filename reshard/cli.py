@@ -158,11 +158,27 @@ def cli() -> None:
     """Reshard training checkpoints, without a GPU, a process group or the framework."""
 
 
+_vocab_size = click.option(
+    "--vocab-size", type=click.IntRange(min=1), help="Rows that are words, not padding."
+)
+
+
+_family = click.option(
+    "--family", help="Which of Hugging Face's models it is: llama, mistral, qwen2, ..."
+)
+
+
 def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that say how a source is read; the same for every command."""
     for option in (
         click.option("-v", "--verbose", is_flag=True, help="Show tracebacks."),
         click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+        click.option(
+            "--rules",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="YAML: how parameters are cut that no table knows, and what others call them.",
+        ),
         click.option("--wrap", help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N or none."),
         click.option("--model", help="config.json, its directory, or module:factory."),
         click.option("--key", help="State dict, where SOURCE holds several; dotted."),
@@ -249,6 +265,13 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         _html_option,
         _budget_options,
         click.option(
+            "--replicas",
+            type=click.Choice(["error", "first"]),
+            default="error",
+            show_default=True,
+            help="Ranks that hold different values of one tensor: refused, or the first rank's.",
+        ),
+        click.option(
             "--on-overflow",
             type=click.Choice(["error", "clamp", "allow"]),
             default="error",
@@ -270,6 +293,14 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--hf-dir", type=click.Path(path_type=Path), help="Model whose config, tokenizer... to copy."
 )
+@click.option(
+    "--names",
+    type=click.Choice(["source", "hf"]),
+    help="Whose.  [default: Hugging Face's, of Megatron's and Meta's models in a directory]",
+)
+@_family
+@_vocab_size
+@click.option("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
 @click.option(
     "--tied",
     type=click.Choice(["auto", "keep", "drop"]),
@@ -313,15 +344,6 @@ def _parallel_options() -> Iterator[Callable[..., Any]]:
 
 
 def _megatron_options() -> Iterator[Callable[..., Any]]:
-    yield click.option(
-        "--rules",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="YAML: how parameters are cut that no table knows, and what others call them.",
-    )
-    yield click.option(
-        "--vocab-size", type=click.IntRange(min=1), help="Rows that are words, not padding."
-    )
     yield click.option(
         "--make-vocab-size-divisible-by",
         type=click.IntRange(min=1),
@@ -367,6 +389,13 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="NAME=SIZE,...",
             help="Of DTensor files: dp_shard=4,tp=2.  [default: one axis of all ranks]",
         ),
+        click.option(
+            "--names",
+            type=click.Choice(["source", "hf"]),
+            help="Whose.  [default: the source's; Megatron's for --to megatron]",
+        ),
+        _family,
+        _vocab_size,
         *_megatron_options(),
         *_parallel_options(),
         click.option("--device", default="cuda", show_default=True, help="Of DTensor files' mesh."),

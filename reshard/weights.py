@@ -13,10 +13,20 @@ from reshard.box import Box, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.manifest import BUFFER, MASTER, PARAM, Chunk, Entry, Manifest, SourceFile
+from reshard.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    WEIGHT_KINDS,
+    Chunk,
+    Entry,
+    Manifest,
+    SourceFile,
+)
 from reshard.tensors import first_difference
 
 Tied = Literal["auto", "keep", "drop"]
+Replicas = Literal["error", "first"]  # what to do where ranks hold different values of one tensor
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
@@ -216,27 +226,44 @@ def _drop_equal(
     weights.dropped_aliases[head] = embedding
 
 
-def check_replicas(weights: Weights, files: Mapping[str, SourceFile], pool: SourceFiles) -> None:
-    """Compare stored replicas of every weight; all ranks must hold the same values.
+def check_replicas(
+    entries: Iterable[Entry],
+    files: Mapping[str, SourceFile],
+    pool: SourceFiles,
+    policy: Replicas = "error",
+) -> list[str]:
+    """Compare the stored replicas of tensors; all ranks must hold the same values.
 
-    Stored checksums are compared where there are any, else the values.
+    Stored checksums are compared where there are any, else the values. A buffer that differs
+    (running statistics are a rank's own) is noted, and the first rank's is taken.
 
-    A buffer that differs (running statistics are a rank's own) is noted and rank 0's is taken.
+    Args:
+        policy: ``first`` takes the first rank's of every tensor that differs, and says so.
+
+    Returns:
+        What differs and was taken nevertheless.
 
     Raises:
-        DifferentError: replicas of a parameter differ.
+        DifferentError: replicas of a parameter, or of its optimizer state, differ.
     """
-    for entry, _ in weights.tensors:
+    notes = []
+    for entry in entries:
         found = _different_replicas(entry, files, pool)
         if found is None:
             continue
         first, other, at = found
+        kind = "" if entry.kind in WEIGHT_KINDS else f"{entry.kind} of "
         text = f"differs between {first.file} and {other.file} (element {at})"
-        if entry.kind != BUFFER:
+        if entry.kind != BUFFER and policy == "error":
             raise DifferentError(
-                entry.fqn, text, "the ranks have drifted apart, or the files are of different runs"
+                f"{kind}{entry.fqn}",
+                text,
+                "the ranks have drifted apart, or the files are of different runs; to go on with"
+                " the first rank's values: --replicas first",
             )
-        weights.notes.append(f"buffer {entry.fqn!r} {text}: the first rank's is written")
+        what = "buffer" if entry.kind == BUFFER else "tensor"
+        notes.append(f"{what} {kind}{entry.fqn!r} {text}: the first rank's is written")
+    return notes
 
 
 def _different_replicas(

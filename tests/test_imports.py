@@ -232,3 +232,24 @@ def test_a_command_without_a_page_imports_nothing_of_pages():
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+
+
+def test_the_version_and_the_help_import_no_command_and_no_format():
+    probe = (
+        "import sys\n"
+        "from reshard.cli import cli\n"
+        "cli(['--help'], standalone_mode=False)\n"
+        "slow = ('reshard.formats', 'reshard.commands', 'reshard.execute', 'concurrent.futures')\n"
+        "loaded = [name for name in sys.modules if name.startswith(slow)]\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+
+
+def test_every_public_name_is_there_when_it_is_asked_for():
+    import reshard
+
+    assert all(getattr(reshard, name) is not None for name in reshard.__all__)
+    assert set(reshard.__all__) <= set(dir(reshard))
+    with pytest.raises(AttributeError, match="no attribute 'splits'"):
+        reshard.splits  # noqa: B018 - asking is the test

@@ -116,7 +116,7 @@ def tensors(manifest):
 
 
 def table(config):
-    return families.of_model_type(config["model_type"]).table
+    return families.of_name(config["model_type"])[0].table
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,7 +9,8 @@ config/            ds_config.json and accelerate.yaml read into settings
 launch, ranks      one process becomes N; what a rank knows of the others
 model, data        a causal LM; samples numbered globally, drawn by counter
 schedule, scaling  learning rate and loss scale, as pure functions of few numbers
-engines/           how a model is trained on N ranks: ddp, zero1-3, fsdp, fsdp2, deepspeed
+engines/           how a model is trained on N ranks: ddp, zero1-3, fsdp, fsdp2, grid, deepspeed
+parallel/          how a model itself is cut: by tensor, by pipeline stage, by expert
 zero/              the parts of ZeRO: partition, reduction, norm, shard, gathering, offload
 checkpoint/        what goes to disk, in whose layout, and how it appears whole or not at all
 loop, log          a step, and what is told about it

@@ -26,7 +26,7 @@ from trainer.settings import Settings, resolve, without_effect
 _HEADINGS = {
     "steps": "The run",
     "model": "The model and its data",
-    "micro_batch": "Batches (global batch = micro batch x accumulation x ranks)",
+    "micro_batch": "Batches (global batch = micro batch x accumulation x data-parallel ranks)",
     "lr": "The optimizer",
     "precision": "Numbers",
     "strategy": "How the model is spread over the ranks",

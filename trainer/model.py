@@ -24,6 +24,18 @@ TINY: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 2048,
         "tie_word_embeddings": False,
     },
+    "tiny-mixtral": {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "intermediate_size": 92,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
     "tiny-gpt2": {
         "model_type": "gpt2",
         "n_embd": 64,

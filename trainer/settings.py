@@ -37,7 +37,9 @@ class Settings:
     timeout: int = _field(300, "seconds to wait for another rank before giving up")
 
     # The model and its data
-    model: str = _field("tiny-llama", "tiny-llama, tiny-gpt2, a config.json, or a model directory")
+    model: str = _field(
+        "tiny-llama", "tiny-llama, tiny-mixtral, tiny-gpt2, a config.json or a model directory"
+    )
     data: str | None = _field(None, "a text file (default: Python's own documentation topics)")
     seq_len: int = _field(64, "tokens a sample")
     dropout: float | None = _field(None, "every dropout probability of the model")

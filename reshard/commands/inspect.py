@@ -160,6 +160,7 @@ def inspect(  # noqa: PLR0913 - a keyword an option
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    rules: Path | None = None,
     tensors: bool = False,
     html: str | Path | None = None,
     overwrite: bool = False,
@@ -171,7 +172,9 @@ def inspect(  # noqa: PLR0913 - a keyword an option
     """
     options = ReadOptions(html=html, overwrite=overwrite)
     check_page(options, formats.as_paths(path))
-    manifest = formats.read(path, force=force, tag=tag, key=key, model=model, wrap=wrap)
+    manifest = formats.read(
+        path, force=force, tag=tag, key=key, model=model, wrap=wrap, rules=rules
+    )
     inspection = Inspection(manifest, tensors)
     write_page(options, lambda: _page(inspection))
     return inspection

@@ -15,6 +15,7 @@ from reshard.commands.reading import Meter, ReadOptions, metered, one_of, truste
 from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan import Plan
+from reshard.weights import Replicas
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -28,6 +29,7 @@ class OutputOptions(ReadOptions):
     """How a command may write; the defaults are the safe ones."""
 
     on_overflow: OnOverflow = "error"
+    replicas: Replicas = "error"
     verify: bool = True
     dry_run: bool = False
 
@@ -38,6 +40,7 @@ class OutputOptions(ReadOptions):
             UsageError: naming the choices.
         """
         one_of("on_overflow", self.on_overflow, get_args(OnOverflow))
+        one_of("replicas", self.replicas, get_args(Replicas))
 
 
 def opened(

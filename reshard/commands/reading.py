@@ -26,6 +26,7 @@ class ReadOptions:
     key: str | None = None
     model: str | None = None  # config.json, a directory of one, or module:factory
     wrap: str | None = None  # class names, size=N or none
+    rules: Path | None = None  # YAML: lines that a table of parameters lacks
     source_format: str | None = None
     allow_pickle: Sequence[str] = ()
     workers: int = 0  # 0: one a core, at most 8
@@ -88,6 +89,7 @@ def trusted(sources: Sequence[Path], options: ReadOptions) -> Manifest:
         key=options.key,
         model=options.model,
         wrap=options.wrap,
+        rules=options.rules,
     )
     check_trust(manifest, options.allow_pickle)
     return manifest

@@ -192,6 +192,7 @@ def _read_told(sources: Sequence[Path], options: VerifyOptions, told: dict[str, 
         force=options.source_format,
         tag=options.tag,
         key=options.key,
+        rules=options.rules,
         prove=False,
         **told,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,12 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.formats import (
+    colossalai,
     deepspeed,
     huggingface,
     megatron,
+    meta,
+    nanotron,
     pytorch,
     run,
     safetensors,
@@ -25,9 +28,9 @@ from reshard.formats import (
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
+from reshard.model_parallel.rules import builtin, with_users
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
-NAMES = (deepspeed.NAME, huggingface.NAME, megatron.NAME, pytorch.NAME)
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -44,6 +47,7 @@ class _Choice:
     key: str | None
     model: str | None
     wrap: str | None
+    rules: Path | None
 
 
 def read(
@@ -54,6 +58,7 @@ def read(
     key: str | None = None,
     model: str | None = None,
     wrap: str | None = None,
+    rules: Path | None = None,
     prove: bool = True,
 ) -> Manifest:
     """The checkpoint at a file or directory, its coverage proved.
@@ -65,6 +70,7 @@ def read(
         key: which state dict of a checkpoint that holds several, dotted.
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
+        rules: a user's lines for the table of a model-parallel checkpoint's parameters.
         prove: False leaves the proof (`manifest.check`) to the caller.
 
     Raises:
@@ -79,7 +85,7 @@ def read(
     if force and not _is(force, place):
         raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
     name = force or (_detected(place) if tag is None else None)
-    choice = _Choice(tag, key, model, wrap)
+    choice = _Choice(tag, key, model, wrap, rules)
     manifest = _read(place, name, choice) if name else _read_run(place, choice)
     if prove:
         check(manifest)
@@ -105,28 +111,55 @@ def as_paths(paths: Paths) -> list[Path]:
     return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
 
 
+def _deepspeed(place: Place, choice: _Choice) -> Manifest:
+    return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
+
+
+def _megatron(place: Place, choice: _Choice) -> Manifest:
+    return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+
+
+def _meta(place: Place, choice: _Choice) -> Manifest:
+    return meta.read(place, with_users(builtin(meta.NAME), choice.rules))
+
+
+def _nanotron(place: Place, _choice: _Choice) -> Manifest:
+    return nanotron.read(place)
+
+
+def _colossalai(place: Place, choice: _Choice) -> Manifest:
+    return colossalai.read(place, model=choice.model, wrap=choice.wrap)
+
+
+def _pytorch(place: Place, choice: _Choice) -> Manifest:
+    return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
+
+
+def _huggingface(place: Place, _choice: _Choice) -> Manifest:
+    return huggingface.read(place)
+
+
+_Reader = Callable[[Place, _Choice], Manifest]
+_FORMATS: tuple[tuple[str, Callable[[Place], bool], _Reader], ...] = (  # more particular ones first
+    (deepspeed.NAME, deepspeed.detect, _deepspeed),
+    (megatron.NAME, megatron.detect, _megatron),
+    (meta.NAME, meta.detect, _meta),
+    (nanotron.NAME, nanotron.detect, _nanotron),
+    (colossalai.NAME, colossalai.detect, _colossalai),
+    (pytorch.NAME, pytorch.detect, _pytorch),
+    (huggingface.NAME, huggingface.detect, _huggingface),
+    (pytorch.NAME, pytorch.detect_loosely, _pytorch),
+)
+NAMES = tuple(sorted({name for name, _, _ in _FORMATS}))
+
+
 def _is(name: str, place: Place) -> bool:
-    if name == pytorch.NAME:
-        return pytorch.detect(place) or pytorch.detect_loosely(place)
-    return {
-        deepspeed.NAME: deepspeed.detect,
-        huggingface.NAME: huggingface.detect,
-        megatron.NAME: megatron.detect,
-    }[name](place)
+    return any(detect(place) for known, detect, _ in _FORMATS if known == name)
 
 
 def _detected(place: Place) -> str | None:
-    """The format of what lies directly at a place; the more particular one first."""
-    for name, detect in (
-        (deepspeed.NAME, deepspeed.detect),
-        (megatron.NAME, megatron.detect),
-        (pytorch.NAME, pytorch.detect),
-        (huggingface.NAME, huggingface.detect),
-        (pytorch.NAME, pytorch.detect_loosely),
-    ):
-        if detect(place):
-            return name
-    return None
+    """The format of what lies directly at a place."""
+    return next((name for name, detect, _ in _FORMATS if detect(place)), None)
 
 
 def _is_detected(place: Place) -> bool:
@@ -134,13 +167,8 @@ def _is_detected(place: Place) -> bool:
 
 
 def _read(place: Place, name: str, choice: _Choice) -> Manifest:
-    if name == deepspeed.NAME:
-        return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
-    if name == huggingface.NAME:
-        return huggingface.read(place)
-    if name == megatron.NAME:
-        return megatron.read(place)
-    return pytorch.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
+    reader = next(reader for known, _, reader in _FORMATS if known == name)
+    return reader(place, choice)
 
 
 def _read_run(place: Place, choice: _Choice) -> Manifest:
@@ -169,6 +197,8 @@ def _refuse_one_of_many(place: Place) -> None:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet.
     """
+    if nanotron.detect(place):
+        return
     names = [place.chosen] if place.chosen else []
     shard = _SHARD.search(place.chosen or "")
     if not place.chosen and huggingface.index_of(place) is None:
@@ -186,7 +216,7 @@ def _refuse_one_of_many(place: Place) -> None:
     for name in names:
         match = _MODEL_PARALLEL.search(name)
         siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
-        if len(siblings) > 1 and not deepspeed.detect(place):
+        if len(siblings) > 1 and not (deepspeed.detect(place) or meta.detect(place)):
             raise UnsupportedError(
                 place.files[name],
                 "is one rank's shard of a model-parallel checkpoint, which reshard does not merge"

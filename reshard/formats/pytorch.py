@@ -13,20 +13,21 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from reshard import trust
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnrecognisedError, UsageError
-from reshard.formats import huggingface, rng, torch_file
+from reshard.formats import huggingface, rng, stages, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place, missing_ranks
-from reshard.formats.state_dict import assemble, tree
+from reshard.formats.state_dict import assemble, parts, tree
 from reshard.formats.state_dict.assemble import Found
 from reshard.formats.state_dict.tree import Logical
+from reshard.formats.torch_file import TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import Manifest, Origin
 from reshard.model import Told
@@ -103,11 +104,11 @@ def read(
         UnrecognisedError: no weights among the parts, or several models.
     """
     if place.chosen and not is_rank_file(place.chosen):
-        warnings: list[str] = []
-        found, trainer = open_files({0: place.path}, place), {}
+        saved, trainer = [(Ranks.open({0: place.path}).joined(place), list[str]())], {}
     else:
         place = Place(place.directories)
-        (found, warnings), trainer = _collected(place), _trainer_state(place)
+        saved, trainer = _by_stage(place, key), _trainer_state(place)
+    found = saved[0][0]
     origin = Origin(
         format=_framework(place, found),
         path=str(place),
@@ -118,7 +119,12 @@ def read(
     nearby = _nearby(place, wrap)
     if wrap and not (told or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
-    made = assemble.manifest(found, origin, key=key, told=told, nearby=nearby, warnings=warnings)
+    if len(saved) > 1:
+        made = _joined(saved, origin, key, told)
+    else:
+        made = assemble.manifest(
+            found, origin, key=key, told=told, nearby=nearby, warnings=saved[0][1]
+        )
     train = made.train
     if trainer:
         step = trainer.get("global_step")
@@ -162,7 +168,96 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
     return manifest
 
 
-def _collected(place: Place) -> tuple[Found, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The files of one name that ranks saved, opened."""
+
+    files: Mapping[int, TorchFile]
+    trees: Mapping[int, Any]
+
+    @classmethod
+    def open(cls, files: Mapping[int, Path]) -> Ranks:
+        """Read the headers, in rank order.
+
+        Raises:
+            CorruptError: a file is damaged.
+        """
+        opened = {rank: torch_file.read(path) for rank, path in sorted(files.items())}
+        return cls(opened, {rank: tree.of_file(file, rank) for rank, file in opened.items()})
+
+    def only(self, ranks: Container[int]) -> Ranks:
+        """Those of some ranks."""
+        held = {rank: file for rank, file in self.files.items() if rank in ranks}
+        return Ranks(held, {rank: self.trees[rank] for rank in held})
+
+    def joined(self, place: object) -> Found:
+        """One tree of all.
+
+        Raises:
+            CorruptError: the ranks contradict each other.
+        """
+        opened = list(self.files.values())
+        joined = tree.join([*self.trees.values()], [file.path for file in opened])
+        return Found(
+            root=joined.root,
+            where=str(place),
+            files={file.path: file.source() for file in opened},
+            world=len(opened),
+            globals=set().union(*(file.globals for file in opened)),
+            differing=joined.differing,
+        )
+
+
+def _by_stage(place: Place, key: str | None) -> list[tuple[Found, list[str]]]:
+    """What each pipeline stage saved, as `_collected` has it; one where there is no pipeline."""
+    families = {stem: Ranks.open(held) for stem, held in _families(_torch_files(place)).items()}
+    found = _stages(families.values(), key)
+    if not found:
+        return [_collected(place, families)]
+    parted = [
+        {stem: held for stem, each in families.items() if (held := each.only(ranks)).files}
+        for ranks in found
+    ]
+    return [_collected(place, parted[0]), *((_alone(place, held), []) for held in parted[1:])]
+
+
+def _alone(place: Place, families: Mapping[str, Ranks]) -> Found:
+    """A later stage's files; what lies beside is the first one's."""
+    found = Found({}, str(place), {})
+    for stem, files in families.items():
+        _take(found, None if len(families) == 1 else stem, files.joined(place))
+    return found
+
+
+def _stages(families: Iterable[Ranks], key: str | None) -> list[set[int]]:
+    """The ranks of each pipeline stage: none has a parameter of another's; else nothing."""
+    names: dict[int, set[str]] = {}
+    for family in families:
+        if len(family.files) > 1:
+            for rank, root in family.trees.items():
+                with contextlib.suppress(UnrecognisedError, UsageError):  # no model is in this file
+                    names.setdefault(rank, set()).update(parts.find(root, "", key).model)
+    ranks: dict[frozenset[str], set[int]] = {}
+    for rank, held in names.items():
+        ranks.setdefault(frozenset(held), set()).add(rank)
+    apart = len(frozenset().union(*ranks)) == sum(map(len, ranks))
+    return list(ranks.values()) if len(ranks) > 1 and apart and all(ranks) else []
+
+
+def _joined(
+    saved: Sequence[tuple[Found, list[str]]], origin: Origin, key: str | None, told: Told | None
+) -> Manifest:
+    """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
+    made = stages.joined(
+        [assemble.manifest(found, origin, key=key, warnings=warnings) for found, warnings in saved]
+    )
+    if told is None:
+        return made
+    note = f"the files say which parameters each stage has: --model {told.model} was not needed"
+    return replace(made, warnings=(*made.warnings, note))
+
+
+def _collected(place: Place, families: dict[str, Ranks]) -> tuple[Found, list[str]]:
     """One tree of all parts, each under the name of its file or folder."""
     found = Found({}, str(place), {})
     warnings: list[str] = []
@@ -173,14 +268,13 @@ def _collected(place: Place) -> tuple[Found, list[str]]:
     for name, folder in place.folders.items():
         if _is_dcp_part(name, folder):
             _take(found, name, dcp.read(folder))
-    families = _families(_torch_files(place))
     weights = _weights_beside(place)
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():
         alone = len(families) == 1 and not found.root and not weights
-        _take(found, None if alone else stem, open_files(files, place))
+        _take(found, None if alone else stem, files.joined(place))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *place.folders))
     for stem, path in weights.items():
         if sharded and stem == "model":
@@ -309,25 +403,6 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
         raise StaleError(
             ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {wanted} ranks"
         )
-
-
-def open_files(files: Mapping[int, Path], place: object) -> Found:
-    """The joined tree of one file a rank.
-
-    Raises:
-        CorruptError: the ranks contradict each other.
-    """
-    opened = {rank: torch_file.read(path) for rank, path in sorted(files.items())}
-    trees = [tree.of_file(file, rank) for rank, file in opened.items()]
-    joined = tree.join(trees, [file.path for file in opened.values()])
-    return Found(
-        root=joined.root,
-        where=str(place),
-        files={file.path: file.source() for file in opened.values()},
-        world=len(opened),
-        globals=set().union(*(file.globals for file in opened.values())),
-        differing=joined.differing,
-    )
 
 
 def _weights_beside(place: Place) -> dict[str, Path]:

@@ -2,7 +2,8 @@
 
 Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.txt``; HF Trainer
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
-``global_step_N``. Without a pointer the highest number is taken, as their own resuming does.
+``global_step_N``; nanotron ``latest.txt`` and ``N``. Without a pointer the highest number is taken,
+as their own resuming does.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable
 from reshard.errors import UnrecognisedError
 from reshard.formats.place import Place
 
-_NUMBERED = re.compile(r"(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?(\d{1,19})")
-_POINTERS = ("latest", "latest_checkpointed_iteration.txt")
+_NUMBERED = re.compile(r"(?:(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?)?(\d{1,19})")
+_POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
 _FOLDERS = ("checkpoints", "checkpoint", "ckpt", "actor", "critic")  # the last two are verl's
 _DEPTH = 3
 _LISTED = 6

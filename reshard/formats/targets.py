@@ -14,6 +14,7 @@ from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
 from reshard.formats.megatron import target as megatron
 from reshard.formats.megatron.target.choice import Described, Wanted
+from reshard.formats.meta import target as meta
 from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
@@ -35,8 +36,6 @@ _OF_MEGATRON = (
     "adam",
     "transformer_impl",
     "make_vocab_size_divisible_by",
-    "vocab_size",
-    "rules",
 )
 _OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by", "rules")
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
@@ -80,6 +79,8 @@ class Request:
     @property
     def form(self) -> str:
         """What the target's name leaves open, in words."""
+        if self.megatron:
+            return " ".join(filter(None, (self.megatron.form, str(self.megatron.sizes))))
         if not self.deepspeed:
             return self.state_dict_type
         return " ".join(filter(None, (f"stage {self.zero_stage}", str(self.parallel))))
@@ -279,6 +280,27 @@ def _for_megatron(asked: Request) -> tuple[Wanted, Described]:
     return asked.megatron, asked.described
 
 
+def _meta(state: Training, asked: Request) -> Skeleton:
+    known = asked.described
+    if known is None:  # the commands give it
+        raise AssertionError("meta")
+    if not asked.weights_only:
+        raise UsageError(
+            "--to meta", "is a model's weights alone", "leave the optimizer out: --weights-only"
+        )
+    return meta.lay_out(
+        state,
+        ranks=asked.parallel.tensor,
+        table=known.table,
+        params=known.args,
+        dtype=asked.dtype,
+    )
+
+
+def _meta_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    return tuple(meta.notes(state, ranks=asked.parallel.tensor))
+
+
 def _plain(state: Training, asked: Request) -> Skeleton:
     return state_dict.plain(
         state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
@@ -422,6 +444,13 @@ TARGETS = {
             _megatron,
             _megatron_notes,
             heeds=(*PARALLEL, *_OF_MEGATRON),
+        ),
+        Target(
+            "meta",
+            "Llama as Meta's code loads it: a file a tensor-parallel rank",
+            _meta,
+            _meta_notes,
+            heeds=("tp",),
         ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

@@ -21,8 +21,10 @@ from reshard.model_parallel.traits import Traits
 TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")  # the more usual first
 _META = "meta"
 _ANY = "any"
+_NAMING = ("model_type", "architectures")
+_INVERSE = {"rows": "vocab"}  # traits that follow from another
+_ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
 _FIELD = re.compile(r"\{([a-z_]+)(\?)?\}")
-_REMEDY = "name the one that it is with --family NAME, or keep the source's names: --names source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Family:
     table: Table
     when: Mapping[str, Any]
     config: Mapping[str, Any]
+
+    @property
+    def model_class(self) -> str:
+        """The class in transformers."""
+        return str(self.config["architectures"][0])
 
     def unlike(self, traits: Traits) -> list[str]:
         """In what a model differs from this family; nothing if it is of it."""
@@ -85,16 +92,13 @@ def _of_table(name: str) -> Iterator[Family]:
         yield Family(model, builtin(name), when, config)
 
 
-def named(name: str) -> Family:
-    """A family by name.
+def is_known(name: object) -> bool:
+    """Whether it is a family's name, or a ``model_type`` of one."""
+    return bool(_called(name))
 
-    Raises:
-        UsageError: there is none.
-    """
-    known = families()
-    if name not in known:
-        raise UsageError(f"--family {name}", f"is none of {', '.join(known)}")
-    return known[name]
+
+def _called(name: object) -> list[Family]:
+    return [f for f in families().values() if name in (f.name, f.config["model_type"])]
 
 
 def fitting(traits: Traits) -> Family | None:
@@ -106,28 +110,43 @@ def need(traits: Traits, name: str | None = None) -> Family:
     """The family that the user names, else the one that fits.
 
     Raises:
-        UnsupportedError: it differs, or none fits; naming in what.
+        UsageError: there is none of that name.
+        UnsupportedError: the model differs from it, or none fits; naming in what.
     """
+    found = of_name(name) if name is not None else list(families().values())
+    fits = next((family for family in found if not family.unlike(traits)), None)
+    if fits is not None:
+        return fits
+    nearest = min(found, key=lambda family: len(family.unlike(traits)))
+    differs = "; ".join(nearest.unlike(traits))
     if name is not None:
-        family = named(name)
-        problems = family.unlike(traits)
-        if problems:
-            raise UnsupportedError(
-                traits.source,
-                f"is no {name} model: {'; '.join(problems)}",
-                f"{_REMEDY.partition(',')[0]} of {', '.join(families())}",
-            )
-        return family
-    found = fitting(traits)
-    if found is not None:
-        return found
-    nearest = min(families().values(), key=lambda f: len(f.unlike(traits)))
+        raise UnsupportedError(
+            traits.source,
+            f"is no {name} model: {differs}",
+            f"name another family with --family: {', '.join(families())}; or --names source",
+        )
     raise UnsupportedError(
         traits.source,
         "is like no model of transformers that reshard has a table of; the nearest is"
-        f" {nearest.name}, but {'; '.join(nearest.unlike(traits))}",
-        _REMEDY,
+        f" {nearest.name}, but {differs}",
+        "keep the source's names with --names source",
     )
+
+
+def of_name(name: str) -> list[Family]:
+    """The families of a name, or of a config's ``model_type``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = _called(name)
+    if not found:
+        raise UsageError(
+            f"family {name!r}",
+            f"is none that reshard has a table of: {', '.join(families())}",
+            "name one whose names are the same with --family NAME",
+        )
+    return found
 
 
 def fields_of(config: Mapping[str, Any]) -> list[str]:
@@ -143,17 +162,76 @@ def trait_names() -> frozenset[str]:
     return frozenset(own)
 
 
-def of_model_type(name: str) -> Family:
-    """The family of a config's ``model_type``.
+# The other way: traits of a config
+
+
+def of_config(
+    config: Mapping[str, Any], source: str, name: str | None = None
+) -> tuple[Family, Traits]:
+    """The family of a transformers config, every default filled in, and the model's traits.
+
+    Args:
+        name: of the family, where the user gives one; None: the config's ``model_type``.
 
     Raises:
-        UnsupportedError: there is none.
+        UsageError: there is no such family, or the config is of none.
+        UnsupportedError: the config says what models of the family do not have.
     """
-    found = families().get(name)
-    if found is None:
-        raise UnsupportedError(
-            f"model_type {name!r}",
-            f"is none that reshard has a table of: {', '.join(families())}",
-            "name one whose names are the same with --family NAME",
-        )
-    return found
+    found = of_name(name or str(config.get("model_type")))
+    problems: list[str] = []
+    for family in found:
+        traits, odd = _traits(family, _flat(config), source)
+        problems = [*odd, *family.unlike(traits)]
+        if not problems:
+            return family, traits
+    raise UnsupportedError(
+        source, f"is of no {found[-1].name} model as reshard knows it: {'; '.join(problems)}"
+    )
+
+
+def _traits(family: Family, config: Mapping[str, Any], source: str) -> tuple[Traits, list[str]]:
+    """What a family's lines read in a config, and what they cannot."""
+    own = {field.name for field in fields(Traits)}
+    values: dict[str, Any] = {
+        name: wanted
+        for name, wanted in family.when.items()
+        if name in own and wanted != _ANY and not isinstance(wanted, list)
+    }
+    odd, read = [], dict[str, Any]()
+    for key, line in family.config.items():
+        if key in _NAMING or key not in config:
+            continue
+        match = _FIELD.fullmatch(line) if isinstance(line, str) else None
+        name = _INVERSE.get(match[1], match[1]) if match else ""
+        value = _ALIKE.get(config[key], config[key]) if name == "activation" else config[key]
+        known = read.get(name, value) if match else line
+        if value != known:
+            odd.append(f"{key} is {value}, not {known}")
+        elif name in own:
+            values[name] = read[name] = tuple(value) if isinstance(value, list) else value
+    traits = Traits(source=source, **values)
+    hidden, heads = traits.hidden, traits.heads
+    return (
+        replace(
+            traits,
+            groups=traits.groups or heads,
+            head_dim=traits.head_dim or (hidden // heads if hidden and heads else None),
+            ffn=traits.ffn or (4 * hidden if hidden else None),
+        ),
+        odd,
+    )
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the names that transformers before version 5 had."""
+    flat = dict(config)
+    if "num_local_experts" in flat:
+        flat.setdefault("num_experts", flat["num_local_experts"])
+    rope = flat.pop("rope_parameters", None)
+    if isinstance(rope, Mapping):
+        rest = dict(rope)
+        theta, part = rest.pop("rope_theta", None), rest.pop("partial_rotary_factor", None)
+        flat |= {key: theta for key in ("rope_theta", "rotary_emb_base") if theta is not None}
+        flat |= {"rotary_pct": part} if part is not None else {}
+        flat["rope_scaling"] = None if rest.get("rope_type") == "default" else rest
+    return flat

@@ -14,7 +14,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Key, Manifest, ParamGroup, keyed
-from reshard.model_parallel import forms, moves
+from reshard.model_parallel import forms, moves, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
@@ -278,9 +278,7 @@ class _ToHf(_Renaming):
                 "give the true size: --vocab-size N",
             )
         self.notes[f"padding rows {words} to {rows - 1} of the vocabulary taken off"] = None
-        kept = moves.row_moves(entry.shape, [(0, 0, words)])
-        shape = (words, *entry.shape[1:])
-        return replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, kept)))
+        return vocabulary.first_rows(entry, words)
 
 
 class _FromHf(_Renaming):

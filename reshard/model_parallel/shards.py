@@ -52,10 +52,10 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
                 "the files are of different runs, or a rule says the wrong cut: see --rules",
             )
     if split.dim is None or len(pieces) == 1:
-        copies = first.chunks
+        held: Sequence[Chunk] = first.chunks
         for piece in pieces[1:]:
-            copies = side_by_side(copies, piece.chunks)
-        return replace(first, chunks=copies)
+            held = side_by_side(held, piece.chunks)
+        return replace(first, chunks=tuple(held))
     extents = [piece.shape[split.dim] for piece in pieces]
     shape = _with(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []

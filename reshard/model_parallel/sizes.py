@@ -36,7 +36,12 @@ class Sizes:
         return self.model == self.expert == 1
 
     def __str__(self) -> str:
-        named = (("tp", self.tensor), ("pp", self.pipeline), ("ep", self.expert))
+        named = (
+            ("tp", self.tensor),
+            ("pp", self.pipeline),
+            ("ep", self.expert),
+            ("vpp", self.virtual),
+        )
         return " ".join(f"{name}={size}" for name, size in named if size > 1)
 
 
@@ -53,6 +58,7 @@ def world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -
 
     Args:
         world, data: ranks in all, and those that see different data, where they are asked for.
+        before: of the source; from a single one there are as many as a copy of the model takes.
 
     Raises:
         UsageError: the numbers do not go together.
@@ -63,7 +69,8 @@ def world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -
             f"is not --dp {data} times {sizes.model} model-parallel ranks",
             f"leave it out: {data * sizes.model} ranks then",
         )
-    found = data * sizes.model if data is not None else world or before
+    as_before = before if before > 1 else sizes.model * sizes.expert
+    found = data * sizes.model if data is not None else world or as_before
     if found % sizes.model:
         raise UsageError(
             f"{found} ranks",

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.errors import UnsupportedError
 from reshard.model_parallel.architecture import Architecture
-from reshard.unpickle import Call, Global
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
@@ -25,6 +25,7 @@ class Traits:
         grouped: whether several heads share a key and a value.
         linear_bias: whether all projections have biases; ``qkv_bias`` those of attention's input.
         parallel_residual: whether attention and feed-forward layer see the same input.
+        dense_layers: numbers of those without experts, in a model that has some.
         renormalised: whether the chosen experts' weights add up to one.
         odd: what no model of transformers that a table describes has, in words.
     """
@@ -55,12 +56,13 @@ class Traits:
     residual_after_norm: bool = False
     parallel_residual: bool = False
     experts: int | None = None
+    dense_layers: tuple[int, ...] = ()
     top_k: int | None = None
     expert_ffn: int | None = None
     shared_ffn: int | None = None
     shared_gate: bool = False
     renormalised: bool = True
-    aux_loss: float | None = None
+    aux_loss: float = 0.0
     tied: bool = False
     odd: tuple[str, ...] = field(default=())
 
@@ -78,6 +80,11 @@ class Traits:
     def is_sparse(self) -> bool:
         """Whether its layers have experts."""
         return self.experts is not None
+
+    @property
+    def is_all_sparse(self) -> bool:
+        """Whether every layer has experts."""
+        return self.is_sparse and not self.dense_layers
 
     @property
     def has_shared_expert(self) -> bool:
@@ -106,8 +113,8 @@ class Traits:
 def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
     """The traits in the arguments that Megatron-LM and its forks keep in a checkpoint.
 
-    The size of the vocabulary without padding is not among them: ``vocab_size`` may lack the
-    tokens that the tokenizer adds, and most often is None.
+    Args:
+        args: plain values; an enum is ``{"class": ..., "args": (number,)}``.
 
     Sources: Megatron-LM core_v0.16.1 ``training/arguments.py`` (defaults, and
     ``core_transformer_config_from_args``), ``core/transformer/mlp.py`` (which activation runs);
@@ -127,6 +134,7 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
         groups=_groups(args, heads),
         head_dim=head_dim,
         ffn=ffn,
+        vocab=_vocabulary(args),
         padded_vocab=_number(args, "padded_vocab_size"),
         positions=_positions(args),
         max_positions=_number(args, "max_position_embeddings"),
@@ -144,6 +152,7 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
         embedding_norm=bool(args.get("embed_layernorm")),
         residual_after_norm=bool(args.get("apply_residual_connection_post_layernorm")),
         experts=experts,
+        dense_layers=_dense_layers(args) if experts else (),
         top_k=_number(args, "moe_router_topk") if experts else None,
         expert_ffn=(_number(args, "moe_ffn_hidden_size") or ffn) if experts else None,
         shared_ffn=_number(args, "moe_shared_expert_intermediate_size") if experts else None,
@@ -155,6 +164,79 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
         tied=not args.get("untie_embeddings_and_output_weights"),
         odd=tuple(_odd(args, experts)),
     )
+
+
+def as_megatron(traits: Traits) -> dict[str, Any]:
+    """The arguments that make megatron-core build such a model: the way back of `of_megatron`.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    lacking = [
+        *traits.odd,
+        *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
+        *(["a norm of the embedding"] * traits.embedding_norm),
+        *(["norms before residual connections"] * traits.residual_after_norm),
+        *(["attention beside the feed-forward layer"] * traits.parallel_residual),
+    ]
+    scaling = dict(traits.rope_scaling or {})
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
+        lacking.append(f"rotations scaled as {scaling}")
+    if lacking:
+        raise UnsupportedError(
+            traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
+        )
+    gelu = not traits.gated and traits.activation.startswith("gelu")
+    args = {
+        "num_layers": traits.layers,
+        "hidden_size": traits.hidden,
+        "ffn_hidden_size": traits.ffn,
+        "num_attention_heads": traits.heads,
+        "kv_channels": traits.head_dim,
+        "group_query_attention": traits.grouped,
+        "num_query_groups": traits.groups if traits.grouped else 1,
+        "max_position_embeddings": traits.max_positions,
+        "position_embedding_type": "rope" if traits.positions == "rope" else "learned_absolute",
+        "rotary_base": int(traits.rope_theta or 10000),
+        "rotary_percent": traits.rotary_percent,
+        "rotary_interleaved": False,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": scaling.get("factor", 8.0) if kind == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
+        "window_size": (traits.window - 1, 0) if traits.window else None,
+        "swiglu": traits.gated,
+        "squared_relu": traits.activation == "relu2",
+        "bias_gelu_fusion": gelu and traits.activation != "gelu",  # which is the approximation
+        "normalization": "RMSNorm" if traits.norm == "rmsnorm" else "LayerNorm",
+        "norm_epsilon": traits.norm_eps,
+        "layernorm_epsilon": traits.norm_eps,
+        "apply_layernorm_1p": False,
+        "add_bias_linear": traits.linear_bias,
+        "add_qkv_bias": traits.qkv_bias and not traits.linear_bias,
+        "qk_layernorm": traits.qk_norm,
+        "untie_embeddings_and_output_weights": not traits.tied,
+        "vocab_size": traits.vocab,
+        "num_experts": traits.experts,
+    }
+    if traits.experts:
+        dense = [int(number not in traits.dense_layers) for number in range(traits.layers or 0)]
+        args |= {
+            "moe_layer_freq": dense if traits.dense_layers else 1,
+            "moe_router_topk": traits.top_k,
+            "moe_router_pre_softmax": not traits.renormalised,
+            "moe_ffn_hidden_size": traits.expert_ffn,
+            "moe_shared_expert_intermediate_size": traits.shared_ffn,
+            "moe_shared_expert_gate": traits.shared_gate,
+            "moe_aux_loss_coeff": traits.aux_loss,
+        }
+    return args
+
+
+def _is_built_in(scaling: Mapping[str, Any]) -> bool:
+    """Whether Megatron scales rotations with these numbers, all but the factor being its own."""
+    known = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    return all(scaling.get(name, value) == value for name, value in known.items())
 
 
 def _number(args: Mapping[str, Any], name: str) -> int | None:
@@ -175,12 +257,35 @@ def _groups(args: Mapping[str, Any], heads: int | None) -> int | None:
     return _number(args, "num_key_value_heads") or heads
 
 
+def _vocabulary(args: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding that are words.
+
+    ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
+    end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
+    """
+    size = _number(args, "vocab_size")
+    if size is None:
+        return None
+    size += args.get("tokenizer_type") == "NullTokenizer"
+    return min(size, _number(args, "padded_vocab_size") or size)
+
+
+def _dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of ``moe_layer_freq``: N for experts in every N-th layer, or 0 and 1 for each."""
+    value, layers = args.get("moe_layer_freq"), _number(args, "num_layers") or 0
+    if isinstance(value, (list, tuple)):
+        return tuple(number for number, sparse in enumerate(value) if not sparse)
+    every = value if type(value) is int and value > 0 else 1
+    return tuple(number for number in range(layers) if number % every)
+
+
 def _positions(args: Mapping[str, Any]) -> str:
     if args.get("use_rotary_position_embeddings") or args.get("use_alibi_position_embeddings"):
         return "rope" if args.get("use_rotary_position_embeddings") else "alibi"
     value = args.get("position_embedding_type")
-    if isinstance(value, Call):
-        return _ENUMERATED.get(*value.args, "unknown") if len(value.args) == 1 else "unknown"
+    if isinstance(value, Mapping):
+        numbers = value.get("args")
+        return _ENUMERATED.get(numbers[0], "unknown") if numbers else "unknown"
     if value is None:
         return "learned" if args.get("add_position_embedding", True) else "none"
     return _POSITIONS.get(str(value), str(value))
@@ -215,10 +320,10 @@ def _activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
     return "gelu_pytorch_tanh" if fused or args.get("openai_gelu") else "gelu"
 
 
-def _aux_loss(args: Mapping[str, Any]) -> float | None:
+def _aux_loss(args: Mapping[str, Any]) -> float:
     value = args.get("moe_aux_loss_coeff")
     value = value[0] if isinstance(value, list) and value else value
-    return float(value) if isinstance(value, (int, float)) else None
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
@@ -238,9 +343,6 @@ def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
         "residual connections scaled by depth (mup)": args.get("use_mup"),
     }
     if experts:
-        found["dense layers among those with experts (moe_layer_freq)"] = args.get(
-            "moe_layer_freq"
-        ) not in (None, 1)
         found["routing by a sigmoid (moe_router_score_function)"] = args.get(
             "moe_router_score_function"
         ) not in (None, "softmax")
@@ -248,4 +350,4 @@ def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
         found["scaled routing (moe_router_topk_scaling_factor)"] = args.get(
             "moe_router_topk_scaling_factor"
         ) not in (None, 1, 1.0)
-    return [what for what, is_so in found.items() if is_so and not isinstance(is_so, Global)]
+    return [what for what, is_so in found.items() if is_so]

@@ -57,6 +57,8 @@ def test_the_truth_has_every_state_of_every_parameter(megatron_case, case):
     main = {"fp32_param"} if CASES[case].precision != "fp32" or CASES[case].distributed else set()
     assert truth["params"].keys() == truth["optimizer"].keys() == truth["steps"].keys()
     assert set(truth["steps"].values()) == {3.0}
+    grouped = [name for group in truth["groups"] for name in group["params"]]
+    assert sorted(grouped) == sorted(truth["params"])
     for name, slots in truth["optimizer"].items():
         assert slots.keys() == {"exp_avg", "exp_avg_sq"} | main
         assert all(slot.shape == truth["params"][name].shape for slot in slots.values())
@@ -85,33 +87,27 @@ def test_another_grid_goes_on_alike(megatron_case, went_on, grid):
         assert torch.equal(found["params"][name][: len(value)], value)
 
 
-def damaged(folder, out, damage):
-    """A copy of a one-rank checkpoint whose ``model_optim_rng.pt`` went through ``damage``."""
-    shutil.copytree(folder, out)
-    (path,) = out.glob("iter_*/mp_rank_00/model_optim_rng.pt")
-    state = torch.load(path, weights_only=False, map_location="cpu")
-    damage(state)
-    torch.save(state, path)
-    return loading("llama", out)
-
-
 def test_the_loader_refuses_what_is_not_whole_and_feels_what_is_not_the_same(
     megatron_case, tmp_path
 ):
-    def lose(state):
-        del state["model"]["decoder.layers.1.mlp.linear_fc2.weight"]
+    displaced = shutil.copytree(megatron_case("llama_tp2pp2") / "torch", tmp_path / "displaced")
+    first, last = (displaced / "iter_0000003" / f"mp_rank_00_00{stage}" for stage in (0, 1))
+    shutil.copy(first / "model_optim_rng.pt", last / "model_optim_rng.pt")
 
-    def swap(state):
-        moments = state["optimizer"]["state"][0]
-        moments["exp_avg"], moments["exp_avg_sq"] = moments["exp_avg_sq"], moments["exp_avg"].abs()
+    source = megatron_case("llama_distopt_tp2dp2")
+    negated = shutil.copytree(source / "torch", tmp_path / "negated")
+    path = negated / "iter_0000003" / "mp_rank_01" / "distrib_optim.pt"
+    state = torch.load(path)
+    (buffer,) = state[0].values()
+    buffer["exp_avg"] = -buffer["exp_avg"]
+    torch.save(state, path)
 
-    folder = megatron_case("llama")
     cases = {
-        "lost": damaged(folder / "torch", tmp_path / "lost", lose),
-        "swapped": damaged(folder / "torch", tmp_path / "swapped", swap),
+        "displaced": loading("llama_tp2pp2", displaced),
+        "negated": loading("llama_distopt_tp2dp2", negated),
     }
-    with pytest.raises(JudgeError, match=r"decoder\.layers\.1\.mlp\.linear_fc2\.weight"):
+    with pytest.raises(JudgeError, match=r"Missing key.*final_layernorm"):
         load_all(tmp_path / "out", cases)
-    source, found = truth_of(folder), truth_of(tmp_path / "out" / "swapped")
-    assert torch.equal(found["losses"], source["losses"])
-    assert found["later"] != source["later"]
+    wanted, found = truth_of(source), truth_of(tmp_path / "out" / "negated")
+    assert torch.equal(found["losses"], wanted["losses"])
+    assert found["later"] != wanted["later"]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 OPTIONAL = "fairscale lightning peft torchtitan verl"
-MEGATRON = "files models run truth"
+MEGATRON = "files fused models run truth"
 collect_ignore = [f"library_{library}.py" for library in OPTIONAL.split()]
 collect_ignore += [f"megatron_{part}.py" for part in MEGATRON.split()]

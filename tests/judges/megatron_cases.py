@@ -36,18 +36,21 @@ LLAMA = {
     "position_embedding_type": "rope",
     "tied": False,
 }
+GPT2: dict[str, Any] = {
+    "num_query_groups": 4,
+    "ffn_hidden_size": 64,
+    "gated_linear_unit": False,
+    "activation_func": "gelu",
+    "normalization": "LayerNorm",
+    "add_bias_linear": True,
+    "position_embedding_type": "learned_absolute",
+    "tied": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
-    "gpt2": {
-        "num_query_groups": 4,
-        "ffn_hidden_size": 64,
-        "gated_linear_unit": False,
-        "activation_func": "gelu",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "position_embedding_type": "learned_absolute",
-        "tied": True,
-    },
+    "llama_fused": LLAMA | {"fused": True},
+    "gpt2": GPT2,
+    "gpt2_fused": GPT2 | {"fused": True},
     "qwen2": LLAMA | {"num_query_groups": 4, "num_attention_heads": 8, "add_qkv_bias": True},
     "qwen3": LLAMA | {"kv_channels": 16, "qk_layernorm": True, "tied": True},
     "mixtral": LLAMA | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
@@ -67,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_layer_freq": [0, 1, 1, 1],
     },
 }
-"""Name -> what differs from ``megatron_models.COMMON``; ``OF_GPT`` there says what is not config."""
+"""Name -> what differs from ``megatron_models.COMMON``; ``OF_GPT`` there are not config."""
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,12 @@ class Case:
         return self.padded or -(-self.vocabulary // step) * step
 
 
-BOTH = ("torch", "torch_dist", "torch_dist_fully_reshardable")
-EVERY = (*BOTH, "torch_dist_gather_scatter")
+SHARDED: dict[str, Any] = {
+    "distributed": True,
+    "forms": ("torch", "torch_dist", "torch_dist_fully_reshardable"),
+}
+EVERY = SHARDED | {"forms": (*SHARDED["forms"], "torch_dist_gather_scatter")}
+BUCKETS = SHARDED | {"bucket": 6000}
 _ROWS = [
     Case("llama", "llama", Grid(), "fp32", adam="torch"),
     Case("llama_tp2pp2", "llama", Grid(tp=2, pp=2), "fp32", adam="torch"),
@@ -166,19 +173,16 @@ _ROWS = [
     Case("llama_uneven", "llama", Grid(pp=2, first=1)),
     Case("llama_tp4", "llama", Grid(tp=4)),
     Case("llama_odd_tp2", "llama", Grid(tp=2), vocabulary=101),
-    Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), distributed=True, forms=EVERY),
-    Case("llama_buckets_dp2", "llama", Grid(dp=2), distributed=True, bucket=6000, forms=BOTH),
-    Case("llama_fp32_distopt_pp2dp2", "llama", Grid(pp=2, dp=2), "fp32", True, forms=BOTH),
+    Case("llama_distopt_tp2dp2", "llama", Grid(tp=2, dp=2), **EVERY),
+    Case("llama_buckets_dp2", "llama", Grid(dp=2), **BUCKETS),
+    Case("llama_fp32_distopt_pp2dp2", "llama", Grid(pp=2, dp=2), "fp32", **SHARDED),
     Case("llama_fp16_tp2", "llama", Grid(tp=2), "fp16"),
     Case("gpt2_tp2pp2", "gpt2", Grid(tp=2, pp=2)),
     Case("gpt2_tp2", "gpt2", Grid(tp=2), "fp32", vocabulary=90),
-    Case(
-        "gpt2_buckets_pp2dp2", "gpt2", Grid(pp=2, dp=2), distributed=True, bucket=6000, forms=BOTH
-    ),
-    Case(
-        "gpt2_vpp_distopt", "gpt2", Grid(pp=2, vpp=2, dp=2), distributed=True, bucket=6000,
-        forms=BOTH,
-    ),
+    Case("gpt2_buckets_pp2dp2", "gpt2", Grid(pp=2, dp=2), **BUCKETS),
+    Case("gpt2_vpp_distopt", "gpt2", Grid(pp=2, vpp=2, dp=2), **BUCKETS),
+    Case("llama_fused_tp2pp2", "llama_fused", Grid(tp=2, pp=2)),
+    Case("gpt2_fused_distopt_tp2dp2", "gpt2_fused", Grid(tp=2, dp=2), **SHARDED),
     Case("qwen2_tp4_sp", "qwen2", Grid(tp=4, sp=True)),
     Case("qwen3_tp2pp2", "qwen3", Grid(tp=2, pp=2), "fp32"),
     Case("mixtral", "mixtral", Grid()),
@@ -187,11 +191,9 @@ _ROWS = [
     Case("mixtral_tp2ep2_sp", "mixtral", Grid(tp=2, dp=2, ep=2, sp=True)),
     Case("mixtral_pp2ep2", "mixtral", Grid(pp=2, dp=2, ep=2)),
     Case("mixtral_tp2ep4_etp1", "mixtral", Grid(tp=2, dp=2, ep=4, etp=1, sp=True), "fp32"),
-    Case(
-        "mixtral_distopt_ep2dp4", "mixtral", Grid(dp=4, ep=2), distributed=True, forms=BOTH
-    ),
+    Case("mixtral_distopt_ep2dp4", "mixtral", Grid(dp=4, ep=2), **SHARDED),
     Case("mixtral_grouped_ep2", "mixtral_grouped", Grid(dp=2, ep=2)),
     Case("mixtral_grouped_tp2", "mixtral_grouped", Grid(tp=2, sp=True)),
     Case("qwen_moe_ep2", "qwen_moe", Grid(dp=2, ep=2)),
-]  # fmt: skip
+]
 CASES = {case.name: case for case in _ROWS}

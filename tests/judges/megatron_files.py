@@ -47,8 +47,13 @@ def save(run: Run, place: Path, form: str) -> None:
     dist.barrier()
 
 
+@torch.no_grad()
 def load(run: Run, place: Path, form: str) -> None:
-    """``load_checkpoint``, strict; every rank calls it."""
+    """``load_checkpoint``, strict; every rank calls it.
+
+    Without gradients, as Megatron-core 0.16.1 copies into views of parameters when a distributed
+    optimizer of a float32 model is loaded, which autograd refuses.
+    """
     base = place / f"iter_{int((place / TRACKER).read_text()):07d}"
     state = _load_legacy(base) if form == "torch" else _load_dist(run, base)
     for i, chunk in enumerate(run.chunks):
@@ -228,7 +233,7 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         moe_grouped_gemm=family.get("moe_grouped_gemm", False),
         moe_use_legacy_grouped_gemm=family.get("moe_use_legacy_grouped_gemm", False),
         moe_token_dispatcher_type="allgather",
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if family.get("fused") else "local",
         attention_backend=AttnBackend.unfused,
         model_type=ModelType.encoder_or_decoder,
         params_dtype=DTYPES[case.precision],

@@ -35,7 +35,7 @@ __all__ = [
     "make_all",
 ]
 
-WORKER, LIMIT_S = "tests.judges.megatron_worker", 120.0
+WORKER, LIMIT_S = "tests.judges.megatron_worker", 180.0
 
 
 def make_all(out: Path, names: Iterable[str] | None = None) -> dict[str, CaseResult]:

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
+from tests.judges import megatron_fused
 from tests.judges.megatron_cases import FAMILIES, SEQUENCE
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ COMMON = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 1234
-OF_GPT = ("position_embedding_type", "tied")
+OF_GPT = ("position_embedding_type", "tied", "fused")
 
 
 def lay_grid(grid: Grid) -> None:
@@ -102,6 +103,8 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     chunk = stage if case.grid.vpp else None
     if config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=chunk)
+    elif family.get("fused"):
+        spec = megatron_fused.layer_spec(qk_layernorm=config.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=config.qk_layernorm, normalization=config.normalization

@@ -32,7 +32,7 @@ def whole(run: Run) -> dict[str, Any]:
         "frozen": [],
         "optimizer": {name: _full(slots) for name, slots in held.items()},
         "steps": steps,
-        "groups": [_hyper(group, names) for group in _groups(run)],
+        "groups": _groups(run, names),
         "scheduler": run.scheduler.state_dict(),
         "step": run.step,
         "tokens": batch(run.case, EVALUATED),
@@ -89,6 +89,7 @@ def _gathered(held: dict[str, Any] | None, group: Any) -> dict[str, Tensor]:
     return {name: torch.cat([part[name] for part in found]) for name in SLOTS}
 
 
+@torch.no_grad()
 def _give(optimizer: DistributedOptimizer, param: Tensor, slots: dict[str, Tensor]) -> None:
     """Set this rank's part."""
     if param in optimizer.model_param_group_index_map:
@@ -139,8 +140,15 @@ def _full(slots: dict[str, Any]) -> dict[str, Tensor]:
     return {name: v if shape is None else v.view(shape) for name, v in slots.items()}
 
 
-def _groups(run: Run) -> list[dict[str, Any]]:
-    return [group for optimizer in _optimizers(run) for group in optimizer.param_groups]
+def _groups(run: Run, names: dict[Tensor, str]) -> list[dict[str, Any]]:
+    """Param groups of all optimizers in order, their parameters by name."""
+    found = []
+    for optimizer in _optimizers(run):
+        mains = _mains(run, optimizer)
+        for group in optimizer.param_groups:
+            params = [names[mains[main]] for main in group["params"]]
+            found.append({**group, "params": params})
+    return found
 
 
 def _steps(run: Run) -> dict[Tensor, float]:
@@ -168,10 +176,6 @@ def _mains(run: Run, optimizer: Any) -> dict[Tensor, Tensor]:
             main = getattr(param, "main_param", None)
             found[param if main is None else main] = param
     return found
-
-
-def _hyper(group: dict[str, Any], names: dict[Tensor, str]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k != "params"}
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import multiprocessing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,14 @@ PRELOADED = (
 
 def work(job: ranks.Job, rank: int) -> None:
     """Train and save, or load and go on; then have Megatron make one rank's model of it."""
+    try:
+        _work(job, rank)
+    finally:  # a rank ends at once, and would leave the process that Megatron keeps for its queue
+        for child in multiprocessing.active_children():
+            child.kill()
+
+
+def _work(job: ranks.Job, rank: int) -> None:
     import torch
     import torch.distributed as dist
 

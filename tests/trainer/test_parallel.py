@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ COMMON = {
     "schedule_steps": END,
 }
 ONE = {"strategy": "fsdp2", "tp": 1, "pp": 1, "ep": 1, "pp_schedule": "1f1b"}
+EXPERTS = {"model": "tiny-mixtral"}
 RANKS, WHOLE, LOCAL = (
     {"sharded_files": "rank"},
     {"state_dict_type": "full"},
@@ -44,6 +47,11 @@ GRIDS = {  # ranks, and how the trainer is asked for them
     "tp2 dp2 local": (4, {**ONE, **LOCAL, "tp": 2}),
     "pp2 tp2": (4, {**ONE, "pp": 2, "tp": 2}),
     "pp2 tp2 ranks": (4, {**ONE, **RANKS, "pp": 2, "tp": 2}),
+    "experts": (1, {**ONE, **EXPERTS}),
+    "ep2": (2, {**ONE, **EXPERTS, "ep": 2}),
+    "ep2 dp2": (4, {**ONE, **EXPERTS, "ep": 2}),
+    "ep2 tp2 ddp": (4, {**ONE, **EXPERTS, "strategy": "ddp", "ep": 2, "tp": 2}),
+    "ep2 pp2 ranks": (4, {**ONE, **EXPERTS, **RANKS, "ep": 2, "pp": 2}),
     "pp2 dp2 bf16": (4, {**ONE, "strategy": "ddp", "pp": 2, "precision": "bf16"}),
     "pp2 dp2 fp16": (
         4,
@@ -58,6 +66,9 @@ ELSEWHERE = (  # from -> to
     ("tp2 whole", "pp2"),
     ("dp2", "pp2 tp2"),
     ("pp2", "tp2 dp2"),
+    ("ep2 dp2", "experts"),
+    ("ep2 tp2 ddp", "ep2"),
+    ("experts", "ep2 dp2"),
 )
 NOISE = 1e-6  # relative: matrix products of other shapes, sums in another order
 BITWISE = ("pp2", "pp2 gpipe")  # stages alone change neither products nor sums
@@ -115,9 +126,9 @@ def resumed(runs, place):
     return trained(jobs)
 
 
-@pytest.mark.parametrize("grid", [g for g in GRIDS if "16" not in g and "tied" not in g])
+@pytest.mark.parametrize("grid", [g for g in GRIDS if not re.search("16|tied|experts", g)])
 def test_every_grid_trains_as_one_rank_does(runs, grid):
-    run, one = runs[grid], runs["one"]
+    run, one = runs[grid], runs["experts" if "ep2" in grid else "one"]
     assert run.values() == pytest.approx(one.values(), rel=NOISE)
     norms, expected = ([float.fromhex(norm) for norm in each.norms] for each in (run, one))
     assert norms == pytest.approx(expected, rel=NOISE)
@@ -145,7 +156,9 @@ def test_another_grid_goes_on_within_noise(runs, resumed, source, target):
     assert resumed[source, target].values() == pytest.approx(rest, rel=NOISE)
 
 
-@pytest.mark.parametrize("grid", ["tp2", "tp2 tied", "tp2 dp2", "pp2 tp2", "tp2 dp2 ddp"])
+@pytest.mark.parametrize(
+    "grid", ["tp2", "tp2 tied", "tp2 dp2", "pp2 tp2", "ep2 dp2", "ep2 tp2 ddp"]
+)
 def test_the_whole_model_in_plain_transformers_has_the_same_loss(runs, place, grid, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -180,6 +193,16 @@ def test_a_rank_file_has_what_tensor_and_data_parallelism_leave_of_each_paramete
     assert not set(first) & set(last)
 
 
+def test_a_rank_file_has_some_experts_of_each_layer(runs, place):
+    saved = place / "ep2_pp2_ranks" / f"global_step{END}"
+    for rank in range(4):
+        weights = torch.load(saved / f"pytorch_model_fsdp_0_rank{rank}.bin", weights_only=True)
+        stack = weights[f"model.layers.{rank // 2}.mlp.experts.gate_up_proj"]
+        assert stack.shape == (4, 184, 64)
+        assert stack.to_local().shape == (2, 184, 64)
+        assert stack.device_mesh.mesh_dim_names == ("dp_shard", "ep")
+
+
 REFUSED = (
     ({"tp": 2, "strategy": "zero3"}, "flat partitions.*fsdp2"),
     ({"pp": 2, "strategy": "zero1"}, "zero1 has no tp 1 x pp 2"),
@@ -207,6 +230,8 @@ UNFIT = (
     (2, {"pp": 2, "model": "tiny-gpt2", "dropout": 0}, "no model.embed_tokens"),
     (2, {"tp": 2, "model": "tiny-gpt2", "dropout": 0.1}, "resid_pdrop is 0.1|dropout is 0.1"),
     (2, {"pp": 2, "tie_embeddings": True}, "tied embeddings.*--no-tie-embeddings"),
+    (2, {"ep": 2}, "ep 2, and LlamaForCausalLM has no layers with stacked experts"),
+    (4, {"ep": 4, "model": "tiny-llama"}, "no layers with stacked experts"),
     (4, {"tp": 4}, "tp 4 does not divide num_key_value_heads 2"),
     (4, {"pp": 4}, "pp 4, and the model has 2 layers"),
 )
@@ -235,14 +260,10 @@ def test_a_model_that_cannot_be_cut_so_is_refused_by_name(world):
 
 
 def assert_says(message, why):
-    import re
-
     assert re.search(why, message, re.DOTALL), message
 
 
 def test_a_run_directory_from_before_model_parallelism_goes_on(tmp_path):
-    import json
-
     from trainer.checkpoint import state
 
     job = {**COMMON, "strategy": "ddp", "save": str(tmp_path / "run"), "log": str(tmp_path / "log")}

@@ -138,7 +138,7 @@ class _File:
             for optimizer, experts in zip(optimizers, (False, True), strict=False):
                 mine = [r for r in own if not ep_apart or r.expert == experts]
                 self._number(optimizer, [key for rule in mine for key in rule.keys])
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, ValueError) as error:
             raise CheckpointError(
                 f"{path} has not the form of Megatron-LM's torch format: {error!r}", _REMEDY
             ) from error

@@ -20,7 +20,7 @@ from trainer.engines.sharded import data_axes, quiet
 from trainer.errors import SettingsError
 from trainer.model import configuration
 from trainer.optimizer import ParamGroup
-from trainer.parallel import pipeline, tensor
+from trainer.parallel import experts, pipeline, tensor
 from trainer.ranks import Ranks
 from trainer.settings import Settings
 from trainer.zero.norm import norm
@@ -77,6 +77,8 @@ class GridEngine(Fsdp2Engine):
                 )
         if settings.tp > 1:
             tensor.cut(model, self.grid_mesh["tp"], config)
+        if settings.ep > 1:
+            experts.cut(model, self.grid_mesh["ep"])
         return model
 
     def _check(self, model: nn.Module) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
 from reshard import commit, formats, keys, weights
+from reshard.commands import naming
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import (
     OutputOptions,
@@ -37,6 +38,10 @@ class MergeOptions(OutputOptions):
     max_shard_bytes: int = 5 * 10**9
     hf_dir: Path | None = None
     tied: weights.Tied = "auto"
+    names: naming.Whose | None = None  # None: Hugging Face's for a directory, where they are known
+    family: str | None = None  # which of Hugging Face's models it is; None: as the source says
+    vocab_size: int | None = None  # rows that are words; None: as the source says
+    keep_padding: bool = False  # of the vocabulary
     edits: keys.Edits = field(default_factory=keys.Edits)
 
     def __post_init__(self) -> None:
@@ -47,6 +52,7 @@ class MergeOptions(OutputOptions):
         """
         OutputOptions.__post_init__(self)
         one_of("tied", self.tied, get_args(weights.Tied))
+        one_of("names", self.names, (None, *get_args(naming.Whose)))
 
 
 def merge(
@@ -120,8 +126,6 @@ def _prepare(
     *,
     is_directory: bool,
 ) -> _Job:
-    edited = keys.edit(manifest, options.edits)
-    chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     near = _near(source, manifest)
     try:
         companions = huggingface.companions(options.hf_dir, near)
@@ -129,6 +133,11 @@ def _prepare(
         if is_directory:
             raise
         companions = huggingface.Companions(None, None, ())  # a file needs no config
+    named = naming.chosen(manifest, _asked(options, companions, is_directory=is_directory))
+    if named.config is not None:
+        companions = replace(companions, config=dict(named.config))
+    edited = keys.edit(named.manifest, options.edits)
+    chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     with SourceFiles() as pool:
         untied = weights.settle_ties(
             chosen,
@@ -137,12 +146,31 @@ def _prepare(
             policy=options.tied,
             pool=pool,
         )
-        weights.check_replicas(chosen, manifest.files, pool)
+        held = [entry for entry, _ in chosen.tensors]
+        chosen.notes += weights.check_replicas(held, manifest.files, pool, options.replicas)
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
+    if companions.directory is None:
+        changes = []  # there is a config only if it is made for these weights
+        if companions.config is not None and is_directory:
+            kind = companions.config["architectures"][0]
+            changes = [f"config.json is made from what the source says: a {kind}"]
     check_skeleton(skeleton)
     _, window_bytes = options.budget()
     planned = plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
-    return _Job(edited, chosen, skeleton, planned, changes)
+    return _Job(edited, chosen, skeleton, planned, [*named.notes, *changes])
+
+
+def _asked(
+    options: MergeOptions, companions: huggingface.Companions, *, is_directory: bool
+) -> naming.Asked:
+    return naming.Asked(
+        whose=options.names or (None if is_directory or options.family else "source"),
+        family=options.family,
+        rules=options.rules,
+        words=options.vocab_size,
+        keep_padding=options.keep_padding,
+        config=companions.config,
+    )
 
 
 def _near(source: Path, manifest: Manifest) -> list[Path]:

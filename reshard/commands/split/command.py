@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from reshard import commit, formats, keys, weights
+from reshard.commands import naming
 from reshard.commands.companions import with_companions
+from reshard.commands.naming import Naming
 from reshard.commands.output import check_places, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split import rng
+from reshard.commands.split import for_megatron, rng
 from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
@@ -22,7 +24,7 @@ from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
-from reshard.manifest import Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan import plan
 
 
@@ -57,6 +59,14 @@ def split(
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
+        carried = list(manifest.entries.values())
+        if options.weights_only:
+            carried = list(manifest.of_kind(*WEIGHT_KINDS))
+        differing = weights.check_replicas(carried, manifest.files, pool, options.replicas)
+    named = naming.for_target(manifest, target.name, _asked(options), options.model)
+    if request.megatron is not None:
+        named = for_megatron.fitted(named, request.megatron)
+    manifest, request = named.manifest, replace(request, described=named.described)
     states = rng.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=states.states)
@@ -66,7 +76,7 @@ def split(
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = report_as
-    report.derived += [*made, *batch_notes]
+    report.derived += [*named.notes, *made, *batch_notes, *differing]
     states.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
@@ -79,7 +89,7 @@ def split(
         destination,
         options,
         is_directory=True,
-        look=lambda staging: _look(staging, skeleton, state, options),
+        look=lambda staging: _look(staging, skeleton, state, named, options),
         meter=meter,
     )
     report.overflowed = dict(outcome.overflowed)
@@ -88,6 +98,15 @@ def split(
     report.seconds = time.perf_counter() - began
     write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
     return report
+
+
+def _asked(options: SplitOptions) -> naming.Asked:
+    return naming.Asked(
+        whose=options.names,
+        family=options.family,
+        rules=options.rules,
+        words=options.vocab_size,
+    )
 
 
 def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:
@@ -99,47 +118,49 @@ def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Ske
     return with_companions(skeleton, state.manifest, beside=within)
 
 
-def _look(staging: Path, skeleton: Skeleton, state: Training, options: SplitOptions) -> None:
+def _look(
+    staging: Path, skeleton: Skeleton, state: Training, named: Naming, options: SplitOptions
+) -> None:
     """Read the output as a stranger would: its reader must find what was planned, and all of it.
 
     Raises:
         DifferentError: it is something else.
     """
-    seen = formats.read(staging, model=options.model, wrap=options.wrap)
+    seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
     planned = {
-        (str(staging / chunk.file), chunk.byte_offset, chunk.dtype): entry.fqn
+        (str(staging / chunk.file), chunk.byte_offset, chunk.dtype): named.own(entry.fqn)
         for entry in skeleton.entries
         for chunk in entry.chunks
         if chunk.box.volume
     }
     found = {
-        (chunk.file, chunk.byte_offset, chunk.dtype): entry.fqn
+        (chunk.file, chunk.byte_offset, chunk.dtype): named.own(entry.fqn)
         for entry in seen.entries.values()
         for chunk in entry.chunks
         if chunk.box.volume
     }
-    tied = state.manifest.tied
+    tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
     for place, fqn in found.items():
         if planned.get(place) not in (fqn, tied.get(fqn)):
             raise DifferentError(
                 place[0], f"holds {fqn!r} at byte {place[1]}, where {planned.get(place)!r} was put"
             )
-    _check_all(seen, state)
+    _check_all(seen, state, named)
 
 
-def _check_all(seen: Manifest, state: Training) -> None:
+def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
     """Every weight and every optimizer slot is there again.
 
     Raises:
         DifferentError: one is not.
     """
-    names = {entry.fqn for entry in seen.entries.values()} | seen.tied.keys()
-    slots = {(entry.kind, entry.fqn) for entry in seen.entries.values()}
+    names = {named.own(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)}
+    slots = {(entry.kind, named.own(entry.fqn)) for entry in seen.entries.values()}
     for weight in state.weights:
-        if weight.fqn not in names:
+        if named.own(weight.fqn) not in names:
             raise DifferentError(weight.fqn, "does not read back")
     for group in state.groups:
         for member in group.members:
             for slot, entry in member.slots.items():
-                if entry.numel and (slot, member.fqn) not in slots:
+                if entry.numel and (slot, named.own(member.fqn)) not in slots:
                     raise DifferentError(member.fqn, f"its {slot} does not read back")

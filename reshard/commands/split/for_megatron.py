@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard import dtypes
+from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UsageError
-from reshard.formats.megatron.target import Described, Wanted
+from reshard.formats.megatron.target import Wanted
 from reshard.formats.megatron.target.choice import Form, Impl
 from reshard.manifest import Manifest
+from reshard.model_parallel import vocabulary
 from reshard.model_parallel.sizes import Sizes
 
 _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
@@ -75,6 +78,14 @@ def _args(manifest: Manifest) -> Mapping[str, Any]:
     return config if manifest.origin.format == "megatron" and isinstance(config, dict) else {}
 
 
-def described(manifest: Manifest, options: SplitOptions) -> Described:
-    """The model, as far as the source or the user say."""
-    raise NotImplementedError
+def fitted(named: Naming, wanted: Wanted) -> Naming:
+    """A state with no more padding of the vocabulary than there will be."""
+    known = named.described
+    if known is None or known.architecture.vocab is None:
+        return named
+    words, layers = known.architecture.vocab, known.architecture.layers
+    rows = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    constants = {"layers": layers} if layers else {}
+    manifest, taken = vocabulary.cut_to(named.manifest, known.table, constants, rows)
+    said = f"{taken} rows of padding taken off the vocabulary: {words} are words"
+    return replace(named, manifest=manifest, notes=(*named.notes, *([said] * bool(taken))))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from reshard.commands import naming
 from reshard.commands.output import OutputOptions
 from reshard.commands.reading import one_of
 from reshard.errors import UsageError
@@ -38,7 +39,8 @@ class SplitOptions(OutputOptions):
     transformer_impl: megatron.Impl | None = None  # whose layers; None: the source's
     make_vocab_size_divisible_by: int | None = None  # None: the source's, else 128
     vocab_size: int | None = None  # rows that are words; None: what the source says
-    rules: Path | None = None  # lines that a table of parameters lacks
+    names: naming.Whose | None = None  # None: the source's, or those that the target needs
+    family: str | None = None  # which of Hugging Face's models it is; None: as the config says
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins
@@ -67,6 +69,7 @@ class SplitOptions(OutputOptions):
         one_of("state_dict_type", self.state_dict_type, (None, *targets.STATE_DICT_TYPES))
         one_of("fsdp_version", self.fsdp_version, targets.FSDP_VERSIONS)
         one_of("rng", self.rng, (None, *get_args(Policy)))
+        one_of("names", self.names, (None, *get_args(naming.Whose)))
         if self.to is not None:
             one_of("to", self.to, targets.NAMES)
         one_of("init_optimizer", self.init_optimizer, (None, *get_args(InitOptimizer)))

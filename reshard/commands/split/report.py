@@ -15,7 +15,7 @@ from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
 from reshard.plan import Plan
 
 SCHEMA = 1
-_OF_FORMS = ("deepspeed", "fsdp", "hf-trainer")
+_OF_FORMS = ("deepspeed", "fsdp", "hf-trainer", "megatron")
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "hf-trainer": "hf-trainer",
     "fsdp": "fsdp2",
     "megatron": "megatron",
+    "meta": "meta",
 }
 _STAGE = 2  # of a source that knows none
 _FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
@@ -61,7 +62,7 @@ def requested(
     _check_heeded(target, options)
     grid = _grid(options)
     parallel = _parallel(manifest, target, options)
-    before = int(manifest.origin.mesh.get("world", 1))
+    before = int(manifest.origin.mesh.get("world", 1)) if name != "meta" else 1
     world_size = sizes.world_size(parallel, options.world_size, options.dp, before)
     world_size = grid.world if grid else world_size
     if world_size < 1:
@@ -100,7 +101,6 @@ def requested(
                 if name == "megatron"
                 else None
             ),
-            described=for_megatron.described(manifest, options) if name == "megatron" else None,
         ),
         target,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import groups, huggingface
+from reshard.formats import groups, huggingface, megatron
 from reshard.formats.place import directory
 from reshard.formats.targets import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
@@ -28,6 +28,8 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
         IncompleteError: an optimizer is to be made, and nothing says which model it is of.
         UsageError: the model is another one.
     """
+    if options.to == megatron.NAME:  # whose tables know the model, and its order
+        return manifest, None
     shapes = Told(options.model, options.wrap).shapes() if options.model else None
     if not is_weights(manifest):
         return manifest, shapes

@@ -1,13 +1,15 @@
 """Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
 
     directory   where they lie, which rank each folder is of
-    arguments   the run's command line: sizes, the pipeline's layout, the model's numbers
+    arguments   the run's command line: sizes, the pipeline's layout
     names       local, global and stacked names
+    order       where a parameter stands in the model
     grouped     tensors that hold several parameters, or one in an old order
     buckets     the distributed optimizer's flat buffers
     groups      which param group a parameter is in
     optimizer   every form of a rank's optimizer
     rank        one rank's files
+    model       what a rank holds, where no file lists it
     legacy      the torch format: a folder a rank
     dist        the torch_dist format: DCP with Megatron's keys
     grid        the ranks' parts made one
@@ -42,7 +44,6 @@ def read(place: Place, table: Table | None = None) -> Manifest:
         CorruptError: files contradict each other.
         UsageError: one rank's part is given, or no rule says how a parameter is cut.
     """
-    directory.refuse_one_rank(place)
-    place = Place(place.directories)
+    place = directory.whole(place)
     table = table or builtin("megatron")
     return dist.read(place, table) if directory.is_dist(place) else legacy.read(place, table)

@@ -14,7 +14,6 @@ from typing import Any
 
 from reshard.errors import CorruptError
 from reshard.formats.values import plain
-from reshard.model_parallel.architecture import Architecture
 from reshard.unpickle import Call, Global
 
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
@@ -184,12 +183,21 @@ class Arguments:
             (r % self.etp for r in ranks if (r % self.tp, r // self.etp % self.ep) == (tp, ep)), 0
         )
 
+    def place_of(self, rank: int) -> tuple[int, int, int]:
+        """(tensor, pipeline, expert) of a global rank (initialize_model_parallel)."""
+        if self.flag("use_tp_pp_dp_mapping"):
+            pp = rank // self.tp % self.pp
+            rank = rank % self.tp + rank // (self.tp * self.pp) * self.tp
+        else:
+            stage = max(self.world // self.pp, 1)
+            pp, rank = rank // stage, rank % stage
+        return rank % self.tp, pp, rank // self.etp % self.ep
+
     def mesh(self) -> dict[str, int]:
         """The grid, as a manifest's origin has it."""
         mesh = {"world": self.world, "tp": self.tp, "pp": self.pp, "dp": self.dp}
-        for axis, size in (("vpp", self.vp), ("cp", self.cp), ("ep", self.ep)):
-            if size > 1:
-                mesh[axis] = size
+        rare = {"vpp": self.vp, "cp": self.cp, "ep": self.ep}
+        mesh |= {axis: size for axis, size in rare.items() if size > 1}
         if self.experts and self.etp != self.tp:
             mesh["etp"] = self.etp
         return mesh
@@ -204,40 +212,6 @@ def of(value: Any, source: str) -> Arguments:
     """The arguments that an ``argparse.Namespace``, or a dict, holds."""
     state = value.state if isinstance(value, Call) else value
     return Arguments(source, state if isinstance(state, dict) else {})
-
-
-def architecture(args: Arguments) -> Architecture:
-    """The numbers that the rules of names need.
-
-    Also of a manifest's ``train.config``: ``architecture(of(manifest.train.config, path))``.
-    """
-    heads = args.number("num_attention_heads") or None
-    grouped = args.flag("group_query_attention")
-    hidden = args.number("hidden_size")
-    head_dim = args.number("kv_channels") or (hidden // heads if heads else 0)
-    return Architecture(
-        source=args.source,
-        layers=args.number("num_layers") or None,
-        heads=heads,
-        groups=(args.number("num_query_groups") or heads) if grouped else heads,
-        head_dim=head_dim or None,
-        vocab=vocabulary(args),
-        experts=args.experts or None,
-        tied=args.tied if "untie_embeddings_and_output_weights" in args.values else None,
-    )
-
-
-def vocabulary(args: Arguments) -> int | None:
-    """Rows of the embedding that are words; None where the run does not say.
-
-    ``vocab_size`` is the tokenizer's, but NullTokenizer counts one more for its end of document
-    (``core/tokenizers/text/libraries/null_tokenizer.py``).
-    """
-    size = args.number("vocab_size")
-    if not size:
-        return None
-    ends = args.values.get("tokenizer_type") == "NullTokenizer"
-    return min(size + ends, args.number("padded_vocab_size", default=size + ends))
 
 
 def _laid_out(layout: Any) -> list[int]:

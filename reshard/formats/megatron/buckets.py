@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 
 from reshard.box import Index
@@ -98,7 +98,7 @@ def fitted(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | Non
 
 
 def end_to_end(found: Iterable[Bucket]) -> tuple[list[Member], int]:
-    """The members of buckets that lie one after the other, in flat order, and the elements of all."""
+    """The members of buckets that lie one after the other, in flat order, and all elements."""
     found = list(found)
     starts = [0, *accumulate(bucket.numel for bucket in found)]
     members = [
@@ -107,12 +107,6 @@ def end_to_end(found: Iterable[Bucket]) -> tuple[list[Member], int]:
         for member in bucket.members
     ]
     return members, starts[-1]
-
-
-def gaps(members: Sequence[Member], numel: int) -> list[tuple[int, int]]:
-    """The padding between members of a flat tensor, in elements: it holds nothing."""
-    edges = [0, *(edge for member in members for edge in (member.start, member.stop)), numel]
-    return [(a, b) for a, b in list(pairwise(edges))[::2] if b > a]
 
 
 def _aligned(numel: int) -> int:

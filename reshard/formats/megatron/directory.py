@@ -2,7 +2,7 @@
 
     <save>/latest_checkpointed_iteration.txt    "3" or "release"
     <save>/iter_0000003/ or release/
-        mp_rank_TT[_PPP][_EEE]/                 the torch format: model_optim_rng.pt, distrib_optim.pt
+        mp_rank_TT[_PPP][_EEE]/                 torch: model_optim_rng.pt, distrib_optim.pt
         .metadata  *.distcp  metadata.json      torch_dist: DCP; common.pt before core 0.20
 
 Source: Megatron-LM core_v0.16.1 ``megatron/training/checkpointing.py`` (get_checkpoint_name,
@@ -49,13 +49,18 @@ class Rank:
 def detect(place: Place) -> bool:
     """Whether a checkpoint of Megatron, or a rank's part of one, lies directly at a place."""
     if place.chosen:
-        return _is_rank_folder(Place(place.directories))
+        folder = Place(place.directories)
+        return _is_rank_folder(folder) or (_is_part(place.chosen) and is_dist(folder))
     return is_dist(place) or bool(rank_folders(place)) or _is_rank_folder(place)
 
 
 def is_dist(place: Place) -> bool:
     """Whether a directory is of the torch_dist format."""
     return _METADATA in place.files and (BACKEND in place.files or COMMON in place.files)
+
+
+def _is_part(name: str) -> bool:
+    return name in (_METADATA, BACKEND, COMMON) or name.endswith(".distcp")
 
 
 def rank_folders(place: Place) -> dict[str, Place]:
@@ -72,20 +77,24 @@ def _is_rank_folder(place: Place) -> bool:
     return _is_rank(place.name, place)
 
 
-def refuse_one_rank(place: Place) -> None:
-    """A rank's folder, or a file of it, is not the checkpoint.
+def whole(place: Place) -> Place:
+    """The directory of the checkpoint, where one of its files is given, or its only rank's folder.
 
     Raises:
-        UsageError: it is given.
+        UsageError: one rank's folder of several, or a file of it.
     """
     folder = Place(place.directories)
-    if _is_rank_folder(folder):
-        above = folder.above()
+    if not _is_rank_folder(folder):
+        return folder
+    above = folder.above()
+    count = len(rank_folders(above))
+    if count > 1:
         raise UsageError(
             place,
-            f"is of one model-parallel rank of the {len(rank_folders(above))} of a checkpoint",
+            f"is of one model-parallel rank, the checkpoint of {count}",
             f"give the directory above: {above}",
         )
+    return above
 
 
 def model_file(folder: Place) -> Path:

@@ -8,8 +8,9 @@
     <key>/shard_0_4                                  an object, a list of one
     common_state/shard_0_1                           what common.pt held before core 0.20
 
-Sources: Megatron-LM core_v0.16.1 ``core/dist_checkpointing/``, ``core/optimizer/distrib_optimizer.py``
-(sharded_param_state_*); core 0.20 ``core/dist_checkpointing/serialization.py``.
+Sources: Megatron-LM core_v0.16.1 ``core/dist_checkpointing/``,
+``core/optimizer/distrib_optimizer.py`` (sharded_param_state_*); core 0.20
+``core/dist_checkpointing/serialization.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from reshard import trust
 from reshard.box import Box
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.megatron import (
@@ -42,10 +43,10 @@ from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.tree import Logical, logical
+from reshard.formats.state_dict.tree import Logical
 from reshard.layout import Member
 from reshard.manifest import BUFFER, PARAM, Chunk, Entry, Manifest, Origin, SourceFile, keyed
-from reshard.model_parallel.moves import Move, layer, moved
+from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
@@ -56,7 +57,7 @@ _BUCKET = re.compile(
     r"\.(\w+)"
 )
 _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)")
-_HALVES = {"_w": 0, "_v": 1}  # of a gated matrix that is kept as two
+_GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
 
 
@@ -69,7 +70,8 @@ def read(place: Place, table: Table) -> Manifest:
         UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
     """
     found = dcp.read_flat(place)
-    stored, objects = _sorted(found.root)
+    tensors, objects = _sorted(found.root)
+    stored = _whole(tensors)
     common, files, seen = _common(place, objects)
     args = arguments.of(common.get("args"), str(place))
     keys = _Keys(table, args)
@@ -122,6 +124,26 @@ def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, Logical], dict[str, list
             one = isinstance(value, list) and len(value) == 1
             objects[match[1] if match else key].append(value[0] if one else value)
     return stored, dict(objects)
+
+
+def _whole(stored: Mapping[str, Logical]) -> dict[str, Logical]:
+    """Tensors with gate and up in one, also where they are kept apart (singleton_local_shards)."""
+    found: dict[str, Logical] = {}
+    for key, tensor in stored.items():
+        base = key[: -len(_GATE)]
+        gate, up = stored.get(base + _GATE), stored.get(base + _UP)
+        if not gate or not up or key not in (base + _GATE, base + _UP):
+            found[key] = tensor
+        elif key.endswith(_GATE):
+            rows = gate.shape[0]
+            chunks = [replace(chunk, box=_below(chunk.box, rows)) for chunk in up.chunks]
+            shape = (rows + up.shape[0], *gate.shape[1:])
+            found[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
+    return found
+
+
+def _below(box: Box, rows: int) -> Box:
+    return Box((box.origin[0] + rows, *box.origin[1:]), box.shape)
 
 
 def _common(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from math import inf
 
 from reshard.box import Index
-from reshard.formats.megatron import names
+from reshard.formats.megatron import names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
-from reshard.manifest import Entry, Manifest, ParamGroup, keyed
+from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, keyed
 from reshard.model_parallel import combine
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import REPLICATED, Split
@@ -48,8 +47,8 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
             }
             stages.append(combine.tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
     whole = combine.stages(stages)
-    again = combine.joined(ordered, whole.entries.values())
-    return _tied(again.with_entries(in_model_order(again.entries.values())), args)
+    again = combine.joined(ordered, in_model_order(whole.entries.values()))
+    return _tied(_in_order(again), args)
 
 
 def _part(manifest: Manifest, *, experts: bool) -> Manifest:
@@ -73,16 +72,19 @@ def split_of(name: str, args: Arguments, table: Table) -> Split:
     return names.need(table, name).rule.split(gated=args.gated)
 
 
+def _in_order(manifest: Manifest) -> Manifest:
+    """Param groups in the order of the weights, which a run on one rank has."""
+    place = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
+    groups = tuple(
+        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: place.get(fqn, len(place)))))
+        for group in manifest.train.param_groups
+    )
+    return replace(manifest, train=replace(manifest.train, param_groups=groups))
+
+
 def in_model_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Layer after layer, whatever stage held them; within a layer as given."""
-    return sorted(entries, key=lambda entry: _place(entry.fqn))
-
-
-def _place(fqn: str) -> float:
-    layer = names.layer_of(fqn)
-    if layer is not None:
-        return layer
-    return -1 if "embedding." in fqn and "_for_head" not in fqn else inf
+    """Layer after layer, whatever stage held them."""
+    return sorted(entries, key=lambda entry: order.place(entry.fqn))
 
 
 def _tied(manifest: Manifest, args: Arguments) -> Manifest:

@@ -47,7 +47,7 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
         names = separated(entry.fqn, count, first)
         numel = stored[0] * stored[1]
         members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
-        found = flat_chunks(members, map(lambda c: _run(c, entry.shape), entry.chunks))
+        found = flat_chunks(members, (_run(c, entry.shape) for c in entry.chunks))
         for name in names:
             chunks = tuple(map(transposed, found[name]))
             yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)

@@ -36,8 +36,12 @@ def read(place: Place, table: Table) -> Manifest:
     offsets = _offsets(opened, args)
     ranks = {rank: _manifest(rank, file, args, offsets[rank.pp]) for rank, file in opened.items()}
     whole = grid.joined(ranks, args, table)
+    distributed = args.flag("use_distributed_optimizer")
+    detail = "torch, distributed optimizer" if distributed else "torch"
     flat = any(file.flat is not None for file in opened.values())
-    detail = "torch, distributed optimizer" if flat else "torch"
+    if distributed and not flat and opened[min(opened)].root.get("optimizer"):
+        note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
+        whole = replace(whole, warnings=(*whole.warnings, note))
     return replace(whole, origin=train.origin(place, args, detail, whole))
 
 
@@ -75,13 +79,39 @@ def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
             raise CorruptError(
                 file.path, f"holds {count} model chunks, others {len(first.chunks())}", _MIXED
             )
-        wanted = args.flag("use_distributed_optimizer") and file.root.get("optimizer")
-        if wanted and file.flat is None and rank.ep == 0:
-            raise IncompleteError(
-                Path(file.path).parent,
-                f"{directory.OPTIMIZER} is missing: the distributed optimizer's states are in it",
-                "copy it here, or read the weights alone with --weights-only",
-            )
+        _check_place(rank, file, args)
+    flat = [file for rank, file in opened.items() if file.flat is not None]
+    lacking = [f for r, f in opened.items() if f.flat is None and r.ep == min(_eps(opened, r))]
+    if flat and lacking:
+        raise IncompleteError(
+            Path(lacking[0].path).parent,
+            f"{directory.OPTIMIZER} is missing, which other ranks have: the distributed"
+            " optimizer's states are in it",
+            "copy it here; to read the weights alone, move those of all ranks away",
+        )
+
+
+def _eps(opened: Mapping[Rank, RankFile], rank: Rank) -> list[int]:
+    """The expert places of ranks that hold the same dense layers."""
+    return [each.ep for each in opened if (each.tp, each.pp) == (rank.tp, rank.pp)]
+
+
+def _check_place(rank: Rank, file: RankFile, args: Arguments) -> None:
+    """The rank that saved a file is the one that its folder is of.
+
+    Raises:
+        CorruptError: folders were renamed or exchanged.
+    """
+    saver = file.args.values.get("rank")
+    if type(saver) is not int or not 0 <= saver < args.world:
+        return
+    tp, pp, ep = args.place_of(saver)
+    if (tp, pp, ep) != (rank.tp, rank.pp, rank.ep):
+        raise CorruptError(
+            file.path,
+            f"was saved by rank {saver}, whose folder is {Rank(pp, ep, tp).folder(args)}",
+            "the folders were renamed or mixed: fetch the checkpoint again as a whole",
+        )
 
 
 _AXES = ("tp", "pp", "ep", "etp", "vp")

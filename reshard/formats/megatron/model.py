@@ -1,18 +1,12 @@
-"""What one rank of a run holds of a model, in the order of ``named_parameters``.
-
-Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
-``transformer/attention.py``, ``transformer/moe/moe_layer.py``: the order in which modules are made;
-of a module, its own parameters come before those of the modules in it.
-"""
+"""What one rank of a run holds of a model."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 
 from reshard.box import Index
-from reshard.formats.megatron import grid, names
+from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
@@ -20,30 +14,11 @@ from reshard.manifest import Entry
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import blocks
 
-_BEFORE = re.compile(r"embedding\.")
-_ORDER = (  # the first that a name within its layer begins with
-    "input_layernorm.",
-    "self_attention.linear_proj.",
-    "self_attention.linear_qkv.layer_norm_",
-    "self_attention.linear_qkv.",
-    "self_attention.q_layernorm.",
-    "self_attention.k_layernorm.",
-    "pre_mlp_layernorm.",
-    "mlp.router.",
-    "mlp.experts.",
-    "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.linear_fc1.",
-    "mlp.shared_experts.linear_fc2.",
-    "mlp.linear_fc1.layer_norm_",
-    "mlp.linear_fc1.",
-    "mlp.linear_fc2.",
-)
-_ENDS = ("embedding.word", "embedding.position", "embedding.tokentype", "decoder.", "output_layer.")
-_IN_LAYER = re.compile(r".*\.layers\.\d+\.(.+)")
-
 
 def of_rank(rank: Rank, whole: Mapping[str, Entry], args: Arguments, table: Table) -> list[Held]:
-    """The parameters of a rank, with the shapes of its parts, chunk after chunk.
+    """The parameters of a rank in the order of ``named_parameters``, chunk after chunk.
+
+    Their shapes are those of the rank's parts.
 
     Args:
         whole: every parameter of the model, by name.
@@ -59,7 +34,7 @@ def of_rank(rank: Rank, whole: Mapping[str, Entry], args: Arguments, table: Tabl
         held = [fqn for fqn in whole if _is_held(fqn, rank, args, layers, begins, ends)]
         if ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
             held.append(names.OUTPUT)
-        ordered = sorted(held, key=_module_place)
+        ordered = sorted(held, key=order.place)
         shapes = {fqn: _local(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _stored(fqn, whole).dtype.name for fqn in ordered}
         found += [
@@ -82,7 +57,7 @@ def _is_held(
     number = names.layer_of(fqn)
     if number is not None:
         return number in layers
-    return begins if _BEFORE.match(fqn) else ends
+    return begins if order.is_embedding(fqn) else ends
 
 
 def _local(
@@ -93,29 +68,6 @@ def _local(
     at = args.expert_place(rank.tp, rank.ep) if expert else rank.tp
     shape, _ = blocks(fqn, _stored(fqn, whole).shape, grid.split_of(fqn, args, table), ranks, at)
     return shape
-
-
-def _module_place(fqn: str) -> tuple[int, ...]:
-    """Where a parameter stands among its chunk's."""
-    layer = names.layer_of(fqn)
-    bias = int("bias" in fqn.rpartition(".")[2])
-    if layer is None:
-        return (0 if _BEFORE.match(fqn) else 2, _first(_ENDS, fqn), bias)
-    match = _IN_LAYER.fullmatch(fqn)
-    inner = match[1] if match else fqn
-    place = _first(_ORDER, inner)
-    expert = names.expert_of(fqn)
-    matrix = int("linear_fc2" in inner)
-    if expert is None:
-        return (1, layer, place, bias)
-    if ".local_experts." in fqn:
-        return (1, layer, place, expert, matrix, bias)
-    return (1, layer, place, matrix, bias, expert)
-
-
-def _first(prefixes: Iterable[str], name: str) -> int:
-    found = [number for number, prefix in enumerate(prefixes) if name.startswith(prefix)]
-    return min(found, default=len(_ORDER))
 
 
 def _side_by_side(shapes: Mapping[str, Index], args: Arguments) -> dict[str, Index]:

@@ -3,8 +3,9 @@
 A manifest has the names that the saving model has on one rank: layers and experts are numbered
 through the whole model. Experts are one tensor each, also where a rank keeps them side by side.
 
-Sources: Megatron-LM core_v0.16.1 ``transformer/transformer_block.py``, ``transformer/moe/experts.py``
-(sharded_state_dict), ``transformer/mlp.py`` (apply_swiglu_sharded_factory),
+Sources: Megatron-LM core_v0.16.1 ``transformer/transformer_block.py``,
+``transformer/moe/experts.py`` (sharded_state_dict), ``transformer/mlp.py``
+(apply_swiglu_sharded_factory),
 ``models/gpt/gpt_layer_specs.py`` (sharded_state_dict_keys_map).
 """
 

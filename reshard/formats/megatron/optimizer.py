@@ -92,7 +92,7 @@ def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Opti
     for state, shared in zip(states, parts(len(states), params, args), strict=False):
         if not isinstance(state, dict):
             continue
-        found.scaler = found.scaler or state.get("grad_scaler")
+        found.scaler = found.scaler or _scaler(state.get("grad_scaler"), args)
         inner = state.get("optimizer", state.get("optimizer_state_dict", state))
         if not isinstance(inner, dict):
             continue
@@ -101,6 +101,24 @@ def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Opti
         _indexed(found, inner, members)
         _masters(found, state, shared, members, path)
     return found
+
+
+def _scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
+    """The dynamic loss scaler in the form of torch's, which it is but for its hysteresis.
+
+    ``core/optimizer/grad_scaler.py`` (DynamicGradScaler), ``training/arguments.py``.
+    """
+    if not isinstance(state, dict) or "scale" not in state:
+        return None
+    with SourceFiles() as pool:
+        return {
+            "scale": _number(state["scale"], pool),
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": args.number("loss_scale_window", default=1000),
+            "_growth_tracker": state.get("growth_tracker", 0),
+            "hysteresis_tracker": state.get("hysteresis_tracker", 1),
+        }
 
 
 def several(value: Any) -> list[Any]:
@@ -199,7 +217,9 @@ def _indexed(
     for index, slots in state.items():
         known = isinstance(index, int) and isinstance(slots, dict) and 0 <= index < len(fqns)
         fqn = fqns[index] if known else None
-        for slot, value in slots.items() if fqn is not None else ():
+        if fqn is None:
+            continue
+        for slot, value in slots.items():
             tensor = logical(value)
             if tensor is not None and slot != "step":
                 found.entries.append(entry(fqn, slot, tensor))
@@ -235,7 +255,7 @@ def _masters(
 
 
 def buffers_of(params: Sequence[Held], args: Arguments) -> list[tuple[int, list[Param]]]:
-    """The flat buffers of an optimizer, in order: (model chunk, its parameters) of one dtype each."""
+    """The flat buffers of an optimizer: (model chunk, its parameters of one dtype), in order."""
     shared = (names.OUTPUT, names.EMBEDDING) if args.shares_embedding else ()
     found: dict[tuple[int, str], list[Param]] = {}
     for param in params:

@@ -107,6 +107,13 @@ def read(value: Any, known: Parameters, pool: SourceFiles) -> Optimizer:
     else:
         owned = _add_numbered(found, state, groups, known, pool)
     unnamed = 0
+    listed = set(keys)
+    if len(groups) == 1 and (lost := [key for key in owned if key not in listed]):
+        groups = [{**groups[0], "params": [*_members(groups[0]), *lost]}]
+        found.notes.append(
+            f"{len(lost)} parameters with state are not listed in the only param group (DCP keeps"
+            " one pipeline stage's list): they are taken to be in it"
+        )
     for group in groups:
         members = [owned.get(key, ()) for key in _members(group)]
         unnamed += members.count(())

@@ -206,8 +206,8 @@ def _places(state: Training, model: ModelShapes) -> dict[str, int]:
 
 def is_flat(manifest: Manifest) -> bool:
     """Whether one stored buffer holds several parameters, end to end, as FSDP 1's units do."""
-    if manifest.origin.format.startswith("deepspeed"):
-        return False  # its partitions are in the model's order
+    if manifest.origin.format.startswith(("deepspeed", "megatron")):
+        return False  # whose readers give the model's order
     starts = {
         path: [record.byte_offset for record in file.records]
         for path, file in manifest.files.items()

@@ -1,10 +1,12 @@
 """Lay out a Megatron checkpoint for a grid of tensor, pipeline and expert parallel ranks.
 
-choice   what is to be written, decided once
-ranks    what each rank holds of every weight
-groups   param groups as Megatron makes them
-args     the Namespace in every file
-legacy   a file a rank (``--ckpt-format torch``)
+choice     what is to be written, decided once
+ranks      what each rank holds of every weight
+groups     param groups as Megatron makes them
+scheduler  where its schedules stand
+args       the Namespace in every file
+legacy     a folder a rank (``--ckpt-format torch``)
+dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ def notes(state: Training, wanted: Wanted, described: Described) -> tuple[str, .
 
 
 def _notes(choice: Choice) -> list[str]:
-    train = choice.state.manifest.train
     said = list(choice.notes)
-    said.append("no random states: load it with --no-load-rng")
-    if train.scheduler is None and not choice.wanted.weights_only:
-        said.append("no opt_param_scheduler: Megatron asks for one when it loads the optimizer")
+    if choice.wanted.weights_only:
+        return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
+    said += [f"not carried: {name}" for name in choice.lost]
+    if choice.wanted.form == "torch":
+        said.append("no random states: Megatron loads it with --no-load-rng")
     return said

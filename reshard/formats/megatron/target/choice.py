@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +10,16 @@ from typing import Any, Literal, get_args
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import loss_scale
+from reshard.formats.deepspeed.target.carried import is_plain
 from reshard.formats.megatron.target import args as arguments
-from reshard.formats.megatron.target import groups
+from reshard.formats.megatron.target import groups, scheduler
 from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
+from reshard.formats.torch_writer import Slot, Storage
 from reshard.formats.training import Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
+from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
@@ -37,6 +42,7 @@ __all__ = [
     "choose",
 ]
 
+_HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
@@ -96,6 +102,7 @@ class Choice:
     args: Mapping[str, Any]
     padded: int | None
     precision: DType
+    scheduler: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
@@ -107,10 +114,33 @@ class Choice:
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
 
     @property
-    def grad_scaler(self) -> Mapping[str, Any] | None:
-        """Of a run in fp16, as far as the source has one."""
-        scaler = self.state.manifest.train.scaler
-        return scaler if scaler and self.precision == FLOAT16 else None
+    def carried(self) -> dict[str, Any]:
+        """The values beside Megatron's own that are plain; see `lost`."""
+        return {n: v for n, v in self.state.manifest.train.client.items() if is_plain(v)}
+
+    @property
+    def lost(self) -> list[str]:
+        """The names of the others: a file has a description of them only."""
+        return [n for n, v in self.state.manifest.train.client.items() if not is_plain(v)]
+
+    @property
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """Of a run in fp16, as far as the source has one.
+
+        Source: ``core/optimizer/grad_scaler.py`` (``DynamicGradScaler.state_dict``).
+        """
+        found = loss_scale.as_torch(self.state.manifest.train.scaler)
+        if found is None or self.precision != FLOAT16:
+            return None
+        scale = struct.pack("<f", found["scale"])
+        held = self.state.manifest.train.scaler
+        return {
+            "scale": Slot(Storage(FLOAT32, 1, data=scale), (1,)),
+            "growth_tracker": int(found["_growth_tracker"]),
+            "hysteresis_tracker": int(
+                held.get("hysteresis_tracker", self.args.get("hysteresis") or _HYSTERESIS)
+            ),
+        }
 
     @property
     def mixed(self) -> bool:
@@ -153,6 +183,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     precision = wanted.dtype or _precision(state)
     made = groups.made(state, expert_names, wanted.adam)
     _check_slots(state, wanted)
+    schedule, said = ({}, []) if wanted.weights_only else scheduler.of(state)
     adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
     adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
@@ -168,7 +199,8 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
         adapted,
         padded,
         precision,
-        (*notes, *made.notes),
+        schedule,
+        (*notes, *made.notes, *said),
     )
 
 
@@ -212,17 +244,10 @@ def _padding(
             f"has vocabularies of {' and '.join(map(str, sorted(held)))} rows",
         )
     (rows,) = held
-    multiple = wanted.divisible * wanted.sizes.tensor
     words = min(architecture.vocab or rows, rows)
-    padded = -(-words // multiple) * multiple
-    if padded < rows:
-        raise UnsupportedError(
-            state.manifest.origin.path,
-            f"has {rows} rows of vocabulary, of which {padded} would be kept",
-            "strip them first: --vocab-size says how many are words",
-        )
-    if padded == rows:
-        return padded, []
+    padded = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    if padded <= rows:  # what is more than that was taken off before
+        return rows, []
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
 
 

@@ -17,6 +17,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -58,8 +59,7 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     if not choice.wanted.weights_only:
         _add_optimizer(choice, stacks)
     root: dict[str, Any] = dict(stacks.values())
-    for key, count in stacks.extra_states():
-        root.update((f"{key}._extra_state/shard_{n}_{count}", [None]) for n in range(count))
+    root.update((key, [None]) for key in stacks.extra_states())
     laid = dcp.lay_out_state(root, shards=shards, directory=directory)
     yield stacks.unstacked(laid)
     yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice))
@@ -148,8 +148,8 @@ class _Stacks:
     def key(self, known: Known) -> str:
         """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
         dialect = "te"
-        if ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
-            dialect = "local"
+        if self._te and ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
+            dialect = "local"  # no fused linear follows; Megatron's own layers are renamed always
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
@@ -161,19 +161,20 @@ class _Stacks:
         layer = () if known.layer is None or not self._alike else (known.layer,)
         return layer if known.expert is None else (*layer, known.expert)
 
-    def extra_states(self) -> Iterator[tuple[str, int]]:
-        """Modules that have a state of their own, and how many layers there are of each."""
-        modules = dict.fromkeys(
-            match[1]
-            for key in self._stacks
-            if not key.startswith("optimizer.") and (match := _LINEAR.fullmatch(key))
-        )
-        count = self._layers if self._alike else 1
-        for module in modules:
-            if ".experts." not in module:
-                yield module, count
-            if self._te and module.endswith("self_attention.linear_qkv"):
-                yield module.replace("linear_qkv", "core_attention"), count
+    def extra_states(self) -> Iterator[str]:
+        """The keys of the states that modules have of their own: an object a layer and expert."""
+        for key, stack in self._stacks.items():
+            match = _LINEAR.fullmatch(key)
+            if key.startswith("optimizer.") or match is None or not key.endswith(".weight"):
+                continue
+            extents = stack.full()[: stack.dims] or (1,)
+            modules = [match[1]]
+            if self._te and match[1].endswith("self_attention.linear_qkv"):
+                modules.append(match[1].replace("linear_qkv", "core_attention"))
+            size = ".".join(map(str, extents))
+            for module in modules:
+                for place in product(*map(range, extents)):
+                    yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{size}"
 
     def unstacked(self, laid: Skeleton) -> Skeleton:
         """The skeleton in terms of the tensors that are stacked."""
@@ -214,7 +215,7 @@ def _is_homogeneous(weights: Sequence[Known], layers: int) -> bool:
 
 def _common(choice: Choice) -> dict[str, Any]:
     """``common.pt``."""
-    train, wanted = choice.state.manifest.train, choice.wanted
+    wanted = choice.wanted
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
         about["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -228,8 +229,8 @@ def _common(choice: Choice) -> dict[str, Any]:
     }
     if not wanted.weights_only:
         root["optimizer"] = _optimizers(choice)
-        if train.scheduler is not None:
-            root["opt_param_scheduler"] = train.scheduler
+        root["opt_param_scheduler"] = choice.scheduler
+        root.update(choice.carried)
     return root
 
 
@@ -241,8 +242,7 @@ def _optimizers(choice: Choice) -> dict[Any, Any]:
 
 
 def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
-    scaler = choice.grad_scaler
-    scaled = {"grad_scaler": dict(scaler)} if scaler else {}
+    scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
     if choice.wanted.distributed:
         counted = {"step": int(choice.state.step())}
         held = [{**group.hyper, **counted} for group in groups]

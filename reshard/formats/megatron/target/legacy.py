@@ -13,9 +13,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from reshard.dtypes import FLOAT32, DType
+from reshard.dtypes import FLOAT32
 from reshard.formats import skeletons, torch_writer
-from reshard.formats.megatron import buffers
+from reshard.formats.megatron import arguments
+from reshard.formats.megatron.buckets import Param, buckets, end_to_end
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
@@ -62,6 +63,7 @@ class _Rank:
     def __init__(self, choice: Choice, rank: Rank) -> None:
         self._choice = choice
         self._rank = rank
+        self._arguments = arguments.Arguments("", choice.args)
         self._chunks = [
             choice.places.of_chunk(choice.weights, rank, chunk)
             for chunk in range(choice.wanted.sizes.virtual)
@@ -69,12 +71,12 @@ class _Rank:
 
     def root(self) -> dict[str, Any]:
         """``model_optim_rng.pt``."""
-        choice, train = self._choice, self._choice.state.manifest.train
+        choice = self._choice
         each = choice.wanted.data * choice.wanted.sizes.tensor
-        rank = self._rank.stage * each + self._rank.tensor
-        arguments = {**choice.args, "rank": rank, "local_rank": rank}
+        rank = self._rank.stage * each + self._rank.place
+        args = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
-            "args": Call(NAMESPACE, (), arguments),
+            "args": Call(NAMESPACE, (), args),
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0 if choice.wanted.weights_only else choice.state.step(),
         }
@@ -83,8 +85,8 @@ class _Rank:
             root[key] = self._module(chunk)
         if not choice.wanted.weights_only:
             root["optimizer"] = self._optimizer()
-            if train.scheduler is not None:
-                root["opt_param_scheduler"] = train.scheduler
+            root["opt_param_scheduler"] = choice.scheduler
+            root.update(choice.carried)
         return root
 
     def _module(self, chunk: Sequence[Local]) -> OrderedDict[str, Any]:
@@ -121,7 +123,7 @@ class _Rank:
 
     def _of(self, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
         choice = self._choice
-        scaled = {"grad_scaler": dict(choice.grad_scaler)} if choice.grad_scaler else {}
+        scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
         if choice.wanted.distributed:
             counted = {"step": int(choice.state.step())}
             held = [{**group.hyper, **counted} for group in groups]
@@ -159,7 +161,7 @@ class _Rank:
     def _master(self, local: Local) -> Slot:
         return local.slot(local.known.weight.value, FLOAT32)
 
-    def distributed(self) -> dict[Any, Any]:
+    def distributed(self) -> Any:
         """``distrib_optim.pt``: flat tensors of every buffer."""
         groups = self._choice.groups.groups
         experts = {fqn for group in groups if group.is_expert for fqn in group.fqns}
@@ -168,16 +170,16 @@ class _Rank:
             [local for local in trained if (local.known.weight.fqn in experts) == apart]
             for apart in (False, True)
         ]
-        chained = [self._buffers(held) for held in kinds if held]
-        if len(chained) == 1:
+        chained = [self._buffers(held) if held else None for held in kinds]
+        if not chained[1]:
             return chained[0]
-        return dict(enumerate(chained))
+        return [chained[0] if self._rank.expert == 0 else None, chained[1]]  # who reads it
 
     def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
         """A buffer a model chunk and dtype."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         chosen = set(map(id, trained))
-        for chunk in self._chunks:
+        for number, chunk in enumerate(self._chunks):
             mine = [local for local in chunk if id(local) in chosen]
             for dtype in dict.fromkeys(
                 self._choice.stored(local.known.weight)[1] for local in mine
@@ -186,27 +188,24 @@ class _Rank:
                     local for local in mine if self._choice.stored(local.known.weight)[1] == dtype
                 ]
                 key = (Global(f"torch.{dtype.name}"), Global("torch.float32"))
-                number = len(state) - 1
-                state[number] = {key: self._flat(alike, dtype)}
+                state[len(state) - 1] = {key: self._flat(alike, number)}
         return state
 
-    def _flat(self, locals_: Sequence[Local], _dtype: DType) -> dict[str, Any]:
-        by_name = {local.name: local for local in locals_}
-        members = [buffers.Member(local.name, local.numel, local.shared) for local in locals_]
-        placed: list[tuple[Local, int]] = []
-        end = 0
-        for bucket in buffers.buckets(members):
-            placed += [(by_name[member.name], end + at) for member, at in bucket.places]
-            end += bucket.numel
+    def _flat(self, locals_: Sequence[Local], chunk: int) -> dict[str, Any]:
+        """One buffer: its buckets end to end, without the padding at their ends."""
+        size = self._arguments.bucket_size(stage=self._rank.stage, chunk=chunk)
+        params = [Param(local.name, local.shape, alone=local.shared) for local in locals_]
+        members, numel = end_to_end(buckets(params, size))
+        starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}
         for key in ("param", "exp_avg", "exp_avg_sq"):
             parts: list[Part] = []
-            for local, at in placed:
+            for local in reversed(locals_):
                 entry = self._value(local, key)
                 if entry is not None:
-                    parts += local.parts(entry, at)
-            tensors[key] = Slot(Storage(FLOAT32, end, tuple(parts)), (end,))
-        return {**tensors, "numel_unpadded": end}
+                    parts += local.parts(entry, starts[local.name])
+            tensors[key] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
+        return {**tensors, "numel_unpadded": numel}
 
     def _value(self, local: Local, key: str) -> Entry | None:
         if key == "param":

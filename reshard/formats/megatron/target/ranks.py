@@ -1,13 +1,7 @@
-"""What each model-parallel rank holds of every weight: its local name, shape and blocks.
-
-Names: Megatron-LM core_v0.16.1 ``core/models/gpt/gpt_layer_specs.py``,
-``core/transformer/{attention,mlp,transformer_layer}.py`` (the order in which modules are made is
-that of the state dict and of the optimizer).
-"""
+"""What each model-parallel rank holds of every weight: its local name, shape and blocks."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, prod
@@ -15,6 +9,7 @@ from math import lcm, prod
 from reshard.box import Box, Index, intersect, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.megatron import order
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
 from reshard.manifest import Entry
@@ -23,32 +18,6 @@ from reshard.model_parallel.rules import Found, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.\w+?(\d+)$)")
-_MANY = 1 << 20  # more than a layer has experts
-_OUTSIDE = (
-    "embedding.word_embeddings.",
-    "embedding.position_embeddings.",
-    "embedding.tokentype_embeddings.",
-    "decoder.final_layernorm.",
-    "output_layer.",
-)
-_BEFORE_LAYERS = 3
-_INSIDE = (
-    "input_layernorm.",
-    "self_attention.linear_proj.",
-    "self_attention.linear_qkv.",
-    "self_attention.q_layernorm.",
-    "self_attention.k_layernorm.",
-    "pre_mlp_layernorm.",
-    "mlp.router.",
-    "mlp.experts.",
-    "mlp.shared_experts.gate_weight",
-    "mlp.shared_experts.linear_fc1.",
-    "mlp.shared_experts.linear_fc2.",
-    "mlp.linear_fc1.",
-    "mlp.linear_fc2.",
-)
 _EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 _FIRST = ("embedding.",)
@@ -148,12 +117,17 @@ def known(
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A model-parallel rank, by its number on each axis."""
+    """A model-parallel rank, by its number on each axis.
+
+    Args:
+        place: the first rank of its stage that is all of this.
+    """
 
     tensor: int
     stage: int
     expert: int
     expert_tensor: int
+    place: int
 
 
 def ranks(sizes: Sizes) -> list[Rank]:
@@ -164,11 +138,11 @@ def ranks(sizes: Sizes) -> list[Rank]:
     """
     each = sizes.expert_tensor or sizes.tensor
     places = {
-        (r % sizes.tensor, r // each % sizes.expert): r % each
+        (r % sizes.tensor, r // each % sizes.expert): r
         for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
     }
     return [
-        Rank(tensor, stage, expert, place)
+        Rank(tensor, stage, expert, place % each, place)
         for (tensor, expert), place in sorted(places.items())
         for stage in range(sizes.pipeline)
     ]
@@ -213,7 +187,7 @@ class Places:
                 found.append(replace(copy, name=HEAD, shared=True))
             if name == _EMBEDDING and self.tied and is_first and self.sizes.pipeline > 1 and here:
                 found[-1] = replace(found[-1], shared=True)
-        return sorted(found, key=lambda local: order_of(local.name))
+        return sorted(found, key=lambda local: order.place(local.name))
 
     def _has_expert(self, known: Known, rank: int) -> bool:
         each = self._experts_each
@@ -244,34 +218,3 @@ class Places:
             size, place = self.sizes.expert_tensor or size, rank.expert_tensor
         shape, blocks = shards.blocks(name, known.shape, known.split, size, place)
         return Local(name, known, shape, blocks)
-
-
-def order_of(name: str) -> tuple[float, ...]:
-    """Where a parameter stands in a model chunk, by its local name.
-
-    >>> sorted(["decoder.layers.0.mlp.linear_fc1.weight", "embedding.word_embeddings.weight",
-    ...     "decoder.layers.0.mlp.linear_fc1.layer_norm_weight"], key=order_of)[1]
-    'decoder.layers.0.mlp.linear_fc1.layer_norm_weight'
-    """
-    layer = _LAYER.match(name)
-    if layer is None:
-        outside = next((n for n, stem in enumerate(_OUTSIDE) if name.startswith(stem)), -1)
-        if outside < 0:
-            raise UnsupportedError(f"{name!r}", "has no known place in a Megatron model")
-        return (0 if outside < _BEFORE_LAYERS else 2, 0, outside, 0, 0, 0, _leaf(name))
-    inside = name[layer.end() :]
-    stem = next((n for n, stem in enumerate(_INSIDE) if inside.startswith(stem)), -1)
-    if stem < 0:
-        raise UnsupportedError(f"{name!r}", "has no known place in a layer of Megatron's")
-    expert = _EXPERT.search(inside)
-    linear = 1 if "linear_fc2" in inside else 0
-    place = (0.0, float(linear))
-    if expert is not None and expert[1] is not None:  # local_experts.{e}.: expert by expert
-        place = (float(expert[1]), float(linear))
-    elif expert is not None:  # linear_fc1.weight{e}: the experts' weights of a kind together
-        place = (float(linear), _leaf(name) * _MANY + float(expert[2]))
-    return (1, float(layer[1]), stem, *place, 0 if ".layer_norm_" in inside else 1, _leaf(name))
-
-
-def _leaf(name: str) -> float:
-    return 1 if "bias" in name.rpartition(".")[2] else 0

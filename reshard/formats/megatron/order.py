@@ -1,0 +1,73 @@
+"""The order of a model's parameters: that of ``named_parameters``.
+
+Sources: Megatron-LM core_v0.16.1 ``models/gpt/gpt_model.py``, ``transformer/transformer_layer.py``,
+``transformer/attention.py``, ``transformer/moe/moe_layer.py``: the order in which modules are made;
+of a module, its own parameters come before those of the modules in it. Megatron-LM 2.x
+``megatron/model/transformer.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from reshard.formats.megatron import names
+
+_EMBEDDING = re.compile(r"(language_model\.)?embedding\.")
+_IN_LAYER = re.compile(r".*?\.layers\.\d+\.(.+)")
+_LAYER = (  # the first that a name within its layer begins with
+    "input_layernorm.",
+    "self_attention.linear_proj.",
+    "self_attention.linear_qkv.layer_norm_",
+    "self_attention.linear_qkv.",
+    "self_attention.q_layernorm.",
+    "self_attention.k_layernorm.",
+    "attention.query_key_value.",
+    "self_attention.query_key_value.",
+    "attention.dense.",
+    "self_attention.dense.",
+    "pre_mlp_layernorm.",
+    "post_attention_layernorm.",
+    "mlp.router.",
+    "mlp.experts.",
+    "mlp.shared_experts.gate_weight",
+    "mlp.shared_experts.linear_fc1.",
+    "mlp.shared_experts.linear_fc2.",
+    "mlp.linear_fc1.layer_norm_",
+    "mlp.linear_fc1.",
+    "mlp.linear_fc2.",
+    "mlp.dense_h_to_4h.",
+    "mlp.dense_4h_to_h.",
+)
+_OUTSIDE = ("word_embeddings.", "position_embeddings.", "tokentype_embeddings.", "final_layernorm.")
+
+Place = tuple[int, ...]
+
+
+def place(fqn: str) -> Place:
+    """A sort key: where a parameter stands in the model."""
+    layer = names.layer_of(fqn)
+    last = fqn.rpartition(".")[2]
+    bias = int("bias" in last)
+    if layer is None:
+        outside = [number for number, part in enumerate(_OUTSIDE) if f".{part}" in f".{fqn}"]
+        return (2 - 2 * is_embedding(fqn), min(outside, default=len(_OUTSIDE)), bias)
+    match = _IN_LAYER.fullmatch(fqn)
+    inner = match[1] if match else fqn
+    at = _first(_LAYER, inner)
+    expert, second = names.expert_of(fqn), int("linear_fc2" in inner)
+    if expert is None:
+        return (1, layer, at, bias)
+    if ".local_experts." in fqn:  # a module each
+        return (1, layer, at, expert, second, bias)
+    return (1, layer, at, second, bias, expert)  # Transformer Engine's: weight0, weight1 ...
+
+
+def is_embedding(fqn: str) -> bool:
+    """Whether the first stage holds a parameter before its layers."""
+    return _EMBEDDING.match(fqn) is not None
+
+
+def _first(prefixes: Sequence[str], name: str) -> int:
+    found = (number for number, prefix in enumerate(prefixes) if name.startswith(prefix))
+    return next(found, len(prefixes))

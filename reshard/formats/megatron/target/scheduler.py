@@ -1,0 +1,44 @@
+"""``opt_param_scheduler``: where Megatron's schedules of learning rate and weight decay stand.
+
+Source: Megatron-LM core_v0.16.1 ``core/optimizer_param_scheduler.py`` (``state_dict``,
+``load_state_dict``: every value but ``num_steps`` must be that of the command line, unless
+``--override-opt-param-scheduler`` is given), ``training/checkpointing.py`` (it must be there).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.formats.training import Training
+
+
+def of(state: Training) -> tuple[dict[str, Any], list[str]]:
+    """The source's if it is Megatron's, else one at the source's place; and what to tell."""
+    train = state.manifest.train
+    held = train.scheduler
+    if isinstance(held, Mapping) and "lr_decay_style" in held:
+        return dict(held), []
+    notes = [] if held is None else ["not carried: the scheduler, which is not Megatron's"]
+    hypers = [group.hyper for group in state.groups]
+    rate = max((hyper.get("lr", 0.0) for hyper in hypers), default=0.0)
+    decay = max((hyper.get("weight_decay", 0.0) for hyper in hypers), default=0.0)
+    steps = train.samples or 0
+    made = {
+        "max_lr": rate,
+        "lr_warmup_steps": 0,
+        "num_steps": steps,
+        "lr_decay_style": "constant",
+        "lr_decay_steps": max(steps, 1),
+        "min_lr": 0.0,
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": max(steps, 1),
+    }
+    at = f"at {steps} samples" if steps else "at its beginning: the source counts no samples"
+    notes.append(
+        f"opt_param_scheduler made anew, {at}; Megatron takes its schedule from the command line"
+        " with --override-opt-param-scheduler"
+    )
+    return made, notes

@@ -1,0 +1,91 @@
+"""Lay out Llama as Meta's own code loads it: a file a tensor-parallel rank, and params.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.formats import huggingface, skeletons, torch_writer
+from reshard.formats.meta import EMBEDDING, PARAMS
+from reshard.formats.torch_writer import Part, Slot, Storage
+from reshard.formats.training import Training
+from reshard.manifest import Entry, Skeleton
+from reshard.model_parallel.rules import Table
+from reshard.model_parallel.shards import Split, blocks
+from reshard.model_parallel.traits import Traits
+
+_LARGE = 100_000  # words: from Llama 3 on the embedding is cut by words, before by elements
+
+
+def lay_out(
+    state: Training, *, ranks: int, table: Table, params: Mapping[str, Any], dtype: DType | None
+) -> Skeleton:
+    """The directory.
+
+    Raises:
+        UsageError: the ranks do not divide a tensor, or no rule says how one is cut.
+    """
+    tied = {kept: alias for alias, kept in state.manifest.tied.items()}
+    held: dict[str, tuple[Entry, DType]] = {}
+    for weight in state.weights:
+        for name in filter(None, (weight.fqn, tied.get(weight.fqn))):
+            held[name] = weight.value, dtype or weight.dtype
+    params = {**params, "vocab_size": held[EMBEDDING][0].shape[0]}
+    groups = params.get("n_kv_heads") or params["n_heads"]
+    if groups % ranks:
+        raise UsageError(f"--tp {ranks}", f"does not divide {groups} key and value heads")
+    files = [
+        torch_writer.lay_out_object(
+            f"consolidated.{rank:02d}.pth",
+            {
+                name: _slot(name, entry, dtype, _split(name, entry, table), ranks, rank)
+                for name, (entry, dtype) in held.items()
+            },
+        )
+        for rank in range(ranks)
+    ]
+    return skeletons.joined([*files, skeletons.of_bytes(PARAMS, huggingface.json_text(params))])
+
+
+def notes(state: Training, *, ranks: int) -> Iterator[str]:
+    """What a user must be told: derived and dropped."""
+    rows = next(weight.shape[0] for weight in state.weights if weight.fqn == EMBEDDING)
+    if ranks > 1:
+        how = "words, as Llama 3" if rows >= _LARGE else "elements, as Llama 1 and 2"
+        yield f"the embedding of {rows} words is cut by {how}"
+
+
+def params_of(traits: Traits) -> dict[str, Any]:
+    """params.json of a Llama; the width of its feed-forward layer as the multiplier that gives it.
+
+    ``hidden_dim`` in ``llama/model.py`` is two thirds of four times the width, times the
+    multiplier, rounded up to a multiple: of one, the multiplier says it exactly.
+    """
+    hidden, ffn = traits.hidden or 0, traits.ffn or 0
+    base = int(2 * (4 * hidden) / 3)
+    return {
+        "dim": hidden,
+        "n_layers": traits.layers,
+        "n_heads": traits.heads,
+        "n_kv_heads": traits.groups,
+        "vocab_size": traits.vocab,
+        "multiple_of": 1,
+        "ffn_dim_multiplier": (ffn + 0.5) / base if base else None,
+        "norm_eps": traits.norm_eps,
+        "rope_theta": traits.rope_theta,
+    }
+
+
+def _split(name: str, entry: Entry, table: Table) -> Split:
+    if name == EMBEDDING:
+        return Split(0 if entry.shape[0] >= _LARGE else 1)
+    return table.need(name, {}).rule.split(gated=True)
+
+
+def _slot(name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int) -> Slot:
+    shape, pairs = blocks(name, entry.shape, split, ranks, rank)
+    ((box, _),) = pairs
+    part = Part(entry.kind, entry.fqn, entry.shape, box)
+    return Slot(Storage(dtype, box.volume, (part,)), shape)

@@ -1,0 +1,156 @@
+"""The files of a nanotron checkpoint by parameter and rank.
+
+``model/<module>/.../model_<leaf>[_pp-rank-P-of-N_tp-rank-T-of-N[_exp-rank-E-of-N]].safetensors``,
+``optimizer/optimizer_pp-P-of-N[_dp-D-of-N]_tp-T-of-N_exp-E-of-N.pt`` (with ``dp`` where ZeRO-1 cut
+it), ``lr_scheduler/`` and ``random/`` a file a rank, ``checkpoint_metadata.json`` beside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from reshard.errors import CorruptError, IncompleteError
+from reshard.formats.place import Place
+
+METADATA = "checkpoint_metadata.json"
+AXES = ("pp", "dp", "tp", "exp")
+
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_WEIGHTS = re.compile(
+    r"model_(?P<leaf>.+?)"
+    r"(?P<ranks>_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+(?:_exp-rank-\d+-of-\d+)?)?\.safetensors"
+)
+_STATES = re.compile(r"optimizer(?P<ranks>_pp-\d+-of-\d+(?:_dp-\d+-of-\d+)?_tp-\d+-of-\d+.*)\.pt")
+_RANK = re.compile(r"(pp|dp|tp|exp)(?:-rank)?-(\d+)-of-(\d+)")
+_DEPTH = 12  # modules within modules
+_MIXED = "files of different runs are mixed: fetch the checkpoint again as a whole"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One rank's file: its place on each axis that its name has."""
+
+    path: Path
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    def rank(self, axis: str) -> int:
+        """0 where the name does not have the axis."""
+        return self.ranks.get(axis, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """All files.
+
+    Args:
+        weights: fqn -> its files; one that names no rank holds the whole tensor.
+        optimizer: the ranks' files; of the first ``dp`` rank alone where ZeRO-1 did not cut it.
+    """
+
+    place: Place
+    weights: Mapping[str, tuple[RankFile, ...]]
+    optimizer: tuple[RankFile, ...]
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether ZeRO-1 cut the optimizer."""
+        return any("dp" in file.ranks for file in self.optimizer)
+
+
+def locate(place: Place) -> Place | None:
+    """The step's directory: this one, or that of a file below its ``model/`` or ``optimizer/``."""
+    if place.chosen is None:
+        return place if _holds_weights(place.folders.get(_MODEL), _DEPTH) else None
+    if not (_WEIGHTS.fullmatch(place.chosen) or _STATES.fullmatch(place.chosen)):
+        return None
+    above = place
+    for _ in range(_DEPTH):
+        inside, above = above.name, Place([d.resolve().parent for d in above.directories])
+        outermost = inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL  # a module's name, too
+        if outermost and _holds_weights(above.folders.get(_MODEL), _DEPTH):
+            return above
+    return None
+
+
+def _holds_weights(place: Place | None, depth: int) -> bool:
+    """Whether a parameter's file lies here or in the first folders below."""
+    if place is None or depth == 0:
+        return False
+    if any(map(_WEIGHTS.fullmatch, place.files)):
+        return True
+    return any(_holds_weights(folder, depth - 1) for folder in place.folders.values())
+
+
+def census(place: Place) -> Census:
+    """Every file, once it is known that none is missing.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        CorruptError: two grids.
+    """
+    weights = {
+        fqn: _complete(fqn, files, ("tp", "exp"))
+        for fqn, files in sorted(_weights(place.folders[_MODEL], ()), key=lambda item: item[0])
+    }
+    folder = place.folders.get(_OPTIMIZER)
+    held = [] if folder is None else [*_ranked(folder, _STATES)]
+    return Census(place, weights, _complete("the optimizer", held, AXES))
+
+
+def _weights(place: Place, modules: tuple[str, ...]) -> Iterator[tuple[str, list[RankFile]]]:
+    by_leaf: dict[str, list[RankFile]] = {}
+    for name, path in place.files.items():
+        if match := _WEIGHTS.fullmatch(name):
+            by_leaf.setdefault(match["leaf"], []).append(_rank_file(path, match["ranks"]))
+    for leaf, files in by_leaf.items():
+        yield ".".join((*modules, leaf)), files
+    for name, folder in place.folders.items():
+        yield from _weights(folder, (*modules, name))
+
+
+def _ranked(place: Place, pattern: re.Pattern[str]) -> Iterator[RankFile]:
+    for name, path in place.files.items():
+        if match := pattern.fullmatch(name):
+            yield _rank_file(path, match["ranks"])
+
+
+def _rank_file(path: Path, text: str | None) -> RankFile:
+    found = [(axis, int(rank), int(size)) for axis, rank, size in _RANK.findall(text or "")]
+    return RankFile(path, {a: rank for a, rank, _ in found}, {a: size for a, _, size in found})
+
+
+def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[RankFile, ...]:
+    """The files in rank order, once every rank of the axes has one.
+
+    Raises:
+        IncompleteError: a rank has none.
+        CorruptError: their names speak of different grids.
+    """
+    if not files:
+        return ()
+    first = files[0]
+    for file in files:
+        if file.sizes != first.sizes:
+            raise CorruptError(
+                file.path, f"is of a grid of {_shown(file)}, {first.path.name} of another", _MIXED
+            )
+    there = [axis for axis in axes if axis in first.sizes]
+    held = {tuple(file.rank(axis) for axis in there) for file in files}
+    for ranks in product(*(range(first.sizes[axis]) for axis in there)):
+        if ranks not in held:
+            missing = ", ".join(f"{axis} {rank}" for axis, rank in zip(there, ranks, strict=True))
+            raise IncompleteError(
+                first.path.parent,
+                f"has no file of {what} of rank {missing}",
+                "copy the missing files here (a node-local disk may still hold them)",
+            )
+    return tuple(sorted(files, key=lambda file: [file.rank(axis) for axis in AXES]))
+
+
+def _shown(file: RankFile) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in file.sizes.items()) or "one rank"

@@ -1,0 +1,178 @@
+"""A step's directory as one manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from reshard import trust
+from reshard.errors import CorruptError
+from reshard.files import SourceFiles
+from reshard.formats import huggingface, safetensors, torch_file
+from reshard.formats.nanotron import optimizer, slices
+from reshard.formats.nanotron.directory import METADATA, Census
+from reshard.formats.nanotron.optimizer import Optimizer
+from reshard.formats.nanotron.slices import Placed
+from reshard.formats.place import Place
+from reshard.formats.state_dict.assemble import most_common_dtype
+from reshard.formats.values import plain
+from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, SourceFile, TrainState, keyed
+
+_TENSOR = "data"
+_SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
+_NUMBER = re.compile(r"(\d+)")
+
+
+def read(census: Census) -> Manifest:
+    """The manifest of one checkpoint.
+
+    Raises:
+        CorruptError: its files contradict one another.
+        IncompleteError: one is missing.
+    """
+    files: dict[str, SourceFile] = {}
+    places: dict[str, dict[tuple[int, int], Placed]] = {}
+    weights = {fqn: _weight(census, fqn, files, places) for fqn in census.weights}
+    with SourceFiles() as pool:
+        found = optimizer.read(census, places, pool)
+    files |= {file.path: file.source() for file in found.files}
+    about = _about(census.place)
+    train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
+    order, ordered = _order(weights, found)
+    scheduler, opened = _scheduler(census.place)
+    versions = {"checkpoint": str(about["version"])} if "version" in about else {}
+    return Manifest(
+        origin=Origin(
+            format="nanotron",
+            path=str(census.place),
+            detail="ZeRO stage 1" if census.is_zero else "",
+            versions=versions,
+            mesh=_mesh(census, about),
+            precision=most_common_dtype(weights.values()),
+        ),
+        entries=keyed([*(weights[fqn] for fqn in order), *found.entries]),
+        files=files,
+        train=TrainState(
+            step=_count(train, "last_train_step"),
+            samples=_count(train, "consumed_train_samples"),
+            optimizer_step=found.steps,
+            param_groups=tuple(found.groups),
+            scheduler=scheduler,
+            client={METADATA: about} if about else {},
+            opaque={"optimizer": found.other} if found.other else {},
+        ),
+        trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
+        warnings=tuple(_notes(census, found)),
+        unknown_globals=trust.unknown(
+            set().union(*(file.globals for file in [*found.files, *opened]))
+        ),
+        ordered=ordered,
+    )
+
+
+def _weight(
+    census: Census,
+    fqn: str,
+    files: dict[str, SourceFile],
+    places: dict[str, dict[tuple[int, int], Placed]],
+) -> Entry:
+    """A parameter of all ranks; where each has its part of it is put into ``places``.
+
+    Raises:
+        CorruptError: a file holds something else, or ranks contradict one another.
+    """
+    chunks: list[Chunk] = []
+    first: Entry | None = None
+    for rank in census.weights[fqn]:
+        file = safetensors.read(rank.path)
+        files[file.source.path] = file.source
+        stored = file.tensors.get(_TENSOR)
+        if stored is None or len(file.tensors) > 1:
+            raise CorruptError(
+                rank.path, f"holds {sorted(file.tensors)}, a weight of nanotron's is {_TENSOR!r}"
+            )
+        place = slices.of_header(file.source.path, file.metadata, stored.box.shape)
+        places.setdefault(fqn, {})[rank.rank("tp"), rank.rank("exp")] = place
+        entry = Entry(fqn, PARAM, stored.dtype, place.shape, ())
+        first = first or entry
+        if entry != first:
+            raise CorruptError(
+                rank.path,
+                f"{fqn!r} is {entry.dtype} {entry.shape}, {first.dtype} {first.shape} in"
+                f" {census.weights[fqn][0].path.name}",
+                "files of different runs are mixed: fetch the checkpoint again as a whole",
+            )
+        chunks += place.chunks(stored)
+    if first is None:  # a census lists no parameter without a file
+        raise AssertionError(fqn)
+    return Entry(fqn, PARAM, first.dtype, first.shape, tuple(chunks))
+
+
+def _about(place: Place) -> dict[str, Any]:
+    """``checkpoint_metadata.json``; nothing where a save has none."""
+    path = place.files.get(METADATA)
+    return huggingface.json_object(path) if path else {}
+
+
+def _count(held: Mapping[str, Any] | None, name: str) -> int | None:
+    found = (held or {}).get(name)
+    return found if type(found) is int else None
+
+
+def _mesh(census: Census, about: Mapping[str, Any]) -> dict[str, int]:
+    """The grid: file names have what is on disk, the two descriptions also copies that are not."""
+    sizes = dict.fromkeys(("pp", "dp", "cp", "tp", "ep"), 1)
+    sharded = [file for files in census.weights.values() for file in files]
+    for file in (*sharded, *census.optimizer):
+        sizes.update({"ep" if axis == "exp" else axis: n for axis, n in file.sizes.items()})
+    sizes |= {axis: n for axis in sizes if (n := _count(about, axis))} | _sizes(census.place)
+    return {"world": prod(sizes.values())} | {axis: n for axis, n in sizes.items() if n > 1}
+
+
+def _sizes(place: Place) -> dict[str, int]:
+    """``optimizer_config.json``, which has its numbers as text."""
+    folder = place.folders.get("optimizer")
+    path = folder.files.get("optimizer_config.json") if folder else None
+    held = huggingface.json_object(path).get("parallelism") if path else None
+    if not isinstance(held, dict):
+        return {}
+    return {
+        axis: int(text)
+        for axis, name in _SIZES.items()
+        if isinstance(text := held.get(name), str) and text.isdecimal()
+    }
+
+
+def _order(weights: Mapping[str, Entry], found: Optimizer) -> tuple[Sequence[str], bool]:
+    """The weights in the model's order, and whether it is known: one group keeps it."""
+    if len(found.groups) == 1 and set(found.groups[0].fqns) == set(weights):
+        return found.groups[0].fqns, True
+    return sorted(weights, key=_natural), False
+
+
+def _natural(fqn: str) -> list[tuple[int, str]]:
+    """So that layer 10 follows layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(fqn)]
+
+
+def _scheduler(place: Place) -> tuple[Any, list[torch_file.TorchFile]]:
+    """The first rank's, which is every rank's: they step together."""
+    folder = place.folders.get("lr_scheduler")
+    path = next(iter(folder.files.values()), None) if folder else None
+    if path is None:
+        return None, []
+    file = torch_file.read(path)
+    return plain(file.root), [file]
+
+
+def _notes(census: Census, found: Optimizer) -> Iterator[str]:
+    if found.unnamed:
+        yield (
+            f"{found.unnamed} parameters without state (never stepped) have no name in the"
+            " optimizer: they are in no param group here"
+        )
+    random = census.place.folders.get("random")
+    if random and random.files:
+        yield f"the random states of {len(random.files)} ranks are not read (random/)"

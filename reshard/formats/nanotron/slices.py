@@ -1,0 +1,105 @@
+"""Which block of a tensor a rank holds: the pairs of slices in the header of its weights.
+
+``local_global_slices_pairs`` is ``local#global;local#global;...``, a side ``start,stop,step|...``
+with one slice a dim (nanotron ``parallel/parameters.py``, SlicesPair); several pairs where a fused
+parameter (query, key and value; gate and up) is cut part by part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from reshard.box import Box, Index, as_index, flat_span, intersect, row_major, run_boxes, whole
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.manifest import Chunk
+
+_SHAPE, _PAIRS = "unsharded_shape", "local_global_slices_pairs"
+_SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy's numbers print with their class
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A rank's part of a tensor of ``shape``: its own shape, and (local, global) boxes."""
+
+    shape: Index
+    local: Index
+    pairs: tuple[tuple[Box, Box], ...]
+
+    def chunks(self, stored: Chunk) -> Iterator[Chunk]:
+        """The blocks of a stored tensor that has the rank's shape."""
+        for local, box in self.pairs:
+            steps = zip(local.origin, stored.byte_strides, strict=True)
+            at = stored.byte_offset + sum(origin * stride for origin, stride in steps)
+            yield Chunk(box, stored.file, at, stored.byte_strides, stored.dtype)
+
+    def run_chunks(self, stored: Chunk, start: int, stop: int) -> Iterator[Chunk]:
+        """The blocks of a stored flat piece, which is the run ``[start, stop)`` of the rank's."""
+        unit = stored.byte_strides[0] if stored.byte_strides else stored.dtype.itemsize
+        strides = row_major(self.local, unit)
+        for piece in run_boxes(self.local, start, stop):
+            for local, box in self.pairs:
+                held = intersect(piece, local)
+                if held is not None:
+                    within = held.within(local).origin
+                    origin = tuple(a + b for a, b in zip(box.origin, within, strict=True))
+                    at = stored.byte_offset + (flat_span(held, self.local)[0] - start) * unit
+                    yield Chunk(Box(origin, held.shape), stored.file, at, strides, stored.dtype)
+
+
+def of_whole(shape: Index) -> Placed:
+    """Of a rank that holds all of a tensor."""
+    return Placed(shape, shape, ((whole(shape), whole(shape)),))
+
+
+def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
+    """What the header of a rank's weights says; all of the tensor where it says nothing.
+
+    Args:
+        local: the shape of the tensor in the file.
+
+    Raises:
+        CorruptError: it is no such text, or contradicts the tensor.
+        UnsupportedError: slices with a step.
+    """
+    if _PAIRS not in metadata or _SHAPE not in metadata:
+        return of_whole(local)
+    try:
+        sizes = metadata[_SHAPE].strip()[1:-1].split(",")
+        shape = as_index((_size(text) for text in sizes if text.strip()), len(local))
+        texts = [pair.split("#") for pair in metadata[_PAIRS].split(";")]
+        pairs = tuple((_box(path, a, local), _box(path, b, shape)) for a, b in texts)
+    except (ValueError, TypeError) as error:
+        raise CorruptError(path, f"its header does not say where it belongs: {error}") from error
+    if any(a.shape != b.shape for a, b in pairs):
+        raise CorruptError(path, f"its slices are not as large as their places: {pairs}")
+    if sum(a.volume for a, _ in pairs) != whole(local).volume:
+        raise CorruptError(path, f"its slices are not all of its tensor of {local}")
+    return Placed(shape, local, pairs)
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no size")
+    return int(match[1])
+
+
+def _box(path: str, text: str, shape: Index) -> Box:
+    """The box of one side of a pair.
+
+    Raises:
+        ValueError: it is no slices of that shape.
+        UnsupportedError: a step.
+    """
+    ranges = []
+    for part, size in zip(text.split("|"), shape, strict=True):
+        start, stop, step = (None if n == "None" else int(n) for n in part.split(","))
+        if step not in (None, 1):
+            raise UnsupportedError(path, f"its slices have a step of {step}")
+        low, high, _ = slice(start, stop).indices(size)
+        if (start or 0) != low or (size if stop is None else stop) != high or low > high:
+            raise ValueError(f"{part!r} is no slice of {size} elements")
+        ranges.append((low, high))
+    return Box(tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges))

@@ -1,0 +1,46 @@
+"""The rows of an embedding that are no words: padding, so that tensor-parallel ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reshard.manifest import Entry, Manifest
+from reshard.model_parallel import moves
+from reshard.model_parallel.rules import Table
+
+_CUT = "vocab"
+
+
+def padded(words: int, multiple: int) -> int:
+    """Rows with padding: the next multiple.
+
+    >>> padded(101, 8)
+    104
+    """
+    return -(-words // multiple) * multiple
+
+
+def first_rows(entry: Entry, rows: int) -> Entry:
+    """A tensor without the rows behind the first ones."""
+    kept = moves.row_moves(entry.shape, [(0, 0, rows)])
+    shape = (rows, *entry.shape[1:])
+    return replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, kept)))
+
+
+def cut_to(
+    manifest: Manifest, table: Table, constants: Mapping[str, int], rows: int
+) -> tuple[Manifest, int]:
+    """A manifest whose vocabularies have no more rows than these, and how many were taken off.
+
+    Weights and optimizer alike.
+    """
+    entries, taken = [], 0
+    for entry in manifest.entries.values():
+        found = table.find(entry.fqn, constants) if entry.shape[:1] > (rows,) else None
+        if found is not None and found.rule.cut == _CUT:
+            taken = entry.shape[0] - rows
+            entries.append(first_rows(entry, rows))
+        else:
+            entries.append(entry)
+    return (manifest.with_entries(entries), taken) if taken else (manifest, 0)

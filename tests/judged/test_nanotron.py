@@ -1,0 +1,188 @@
+"""nanotron's own files, read and merged; the truth is what one process over whole tensors has.
+
+``tests/data/nanotron`` says how they were made: TP x PP x DP, ZeRO-1, fp32 masters, tied weights.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import CorruptError, IncompleteError
+from reshard.formats.nanotron.optimizer import piece
+
+KEPT = Path(__file__).parents[1] / "data" / "nanotron"
+CASES = sorted(path.name for path in KEPT.iterdir() if (path / "truth.pt").is_file())
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture
+def copied(tmp_path):
+    def copy(case):
+        return Path(shutil.copytree(KEPT / case / "ckpt", tmp_path / "run"))
+
+    return copy
+
+
+def test_the_cases_are_there():
+    assert len(CASES) == 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_masters_and_moments_are_those_of_the_whole_model(case):
+    truth = torch.load(KEPT / case / "truth.pt")
+    with reshard.open(KEPT / case / "ckpt") as checkpoint:
+        assert set(checkpoint) == set(truth["weights"])
+        for fqn in truth["weights"]:
+            for slot in SLOTS:
+                held = torch.as_tensor(checkpoint.optimizer(slot)[fqn][...])
+                assert torch.equal(held, truth[slot][fqn]), (slot, fqn)
+            if truth["masters"]:
+                held = torch.as_tensor(checkpoint.optimizer("master")[fqn][...])
+                assert torch.equal(held, truth["masters"][fqn])
+        train = checkpoint.manifest.train
+    assert (train.step, train.samples) == (3, 24)
+    assert set(train.optimizer_step.values()) == {3.0}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_merged_weights_are_bitwise_those_of_the_whole_model(case, tmp_path):
+    truth = torch.load(KEPT / case / "truth.pt")["weights"]
+    report = reshard.merge(KEPT / case / "ckpt", tmp_path / "whole.pt")
+    merged = torch.load(tmp_path / "whole.pt")
+    assert merged.keys() == truth.keys()
+    assert all(torch.equal(merged[fqn], held) for fqn, held in truth.items())
+    assert any("random states" in text for text in report.warnings)
+
+
+def test_a_sample_without_metadata_is_read_as_it_is(tmp_path):
+    sample = KEPT / "tp2dp2"
+    truth = torch.load(sample / "reference.pt")["model"]
+    reshard.merge(sample / "ckpt", tmp_path / "whole.pt")
+    merged = torch.load(tmp_path / "whole.pt")
+    assert list(merged) == list(truth)  # one param group keeps the model's order
+    assert all(torch.equal(merged[fqn], held) for fqn, held in truth.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_state_goes_to_fsdp_and_stays_the_same(ranks, tmp_path):
+    case = KEPT / "zero_tp2pp2dp2"
+    reshard.split(case / "ckpt", tmp_path / "out", to="dcp", world_size=ranks)
+    report = reshard.diff(case / "ckpt", tmp_path / "out", kinds=["weights", "optimizer"])
+    assert report.same, list(report.lines())
+    assert report.equal == 24
+
+
+def test_groups_of_pipeline_stages_with_equal_settings_are_one():
+    with reshard.open(KEPT / "zero_tp2pp2dp2" / "ckpt") as checkpoint:
+        (group,) = checkpoint.manifest.train.param_groups
+        assert set(group.fqns) == set(checkpoint)
+    with reshard.open(KEPT / "zero_fp32_tp2dp3_groups" / "ckpt") as checkpoint:
+        decays = [g.hyper["weight_decay"] for g in checkpoint.manifest.train.param_groups]
+        assert decays == [0.1, 0.0]
+
+
+def test_a_file_stands_for_its_checkpoint():
+    files = sorted((KEPT / "zero_tp2pp2dp2").rglob("model_weight*tp-rank-1-of-2.safetensors"))
+    with reshard.open(files[0]) as one, reshard.open(KEPT / "zero_tp2pp2dp2" / "ckpt") as run:
+        assert one.manifest.entries.keys() == run.manifest.entries.keys()
+
+
+@pytest.mark.parametrize("name", ["model_weight*tp-rank-1-of-2.safetensors", "optimizer_*_dp-1*"])
+def test_a_missing_rank_is_named(copied, name):
+    run = copied("zero_tp2pp2dp2")
+    next(run.rglob(name)).unlink()
+    with pytest.raises(IncompleteError, match=r"has no file of .* of rank"):
+        reshard.open(run)
+
+
+def test_a_weight_without_a_file_is_missed(copied):
+    run = copied("zero_tp2pp2dp2")
+    next(run.rglob("tiny/model_weight.safetensors")).unlink()
+    with pytest.raises(IncompleteError, match="of which model/ has no weights"):
+        reshard.open(run)
+
+
+def test_another_grid_among_the_files_is_refused(copied):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("model_weight*tp-rank-1-of-2.safetensors"))
+    file.rename(file.with_name(file.name.replace("1-of-2.", "1-of-4.")))
+    with pytest.raises(CorruptError, match="of a grid of"):
+        reshard.open(run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": None},
+        {"state": [1]},
+        {"state": {0: 3}},
+        {"param_groups": 7},
+        {"param_groups": [7]},
+        {"gradient_accumulator": 5},
+        {"names": {}},
+    ],
+)
+def test_an_optimizer_of_another_form_is_refused(copied, change):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("optimizer_pp-1*.pt"))
+    saved = torch.load(file, weights_only=False)
+    torch.save({**saved, **change}, file)
+    with pytest.raises(CorruptError, match=r"no optimizer of nanotron|names no parameter"):
+        reshard.open(run)
+
+
+def test_ranks_at_two_steps_are_refused(copied):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("optimizer_pp-1*dp-1*.pt"))
+    saved = torch.load(file, weights_only=False)
+    saved["state"][0]["step"] += 1
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="the optimizer's step of"):
+        reshard.open(run)
+
+
+def _with_header(file, change):
+    """Rewrite the metadata of a safetensors file's header."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header["__metadata__"])
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("unsharded_shape", "(many, 6)", "is no size"),
+        ("unsharded_shape", "(12,)", "is no shape"),
+        ("local_global_slices_pairs", "None,None,None#0,6,None", "does not say where"),
+        ("local_global_slices_pairs", "None,None,2|None,None,None#0,6,2|0,6,None", "a step of 2"),
+        ("local_global_slices_pairs", "0,6,None|0,6,None#0,99,None|0,6,None", "is no slice"),
+        ("local_global_slices_pairs", "0,6,None|0,6,None#0,5,None|0,6,None", "not as large"),
+        ("local_global_slices_pairs", "0,5,None|0,6,None#0,5,None|0,6,None", "are not all"),
+        ("local_global_slices_pairs", "0,6,None|0,6,None#6,12,None|0,6,None", "hold 36 of 72"),
+    ],
+)
+def test_a_header_that_is_wrong_is_refused(copied, key, value, says):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("embed/**/model_weight*tp-rank-0-of-2.safetensors"))
+    _with_header(file, lambda metadata: metadata.update({key: value}))
+    with pytest.raises(reshard.ReshardError, match=says):
+        reshard.open(run)
+
+
+@pytest.mark.parametrize(("numel", "ranks"), [(10, 4), (1, 3), (12, 4), (7, 7), (5, 8)])
+def test_zero_pieces_are_numpys(numel, ranks):
+    """As ``_partition_parameters`` counts: the last pieces are shorter by one."""
+    size = (numel - 1) // ranks + 1
+    sizes = [size - (rank >= ranks - (size * ranks - numel)) for rank in range(ranks)]
+    held = [piece(numel, ranks, rank) for rank in range(ranks)]
+    assert [stop - start for start, stop in held] == sizes
+    assert [start for start, _ in held] == [sum(sizes[:rank]) for rank in range(ranks)]

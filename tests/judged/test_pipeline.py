@@ -1,0 +1,104 @@
+"""Pipeline x data x tensor parallel training of torch: what its stages saved is one checkpoint."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import CorruptError, IncompleteError
+from tests.judges import pipeline_worker as worker
+from tests.trainer import worlds
+
+pytestmark = pytest.mark.judge
+
+RUNS = {"three_axes": ((2, 2, 2), 1), "two_groups": ((2, 2, 1), 2), "four_stages": ((4, 1, 1), 1)}
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    place = tmp_path_factory.mktemp("pipelines")
+    for run, (sizes, groups) in RUNS.items():
+        (place / run).mkdir()
+        world = sizes[0] * sizes[1] * sizes[2]
+        worlds.run(world, worker.save, sizes, place / run, groups)
+    return place
+
+
+def truth(place):
+    return torch.load(place / "truth.pt")
+
+
+@pytest.mark.parametrize("form", worker.FORMS)
+@pytest.mark.parametrize("run", RUNS)
+def test_weights_and_moments_of_all_stages_are_bitwise_torchs(trained, run, form):
+    told = truth(trained / run)
+    with reshard.open(trained / run / form) as checkpoint:
+        assert set(checkpoint) == set(told["weights"])
+        for fqn, held in told["weights"].items():
+            assert torch.equal(torch.as_tensor(checkpoint[fqn][...]), held), fqn
+        for fqn, slots in told["state"].items():
+            for slot in SLOTS:
+                found = torch.as_tensor(checkpoint.optimizer(slot)[fqn][...])
+                assert torch.equal(found, slots[slot]), (slot, fqn)
+        assert set(checkpoint.manifest.train.optimizer_step.values()) == {float(worker.STEPS)}
+
+
+@pytest.mark.parametrize("form", worker.FORMS)
+@pytest.mark.parametrize("run", RUNS)
+def test_groups_have_the_parameters_of_all_stages(trained, run, form):
+    if (run, form) == ("two_groups", "dcp_by_group"):
+        return  # see test_groups_that_dcp_cut_short_are_refused_where_there_are_several
+    told = truth(trained / run)
+    with reshard.open(trained / run / form) as checkpoint:
+        groups = checkpoint.manifest.train.param_groups
+        assert [set(group.fqns) for group in groups] == [set(fqns) for fqns in told["groups"]]
+        decays = [group.hyper["weight_decay"] for group in groups]
+    assert decays == [0.1, 0.0][: len(told["groups"])]
+
+
+@pytest.mark.parametrize("form", ["numbered", "apart", "named"])
+def test_rank_files_say_how_many_stages_there_are_and_keep_the_models_order(trained, form):
+    with reshard.open(trained / "three_axes" / form) as checkpoint:
+        assert checkpoint.manifest.origin.mesh == {"world": 8, "pp": 2}
+        assert list(checkpoint) == list(truth(trained / "three_axes")["weights"])
+
+
+def test_the_report_says_that_a_group_was_cut_short(trained):
+    inspection = reshard.inspect(trained / "three_axes" / "dcp_by_group")
+    assert any("not listed in the only param group" in line for line in inspection.lines())
+
+
+def test_groups_that_dcp_cut_short_are_refused_where_there_are_several(trained, tmp_path):
+    """torch 2.13 saves the list of each group under one key for all stages: the last one stays."""
+    with pytest.raises(IncompleteError, match="which is in no parameter group"):
+        reshard.split(trained / "two_groups" / "dcp_by_group", tmp_path / "out", world_size=2)
+
+
+@pytest.mark.parametrize(("run", "form"), [("three_axes", "numbered"), ("two_groups", "apart")])
+def test_all_stages_go_to_fsdp_without_a_pipeline(trained, run, form, tmp_path):
+    source = trained / run / form
+    reshard.split(source, tmp_path / "out", to="dcp", world_size=3)
+    report = reshard.diff(source, tmp_path / "out", kinds=["weights", "optimizer"])
+    assert report.same, list(report.lines())
+    assert report.equal == 3 * len(truth(trained / run)["weights"])
+
+
+def test_stages_of_two_steps_are_refused(trained, tmp_path):
+    copy = shutil.copytree(trained / "four_stages" / "numbered", tmp_path / "copy")
+    path = copy / "state_rank_3.pt"
+    saved = torch.load(path, weights_only=False)
+    torch.save({**saved, "step": 7}, path)
+    with pytest.raises(CorruptError, match="at step 3 and at step 7"):
+        reshard.open(copy)
+
+
+def test_a_missing_rank_of_a_stage_is_named(trained, tmp_path):
+    copy = shutil.copytree(trained / "three_axes" / "apart", tmp_path / "copy")
+    (copy / "optim_rank_5.pt").unlink()
+    with pytest.raises(IncompleteError, match=re.escape("no such file of rank 5")):
+        reshard.open(copy)

@@ -1,0 +1,200 @@
+"""Checkpoints that ColossalAI's own savers wrote on one CPU, and beside each what it holds by name.
+
+    RESHARD_COLOSSALAI=ColossalAI python -m tests.judges.colossalai_judge OUT
+
+The checkout's ``checkpoint_io`` and ``utils/safetensors.py`` run as they are; the rest of the
+package, which they import and which needs kernels, is stood in for. Nothing is distributed when the
+savers write (they gather before), so each stage of a pipeline saves in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.judges.library_stubs import stand_in
+
+STEPS = 3
+WIDTH, INNER, VOCABULARY = 6, 12, 10
+MEGABYTES = 0.0005  # a shard: so small that there are several
+
+
+class Net(nn.Module):
+    """With shapes that tell parameters apart, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        chance = torch.Generator().manual_seed(5)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY + 1)
+        self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+        for parameter in self.parameters():
+            parameter.data.normal_(generator=chance)
+
+    def forward(self, tokens):
+        return self.head(self.down(torch.relu(self.up(self.embed(tokens)))) * self.scale[0])
+
+
+def trained(*, groups):
+    """A model, its Adam and a scheduler after three steps."""
+    model = Net()
+    every = dict(model.named_parameters())
+    small = [name for name in every if name.endswith("bias")] if groups > 1 else []
+    parts = [{"params": [p for n, p in every.items() if n not in small], "weight_decay": 0.1}]
+    if small:
+        parts.append({"params": [every[n] for n in small], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(parts, lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(STEPS):
+        chance = torch.Generator().manual_seed(step)
+        model(torch.randint(0, VOCABULARY, (4, 5), generator=chance)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+def truth(model, optimizer):
+    """By name, from the live objects."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    state = {names[id(p)]: held for p, held in optimizer.state.items()}
+    return {
+        "weights": {name: held.clone() for name, held in model.state_dict().items()},
+        "state": state,
+        "groups": [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups],
+    }
+
+
+def _plain(out, *, use_safetensors):
+    """``GeneralCheckpointIO``, as DDP's plugin has it."""
+    model, optimizer, scheduler = trained(groups=2)
+    io = importlib.import_module("colossalai.checkpoint_io.general_checkpoint_io")
+    saver = object.__new__(io.GeneralCheckpointIO)
+    saver.async_writers = []
+    weights, states = out / "ckpt" / "modeling", out / "ckpt" / "optimizer"
+    saver.save_sharded_model(
+        model, str(weights), max_shard_size=MEGABYTES, use_safetensors=use_safetensors
+    )
+    saver.save_sharded_optimizer(optimizer, str(states), False, None, MEGABYTES)
+    saver.save_lr_scheduler(scheduler, str(out / "ckpt" / "lr_scheduler"))
+    running = '{"epoch": 1, "step": 3, "sample_start_index": 12}'
+    (out / "ckpt" / "running_states.json").write_text(running)
+    torch.save(truth(model, optimizer), out / "truth.pt")
+
+
+def _pipeline(out):
+    """``HybridParallelCheckpointIO`` of two stages, the second first: the first one joins all."""
+    hybrid = importlib.import_module("colossalai.checkpoint_io.hybrid_parallel_checkpoint_io")
+    interface = importlib.import_module("colossalai.interface")
+    model, optimizer, _ = trained(groups=1)
+    numbers = {id(p): n for n, p in enumerate(model.parameters())}
+    info = {
+        "param_groups": [{"params": [*numbers.values()]}],
+        "param2id": numbers,
+        "param2shape": {id(p): p.shape for p in model.parameters()},
+    }
+    stages = [_stage(model, 1, ("down", "head")), _stage(model, 0, ("embed", "up"))]
+    for rank, stage in stages:  # all stages save the model before one saves its optimizer
+        boosted = interface.ModelWrapper()
+        vars(boosted).update(_force_wait_all_gather=lambda: None, unwrap=lambda s=stage: s)
+        saver = _of_stage(hybrid, rank)
+        saver.save_sharded_model(boosted, str(out / "ckpt"), size_per_shard=MEGABYTES)
+    for rank, stage in stages:
+        own = {id(p) for p in stage.parameters()}
+        updated = interface.OptimizerWrapper()
+        vars(updated).update(
+            param_info=info,
+            param_groups=optimizer.param_groups,
+            get_master_to_working_map=lambda: None,
+            optim=types.SimpleNamespace(
+                state={p: s for p, s in optimizer.state.items() if id(p) in own}
+            ),
+        )
+        saver = _of_stage(hybrid, rank)
+        saver.save_sharded_optimizer(updated, str(out / "ckpt"), size_per_shard=MEGABYTES)
+    torch.save(truth(model, optimizer), out / "truth.pt")
+
+
+def _stage(model, rank, names):
+    """A pipeline rank, and a module of some of the model's."""
+    stage = nn.Module()
+    for name in names:
+        stage.add_module(name, getattr(model, name))
+    if rank == 1:
+        stage.register_buffer("scale", model.scale)
+    return rank, stage
+
+
+def _of_stage(hybrid, rank):
+    """The saver of one pipeline rank, the only one of its stage."""
+    saver = object.__new__(hybrid.HybridParallelCheckpointIO)
+    vars(saver).update(
+        {"use_zero": False, "verbose": False, "dp_rank": 0, "tp_rank": 0, "sp_rank": 0},
+        async_writers=[],
+        pp_rank=rank,
+        pp_size=2,
+        pp_group=dist.group.WORLD,
+        tp_group=dist.group.WORLD,
+        global_dp_group=dist.group.WORLD,
+    )
+    return saver
+
+
+CASES = {
+    "plain": lambda out: _plain(out, use_safetensors=False),
+    "safetensors": lambda out: _plain(out, use_safetensors=True),
+    "pipeline": _pipeline,
+}
+_REAL = ("colossalai", "colossalai.checkpoint_io", "colossalai.utils")
+_STOOD_IN = ("accelerator", "cluster", "interface", "interface.model", "logging", "tensor")
+
+
+def _packages(source):
+    """The package without what its ``__init__`` files import; stubs for what needs kernels."""
+    for name in _REAL:
+        package = types.ModuleType(name)
+        package.__path__ = [str(source / name.replace(".", "/"))]
+        sys.modules[name] = package
+    utils = sys.modules["colossalai.utils"]
+    utils.get_current_device = lambda: torch.device("cpu")
+    utils.get_non_persistent_buffers_set = lambda _model: set()
+    whole = {"is_distributed_tensor": lambda _held: False}
+    whole |= {"is_customized_distributed_tensor": lambda _held: False}
+    for name in (*_STOOD_IN, "tensor.d_tensor", "tensor.padded_tensor"):
+        stub = types.ModuleType(f"colossalai.{name}")
+        stub.__path__ = []
+        for each in ("ModelWrapper", "OptimizerWrapper", "PeftUnwrapMixin", "DistCoordinator"):
+            vars(stub)[each] = type(each, (), {})
+        vars(stub).update(whole, is_padded_tensor=lambda _held: False)
+        for each in ("to_global", "to_global_for_customized_distributed_tensor", "get_accelerator"):
+            vars(stub)[each] = None
+        for each in ("init_as_padded_tensor", "to_padded_tensor", "to_unpadded_tensor"):
+            vars(stub)[each] = None
+        vars(stub)["get_dist_logger"] = lambda: None
+        sys.modules[f"colossalai.{name}"] = stub
+
+
+def main():
+    """Make the cases that are named, or all."""
+    torch.set_num_threads(1)
+    _packages(Path(os.environ["RESHARD_COLOSSALAI"]))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    out, *names = sys.argv[1:]
+    with stand_in(("peft", "tensornvme", "transformers")):
+        for name in names or CASES:
+            place = Path(out) / name
+            (place / "ckpt").mkdir(parents=True)
+            CASES[name](place)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,381 @@
+"""Megatron's checkpoints: two real ones that are kept here, what is amiss with them, and the rules.
+
+Against every form of every grid they are judged in ``judged/test_megatron_reader.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import shutil
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard import formats
+from reshard.box import row_major, whole
+from reshard.dtypes import FLOAT32
+from reshard.errors import (
+    CorruptError,
+    DifferentError,
+    IncompleteError,
+    StaleError,
+    UnrecognisedError,
+    UsageError,
+)
+from reshard.formats.megatron import buckets, grouped, names
+from reshard.formats.megatron.arguments import Arguments
+from reshard.formats.megatron.buckets import Param
+from reshard.formats.megatron.directory import saving
+from reshard.manifest import Chunk, Entry
+from reshard.model_parallel.rules import builtin
+from reshard.tensors import LazyTensor
+
+DATA = Path(__file__).parent / "data" / "megatron"
+RANKS = DATA / "gpt2_vpp_distopt" / "torch"  # two stages of two chunks, tied, several buckets
+DIST = DATA / "llama_buckets_dp2" / "torch_dist"  # dp_reshardable, several buckets
+STEP = "iter_0000003"
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """A copy that may be damaged."""
+    return shutil.copytree(RANKS, tmp_path / "run")
+
+
+@pytest.fixture
+def dist(tmp_path):
+    return shutil.copytree(DIST, tmp_path / "run")
+
+
+@pytest.mark.parametrize("place", [RANKS, DIST], ids=["torch", "torch_dist"])
+def test_every_tensor_has_the_bytes_that_megatron_holds(place):
+    truth = json.loads((place.parent / "truth.json").read_text())
+    with reshard.open(place) as checkpoint:
+        manifest = checkpoint.manifest
+        found: dict[str, dict[str, str]] = {}
+        for (kind, fqn), entry in manifest.entries.items():
+            tensor = LazyTensor(entry, checkpoint._pool)[...].contiguous()
+            raw = tensor.view(torch.uint8).numpy().tobytes()
+            found.setdefault(fqn, {})[kind] = hashlib.sha256(raw).hexdigest()[:16]
+    assert found == truth["tensors"]
+    assert set(manifest.train.optimizer_step.values()) == {truth["steps"]}
+    assert manifest.train.step == 3
+    assert manifest.train.config["num_layers"] == 4
+
+
+def test_the_grid_the_form_and_the_tied_name_are_told():
+    manifest = formats.read(RANKS)
+    assert manifest.origin.detail == "torch, distributed optimizer"
+    assert dict(manifest.origin.mesh) == {"world": 4, "tp": 1, "pp": 2, "dp": 2, "vpp": 2}
+    assert manifest.tied == {"output_layer.weight": "embedding.word_embeddings.weight"}
+    held = manifest.entries["param", "embedding.word_embeddings.weight"]
+    assert len(held.chunks) == 2, "the last stage's copy is a replica"
+    dist = formats.read(DIST)
+    assert dist.origin.detail == "torch_dist, distributed optimizer (dp_reshardable)"
+    assert [len(group.fqns) for group in dist.train.param_groups] == [18, 9]
+
+
+@pytest.mark.parametrize("tag", ["3", STEP])
+def test_a_step_is_chosen_by_number_or_name(ranks, tag):
+    (ranks / "latest_checkpointed_iteration.txt").unlink()
+    assert formats.read(ranks, tag=tag).train.step == 3
+
+
+def test_release_is_followed(ranks):
+    (ranks / STEP).rename(ranks / "release")
+    (ranks / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert formats.read(ranks).origin.path.endswith("release")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_001", "mp_rank_00_001/model_optim_rng.pt"])
+def test_one_rank_is_not_the_checkpoint(name):
+    with pytest.raises(UsageError, match=rf"give the directory above: .*{STEP}"):
+        formats.read(RANKS / STEP / name)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "__0_0.distcp"])
+def test_a_file_of_torch_dist_stands_for_its_directory(name):
+    assert formats.read(DIST / STEP / name).origin.format == "megatron"
+
+
+def test_a_missing_rank_is_named(ranks):
+    shutil.rmtree(ranks / STEP / "mp_rank_00_000")
+    with pytest.raises(IncompleteError, match=r"tp 1, pp 2.* mp_rank_00_000 is missing"):
+        formats.read(ranks)
+
+
+def test_a_folder_of_another_grid_is_named(ranks):
+    shutil.copytree(ranks / STEP / "mp_rank_00_000", ranks / STEP / "mp_rank_01_000")
+    with pytest.raises(StaleError, match="mp_rank_01_000 lie beside"):
+        formats.read(ranks)
+
+
+def test_a_truncated_file_is_named(ranks):
+    file = ranks / STEP / "mp_rank_00_001" / "model_optim_rng.pt"
+    file.write_bytes(file.read_bytes()[:40_000])
+    with pytest.raises(CorruptError, match=r"mp_rank_00_001/model_optim_rng\.pt.*"):
+        formats.read(ranks)
+
+
+def test_a_rank_of_another_step_is_named(ranks):
+    changed(ranks / STEP / "mp_rank_00_001", iteration=7)
+    with pytest.raises(CorruptError, match=r"mp_rank_00_001.*says iteration 7, mp_rank_00_000 3"):
+        formats.read(ranks)
+
+
+def test_exchanged_folders_are_found_by_the_rank_that_saved_them(ranks):
+    for rank, folder in enumerate(sorted((ranks / STEP).iterdir())):
+        changed(folder, rank=2 * rank)
+    assert formats.read(ranks).train.step == 3
+    first, second = sorted((ranks / STEP).iterdir())
+    first.rename(ranks / "kept")
+    second.rename(first)
+    (ranks / "kept").rename(second)
+    with pytest.raises(CorruptError, match="saved by rank 2, whose folder is mp_rank_00_001"):
+        formats.read(ranks)
+
+
+def test_an_optimizer_file_of_another_rank_does_not_fit(ranks):
+    first, second = sorted((ranks / STEP).iterdir())
+    shutil.copy(first / "distrib_optim.pt", second / "distrib_optim.pt")
+    with pytest.raises(CorruptError, match=r"flat buffer 0 holds .* not how Megatron lays out"):
+        formats.read(ranks)
+
+
+def test_the_optimizer_s_files_are_of_all_ranks_or_of_none(ranks):
+    first, second = sorted((ranks / STEP).iterdir())
+    (second / "distrib_optim.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"distrib_optim\.pt is missing"):
+        formats.read(ranks)
+    (first / "distrib_optim.pt").unlink()
+    manifest = formats.read(ranks)
+    assert not manifest.has_optimizer
+    assert any("the optimizer's states are not here" in text for text in manifest.warnings)
+
+
+def test_without_what_all_ranks_share_torch_dist_is_incomplete(dist):
+    (dist / STEP / "common.pt").unlink()
+    with pytest.raises(IncompleteError, match=r"neither common.pt nor common_state"):
+        formats.read(dist)
+
+
+def test_a_save_that_was_interrupted_is_told(ranks):
+    shutil.rmtree(ranks / STEP)
+    (ranks / STEP).mkdir()
+    with pytest.raises(UnrecognisedError):
+        formats.read(ranks)
+
+
+def test_copies_that_differ_are_refused_or_the_first_is_taken(ranks, tmp_path):
+    """The last stage's copy of the embedding, in the weights and in the optimizer's."""
+    last = ranks / STEP / "mp_rank_00_001" / "distrib_optim.pt"
+    root = torch.load(last, weights_only=True)
+    (state,) = root[1].values()
+    state["param"][5] += 1
+    torch.save(root, last)
+    with pytest.raises(DifferentError, match=r"embedding.word_embeddings.weight: differs between"):
+        reshard.merge(ranks, tmp_path / "no.safetensors")
+    with pytest.raises(DifferentError, match="--replicas first"):
+        reshard.split(ranks, tmp_path / "no", to="dcp", world_size=1)
+    assert not (tmp_path / "no").exists()
+    report = reshard.merge(ranks, tmp_path / "first.safetensors", replicas="first")
+    assert any("the first rank's is written" in text for text in report.warnings)
+    reshard.merge(RANKS, tmp_path / "whole.safetensors")
+    assert reshard.diff(tmp_path / "first.safetensors", tmp_path / "whole.safetensors").same
+
+
+class Names(pickle.Unpickler):
+    """Unpickles files of Megatron without it: its enums become their names."""
+
+    def find_class(self, module, name):
+        return (
+            (lambda *_: name) if module.startswith("megatron") else super().find_class(module, name)
+        )
+
+
+def changed(folder, **values):
+    """Write a rank's file again with other values, of its own or of its arguments."""
+    file = folder / "model_optim_rng.pt"
+    module = types.SimpleNamespace(Unpickler=Names, load=pickle.load, __name__="names")
+    root = torch.load(file, weights_only=False, pickle_module=module)
+    for name, value in values.items():
+        if name in root:
+            root[name] = value
+        else:
+            setattr(root["args"], name, value)
+    torch.save(root, file)
+
+
+# The rules, against what Megatron-core's own functions gave for these arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"num_layers": 8, "pipeline_model_parallel_size": 4}, [[2, 2, 2, 2]]),
+        (
+            {
+                "num_layers": 8,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            [[2, 2], [2, 2]],
+        ),
+        (
+            {
+                "num_layers": 8,
+                "pipeline_model_parallel_size": 3,
+                "decoder_first_pipeline_num_layers": 2,
+            },
+            [[2, 3, 3]],
+        ),
+        (
+            {
+                "num_layers": 9,
+                "pipeline_model_parallel_size": 4,
+                "decoder_first_pipeline_num_layers": 1,
+                "decoder_last_pipeline_num_layers": 2,
+            },
+            [[1, 3, 3, 2]],
+        ),
+        (
+            {
+                "num_layers": 6,
+                "pipeline_model_parallel_size": 4,
+                "account_for_embedding_in_pipeline_split": True,
+                "account_for_loss_in_pipeline_split": True,
+            },
+            [[1, 2, 2, 1]],
+        ),
+        (
+            {
+                "num_layers": 7,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+                "pipeline_model_parallel_layout": "Et|(tt|)*2tt,L",
+            },
+            [[1, 2], [2, 2]],
+        ),
+    ],
+)
+def test_layers_lie_over_stages_as_megatron_lays_them(given, wanted):
+    assert [list(stages) for stages in Arguments("args", given).layers()] == wanted
+
+
+def test_layers_that_do_not_divide_are_refused():
+    args = Arguments("args", {"num_layers": 7, "pipeline_model_parallel_size": 2})
+    with pytest.raises(CorruptError, match="7 layers over 2 pipeline stages"):
+        args.layers()
+
+
+def test_buckets_close_where_they_are_full_and_around_a_shared_embedding():
+    params = [
+        Param("embedding", (10, 7), alone=True),
+        Param("a", (100,)),
+        Param("b", (65,)),
+        Param("c", (30,)),
+    ]
+    one = buckets.buckets(params, None)
+    assert [(m.fqn, m.start) for m in one[0].members] == [("c", 0), ("b", 64), ("a", 192)]
+    assert [bucket.numel for bucket in one] == [320, 70], "aligned before the embedding"
+    two = buckets.buckets(params, 129)
+    assert [bucket.numel for bucket in two] == [129, 128, 70]
+    flat, numel = buckets.end_to_end(two)
+    assert (flat[2].start, numel) == (129, 327)
+    for made in (one, two):
+        assert buckets.fitted(params, [bucket.numel for bucket in made]) == made
+    assert buckets.fitted(params, [129, 100, 98]) is None
+
+
+def entry_of(tensor, name):
+    chunk = Chunk(whole(tensor.shape), "f", 0, row_major(tensor.shape, 4), FLOAT32)
+    return Entry(name, "param", FLOAT32, tuple(tensor.shape), (chunk,))
+
+
+def built(entry, flat):
+    out = torch.full(entry.shape, float("nan"))
+    for chunk in entry.chunks:
+        strides = [stride // 4 for stride in chunk.byte_strides]
+        where = tuple(
+            slice(o, o + n) for o, n in zip(chunk.box.origin, chunk.box.shape, strict=True)
+        )
+        out[where] = torch.as_strided(flat, chunk.box.shape, strides, chunk.byte_offset // 4)
+    return out
+
+
+@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
+@pytest.mark.parametrize("shape", [(24, 5), (24,)])
+def test_query_key_and_value_of_old_versions_are_ordered_as_megatron_orders_them(version, shape):
+    heads, width = 4, 2
+    stored = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    rest = shape[1:]
+    want = stored
+    if version == 0:  # checkpointing.py, _transpose_first_dim: splits first
+        want = stored.view(3, heads, width, *rest).transpose(0, 1).contiguous()
+        want = want.view(shape)
+    elif version == 1.0:  # splits last
+        want = stored.view(heads, width, 3, *rest).transpose(1, 2).contiguous().view(shape)
+    name = "language_model.encoder.layers.0.self_attention.query_key_value.weight"
+    args = Arguments("args", {"num_attention_heads": 8, "tensor_model_parallel_size": 2})
+    (found,) = grouped.head_by_head([entry_of(stored, name)], version, args)
+    assert torch.equal(built(found, stored.flatten()), want)
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("decoder.layers.mlp.linear_fc2.weight", "decoder.layers.{}.mlp.linear_fc2.weight"),
+        ("decoder.layers.3.mlp.linear_fc2.weight", None),
+        ("decoder.final_layernorm.weight", None),
+    ],
+)
+def test_stacked_layers_are_told_from_numbered_ones(key, name):
+    assert names.stacked(key) == name
+
+
+@pytest.mark.parametrize(
+    ("impl", "grouped_gemm", "name", "wanted"),
+    [
+        ("local", False, "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        (
+            "transformer_engine",
+            False,
+            "mlp.linear_fc1.layer_norm_weight",
+            "mlp.linear_fc1.layer_norm_weight",
+        ),
+        (
+            "transformer_engine",
+            True,
+            "mlp.experts.local_experts.2.linear_fc1.weight",
+            "mlp.experts.linear_fc1.weight2",
+        ),
+        (
+            "transformer_engine",
+            False,
+            "mlp.experts.local_experts.2.linear_fc1.weight",
+            "mlp.experts.local_experts.2.linear_fc1.weight",
+        ),
+    ],
+)
+def test_names_of_torch_dist_become_those_of_the_saving_model(impl, grouped_gemm, name, wanted):
+    args = Arguments("args", {"transformer_impl": impl, "moe_grouped_gemm": grouped_gemm})
+    found = names.as_saved(builtin("megatron"), f"decoder.layers.1.{name}", args)
+    assert found == f"decoder.layers.1.{wanted}"
+
+
+def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
+    args = Arguments(
+        "args",
+        {
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "expert_tensor_parallel_size": 1,
+        },
+    )
+    assert saving(args) == [(0, 0), (1, 1), (0, 2), (1, 3)]  # as core_v0.16.1 saved it
+    assert {args.expert_place(tp, ep) for tp, ep in saving(args)} == {0}
