@@ -70,7 +70,7 @@ def lay_out(
         UnsupportedError: an optimizer state that this stage has no place for.
         UsageError: no such stage, number of ranks, precision or tag.
     """
-    parts, tag_used = [], ""
+    models, optimizers, tag_used = [], [], ""
     for choice, rank in _choices(
         state,
         wanted or Wanted(),
@@ -81,9 +81,17 @@ def lay_out(
         weights_only=weights_only,
     ):
         tag_used = choice.tag
-        files = skeletons.joined([*_models(choice), *_layers(choice, rank), *_optimizers(choice)])
-        parts.append(rank.lifted(files) if rank else files)
-    return skeletons.joined([skeletons.of_bytes("latest", tag_used.encode()), *parts])
+        module = skeletons.joined([*_models(choice), *_layers(choice, rank)])
+        optimizer = skeletons.joined(_optimizers(choice))
+        models.append(rank.lifted(module) if rank else module)
+        optimizers.append(rank.lifted(optimizer) if rank else optimizer)
+    latest = skeletons.of_bytes("latest", tag_used.encode())
+    first, second = skeletons.joined(models), skeletons.joined(optimizers)
+    return Skeleton(
+        latest.files + first.files + second.files,
+        first.entries + second.entries,
+        first.checksums + second.checksums,
+    )
 
 
 def _choices(
