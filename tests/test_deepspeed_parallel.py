@@ -1,0 +1,155 @@
+"""DeepSpeed's model-parallel files for other grids, from one that Megatron-DeepSpeed wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.deepspeed.cuts import Cuts
+from reshard.model_parallel.shards import REPLICATED, Split
+
+SAMPLE = Path(__file__).parent / "data/megatron_deepspeed/tp2pp2dp2"
+GRIDS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
+BLOCK = "2.self_attention.query_key_value.weight"
+
+
+@pytest.fixture(scope="module")
+def held():
+    """Every tensor of the sample, by kind and name."""
+    return tensors(SAMPLE / "run")
+
+
+def tensors(place):
+    with reshard.open(place) as checkpoint:
+        found = {("weight", name): checkpoint[name][...] for name in checkpoint}
+        for slot in ("exp_avg", "exp_avg_sq"):
+            found |= {(slot, n): t[...] for n, t in checkpoint.optimizer(slot).items()}
+    return found
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_a_state_goes_to_any_grid_and_on_to_the_next(grid, held, tmp_path):
+    tp, pp = grid
+    split(SAMPLE / "run", tmp_path / "one", SplitOptions(tp=tp, pp=pp, dp=3))
+    assert_same(tensors(tmp_path / "one"), held)
+    after, stages = GRIDS[(GRIDS.index(grid) + 4) % len(GRIDS)]
+    split(tmp_path / "one", tmp_path / "two", SplitOptions(tp=after, pp=stages, dp=2))
+    with reshard.open(tmp_path / "two") as checkpoint:
+        mesh = checkpoint.manifest.origin.mesh
+    assert mesh == {"world": 2 * after * stages, "dp": 2, "tp": after, "pp": stages}
+    assert_same(tensors(tmp_path / "two"), held)
+
+
+def test_the_grid_it_came_from_has_the_files_it_came_from(tmp_path):
+    split(SAMPLE / "run", tmp_path / "same", SplitOptions())
+    first, again = SAMPLE / "run/global_step3", tmp_path / "same/global_step3"
+    names = sorted(path.name for path in first.iterdir())
+    assert sorted(path.name for path in again.iterdir()) == names
+    for name in names:
+        a, b = (torch.load(p / name, weights_only=False) for p in (first, again))
+        if name.startswith("layer_"):
+            assert a.keys() == b.keys()
+            assert all(torch.equal(a[key], b[key]) for key in a), name
+        elif "optim" not in name:
+            assert a["param_shapes"] == b["param_shapes"]
+            assert a["checkpoint_parallel_dimensions"] == b["checkpoint_parallel_dimensions"]
+
+
+def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):
+    options = SplitOptions(tp=4, pp=1, dp=1, make_vocab_size_divisible_by=40)
+    report = split(SAMPLE / "run", tmp_path / "out", options)
+    assert any("160 rows, 122 of them words" in note for note in report.notes)
+    words = ("weight", "tied_modules.embed.word_embeddings.weight")
+    got = tensors(tmp_path / "out")[words]
+    assert got.shape == (160, 32)
+    assert torch.equal(got[:128], held[words])
+    assert not got[128:].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"tp": 3, "pp": 1, "dp": 1}, "tensor parallel size 3"),
+        ({"ep": 2}, "--ep 2: experts apart"),
+        ({"pp": 16, "dp": 1}, "--pp 16: is more than the 7 layers"),
+        ({"pp": 2, "stage_layers": "1,2"}, "does not share 8 layers among 2 stages"),
+        ({"zero_stage": 3}, "DeepSpeed's pipelines have ZeRO stages 0 and 1"),
+        ({"to": "ds-universal"}, "is of a model-parallel run, whose universal form"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(options, problem, tmp_path):
+    with pytest.raises(UsageError, match=problem):
+        split(SAMPLE / "run", tmp_path / "out", SplitOptions(**options))
+    assert not (tmp_path / "out").exists()
+
+
+def cuts(info, *names, shapes=None, **given):
+    found = dict.fromkeys(names, (8, 8)) | (shapes or {})
+    return Cuts("here", info, found, ranks=2, **given)
+
+
+def test_a_model_that_nothing_describes_is_not_cut():
+    with pytest.raises(UsageError, match=r"'0\.weight': is named by no rule"):
+        cuts({}, "0.weight", "2.weight").split("0.weight", (8, 8))
+
+
+def test_a_users_rules_describe_it(tmp_path):
+    (tmp_path / "r.yaml").write_text('parameters:\n  "0.{p}": {cut: row}\n')
+    mine = cuts({}, "0.weight", rules=tmp_path / "r.yaml")
+    assert mine.split("0.weight", (8, 8)) == Split(1)
+
+
+def test_a_pattern_that_finds_nothing_leaves_the_rest_unsaid():
+    info = {"tp_replicated_parameter_patterns": ["tied_modules.embed.positions.weight"]}
+    with pytest.raises(UnsupportedError, match="finds no parameter, and nothing that finds"):
+        cuts(info, "0.positions.weight").split("0.positions.weight", (8, 8))
+
+
+def test_megatron_deepspeeds_untied_positions_are_whole_on_every_rank():
+    info = {"tp_replicated_parameter_patterns": ["tied_modules.embed.position_embeddings.weight"]}
+    mine = cuts(info, BLOCK, "1.position_embeddings.weight")
+    assert mine.split("1.position_embeddings.weight", (8, 8)) == REPLICATED
+    (note,) = mine.notes
+    assert "ds_to_universal would join it along dim 0; here it is whole on every rank" in note
+
+
+@pytest.mark.parametrize(
+    ("block", "last", "head"),
+    [
+        ("2.self_attention.", "3.weight", "4.lm_head.weight"),
+        ("3.self_attention.", "5.weight", None),
+        ("2.attention.", "4.norm.weight", "5.final_linear.weight"),
+    ],
+)
+def test_the_table_knows_who_numbers_layers_how(block, last, head):
+    shapes = {
+        f"{block}query_key_value.weight": (12, 8),
+        f"{block}dense.weight": (8, 4),
+        f"{block[0]}.mlp.dense_h_to_4h.weight": (32, 8),
+        f"{block[0]}.mlp.dense_4h_to_h.weight": (8, 16),
+        last: (8,),
+    } | ({head: (16, 8)} if head else {})
+    mine = cuts({}, shapes=shapes)
+    found = [mine.split(name, shape) for name, shape in shapes.items()]
+    wanted = [Split(0), Split(1), Split(0, (1, 1)), Split(1), REPLICATED]
+    assert found == wanted + ([Split(0, padded=True)] if head else [])
+
+
+def test_fused_parameters_have_the_widths_that_the_checkpoint_says():
+    info = {
+        "parameter_with_sub_params": [{"patterns": ["qkv"], "shape": [(6, 3)], "partition_dim": 0}],
+        "sub_param_shard_widths": {"qkv": [[4, 2], [2, 1]]},
+    }
+    assert cuts(info, "qkv").split("qkv", (6,)) == Split(0, (2, 1), widths=((4, 2), (2, 1)))

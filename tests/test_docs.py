@@ -8,17 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.judges import deepspeed_cases, library_cases, megatron_cases, torch_cases
+from tests.judges import (
+    deepspeed_cases,
+    library_cases,
+    megatron_cases,
+    parallel_cases,
+    torch_cases,
+)
 
 TEXT = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
 CASES = {
     "test_deepspeed.py": deepspeed_cases.CASES,
+    "test_parallel.py": parallel_cases.CASES,
     "test_libraries.py": library_cases.CASES,
     "test_megatron_reader.py": megatron_cases.CASES,
     "test_torch.py": torch_cases.CASES,
 }
 CODE = re.compile(r"`([^`]+)`")
-REFUSED_KINDS = ("moe", "pipeline")
+REFUSED_KINDS = ("moe",)
 
 
 def tables():

@@ -463,8 +463,8 @@ def test_legacy_pickle_attack(tmp_path, refused):
     refused(path, 5, "would run code")
 
 
-def test_tensor_parallel_is_refused_by_name(copied, refused):
+def test_a_model_parallel_rank_without_its_model_states_is_incomplete(copied, refused):
     run = copied("z2_bf16")
     name = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
     shutil.copy(tag_of(run) / OPTIM0, tag_of(run) / name)
-    refused(run, 2, name, "model-parallel rank 1", "not merged yet")
+    refused(run, 1, "mp_rank_01_model_states.pt", "is missing")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
 import reshard
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+from reshard.formats.deepspeed.target import pipeline
 from tests.judged.conftest import KEPT
 from tests.judges.parallel_cases import CASES
 
@@ -72,3 +78,55 @@ def test_megatron_deepspeeds_own_checkpoint_is_read():
     assert manifest.origin.mesh == {"world": 8, "dp": 2, "tp": 2, "pp": 2}
     (told,) = [text for text in manifest.warnings if "position_embeddings" in text]
     assert "is taken from the first stage" in told
+
+
+GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the reduction order
+    ("tp2pp2", {}, {}, 0.0),
+    ("tp2pp2", {"tp": 1, "dp": 2}, {}, 2e-2),
+    ("tp2pp2_untied", {"tp": 4, "pp": 1}, {}, 2e-2),
+    ("pp4_tied", {"tp": 2, "pp": 2}, {}, 2e-2),
+    ("tp2dp2", {"pp": 2, "dp": 1}, {"stage_layers": "4,3"}, 1e-5),
+    ("mpu2_z3", {"tp": 1, "dp": 2}, {}, 2e-2),
+    ("mpu2_z0", {"dp": 2, "stage": 3}, {}, 1e-5),
+    ("pp2_z0_fp32", {"tp": 2, "pp": 1}, {}, 1e-5),
+]
+
+
+@pytest.fixture(scope="module")
+def gone_on(made, tmp_path_factory):
+    """What real DeepSpeed does with each."""
+    from tests.judges import parallel_judge
+
+    runs = []
+    for number, (case, grid, options, _) in enumerate(GOES_ON):
+        place = tmp_path_factory.mktemp("grids") / str(number)
+        row = replace(CASES[case], **grid)
+        sizes = {"tp": row.tp, "pp": row.pp, "dp": row.dp, "zero_stage": row.stage}
+        split(made / case / "run", place, SplitOptions(**sizes, **options))
+        runs.append((place, case, grid))
+    return parallel_judge.load_all(runs, steps=2)
+
+
+@pytest.mark.parametrize("number", range(len(GOES_ON)))
+def test_deepspeed_goes_on_at_another_grid(number, made, gone_on):
+    case, _, _, noise = GOES_ON[number]
+    reference, found = reference_of(made / case), gone_on[number]
+    for kind in ("params", *SLOTS):
+        for name, value in reference[kind].items():
+            assert torch.equal(found["loaded"][kind][name], value), f"{kind} of {name}"
+    for loss, wanted in zip(found["losses"], reference["next"]["losses"], strict=True):
+        assert loss == pytest.approx(wanted, abs=noise)
+
+
+def test_stages_are_those_that_deepspeed_makes():
+    from deepspeed.runtime import utils
+
+    chance = random.Random(5)
+    for _ in range(200):
+        weights = [chance.choice([0, 1, 1, 7, 100]) for _ in range(chance.randint(1, 12))]
+        count = chance.randint(1, 6)
+        for stages, wanted in (
+            (pipeline.balanced(weights, count), utils.partition_balanced(weights, count)),
+            (pipeline.uniform(len(weights), count), utils.partition_uniform(len(weights), count)),
+        ):
+            assert [stage.start for stage in stages] + [stages[-1].stop] == list(wanted)

@@ -38,7 +38,7 @@ class Case:
     name: str
     world: int
     config: Config
-    kind: str = "train"  # train, moe, pipeline, trainer, accelerate
+    kind: str = "train"  # train, moe, trainer, accelerate
     model: str = "menagerie"  # menagerie, menagerie_{tied,vector,wide}, llama, llama_tied
     groups: str = "one"  # see deepspeed_models.param_groups
     client_optimizer: str | None = None  # sgd, adamw: made by the caller, not by the config
@@ -374,8 +374,6 @@ def _refused() -> list[Case]:
     return [
         Case("moe_z0", 2, ds_config(0, "fp32"), kind="moe"),
         Case("moe_z2", 2, ds_config(2, "bf16"), kind="moe"),
-        Case("pipeline_z0", 2, ds_config(0, "fp32"), kind="pipeline"),
-        Case("pipeline_z1", 2, ds_config(1, "bf16"), kind="pipeline"),
     ]
 
 

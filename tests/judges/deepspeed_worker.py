@@ -12,7 +12,6 @@ from tests.judges.deepspeed_cases import CASES, Case
 KINDS = {
     "train": deepspeed_train.make,
     "moe": deepspeed_refused.make_moe,
-    "pipeline": deepspeed_refused.make_pipeline,
     "trainer": deepspeed_trainers.make_trainer,
     "accelerate": deepspeed_trainers.make_accelerate,
 }

@@ -38,6 +38,7 @@ from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
+from reshard.model_parallel import sizes
 
 
 def lay_out(
@@ -69,7 +70,7 @@ def lay_out(
         UnsupportedError: an optimizer state that this stage has no place for.
         UsageError: no such stage, number of ranks, precision or tag.
     """
-    parts, tag_used = [], ""
+    models, optimizers, tag_used = [], [], ""
     for choice, rank in _choices(
         state,
         wanted or Wanted(),
@@ -80,9 +81,17 @@ def lay_out(
         weights_only=weights_only,
     ):
         tag_used = choice.tag
-        files = skeletons.joined([*_models(choice), *_layers(choice, rank), *_optimizers(choice)])
-        parts.append(rank.lifted(files) if rank else files)
-    return skeletons.joined([skeletons.of_bytes("latest", tag_used.encode()), *parts])
+        module = skeletons.joined([*_models(choice), *_layers(choice, rank)])
+        optimizer = skeletons.joined(_optimizers(choice))
+        models.append(rank.lifted(module) if rank else module)
+        optimizers.append(rank.lifted(optimizer) if rank else optimizer)
+    latest = skeletons.of_bytes("latest", tag_used.encode())
+    first, second = skeletons.joined(models), skeletons.joined(optimizers)
+    return Skeleton(
+        latest.files + first.files + second.files,
+        first.entries + second.entries,
+        first.checksums + second.checksums,
+    )
 
 
 def _choices(
@@ -192,6 +201,16 @@ def notes_universal(
 def _universal(
     state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
 ) -> Choice:
+    mesh = sizes.of_mesh(state.manifest.origin.mesh)
+    if state.manifest.origin.format == "deepspeed" and not grids.is_whole(
+        state, Wanted(sizes=mesh)
+    ):
+        raise UnsupportedError(
+            "--to ds-universal",
+            f"{state.manifest.origin.path} is of a model-parallel run, whose universal form says of"
+            " each parameter how it is cut; that is not written yet",
+            "take DeepSpeed's ds_to_universal, or write another grid with --to deepspeed",
+        )
     return choose(
         state,
         world_size=world_size,

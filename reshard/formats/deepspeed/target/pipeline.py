@@ -102,7 +102,9 @@ def stages(
             "has stages that none of DeepSpeed's partition methods makes",
             _ONE_MORE,
         )
-    return methods[fitting[0]](count), f"as partition_method {fitting[0]!r} shares them"
+    how = f"as partition_method {fitting[0]!r} shares them"
+    known = "" if own else ", which the source does not tell: --stage-layers N,N,... says others"
+    return methods[fitting[0]](count), how + known
 
 
 def _of_source(manifest: Manifest, layers: Sequence[Layer], count: int) -> Stages | None:
@@ -140,9 +142,9 @@ def _methods(
         parameters[layer.number] = sum(sizes[fqn] for fqn in trained)
         blocks[layer.number] = int(frozenset(layer.names) == common)
     methods = {
-        "parameters": lambda count: _balanced(parameters, count),
-        "type:": lambda count: _balanced(blocks, count),
-        "uniform": lambda count: _uniform(total, count),
+        "parameters": lambda count: balanced(parameters, count),
+        "type:": lambda count: balanced(blocks, count),
+        "uniform": lambda count: uniform(total, count),
     }
     order = ["parameters", "uniform", "type:"]
     if dialect_of(sizes)[0] is not None:
@@ -163,7 +165,7 @@ def _ranges(ends: Sequence[int]) -> Stages:
     return tuple(range(start, stop) for start, stop in pairwise(ends))
 
 
-def _uniform(total: int, count: int) -> Stages:
+def uniform(total: int, count: int) -> Stages:
     """As many in each; the first stages have one more where they do not divide."""
     if total <= count:
         return _ranges([min(n, total) for n in range(count + 1)])
@@ -171,11 +173,11 @@ def _uniform(total: int, count: int) -> Stages:
     return _ranges([n * size + min(n, rest) for n in range(count + 1)])
 
 
-def _balanced(weights: Sequence[int], count: int) -> Stages:
+def balanced(weights: Sequence[int], count: int) -> Stages:
     """Where the heaviest and the lightest stage differ least; of equals the last one found."""
     total = len(weights)
     if total <= count:
-        return _uniform(total, count)
+        return uniform(total, count)
     sums = [0, *accumulate(weights)]
     empty = (0.0, 0.0, float("inf"), 0)  # cost, heaviest, lightest, where the last stage begins
     best: dict[tuple[int, int], tuple[float, float, float, int]] = {(0, 0): empty}
