@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,34 @@ def test_megatron_deepspeeds_own_checkpoint_is_read():
     assert manifest.origin.mesh == {"world": 8, "dp": 2, "tp": 2, "pp": 2}
     (told,) = [text for text in manifest.warnings if "position_embeddings" in text]
     assert "is taken from the first stage" in told
+
+
+RULES = """
+parameters:
+  0.word_embeddings.weight: vocab
+  0.position_embeddings.weight: replicated
+  "{i}.input_norm.{p}": replicated
+  "{i}.dense.weight": row
+  "{i}.dense.bias": replicated
+  "{i}.gate_up.weight": gated
+  "{i}.down.weight": row
+  "{i}.down.bias": replicated
+  "{i}.{p}": replicated
+  6.lm_head.weight: vocab
+"""
+
+
+@pytest.mark.parametrize("case", ["mpu2_z0", "mpu2_z2_fp32"])
+def test_a_users_rules_say_what_the_run_does_not(case, made, tmp_path):
+    run = shutil.copytree(made / case / "run", tmp_path / "run")
+    for path in run.glob("*/*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        info = states["universal_checkpoint_info"]
+        kept = {"parameter_with_sub_params": info["parameter_with_sub_params"]}
+        torch.save({**states, "universal_checkpoint_info": kept}, path)
+    (tmp_path / "r.yaml").write_text(RULES)
+    with reshard.open(run, rules=tmp_path / "r.yaml") as checkpoint:
+        check(checkpoint, reference_of(made / case))
 
 
 GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the reduction order

@@ -17,6 +17,8 @@ Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from reshard.formats.deepspeed import directory, native, parallel, universal
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
@@ -29,8 +31,11 @@ def detect(place: Place) -> bool:
     return directory.detect(place)
 
 
-def read(place: Place, tag: str | None = None) -> Manifest:
+def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Manifest:
     """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
+
+    Args:
+        rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -41,4 +46,4 @@ def read(place: Place, tag: str | None = None) -> Manifest:
     if "zero" in place.folders:
         return universal.read(place)
     files = directory.census(place)
-    return parallel.read(files) if files.is_parallel else native.read(files.ranks[0])
+    return parallel.read(files, rules) if files.is_parallel else native.read(files.ranks[0])
