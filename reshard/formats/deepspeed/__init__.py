@@ -9,6 +9,7 @@
     partitioned stage 3: every parameter in equal pieces
     whole       stage 0: whole tensors under an index
     universal   one directory a parameter
+    universal_ranks   the ranks that such a directory was made of
     train       everything that is not a tensor
 
 Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``,
@@ -44,6 +45,6 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
     """
     place = directory.locate(place, tag)
     if "zero" in place.folders:
-        return universal.read(place)
+        return universal.read(place, rules)
     files = directory.census(place)
     return parallel.read(files, rules) if files.is_parallel else native.read(files.ranks[0])
