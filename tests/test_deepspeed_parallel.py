@@ -87,7 +87,6 @@ def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):
         ({"pp": 16, "dp": 1}, "--pp 16: is more than the 7 layers"),
         ({"pp": 2, "stage_layers": "1,2"}, "does not share 8 layers among 2 stages"),
         ({"zero_stage": 3}, "DeepSpeed's pipelines have ZeRO stages 0 and 1"),
-        ({"to": "ds-universal"}, "is of a model-parallel run, whose universal form"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(options, problem, tmp_path):

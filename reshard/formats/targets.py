@@ -144,13 +144,21 @@ def _universal(state: Training, asked: Request) -> Skeleton:
             "write the weights alone with --to deepspeed, or with reshard merge",
         )
     return deepspeed.lay_out_universal(
-        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+        state,
+        world_size=asked.data_parallel,
+        stage=asked.zero_stage,
+        precision=asked.dtype,
+        grid_sizes=asked.parallel,
     )
 
 
 def _universal_notes(state: Training, asked: Request) -> tuple[str, ...]:
     return deepspeed.notes_universal(
-        state, world_size=asked.world_size, stage=asked.zero_stage, precision=asked.dtype
+        state,
+        world_size=asked.data_parallel,
+        stage=asked.zero_stage,
+        precision=asked.dtype,
+        grid_sizes=asked.parallel,
     )
 
 

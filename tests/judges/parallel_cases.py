@@ -20,6 +20,7 @@ class Case:
         kind: pipeline (PipelineModule), mpu (a module and ranks of its own).
         patterns: whether the client saves ``universal_checkpoint_info``.
         groups: one, or decay: two by weight decay.
+        universal: whether it loads a universal checkpoint.
         frozen: whether the first block has a frozen parameter.
     """
 
@@ -34,6 +35,7 @@ class Case:
     tied: bool = True
     patterns: bool = True
     groups: str = "decay"
+    universal: bool = False
     frozen: bool = False
     method: str = "uniform"
 
@@ -51,6 +53,7 @@ class Case:
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_optimization": {"stage": self.stage},
+            "checkpoint": {"load_universal": self.universal},
             **PRECISIONS[self.precision],
         }
 

@@ -166,6 +166,7 @@ def _check_heeded(target: Target, options: SplitOptions) -> None:
 def _parallel(manifest: Manifest, target: Target, options: SplitOptions) -> Sizes:
     """What was asked for; else the source's own, where it is written as what it is."""
     stays = _FAMILY.get(manifest.origin.format) == target.name and "tp" in target.heeds
+    stays = stays or (manifest.origin.format, target.name) == ("deepspeed", "ds-universal")
     own = sizes.of_mesh(manifest.origin.mesh) if stays else ONE
     return Sizes(
         tensor=options.tp or own.tensor,

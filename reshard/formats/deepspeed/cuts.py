@@ -113,6 +113,13 @@ class Cuts:
                         f"say it in a file: --rules FILE, with a line for {fqn}",
                     )
 
+    def fused(self, fqn: str) -> Mapping[str, Any] | None:
+        """What the checkpoint says of a parameter that is several in one."""
+        for said in self._info.get(_SUB) or ():
+            if any(re.match(text, fqn) for text in said["patterns"]):
+                return dict(said)
+        return None
+
     def is_first_stages(self, fqn: str) -> bool:
         """Whether several stages have a parameter and only the first one's is used.
 
@@ -141,10 +148,10 @@ class Cuts:
             return REPLICATED
         if self._found(_GATED, fqn):
             return Split(0, (1, 1))
-        for fused in self._info.get(_SUB) or ():
-            for text in fused["patterns"]:
-                if re.match(text, fqn):
-                    return self._fused(fqn, shape, fused, text)
+        fused = self.fused(fqn)
+        if fused is not None:
+            text = next(text for text in fused["patterns"] if re.match(text, fqn))
+            return self._fused(fqn, shape, fused, text)
         if self._found(_ROW, fqn):
             return Split(1)
         return Split(0, padded=True) if self._found(_VOCABULARY, fqn) else None

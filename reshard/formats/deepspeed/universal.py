@@ -159,13 +159,15 @@ def _module_rest(
 ) -> Iterator[Entry]:
     """Buffers, and parameters that the optimizer does not hold: only the module has them."""
     sharded = not _is_by_model_rank(models)
-    held = [{e.key: e for e in m.whole_tensors(tied)} for m in models[: ranks.tensor]]
-    for key, entry in held[0].items():
-        if entry.kind == BUFFER:
-            yield entry
-        elif entry.fqn not in masters and not sharded:
-            split = ranks.cuts.split(entry.fqn, entry.shape)
-            yield shards.gathered([rank[key] for rank in held], split)
+    for start in range(0, ranks.tensor * ranks.pipeline, ranks.tensor):
+        stage = models[start : start + ranks.tensor]
+        held = [{e.key: e for e in model.whole_tensors(tied)} for model in stage]
+        for key, entry in held[0].items():
+            if entry.kind == BUFFER:
+                yield entry
+            elif entry.fqn not in masters and not sharded:
+                split = ranks.cuts.split(entry.fqn, entry.shape)
+                yield shards.gathered([rank[key] for rank in held], split)
     if sharded:
         yield from partitioned.frozen(models)
 

@@ -8,6 +8,7 @@
     partitioned   stage 3: every parameter in equal pieces
     whole         stage 0: whole tensors under an index
     universal     a file a tensor, for any number of ranks
+    marks         how it says that ranks share each parameter
     pieces        runs of parameters in a flat tensor
     slots         the optimizer state of one flat tensor's members
     order         flat orders and sub-groups
@@ -35,10 +36,12 @@ from reshard.formats.deepspeed.target import flat, model_states, partitioned, re
 from reshard.formats.deepspeed.target import grid as grids
 from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
 from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
+from reshard.formats.deepspeed.target.marks import Marks
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model_parallel import sizes
+from reshard.model_parallel.sizes import Sizes
 
 
 def lay_out(
@@ -176,10 +179,12 @@ def lay_out_universal(
     stage: int,
     precision: DType | None = None,
     tag: str | None = None,
+    grid_sizes: Sizes = sizes.ONE,
 ) -> Skeleton:
     """A universal checkpoint: ``latest_universal``, and a file a tensor in the tag's directory.
 
     Args:
+        grid_sizes: of a model-parallel run; its ranks' model states are those of any other grid.
         world_size, stage: of the run to come, as the ``ds_config`` in it says; its layout does not
             depend on them. There is no universal checkpoint of stage 0: 1 is said instead.
         precision: as in `lay_out`.
@@ -188,29 +193,50 @@ def lay_out_universal(
     Raises:
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
-    return universal.files(_universal(state, world_size, stage, precision, tag))
+    wanted = Wanted(sizes=grid_sizes)
+    if grids.is_whole(state, wanted):
+        return universal.files(_universal(state, world_size, stage, precision, tag))
+    marks = Marks(state, grid_sizes.tensor)
+    whole = _universal(marks.without_padding(state), world_size, stage, precision, tag)
+    models = []
+    ranks = _choices(
+        state,
+        wanted,
+        world_size=world_size,
+        stage=whole.stage,
+        precision=precision,
+        tag=whole.tag,
+        weights_only=False,
+        universal=True,
+    )
+    for choice, rank in ranks:
+        model = universal.model_file(choice)
+        models.append(rank.lifted(model) if rank else model)
+    made = universal.files(whole, marks, skeletons.joined(models))
+    shapes = {key: entry.shape for key, entry in state.manifest.entries.items()}
+    entries = tuple(replace(e, shape=shapes.get(e.key, e.shape)) for e in made.entries)
+    return replace(made, entries=entries)  # the words are rows of what the source has
 
 
 def notes_universal(
-    state: Training, *, world_size: int, stage: int, precision: DType | None = None
+    state: Training,
+    *,
+    world_size: int,
+    stage: int,
+    precision: DType | None = None,
+    grid_sizes: Sizes = sizes.ONE,
 ) -> tuple[str, ...]:
     """As `notes`, of what `lay_out_universal` makes."""
-    return tuple(report.notes_universal(_universal(state, world_size, stage, precision)))
+    choice = _universal(state, world_size, stage, precision)
+    if grids.is_whole(state, Wanted(sizes=grid_sizes)):
+        return tuple(report.notes_universal(choice))
+    marks = Marks(state, grid_sizes.tensor)
+    return (*report.notes_universal(choice, marked=True), *marks.notes())
 
 
 def _universal(
     state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
 ) -> Choice:
-    mesh = sizes.of_mesh(state.manifest.origin.mesh)
-    if state.manifest.origin.format == "deepspeed" and not grids.is_whole(
-        state, Wanted(sizes=mesh)
-    ):
-        raise UnsupportedError(
-            "--to ds-universal",
-            f"{state.manifest.origin.path} is of a model-parallel run, whose universal form says of"
-            " each parameter how it is cut; that is not written yet",
-            "take DeepSpeed's ds_to_universal, or write another grid with --to deepspeed",
-        )
     return choose(
         state,
         world_size=world_size,

@@ -49,9 +49,13 @@ def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
     """
     slots = _whole_tensors(choice) if weights else _placeholders(choice)
     frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen} if weights else None
+    if choice.layered:  # the files of layers are not there: what else would be lost
+        slots = {weight.fqn: slots[weight.fqn] for weight in (*choice.frozen, *choice.buffers)}
+    module = _with_aliases(choice, slots)
     return {
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-        **_root(choice, _with_aliases(choice, slots), frozen),
+        **_root(choice, module, frozen),
+        "module": module or None,
     }
 
 

@@ -35,10 +35,16 @@ def notes(choice: Choice) -> Iterator[str]:
         yield from _of_unsure(choice)
 
 
-def notes_universal(choice: Choice) -> Iterator[str]:
-    """Of a universal checkpoint; one sentence each."""
+def notes_universal(choice: Choice, *, marked: bool = False) -> Iterator[str]:
+    """Of a universal checkpoint; one sentence each.
+
+    Args:
+        marked: whether it says how tensor-parallel ranks share its parameters.
+    """
+    many = "any grid of ranks at stages 1 and 2 (a pipeline: 1)"
+    grid = many if marked else "any number of ranks at stages 1 to 3"
     yield (
-        'for any number of ranks at stages 1 to 3, with "checkpoint": {"load_universal": true}:'
+        f'for {grid}, with "checkpoint": {{"load_universal": true}}:'
         " --world-size and --zero-stage are said in the configuration that it keeps, no more"
     )
     yield from _of_the_run(choice)
@@ -50,11 +56,12 @@ def notes_universal(choice: Choice) -> Iterator[str]:
             " every universal checkpoint into the wrong places"
         )
     info = choice.carried.get("universal_checkpoint_info", {})
-    if len(info) > 1:
+    if len(info) > 1 and not marked:
         yield "its tensors are not marked for tensor parallelism: load it at a degree of 1"
     yield from _of_idle(choice)
-    yield from _of_hypers(choice)
-    yield from _of_slots(choice)
+    if not marked:
+        yield from _of_hypers(choice)
+        yield from _of_slots(choice)
     yield from _of_small_groups(choice)
     if not _is_deepspeeds(choice):
         yield from _of_other_frameworks(choice)

@@ -19,7 +19,7 @@ Loaders: ``runtime/base_optimizer.py`` (``load_hp_checkpoint_state_from_checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.box import Index
@@ -28,6 +28,7 @@ from reshard.errors import UnsafeError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.deepspeed.target import model_states
 from reshard.formats.deepspeed.target.choice import Choice
+from reshard.formats.deepspeed.target.marks import Marks
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS, scaler, step
 from reshard.formats.deepspeed.target.pieces import run_of
 from reshard.formats.deepspeed.target.slots import dtype_of, names_of, step_of
@@ -39,20 +40,21 @@ _MODEL = "mp_rank_00_model_states.pt"
 _MODEL3 = f"zero_pp_rank_0_{_MODEL}"
 
 
-def files(choice: Choice) -> Skeleton:
+def files(choice: Choice, marks: Marks | None = None, models: Skeleton | None = None) -> Skeleton:
     """The run directory.
+
+    Args:
+        marks: how tensor-parallel ranks share each parameter; None: they do not.
+        models: the model states of several model-parallel ranks; None: of one.
 
     Raises:
         UnsafeError: a name that would lead out of it.
         UnsupportedError: members of a group have seen different numbers of updates.
         IncompleteError: a parameter lacks a slot that others have.
     """
-    zero = skeletons.joined(_zero(choice))
-    models = skeletons.joined(
-        torch_writer.lay_out_object(
-            f"{choice.tag}/{name}", model_states.universal(choice, weights=weights)
-        )
-        for name, weights in ((_MODEL, True), (_MODEL3, False))
+    zero = skeletons.joined(_zero(choice, marks))
+    models = models or skeletons.joined(
+        [_model(choice, _MODEL, weights=True), _model(choice, _MODEL3, weights=False)]
     )
     latest = skeletons.of_bytes("latest_universal", choice.tag.encode())
     return Skeleton(
@@ -60,6 +62,16 @@ def files(choice: Choice) -> Skeleton:
         zero.entries + models.entries,
         zero.checksums + models.checksums,
     )
+
+
+def model_file(choice: Choice) -> Skeleton:
+    """The model states of one rank of several."""
+    return _model(choice, f"mp_rank_{choice.mp_rank:02d}_model_states.pt", weights=True)
+
+
+def _model(choice: Choice, name: str, *, weights: bool) -> Skeleton:
+    root = model_states.universal(choice, weights=weights)
+    return torch_writer.lay_out_object(f"{choice.tag}/{name}", root)
 
 
 def steps(choice: Choice) -> list[float | None]:
@@ -82,7 +94,7 @@ def common_hyper(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _zero(choice: Choice) -> Iterator[Skeleton]:
+def _zero(choice: Choice, marks: Marks | None) -> Iterator[Skeleton]:
     folder, counts = f"{choice.tag}/zero", steps(choice)
     known = tuple(dict.fromkeys(name for g in choice.groups for name in names_of(g.members)))
     for group, count in zip(choice.groups, counts, strict=True):
@@ -92,10 +104,11 @@ def _zero(choice: Choice) -> Iterator[Skeleton]:
         for member in group.members:
             _check_name(choice, member.fqn)
             place = f"{folder}/{member.fqn}"
-            yield _file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32)
+            cut = marks.of(member.fqn) if marks else {"cat_dim": 0}
+            yield _file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32, cut)
             for name, dtype in dtypes.items():
                 _check_name(choice, name)
-                yield _file(f"{place}/{name}.pt", member, member.slots.get(name), dtype)
+                yield _file(f"{place}/{name}.pt", member, member.slots.get(name), dtype, cut)
             if counter is not None:
                 yield torch_writer.lay_out_object(f"{place}/step.pt", counter)
     yield torch_writer.lay_out_object(f"{folder}/optimizer_state.pt", _optimizer(choice, counts))
@@ -106,12 +119,14 @@ def _counts(counts: list[float | None]) -> bool:
     return any(count is not None for count in counts)
 
 
-def _file(name: str, member: Trained, value: Entry | None, dtype: DType) -> Skeleton:
+def _file(
+    name: str, member: Trained, value: Entry | None, dtype: DType, cut: Mapping[str, Any]
+) -> Skeleton:
     """One tensor; zeros where the parameter has no such value."""
     numel = member.weight.value.numel
     parts = run_of(value, 0, numel) if value else ()
     slot = Slot(Storage(dtype, numel, parts), _stored(member.weight.shape))
-    return torch_writer.lay_out_object(name, {"cat_dim": 0, "param": slot})
+    return torch_writer.lay_out_object(name, {**cut, "param": slot})
 
 
 def _stored(shape: Index) -> Index:

@@ -1,0 +1,120 @@
+"""How a universal checkpoint says of each parameter how tensor-parallel ranks share it.
+
+Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``), which writes it,
+and ``checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``), which cuts by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.box import Index
+from reshard.formats.deepspeed.cuts import Cuts
+from reshard.formats.training import Training
+from reshard.manifest import Entry
+from reshard.model_parallel.vocabulary import first_rows
+from reshard.unpickle import Call
+
+_INFO = "universal_checkpoint_info"
+_SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+_MANY = 2  # tensor-parallel ranks, for what a single one would have whole
+
+
+class Marks:
+    """The marks of every parameter of a model-parallel run.
+
+    Args:
+        tensor: its tensor-parallel ranks. A single one that says nothing leaves no marks.
+    """
+
+    def __init__(self, state: Training, tensor: int) -> None:
+        found = state.manifest.train.opaque.get(_INFO)
+        info: Mapping[str, Any] = found if isinstance(found, dict) else {}
+        words = info.get("original_vocab_size")
+        self._words = words if isinstance(words, int) else None
+        self.known = tensor > 1 or len(info) > 1
+        self._shapes = {weight.fqn: weight.shape for weight in state.weights}
+        self._cuts = Cuts(
+            state.manifest.origin.path,
+            info,
+            self._shapes,
+            ranks=max(tensor, _MANY),
+            buffers=[weight.fqn for weight in state.weights if weight.is_buffer],
+        )
+
+    def of(self, fqn: str) -> dict[str, Any]:
+        """What stands beside a parameter's values.
+
+        Raises:
+            UsageError: nothing says how it is cut.
+        """
+        if not self.known:
+            return {"cat_dim": 0}
+        shape = self._shapes[fqn]
+        split = self._cuts.split(fqn, shape)
+        fused = self._cuts.fused(fqn)
+        if split.dim is None:
+            return {}
+        if fused is not None and len(split.parts) > 1:
+            return {"sub_param_shape": _sub_params(fused, shape)}
+        if len(split.parts) > 1:
+            return {"cat_dim": split.dim, "param_n_sub_params": len(split.parts)}
+        return {"cat_dim": split.dim, **({"vocab_tensor": True} if split.padded else {})}
+
+    def without_padding(self, state: Training) -> Training:
+        """The state whose vocabularies have their words alone, in weights and moments alike."""
+        words = self._words
+        if not self.known or words is None:
+            return state
+
+        def cut(entry: Entry) -> Entry:
+            padded = "vocab_tensor" in self.of(entry.fqn) and entry.shape[0] > words
+            return first_rows(entry, words) if padded else entry
+
+        weights = {
+            w.fqn: replace(w, value=(value := cut(w.value)), shape=value.shape)
+            for w in state.weights
+        }
+        groups = tuple(
+            replace(
+                group,
+                members=tuple(
+                    replace(
+                        member,
+                        weight=weights[member.fqn],
+                        slots={slot: cut(entry) for slot, entry in member.slots.items()},
+                    )
+                    for member in group.members
+                ),
+            )
+            for group in state.groups
+        )
+        return replace(state, weights=tuple(weights.values()), groups=groups)
+
+    def notes(self) -> list[str]:
+        """What the user must be told of them."""
+        if not self.known:
+            return ["its tensors are not marked for tensor parallelism: load it at a degree of 1"]
+        padded = [
+            fqn
+            for fqn, shape in self._shapes.items()
+            if self._words is not None
+            and shape[:1] > (self._words,)
+            and "vocab_tensor" in self.of(fqn)
+        ]
+        return [
+            *(f"{fqn!r} is cut to its {self._words} words, without the padding" for fqn in padded),
+            *self._cuts.notes,
+        ]
+
+
+def _sub_params(fused: Mapping[str, Any], shape: Index) -> Call:
+    """The fused parts of a parameter, their extents where the run says no more than a number."""
+    dim = int(fused["partition_dim"])
+    view = [tuple(n) if isinstance(n, (list, tuple)) else int(n) for n in fused["shape"]]
+    said = view[dim]
+    view[dim] = said if isinstance(said, tuple) else (shape[dim] // said,) * said
+    state = {"patterns": list(fused["patterns"]), "shape": tuple(view), "partition_dim": dim}
+    return Call(_SUBPARAMS, (), state)
