@@ -124,6 +124,10 @@ def test_a_users_rules_are_heard_when_a_run_is_read(tmp_path):
         with reshard.open(run, rules=rules) as checkpoint:
             shapes.append(checkpoint[name.format(i=3)].shape)
     assert shapes == [(32, 64), (64, 32)]
+    options = SplitOptions(to="ds-universal", rules=tmp_path / "r.yaml")
+    split(run, tmp_path / "out", options)
+    (told,) = (tmp_path / "out").glob(f"*/zero/{name.format(i=3)}/fp32.pt")
+    assert torch.load(told)["cat_dim"] == 0
 
 
 def test_a_pattern_that_finds_nothing_leaves_the_rest_unsaid():

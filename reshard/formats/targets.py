@@ -37,7 +37,7 @@ _OF_MEGATRON = (
     "transformer_impl",
     "make_vocab_size_divisible_by",
 )
-_OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by", "rules")
+_OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by")
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
@@ -148,7 +148,7 @@ def _universal(state: Training, asked: Request) -> Skeleton:
         world_size=asked.data_parallel,
         stage=asked.zero_stage,
         precision=asked.dtype,
-        grid_sizes=asked.parallel,
+        wanted=asked.deepspeed_grid,
     )
 
 
@@ -158,7 +158,7 @@ def _universal_notes(state: Training, asked: Request) -> tuple[str, ...]:
         world_size=asked.data_parallel,
         stage=asked.zero_stage,
         precision=asked.dtype,
-        grid_sizes=asked.parallel,
+        wanted=asked.deepspeed_grid,
     )
 
 

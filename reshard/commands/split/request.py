@@ -93,7 +93,7 @@ def requested(
                     divisible=options.make_vocab_size_divisible_by,
                     rules=options.rules,
                 )
-                if name == "deepspeed"
+                if name in ("deepspeed", "ds-universal")
                 else None
             ),
             megatron=(

@@ -40,8 +40,6 @@ from reshard.formats.deepspeed.target.marks import Marks
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
-from reshard.model_parallel import sizes
-from reshard.model_parallel.sizes import Sizes
 
 
 def lay_out(
@@ -179,12 +177,12 @@ def lay_out_universal(
     stage: int,
     precision: DType | None = None,
     tag: str | None = None,
-    grid_sizes: Sizes = sizes.ONE,
+    wanted: Wanted | None = None,
 ) -> Skeleton:
     """A universal checkpoint: ``latest_universal``, and a file a tensor in the tag's directory.
 
     Args:
-        grid_sizes: of a model-parallel run; its ranks' model states are those of any other grid.
+        wanted: the model-parallel grid whose ranks' model states are written; None: a single one.
         world_size, stage: of the run to come, as the ``ds_config`` in it says; its layout does not
             depend on them. There is no universal checkpoint of stage 0: 1 is said instead.
         precision: as in `lay_out`.
@@ -193,10 +191,10 @@ def lay_out_universal(
     Raises:
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
-    wanted = Wanted(sizes=grid_sizes)
+    wanted = wanted or Wanted()
     if grids.is_whole(state, wanted):
         return universal.files(_universal(state, world_size, stage, precision, tag))
-    marks = Marks(state, grid_sizes.tensor)
+    marks = Marks(state, wanted)
     whole = _universal(marks.without_padding(state), world_size, stage, precision, tag)
     models = []
     ranks = _choices(
@@ -224,13 +222,14 @@ def notes_universal(
     world_size: int,
     stage: int,
     precision: DType | None = None,
-    grid_sizes: Sizes = sizes.ONE,
+    wanted: Wanted | None = None,
 ) -> tuple[str, ...]:
     """As `notes`, of what `lay_out_universal` makes."""
     choice = _universal(state, world_size, stage, precision)
-    if grids.is_whole(state, Wanted(sizes=grid_sizes)):
+    wanted = wanted or Wanted()
+    if grids.is_whole(state, wanted):
         return tuple(report.notes_universal(choice))
-    marks = Marks(state, grid_sizes.tensor)
+    marks = Marks(state, wanted)
     return (*report.notes_universal(choice, marked=True), *marks.notes())
 
 

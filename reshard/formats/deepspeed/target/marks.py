@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.formats.deepspeed.cuts import Cuts
+from reshard.formats.deepspeed.target.grid import Wanted
 from reshard.formats.training import Training
 from reshard.manifest import Entry
 from reshard.model_parallel.vocabulary import first_rows
@@ -26,14 +27,16 @@ class Marks:
     """The marks of every parameter of a model-parallel run.
 
     Args:
-        tensor: its tensor-parallel ranks. A single one that says nothing leaves no marks.
+        wanted: its grid, and a user's table. A single tensor-parallel rank of a run that says
+            nothing leaves no marks.
     """
 
-    def __init__(self, state: Training, tensor: int) -> None:
+    def __init__(self, state: Training, wanted: Wanted) -> None:
         found = state.manifest.train.opaque.get(_INFO)
         info: Mapping[str, Any] = found if isinstance(found, dict) else {}
         words = info.get("original_vocab_size")
         self._words = words if isinstance(words, int) else None
+        tensor = wanted.sizes.tensor
         self.known = tensor > 1 or len(info) > 1
         self._shapes = {weight.fqn: weight.shape for weight in state.weights}
         self._cuts = Cuts(
@@ -42,6 +45,7 @@ class Marks:
             self._shapes,
             ranks=max(tensor, _MANY),
             buffers=[weight.fqn for weight in state.weights if weight.is_buffer],
+            rules=wanted.rules,
         )
 
     def of(self, fqn: str) -> dict[str, Any]:
