@@ -147,7 +147,7 @@ def test_megatron_says_the_same_of_the_same_tokens(megatron_case, went_on, route
     assert difference < (EXACT if CASES[route.case].precision == "fp32" else HALF)
 
 
-@pytest.mark.parametrize("route", filter(sees_the_same, ROUTES), ids=str)
+@pytest.mark.parametrize("route", list(filter(sees_the_same, ROUTES)), ids=str)
 def test_megatron_trains_on_as_the_source_did(megatron_case, went_on, route):
     source, found = truth_of(megatron_case(route.case)), went_on[str(route)]
     if route.is_the_same:
