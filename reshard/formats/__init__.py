@@ -112,7 +112,7 @@ def as_paths(paths: Paths) -> list[Path]:
 
 
 def _deepspeed(place: Place, choice: _Choice) -> Manifest:
-    return pytorch.with_companions(deepspeed.read(place, choice.tag), place)
+    return pytorch.with_companions(deepspeed.read(place, choice.tag, choice.rules), place)
 
 
 def _megatron(place: Place, choice: _Choice) -> Manifest:
