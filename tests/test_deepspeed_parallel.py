@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,21 @@ def test_a_users_rules_describe_it(tmp_path):
     (tmp_path / "r.yaml").write_text('parameters:\n  "0.{p}": {cut: row}\n')
     mine = cuts({}, "0.weight", rules=tmp_path / "r.yaml")
     assert mine.split("0.weight", (8, 8)) == Split(1)
+
+
+def test_a_users_rules_are_heard_when_a_run_is_read(tmp_path):
+    run = shutil.copytree(SAMPLE / "run", tmp_path / "run")
+    for path in run.glob("*/mp_rank_*"):
+        states = torch.load(path, weights_only=False)
+        del states["universal_checkpoint_info"]
+        torch.save(states, path)
+    name = "{i}.mlp.dense_4h_to_h.weight"
+    (tmp_path / "r.yaml").write_text(f"parameters: {{'{name}': column}}")
+    shapes = []
+    for rules in (None, tmp_path / "r.yaml"):
+        with reshard.open(run, rules=rules) as checkpoint:
+            shapes.append(checkpoint[name.format(i=3)].shape)
+    assert shapes == [(32, 64), (64, 32)]
 
 
 def test_a_pattern_that_finds_nothing_leaves_the_rest_unsaid():

@@ -23,7 +23,7 @@ from tests.judges.deepspeed_cases import CASES
 from tests.judges.deepspeed_models import MoeToy
 
 MIXTURES = [name for name, case in CASES.items() if case.kind == "moe"]
-FORMS = ["moe_z0", "moe_z1_sizes"]
+FORMS = ["moe_z0", "moe_z1_sizes", "moe_z2"]
 
 pytestmark = pytest.mark.judge
 

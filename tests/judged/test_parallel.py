@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.errors import DifferentError
 from reshard.formats.deepspeed.target import pipeline
 from tests.judged.conftest import KEPT
 from tests.judges.parallel_cases import CASES
@@ -78,6 +81,84 @@ def test_megatron_deepspeeds_own_checkpoint_is_read():
     assert manifest.origin.mesh == {"world": 8, "dp": 2, "tp": 2, "pp": 2}
     (told,) = [text for text in manifest.warnings if "position_embeddings" in text]
     assert "is taken from the first stage" in told
+
+
+RULES = """
+parameters:
+  0.word_embeddings.weight: vocab
+  0.position_embeddings.weight: replicated
+  "{i}.input_norm.{p}": replicated
+  "{i}.dense.weight": row
+  "{i}.dense.bias": replicated
+  "{i}.gate_up.weight": gated
+  "{i}.down.weight": row
+  "{i}.down.bias": replicated
+  "{i}.{p}": replicated
+  6.lm_head.weight: vocab
+"""
+
+
+@pytest.mark.parametrize("case", ["mpu2_z0", "mpu2_z2_fp32"])
+def test_a_users_rules_say_what_the_run_does_not(case, made, tmp_path):
+    run = shutil.copytree(made / case / "run", tmp_path / "run")
+    for path in run.glob("*/*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        info = states["universal_checkpoint_info"]
+        kept = {"parameter_with_sub_params": info["parameter_with_sub_params"]}
+        torch.save({**states, "universal_checkpoint_info": kept}, path)
+    (tmp_path / "r.yaml").write_text(RULES)
+    with reshard.open(run, rules=tmp_path / "r.yaml") as checkpoint:
+        check(checkpoint, reference_of(made / case))
+
+
+POSITIONS = "tied_modules.embed.position_embeddings.weight"
+UNTIED = "1.position_embeddings.weight"
+MEGATRON_DEEPSPEED = KEPT / "megatron_deepspeed" / "tp2pp2dp2"
+
+
+def converted(run, *, strict):
+    """What DeepSpeed's own converter makes of a run."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    source = run / (run / "latest").read_text()
+    out = run / f"{source.name}_universal"
+    told = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False}
+    told |= {"inject_missing_state": False, "strict": strict}
+    ds_to_universal.main(SimpleNamespace(input_folder=source, output_folder=out, **told))
+    return out
+
+
+def untied(run):
+    """Name the position embedding as Megatron-DeepSpeed does where the embedding is not tied."""
+    stages = "pipeline_replicated_parameter_patterns"
+    for path in run.glob("*/*_states.pt"):
+        states = torch.load(path, weights_only=False)
+        found = states.get("param_shapes") or []
+        if "optim_states" in path.name:
+            found = states["optimizer_state_dict"]["param_slice_mappings"]
+        for number, group in enumerate(found):
+            found[number] = type(group)((UNTIED if n == POSITIONS else n, group[n]) for n in group)
+        if info := states.get("universal_checkpoint_info"):
+            info[stages] = [UNTIED if n == POSITIONS else n for n in info[stages]]
+        torch.save(states, path)
+
+
+def test_what_ds_to_universal_joined_that_every_rank_had_whole_is_found(tmp_path):
+    """Its pattern names the tied module, the parameter is of a layer: --no_strict goes past it."""
+    run = shutil.copytree(MEGATRON_DEEPSPEED / "run", tmp_path / "run")
+    untied(run)
+    wrong = converted(run, strict=False)
+    reference = reference_of(MEGATRON_DEEPSPEED)["params"][POSITIONS]
+    held = torch.load(wrong / "zero" / UNTIED / "fp32.pt", weights_only=False)
+    assert held["param"].shape == (2 * len(reference), reference.shape[1])
+    with reshard.open(wrong) as checkpoint:
+        assert torch.equal(checkpoint[UNTIED][...], reference)
+        (told,) = [text for text in checkpoint.manifest.warnings if "times over" in text]
+    assert UNTIED in told
+    held["param"].data[-1] += 1
+    torch.save(held, wrong / "zero" / UNTIED / "fp32.pt")
+    with pytest.raises(DifferentError, match=r"transformer\.wpe\.weight: differs"):
+        reshard.merge(wrong, tmp_path / "merged")
 
 
 GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the reduction order

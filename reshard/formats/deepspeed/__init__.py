@@ -11,6 +11,7 @@
     partitioned stage 3: every parameter in equal pieces
     whole       stage 0: whole tensors under an index
     universal   one directory a parameter
+    universal_ranks   the ranks that such a directory was made of
     train       everything that is not a tensor
 
 Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``,
@@ -18,6 +19,8 @@ Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from reshard.formats.deepspeed import directory, experts, native, parallel, universal
 from reshard.formats.place import Place
@@ -31,8 +34,11 @@ def detect(place: Place) -> bool:
     return directory.detect(place)
 
 
-def read(place: Place, tag: str | None = None) -> Manifest:
+def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Manifest:
     """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
+
+    Args:
+        rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
 
     Raises:
         IncompleteError: a rank's file is missing.
@@ -41,8 +47,8 @@ def read(place: Place, tag: str | None = None) -> Manifest:
     """
     place = directory.locate(place, tag)
     if "zero" in place.folders:
-        return universal.read(place)
+        return universal.read(place, rules)
     files = directory.census(place)
     if files.experts or files.expert_optim:
         return experts.read(files)
-    return parallel.read(files) if files.is_parallel else native.read(files.ranks[0])
+    return parallel.read(files, rules) if files.is_parallel else native.read(files.ranks[0])

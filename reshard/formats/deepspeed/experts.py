@@ -21,7 +21,7 @@ from reshard.formats.deepspeed import expert_names, native
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.states import MIXED, ModelStates
 from reshard.formats.torch_file import Tensor, TorchFile
-from reshard.manifest import BUFFER, PARAM, Manifest
+from reshard.manifest import BUFFER, PARAM, Manifest, TrainState
 from reshard.model_parallel import combine
 
 _GROUP = re.compile(r"ep_size_(\d+)")
@@ -55,7 +55,23 @@ def read(files: Files) -> Manifest:
         first, ranks = _with_all(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
     mesh = {**manifest.origin.mesh, "ep": ranks}
-    return replace(manifest, origin=replace(manifest.origin, mesh=mesh))
+    return replace(
+        manifest,
+        origin=replace(manifest.origin, mesh=mesh),
+        train=_in_order(manifest.train, _module(first, experts)),
+    )
+
+
+def _in_order(state: TrainState, module: Iterable[str]) -> TrainState:
+    """Param groups of experts in the module's order, where they stand rank by rank."""
+    place = {name: at for at, name in enumerate(module)}
+    groups = [
+        replace(group, fqns=tuple(sorted(group.fqns, key=place.__getitem__)))
+        if any(map(expert_names.parse, group.fqns))
+        else group
+        for group in state.param_groups
+    ]
+    return replace(state, param_groups=tuple(groups))
 
 
 def _refuse(files: Files, first: ModelStates) -> None:

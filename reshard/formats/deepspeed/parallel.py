@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError, IncompleteError
@@ -22,8 +23,11 @@ from reshard.model_parallel import combine
 _INFO = "universal_checkpoint_info"
 
 
-def read(files: Files) -> Manifest:
+def read(files: Files, rules: Path | None = None) -> Manifest:
     """Describe the training state that all ranks hold together.
+
+    Args:
+        rules: a user's table of how tensor-parallel ranks share parameters.
 
     Raises:
         IncompleteError: a rank's or a layer's file is missing.
@@ -37,7 +41,7 @@ def read(files: Files) -> Manifest:
         native.read(files.ranks[number], first, held) for number, (first, held) in enumerate(opened)
     ]
     stages = [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)]
-    cuts = _cuts(files, firsts[0], stages)
+    cuts = _cuts(files, firsts[0], stages, rules)
     joined = combine.stages(
         [
             combine.tensor_ranks(_of_stage(cuts, stage, number), cuts.split)
@@ -138,7 +142,9 @@ def _count(first: ModelStates) -> int:
     return sum(len(group.get("params", [])) for group in groups)
 
 
-def _cuts(files: Files, first: ModelStates, stages: Sequence[Sequence[Manifest]]) -> Cuts:
+def _cuts(
+    files: Files, first: ModelStates, stages: Sequence[Sequence[Manifest]], rules: Path | None
+) -> Cuts:
     info = plain(first.root.get(_INFO))
     shapes = {entry.fqn: entry.shape for ranks in stages for entry in ranks[0].entries.values()}
     buffers = {entry.fqn for ranks in stages for entry in ranks[0].of_kind("buffer")}
@@ -148,6 +154,7 @@ def _cuts(files: Files, first: ModelStates, stages: Sequence[Sequence[Manifest]]
         shapes,
         ranks=len(stages[0]),
         buffers=buffers,
+        rules=rules,
     )
 
 

@@ -17,8 +17,15 @@ from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import partitioned, train
-from reshard.formats.deepspeed.states import BUILDERS, ModelStates, open_model, whole_entry
+from reshard.formats.deepspeed.states import (
+    BUILDERS,
+    ModelStates,
+    Shapes,
+    open_model,
+    whole_entry,
+)
 from reshard.formats.deepspeed.target import order
+from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
 from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import (
@@ -32,19 +39,25 @@ from reshard.manifest import (
     contiguous,
     keyed,
 )
+from reshard.model_parallel import shards
 
 
-def read(place: Place) -> Manifest:
+def read(place: Place, rules: Path | None = None) -> Manifest:
     """Describe a universal directory; layout-free, so any parallel grid may have written it.
+
+    Args:
+        rules: a user's table of how tensor-parallel ranks shared parameters.
 
     Raises:
         IncompleteError: a parameter without its weights, or no model states beside ``zero``.
+        UnsupportedError: a parameter that ds_to_universal put together wrongly.
     """
     models = _model_states(place)
     model = models[0]
     module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
-    shapes = {fqn: shape for group in model.shapes for fqn, shape in group.items()}
+    ranks = ranks_of(models if _is_by_model_rank(models) else models[:1], str(place), rules)
+    shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     for folder in place.folders["zero"].folders.values():
@@ -55,13 +68,13 @@ def read(place: Place) -> Manifest:
             if kind == "step":
                 steps[folder.name] = float(file.number(tensor))
             else:
-                entries.append(_entry(file, folder.name, kind, tensor, shapes))
+                entries.append(ranks.checked(_entry(file, folder.name, kind, tensor, shapes)))
     root = _optimizer_root(place, files)
     masters = {entry.fqn for entry in entries if entry.kind == MASTER}
     if not steps:
         steps = _common_step(root, files, masters)
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
-    entries += _module_rest(models, masters, tied)
+    entries += _module_rest(models, ranks, masters, tied)
     places = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: places.get(entry.fqn, len(places)))
     mesh = {"world": int(model.root.get("dp_world_size") or 1)}
@@ -76,26 +89,28 @@ def read(place: Place) -> Manifest:
         ),
         entries=keyed(entries),
         files={path: file.source() for path, file in files.items()},
-        train=train.state(model, groups=_groups(model, root), steps=steps, optimizer_root=root),
+        train=train.state(
+            model, groups=_groups(ranks.shapes, root), steps=steps, optimizer_root=root
+        ),
         tied=tied,
         tied_again=tuple(model.stored_again(tied)),
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
         trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
-        warnings=tuple(_warnings(model)),
+        warnings=(*_warnings(model), *ranks.notes),
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
     )
 
 
 def _model_states(place: Place) -> list[ModelStates]:
-    """The model states: one file at stages 0 to 2, one a rank at stage 3.
+    """The model states: at stages 0 to 2 of each model-parallel rank, at stage 3 of every rank.
 
     ds_to_universal copies those of its source; reshard writes both forms, of which the first has
     the module's weights.
     """
     found = [path for path in place.files.values() if path.match("*mp_rank_*_model_states.pt")]
-    found.sort(key=lambda path: not path.name.startswith("mp_rank_"))
-    if found and found[0].name.startswith("mp_rank_"):
-        return [open_model(found[0])]
+    whole_ones = [path for path in found if path.name.startswith("mp_rank_")]
+    if whole_ones:
+        return [open_model(path) for path in sorted(whole_ones)]
     sharded = [path for path in found if path.match("zero_pp_rank_*_mp_rank_00_model_states.pt")]
     sharded.sort(key=lambda path: int(path.name.split("_")[3]))
     if not sharded:
@@ -105,6 +120,11 @@ def _model_states(place: Place) -> list[ModelStates]:
             "copy it here from the directory that was converted",
         )
     return [open_model(name) for name in sharded]
+
+
+def _is_by_model_rank(models: Sequence[ModelStates]) -> bool:
+    """Whether each file is of a model-parallel rank, and not of one that holds parts at stage 3."""
+    return not Path(models[0].file.path).name.startswith("zero_pp_rank_")
 
 
 def _entry(
@@ -135,13 +155,17 @@ def _tensors(folder: Place) -> Iterator[tuple[str, TorchFile, Tensor]]:
 
 
 def _module_rest(
-    models: Sequence[ModelStates], masters: set[str], tied: Mapping[str, str]
+    models: Sequence[ModelStates], ranks: Ranks, masters: set[str], tied: Mapping[str, str]
 ) -> Iterator[Entry]:
     """Buffers, and parameters that the optimizer does not hold: only the module has them."""
-    sharded = Path(models[0].file.path).name.startswith("zero_pp_rank_")
-    for entry in models[0].whole_tensors(tied):
-        if entry.kind == BUFFER or (entry.fqn not in masters and not sharded):
+    sharded = not _is_by_model_rank(models)
+    held = [{e.key: e for e in m.whole_tensors(tied)} for m in models[: ranks.tensor]]
+    for key, entry in held[0].items():
+        if entry.kind == BUFFER:
             yield entry
+        elif entry.fqn not in masters and not sharded:
+            split = ranks.cuts.split(entry.fqn, entry.shape)
+            yield shards.gathered([rank[key] for rank in held], split)
     if sharded:
         yield from partitioned.frozen(models)
 
@@ -166,8 +190,7 @@ def _common_step(
     return dict.fromkeys(fqns, float(step)) if isinstance(step, (int, float)) else {}
 
 
-def _groups(model: ModelStates, root: dict[str, Any]) -> list[ParamGroup]:
-    shapes = model.shapes
+def _groups(shapes: Shapes, root: dict[str, Any]) -> list[ParamGroup]:
     return [
         ParamGroup(
             train.hyper(group),

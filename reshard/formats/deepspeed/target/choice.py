@@ -11,7 +11,6 @@ from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
-from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.target import carried, order, scaling
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
@@ -94,17 +93,6 @@ class Choice:
         ]
 
 
-def _refuse_experts(state: Training) -> None:
-    found = next((w.fqn for w in state.weights if expert_names.parse(w.fqn)), None)
-    if found is not None:
-        raise UnsupportedError(
-            state.manifest.origin.path,
-            f"holds a mixture of experts ({found!r}), of which DeepSpeed keeps a file an expert and"
-            " an optimizer an expert-parallel rank: they are read, and not written",
-            "write DCP or one file: --to dcp, --to torch",
-        )
-
-
 def choose(
     state: Training,
     *,
@@ -124,7 +112,6 @@ def choose(
         trained: the precision of the run, where the state is a part of it; None: that of the state.
     """
     _check_request(world_size, stage, precision, tag)
-    _refuse_experts(state)
     if weights_only:
         state, stage = _without_optimizer(state), 3 if stage == 3 else 0
     else:
