@@ -266,10 +266,10 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         _budget_options,
         click.option(
             "--replicas",
-            type=click.Choice(["error", "first"]),
+            type=click.Choice(["error", "first", "mean"]),
             default="error",
             show_default=True,
-            help="Ranks that hold different values of one tensor: refused, or the first rank's.",
+            help="Ranks that hold different values of one tensor: refused, the first, their mean.",
         ),
         click.option(
             "--on-overflow",

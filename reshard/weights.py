@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from reshard import dtypes, keys
-from reshard.box import Box, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.files import SourceFiles
@@ -17,16 +14,12 @@ from reshard.manifest import (
     BUFFER,
     MASTER,
     PARAM,
-    WEIGHT_KINDS,
-    Chunk,
     Entry,
     Manifest,
-    SourceFile,
 )
 from reshard.tensors import first_difference
 
 Tied = Literal["auto", "keep", "drop"]
-Replicas = Literal["error", "first"]  # what to do where ranks hold different values of one tensor
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
@@ -224,79 +217,3 @@ def _drop_equal(
             )
     weights.tensors = [item for item in weights.tensors if item[0].fqn != head]
     weights.dropped_aliases[head] = embedding
-
-
-def check_replicas(
-    entries: Iterable[Entry],
-    files: Mapping[str, SourceFile],
-    pool: SourceFiles,
-    policy: Replicas = "error",
-) -> list[str]:
-    """Compare the stored replicas of tensors; all ranks must hold the same values.
-
-    Stored checksums are compared where there are any, else the values. A buffer that differs
-    (running statistics are a rank's own) is noted, and the first rank's is taken.
-
-    Args:
-        policy: ``first`` takes the first rank's of every tensor that differs, and says so.
-
-    Returns:
-        What differs and was taken nevertheless.
-
-    Raises:
-        DifferentError: replicas of a parameter, or of its optimizer state, differ.
-    """
-    notes = []
-    for entry in entries:
-        found = _different_replicas(entry, files, pool)
-        if found is None:
-            continue
-        first, other, at = found
-        kind = "" if entry.kind in WEIGHT_KINDS else f"{entry.kind} of "
-        text = f"differs between {first.file} and {other.file} (element {at})"
-        if entry.kind != BUFFER and policy == "error":
-            raise DifferentError(
-                f"{kind}{entry.fqn}",
-                text,
-                "the ranks have drifted apart, or the files are of different runs; to go on with"
-                " the first rank's values: --replicas first",
-            )
-        what = "buffer" if entry.kind == BUFFER else "tensor"
-        notes.append(f"{what} {kind}{entry.fqn!r} {text}: the first rank's is written")
-    return notes
-
-
-def _different_replicas(
-    entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
-) -> tuple[Chunk, Chunk, int] | None:
-    """The first two chunks of one box that hold different values, and where."""
-    replicas: dict[Box, list[Chunk]] = defaultdict(list)
-    for chunk in entry.chunks:
-        if chunk.box.volume:
-            replicas[chunk.box].append(chunk)
-    for box, (first, *others) in replicas.items():
-        block = replace(entry, shape=box.shape, chunks=(_as_whole(first),))
-        sign = _checksum(first, files) if others else None
-        for other in others:
-            if sign is not None and sign == _checksum(other, files):
-                continue
-            at = first_difference(pool, block, replace(block, chunks=(_as_whole(other),)))
-            if at is not None:
-                return first, other, at
-    return None
-
-
-def _checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
-    """The stored checksum of the record that holds a chunk, and where in it the chunk lies."""
-    records = files[chunk.file].records
-    start, stop = chunk.byte_span
-    at = bisect_right(records, start, key=lambda record: record.byte_offset) - 1
-    if at < 0 or records[at].crc32 is None or stop > records[at].byte_offset + records[at].nbytes:
-        return None
-    record = records[at]
-    place = start - record.byte_offset
-    return record.crc32, record.nbytes, place, chunk.byte_strides, chunk.dtype
-
-
-def _as_whole(chunk: Chunk) -> Chunk:
-    return replace(chunk, box=whole(chunk.box.shape))

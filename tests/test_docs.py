@@ -25,7 +25,7 @@ CASES = {
     "test_torch.py": torch_cases.CASES,
 }
 CODE = re.compile(r"`([^`]+)`")
-REFUSED_KINDS = ("moe",)
+REFUSED_KINDS = ("moe_refused",)
 
 
 def tables():

@@ -22,7 +22,7 @@ LAYERS = (
     ("formats", "plan"),
     ("records", "workers"),
     ("execute",),
-    ("commit", "tensors", "weights"),
+    ("commit", "tensors", "weights", "replicas"),
     ("proof",),
     ("html",),
     ("commands", "dcp"),

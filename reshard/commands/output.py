@@ -15,7 +15,7 @@ from reshard.commands.reading import Meter, ReadOptions, metered, one_of, truste
 from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan import Plan
-from reshard.weights import Replicas
+from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
     from reshard.html.page import Page

@@ -139,6 +139,15 @@ def _huggingface(place: Place, _choice: _Choice) -> Manifest:
     return huggingface.read(place)
 
 
+def _is_pytorch(place: Place) -> bool:
+    """What a trainer puts beside Megatron's iterations is no checkpoint of PyTorch's."""
+    return not megatron.holds(place) and pytorch.detect(place)
+
+
+def _is_loose(place: Place) -> bool:
+    return not megatron.holds(place) and pytorch.detect_loosely(place)
+
+
 _Reader = Callable[[Place, _Choice], Manifest]
 _FORMATS: tuple[tuple[str, Callable[[Place], bool], _Reader], ...] = (  # more particular ones first
     (deepspeed.NAME, deepspeed.detect, _deepspeed),
@@ -146,9 +155,9 @@ _FORMATS: tuple[tuple[str, Callable[[Place], bool], _Reader], ...] = (  # more p
     (meta.NAME, meta.detect, _meta),
     (nanotron.NAME, nanotron.detect, _nanotron),
     (colossalai.NAME, colossalai.detect, _colossalai),
-    (pytorch.NAME, pytorch.detect, _pytorch),
+    (pytorch.NAME, _is_pytorch, _pytorch),
     (huggingface.NAME, huggingface.detect, _huggingface),
-    (pytorch.NAME, pytorch.detect_loosely, _pytorch),
+    (pytorch.NAME, _is_loose, _pytorch),
 )
 NAMES = tuple(sorted({name for name, _, _ in _FORMATS}))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from reshard.errors import UsageError
 
@@ -45,31 +43,3 @@ class Architecture:
             )
         found: int = value
         return found
-
-
-def of_config(config: Mapping[str, Any], source: str) -> Architecture:
-    """The numbers in a transformers ``config.json``, under any of the names that models use."""
-    heads = _number(config, "num_attention_heads", "n_head", "num_heads")
-    hidden = _number(config, "hidden_size", "n_embd", "d_model")
-    head_dim = _number(config, "head_dim")
-    if head_dim is None and heads and hidden:
-        head_dim = hidden // heads
-    tied = config.get("tie_word_embeddings")
-    return Architecture(
-        source=source,
-        layers=_number(config, "num_hidden_layers", "n_layer", "num_layers"),
-        heads=heads,
-        groups=_number(config, "num_key_value_heads") or heads,
-        head_dim=head_dim,
-        vocab=_number(config, "vocab_size"),
-        experts=_number(config, "num_local_experts", "num_experts", "n_routed_experts"),
-        tied=tied if isinstance(tied, bool) else None,
-    )
-
-
-def _number(config: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = config.get(name)
-        if type(value) is int and value > 0:
-            return value
-    return None

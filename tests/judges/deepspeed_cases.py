@@ -38,9 +38,10 @@ class Case:
     name: str
     world: int
     config: Config
-    kind: str = "train"  # train, moe, trainer, accelerate
+    kind: str = "train"  # train, moe, moe_refused, trainer, accelerate
     model: str = "menagerie"  # menagerie, menagerie_{tied,vector,wide}, llama, llama_tied
     groups: str = "one"  # see deepspeed_models.param_groups
+    experts: tuple[tuple[int, int], ...] = ()  # (how many, over how many ranks) of each layer
     client_optimizer: str | None = None  # sgd, adamw: made by the caller, not by the config
     slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
     steps: int = 3
@@ -369,12 +370,25 @@ def _user_configs() -> list[Case]:
     ]
 
 
-def _refused() -> list[Case]:
-    """Layouts that reshard refuses: experts and pipeline stages in files of their own."""
-    return [
-        Case("moe_z0", 2, ds_config(0, "fp32"), kind="moe"),
-        Case("moe_z2", 2, ds_config(2, "bf16"), kind="moe"),
+def _experts() -> list[Case]:
+    """Experts in files of their own, over expert-parallel ranks, whose sizes may differ by layer.
+
+    Without ZeRO that is refused: no file says which layers have which size.
+    """
+    data_first = {"use_data_before_expert_parallelism": True}
+    accumulate_fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+    alike, sizes = ((4, 2), (2, 2)), ((4, 4), (4, 2), (2, 1))
+    rows = [
+        Case("moe_z0", 2, ds_config(0, "fp32"), experts=alike),
+        Case("moe_z0_bf16_ws4", 4, ds_config(0, "bf16"), experts=alike),
+        Case("moe_z1_ws4", 4, ds_config(1, "fp32"), experts=alike),
+        Case("moe_z1_sizes", 4, ds_config(1, "bf16"), experts=sizes, groups="decay"),
+        Case("moe_z2", 2, ds_config(2, "bf16"), experts=alike),
+        Case("moe_z2_data_first", 4, ds_config(2, "bf16", top=data_first), experts=alike),
+        Case("moe_bf16opt", 4, ds_config(1, "bf16", top=accumulate_fp32), experts=alike),
     ]
+    refused = Case("moe_z0_sizes", 4, ds_config(0, "fp32"), kind="moe_refused", experts=sizes)
+    return [*(replace(row, kind="moe") for row in rows), refused]
 
 
 def _universal() -> list[Case]:
@@ -409,7 +423,7 @@ CASES: dict[str, Case] = {
         _train_state(),
         _hugging_face(),
         _user_configs(),
-        _refused(),
+        _experts(),
         _universal(),
     )
     for case in rows

@@ -103,22 +103,36 @@ class Menagerie(nn.Module):
 
 
 class MoeToy(nn.Module):
-    """Two experts behind a DeepSpeed gate: a layout that reshard must refuse by name."""
+    """Layers of experts behind DeepSpeed's gates, one with a shared expert beside them."""
 
-    def __init__(self, expert_parallel: int) -> None:
+    def __init__(self, experts: Sequence[tuple[int, int]]) -> None:
         super().__init__()
         from deepspeed.moe.layer import MoE
 
         self.embed = nn.Embedding(VOCAB, 16)
-        expert = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
-        self.moe = MoE(16, expert, num_experts=2, ep_size=expert_parallel, min_capacity=4)
+        self.layers = nn.ModuleList()
+        for number, (count, ranks) in enumerate(experts):
+            expert = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16))
+            layer = MoE(
+                16,
+                expert,
+                num_experts=count,
+                ep_size=ranks,
+                min_capacity=4,
+                use_residual=number == 0,
+            )
+            self.layers.append(layer)
+        self.norm = nn.LayerNorm(16)
         self.head = nn.Linear(16, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """The loss."""
-        hidden, auxiliary, _ = self.moe(self.embed(input_ids))
-        logits = self.head(hidden).float().flatten(0, 1)
-        return nn.functional.cross_entropy(logits, input_ids.flatten()) + 0.01 * auxiliary.float()
+        hidden, loss = self.embed(input_ids), torch.zeros(())
+        for layer in self.layers:
+            change, auxiliary, _ = layer(hidden)
+            hidden, loss = hidden + change, loss + 0.01 * auxiliary.float()
+        logits = self.head(self.norm(hidden)).float().flatten(0, 1)
+        return loss + nn.functional.cross_entropy(logits, input_ids.flatten())
 
 
 def global_batch(step: int, micro: int, accumulation: int) -> Tensor:  # (GLOBAL_BATCH, SEQUENCE)

@@ -6,12 +6,13 @@ import importlib
 
 import deepspeed
 
-from tests.judges import deepspeed_refused, deepspeed_train, deepspeed_trainers, ranks
+from tests.judges import deepspeed_experts, deepspeed_train, deepspeed_trainers, ranks
 from tests.judges.deepspeed_cases import CASES, Case
 
 KINDS = {
     "train": deepspeed_train.make,
-    "moe": deepspeed_refused.make_moe,
+    "moe": deepspeed_experts.make_moe,
+    "moe_refused": deepspeed_experts.make_refused,
     "trainer": deepspeed_trainers.make_trainer,
     "accelerate": deepspeed_trainers.make_accelerate,
 }

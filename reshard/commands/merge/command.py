@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from reshard import commit, formats, keys, weights
+from reshard import commit, formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import (
@@ -25,7 +25,7 @@ from reshard.errors import CorruptError, DifferentError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, torch_writer
 from reshard.formats.place import directory
-from reshard.manifest import Entry, Manifest, Skeleton, keyed
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.plan import Plan, plan
 
 
@@ -75,26 +75,41 @@ def merge(
     options = options or MergeOptions()
     began = time.perf_counter()
     report_as, sources = str(destination), formats.as_paths(source)
-    is_directory = Path(destination).suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
+    is_directory = _is_directory(destination)
     destination = Path(destination).resolve()  # a link is followed once, here
     check_page(options, sources, destination)
     manifest = opened(sources, destination, options, is_directory=is_directory)
-    job = _prepare(manifest, sources[0], destination, options, is_directory=is_directory)
-    report = describe(manifest, job.edited, job.weights, job.skeleton, job.plan)
-    report.destination = report_as
+    with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):
+        job = _prepare(averaged, sources[0], destination, options, is_directory=is_directory)
+        job.weights.notes += means
+        report = describe(averaged, job.edited, job.weights, job.skeleton, job.plan)
+        report.destination = report_as
+        _written(job, report, destination, options, meter)
+        report.seconds = time.perf_counter() - began if report.done else 0.0
+        write_page(options, lambda: page_of(report.to_json(), averaged, job.skeleton))
+    return report
+
+
+def _written(
+    job: _Job,
+    report: MergeReport,
+    destination: Path,
+    options: MergeOptions,
+    meter: Meter | None,
+) -> None:
+    """Write it, but for a dry run; the report says what came of it."""
     report.peak_buffer_bytes = options.budget()[0] * 2 * job.plan.window_bytes
     report.changes = job.changes
     if options.dry_run:
-        write_page(options, lambda: page_of(report.to_json(), manifest, job.skeleton))
-        return report
+        return
     commit.check_space(destination, report.bytes_written)
     outcome = write(
         job.plan,
         job.skeleton,
-        manifest,
+        job.edited.manifest,
         destination,
         options,
-        is_directory=is_directory,
+        is_directory=_is_directory(destination),
         look=lambda staging: _look(job, staging),
         meter=meter,
     )
@@ -102,9 +117,10 @@ def merge(
     report.flushed = dict(outcome.flushed)
     report.verified = options.verify
     report.done = True
-    report.seconds = time.perf_counter() - began
-    write_page(options, lambda: page_of(report.to_json(), manifest, job.skeleton))
-    return report
+
+
+def _is_directory(destination: str | Path) -> bool:
+    return Path(destination).suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
 
 
 @dataclass(slots=True)
@@ -147,7 +163,7 @@ def _prepare(
             pool=pool,
         )
         held = [entry for entry, _ in chosen.tensors]
-        chosen.notes += weights.check_replicas(held, manifest.files, pool, options.replicas)
+        chosen.notes += replicas.check(held, manifest.files, pool, options.replicas)
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
     if companions.directory is None:
         changes = []  # there is a config only if it is made for these weights

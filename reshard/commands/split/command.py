@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from reshard import commit, formats, keys, weights
+from reshard import commit, formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
@@ -41,11 +42,35 @@ def split(
     """
     options = options or SplitOptions()
     began = time.perf_counter()
-    sources, report_as = formats.as_paths(source), str(destination)
-    destination = Path(destination).resolve()
-    check_page(options, sources, destination)
-    manifest = opened(sources, destination, options, is_directory=True)
-    manifest = keys.edit(manifest, keys.Edits()).manifest
+    sources, place = formats.as_paths(source), Path(destination).resolve()
+    check_page(options, sources, place)
+    manifest = opened(sources, place, options, is_directory=True)
+    kinds = WEIGHT_KINDS if options.without_optimizer else None
+    with replicas.averaged(manifest, options.replicas, kinds) as (averaged, means):
+        begun = _Begun(averaged, str(destination), began, means)
+        return _split(begun, place, options, meter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A split whose source is open.
+
+    Args:
+        report_as: the destination as the user wrote it.
+        began: when, as `time.perf_counter` has it.
+        means: what to say of copies that were averaged.
+    """
+
+    manifest: Manifest
+    report_as: str
+    began: float
+    means: Sequence[str]
+
+
+def _split(
+    begun: _Begun, destination: Path, options: SplitOptions, meter: Meter | None
+) -> SplitReport:
+    manifest = keys.edit(begun.manifest, keys.Edits()).manifest
     if manifest.absent:
         raise IncompleteError(
             manifest.origin.path,
@@ -60,9 +85,9 @@ def split(
     with SourceFiles() as pool:
         manifest = weights.with_equal_heads_tied(manifest, pool)
         carried = list(manifest.entries.values())
-        if options.weights_only:
+        if options.without_optimizer:
             carried = list(manifest.of_kind(*WEIGHT_KINDS))
-        differing = weights.check_replicas(carried, manifest.files, pool, options.replicas)
+        differing = replicas.check(carried, manifest.files, pool, options.replicas)
     named = naming.for_target(manifest, target.name, _asked(options), options.model)
     if request.megatron is not None:
         named = for_megatron.fitted(named, request.megatron)
@@ -75,8 +100,8 @@ def split(
     held = stored(skeleton, state)
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
-    report.destination = report_as
-    report.derived += [*named.notes, *made, *batch_notes, *differing]
+    report.destination = begun.report_as
+    report.derived += [*begun.means, *named.notes, *made, *batch_notes, *differing]
     states.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
@@ -95,7 +120,7 @@ def split(
     report.overflowed = dict(outcome.overflowed)
     report.verified = options.verify
     report.done = True
-    report.seconds = time.perf_counter() - began
+    report.seconds = time.perf_counter() - begun.began
     write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
     return report
 

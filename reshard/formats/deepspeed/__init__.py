@@ -2,6 +2,8 @@
 
     parallel    the ranks of a model-parallel run, joined
     layers      a pipeline's files
+    experts     a mixture of experts: its files, joined with the rest
+    expert_names    what their parameters are called
     cuts        how tensor-parallel ranks share a parameter
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.formats.deepspeed import directory, native, parallel, universal
+from reshard.formats.deepspeed import directory, experts, native, parallel, universal
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
 
@@ -47,4 +49,6 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
     if "zero" in place.folders:
         return universal.read(place, rules)
     files = directory.census(place)
+    if files.experts or files.expert_optim:
+        return experts.read(files)
     return parallel.read(files, rules) if files.is_parallel else native.read(files.ranks[0])

@@ -22,8 +22,16 @@ from reshard.manifest import MASTER, Entry
 Slots = dict[str, Tensor]  # slot name -> this rank's flat piece
 
 
-def read(shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Iterator[Entry]:
+def read(
+    shapes: Shapes,
+    ranks: Sequence[OptimizerStates],
+    owners: Sequence[Sequence[Sequence[OptimizerStates]]],
+) -> Iterator[Entry]:
     """Master weights and every optimizer slot of every group, fqn by fqn.
+
+    Args:
+        owners: of each group, the ranks that share each of its flat tensors: all ranks share one,
+            but for experts, of which every expert-parallel rank has an equal part of the members.
 
     Raises:
         CorruptError: pieces that do not add up to the groups' shapes.
@@ -34,8 +42,12 @@ def read(shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Iterator[Entry]:
             raise CorruptError(
                 rank.file.path, f"holds {count} groups, param_shapes lists {len(shapes)}", MIXED
             )
-    for group, members in enumerate(shapes):
-        yield from _Group(group, members, ranks).entries()
+    for group, (members, shared) in enumerate(zip(shapes, owners, strict=True)):
+        names = list(members)
+        size = len(names) // len(shared)
+        for part, own in enumerate(shared):
+            held = {name: members[name] for name in names[part * size : (part + 1) * size]}
+            yield from _Group(group, held, own).entries()
 
 
 def _pieces(rank: OptimizerStates) -> list[Tensor]:

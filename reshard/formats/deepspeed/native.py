@@ -101,13 +101,15 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
     if not ranks:
         return
     for rank in ranks:
-        count = rank.root.get("partition_count")
-        counts = {int(n) for n in (count if isinstance(count, list) else [count]) if n is not None}
-        if counts - {world_size}:
+        said = rank.root.get("partition_count")
+        counts = [int(n) for n in (said if isinstance(said, list) else [said]) if n is not None]
+        shared = first.group_ranks or (1,) * len(counts)
+        wanted = [world_size // ranks for ranks in shared]
+        if counts and (set(counts) != {world_size} if not first.group_ranks else counts != wanted):
             raise CorruptError(
                 rank.file.path,
-                f"was saved by {sorted(counts)} ranks, {Path(first.file.path).name} by"
-                f" {world_size}",
+                f"was saved by {sorted(set(counts))} ranks, {Path(first.file.path).name} by"
+                f" {sorted(set(wanted))}",
                 MIXED,
             )
     agree("ds_version", _versions(first, ranks), MIXED)
@@ -192,7 +194,7 @@ def _optimizer(
         groups = train.sharded_groups(ranks, first.shapes, "optimizer_state_dict")
         stage = 3
     elif "single_partition_of_fp32_groups" in root:
-        entries = list(flat.read(first.shapes, ranks))
+        entries = list(flat.read(first.shapes, ranks, _owners(first, ranks)))
         steps = train.sharded_steps(ranks, first.shapes, flat.group_state)
         groups = train.sharded_groups(ranks, first.shapes, "base_optimizer_state")
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer writes none; it is stage 1
@@ -203,6 +205,25 @@ def _optimizer(
         )
     state = train.state(first, groups=groups, steps=steps, optimizer_root=root)
     return stage, entries, state, _unread_slots(ranks, stage) + _excluded_frozen(first, stage)
+
+
+def _owners(
+    first: ModelStates, ranks: Sequence[OptimizerStates]
+) -> list[list[Sequence[OptimizerStates]]]:
+    """Of each group the ranks that share each of its flat tensors: one, or one an expert rank.
+
+    Expert-parallel ranks are neighbours, unless ``use_data_before_expert_parallelism`` (DeepSpeed
+    0.19.8 ``utils/groups.py``, ``_create_expert_and_data_parallel``).
+    """
+    config = first.mapping("ds_config")
+    found: list[list[Sequence[OptimizerStates]]] = []
+    for count in first.group_ranks or (1,) * len(first.shapes):
+        each_has = len(ranks) // count
+        if config.get("use_data_before_expert_parallelism"):
+            found.append([ranks[at * each_has : (at + 1) * each_has] for at in range(count)])
+        else:
+            found.append([ranks[at::count] for at in range(count)])
+    return found
 
 
 def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
+from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.deepspeed import layers, native, whole
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import Census, Files
@@ -34,10 +34,6 @@ def read(files: Files, rules: Path | None = None) -> Manifest:
         CorruptError: the files contradict each other.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
-    if files.experts or files.expert_optim:
-        raise UnsupportedError(
-            files.place, "holds files of a mixture of experts, which are not read yet"
-        )
     firsts = [native.first_of(census) for _, census in sorted(files.ranks.items())]
     tensor, pipeline = sizes_of(files, firsts)
     opened = _with_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]

@@ -24,12 +24,15 @@ class ModelStates:
     """One ``*_model_states.pt``.
 
     Args:
-        elsewhere: of the module, what lies in files of its own: layers of a pipeline, experts.
+        elsewhere: of the module, what lies in files of its own: layers of a pipeline.
+        group_ranks: a group of ``shapes`` each, the expert-parallel ranks whose members it lists,
+            rank by rank; every one has a flat tensor of its own. Empty: 1 of every group.
     """
 
     file: TorchFile
     root: dict[str, Any]
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
+    group_ranks: tuple[int, ...] = ()
 
     @property
     def module(self) -> dict[str, Tensor]:

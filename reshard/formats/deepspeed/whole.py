@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard.box import Index, whole
 from reshard.errors import CorruptError
+from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.flat import slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
@@ -59,10 +60,26 @@ def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[
     if named:
         return named
     shapes = member_shapes(model)
+    experts = [bool(group.get("moe")) for group in torch_optimizer(model).get("param_groups", [])]
+    if any(experts):
+        return _of_experts(candidates, shapes, experts)
     flat = model.mapping("optimizer").get("fp32_groups_flat")
     if flat and [len(group) for group in shapes] != [len(candidates)]:
         raise AmbiguousError(list(candidates))
     return name_groups(candidates, shapes)
+
+
+def _of_experts(
+    candidates: Mapping[str, Index], shapes: Sequence[Sequence[Sign]], experts: Sequence[bool]
+) -> list[list[str | None]]:
+    """Experts stand in groups of their own (DeepSpeed 0.19.8 ``moe/utils.py``)."""
+    named: dict[bool, Iterator[list[str | None]]] = {}
+    owned = {name for name in candidates if expert_names.parse(name)}
+    for kind in (False, True):
+        of_kind = {n: shape for n, shape in candidates.items() if (n in owned) == kind}
+        groups = [group for group, moe in zip(shapes, experts, strict=True) if moe == kind]
+        named[kind] = iter(name_groups(of_kind, groups))
+    return [next(named[kind]) for kind in experts]
 
 
 def _named(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str | None]]:

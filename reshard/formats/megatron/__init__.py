@@ -33,6 +33,12 @@ def detect(place: Place) -> bool:
     return directory.detect(place)
 
 
+def holds(place: Place) -> bool:
+    """Whether it is a run directory of Megatron's, whatever else lies in it."""
+    below = place.folders.values()
+    return directory.TRACKER in place.files and any(map(directory.detect, below))
+
+
 def read(place: Place, table: Table | None = None) -> Manifest:
     """The checkpoint in a directory ``iter_0000003`` or ``release``.
 

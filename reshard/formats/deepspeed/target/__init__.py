@@ -31,6 +31,7 @@ from typing import Any
 from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import skeletons, torch_writer
+from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.target import flat, model_states, partitioned, report, universal
 from reshard.formats.deepspeed.target import grid as grids
@@ -95,6 +96,18 @@ def lay_out(
     )
 
 
+def _refuse_experts(state: Training) -> None:
+    """DeepSpeed reads experts of nothing but their own files, at every stage."""
+    found = next((w.fqn for w in state.weights if expert_names.parse(w.fqn)), None)
+    if found is not None:
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"holds a mixture of experts ({found!r}), of which DeepSpeed keeps a file an expert and"
+            " an optimizer an expert-parallel rank: they are read, and not written",
+            "write DCP or one file: --to dcp, --to torch",
+        )
+
+
 def _choices(
     state: Training,
     wanted: Wanted,
@@ -104,6 +117,7 @@ def _choices(
     **asked: Any,
 ) -> Iterator[tuple[Choice, ModelRank | None]]:
     """What is to be written of each model-parallel rank."""
+    _refuse_experts(state)
     if grids.is_whole(state, wanted):
         yield choose(state, stage=stage, weights_only=weights_only, **asked), None
         return
@@ -158,6 +172,7 @@ def notes(
     Raises:
         ReshardError: as `lay_out`.
     """
+    _refuse_experts(state)
     choice = choose(
         state,
         world_size=world_size,
@@ -236,6 +251,7 @@ def notes_universal(
 def _universal(
     state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
 ) -> Choice:
+    _refuse_experts(state)
     return choose(
         state,
         world_size=world_size,

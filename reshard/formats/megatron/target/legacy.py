@@ -16,6 +16,7 @@ from typing import Any
 from reshard.dtypes import FLOAT32
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.megatron import arguments
+from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, buckets, end_to_end
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
@@ -43,7 +44,7 @@ def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
 def tracker(choice: Choice) -> Skeleton:
     """``latest_checkpointed_iteration.txt``."""
     name = "release" if choice.wanted.weights_only else str(choice.state.step())
-    return skeletons.of_bytes("latest_checkpointed_iteration.txt", name.encode())
+    return skeletons.of_bytes(directories.TRACKER, name.encode())
 
 
 def directory(choice: Choice) -> str:

@@ -1,0 +1,120 @@
+"""Mixtures of experts that real DeepSpeed saved: where they go, and what is amiss with them.
+
+Their weights, masters and moments are compared in ``test_deepspeed.py``, as every case's are.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import (
+    CorruptError,
+    DifferentError,
+    IncompleteError,
+    StaleError,
+    UnsupportedError,
+)
+from tests.judges.deepspeed_cases import CASES
+from tests.judges.deepspeed_models import MoeToy
+
+MIXTURES = [name for name, case in CASES.items() if case.kind == "moe"]
+FORMS = ["moe_z0", "moe_z1_sizes", "moe_z2"]
+
+pytestmark = pytest.mark.judge
+
+
+def tensors(place):
+    with reshard.open(place) as checkpoint:
+        found = {("weight", name): checkpoint[name][...] for name in checkpoint}
+        for slot in ("exp_avg", "exp_avg_sq"):
+            found |= {(slot, n): t[...] for n, t in checkpoint.optimizer(slot).items()}
+    return found
+
+
+@pytest.mark.parametrize("case", MIXTURES)
+def test_one_rank_with_all_experts_loads_the_merged_model(case, made, tmp_path):
+    model = MoeToy([(count, 1) for count, _ in CASES[case].experts])
+    report = reshard.merge(made / case / "run", tmp_path / "x.safetensors", dtype="fp32")
+    model.load_state_dict(load_file(tmp_path / "x.safetensors"), strict=True)
+    assert report.verified
+    with reshard.open(made / case / "run") as checkpoint:
+        assert list(checkpoint) == list(model.state_dict())
+        mesh = checkpoint.manifest.origin.mesh
+    world = CASES[case].world
+    ranks = max(size for _, size in CASES[case].experts)
+    assert mesh == {"world": world, "dp": world, "ep": ranks}
+
+
+@pytest.mark.parametrize("target", ["dcp", "torch"])
+@pytest.mark.parametrize("case", FORMS)
+def test_the_state_goes_to_another_format_whole(case, target, made, tmp_path):
+    split(made / case / "run", tmp_path / "out", SplitOptions(to=target))
+    got, want = tensors(tmp_path / "out"), tensors(made / case / "run")
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("target", ["deepspeed", "ds-universal"])
+@pytest.mark.parametrize("case", FORMS)
+def test_deepspeeds_own_files_of_experts_are_not_written(case, target, made, tmp_path):
+    with pytest.raises(UnsupportedError, match="holds a mixture of experts"):
+        split(made / case / "run", tmp_path / "out", SplitOptions(to=target))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "lost", "message"),
+    [
+        ("moe_z0", "layer_1_expert_1_mp_rank_00_model_states.pt", "6 experts in 2 layers"),
+        ("moe_z0", "layer_0_expert_0_mp_rank_00_model_states.pt", "layer_0_expert_0_mp_rank_00"),
+        ("moe_z0", "expp_rank_0_mp_rank_00_optim_states.pt", "expp_rank_0_mp_rank_00"),
+        ("moe_z0", "expp_rank_1_mp_rank_00_optim_states.pt", "2 expert-parallel ranks"),
+        ("moe_z1_sizes", "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "rank 3 are missing"),
+    ],
+)
+def test_a_missing_file_is_named(case, lost, message, copied, tmp_path):
+    run = copied(case)
+    next(run.rglob(lost)).unlink()
+    with pytest.raises(IncompleteError, match=message):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_a_file_of_a_larger_model_is_noticed(copied, tmp_path):
+    run = copied("moe_z2")
+    expert = next(run.rglob("layer_1_expert_1_*"))
+    expert.with_name("layer_1_expert_2_mp_rank_00_model_states.pt").write_bytes(expert.read_bytes())
+    with pytest.raises(StaleError, match="that the model has not"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_an_expert_under_another_experts_name_is_noticed(copied, tmp_path):
+    run = copied("moe_z2")
+    first, second = sorted(run.rglob("layer_1_expert_*"))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CorruptError, match="does not hold expert 1"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_optimizers_of_runs_with_and_without_zero_are_not_mixed(made, copied, tmp_path):
+    run = copied("moe_z0")
+    other = next((made / "moe_z2" / "run").rglob("*zero_pp_rank_0_*"))
+    (next(run.rglob("layer_0_expert_0_*")).parent / other.name).write_bytes(other.read_bytes())
+    with pytest.raises(StaleError, match=r"with ZeRO .* and of one without"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_what_all_ranks_hold_is_compared_between_their_optimizers(copied, tmp_path):
+    """Without ZeRO each expert-parallel rank saves the moments of the rest of the model too."""
+    run = copied("moe_z0")
+    path = next(run.rglob("expp_rank_1_*"))
+    held = torch.load(path, weights_only=False)
+    held["optimizer"]["state"][0]["exp_avg"] += 1
+    torch.save(held, path)
+    with pytest.raises(DifferentError, match=r"embed\.weight"):
+        split(run, tmp_path / "out", SplitOptions(to="dcp"))
