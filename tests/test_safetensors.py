@@ -37,7 +37,7 @@ def entries(tensors):
 
 def laid_out(tensors, metadata):
     """The whole file as we would write it, its data painted by hand."""
-    header, placed, size = safetensors.lay_out("x", entries(tensors), metadata or {})
+    header, placed, size = safetensors.lay_out("x", entries(tensors), metadata)
     content = bytearray(size)
     content[: len(header)] = header
     for entry in placed:
@@ -127,7 +127,7 @@ def test_what_we_write_is_read_by_the_library(tmp_path):
     saved(source, ZOO)
     manifest = reshard.open(source).manifest
     tensors = [(entry, entry.dtype) for entry in manifest.entries.values()]
-    header, placed, size = safetensors.lay_out("out.safetensors", tensors, {})
+    header, placed, size = safetensors.lay_out("out.safetensors", tensors, None)
     skeleton = Skeleton((OutputFile("out.safetensors", size, ((0, header),)),), tuple(placed))
     (tmp_path / "out").mkdir()
     execute(

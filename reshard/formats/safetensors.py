@@ -124,13 +124,19 @@ def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int
 
 
 def lay_out(
-    path: str, tensors: Iterable[tuple[Entry, DType]], metadata: Mapping[str, str]
+    path: str, tensors: Iterable[tuple[Entry, DType]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[Entry], int]:
-    """Header bytes, the entries as they will lie in ``path``, and the file's size in bytes."""
+    """Header bytes, the entries as they will lie in ``path``, and the file's size in bytes.
+
+    Args:
+        metadata: its strings; an empty mapping is written as such, as `save_file` does.
+    """
     tensors = list(tensors)
     _check_names(entry.fqn for entry, _ in tensors)
     ordered = sorted(tensors, key=lambda item: (_RANK[item[1]], item[0].fqn.encode()))
-    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    header: dict[str, Any] = (
+        {} if metadata is None else {"__metadata__": dict(sorted(metadata.items()))}
+    )
     at = 0
     for entry, dtype in ordered:
         if not dtype.safetensors:

@@ -15,6 +15,8 @@ from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
 from reshard.formats.megatron import target as megatron
 from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.meta import target as meta
+from reshard.formats.nanotron import target as nanotron
+from reshard.formats.nanotron.choice import Wanted as NanotronWanted
 from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
@@ -309,6 +311,25 @@ def _meta_notes(state: Training, asked: Request) -> tuple[str, ...]:
     return tuple(meta.notes(state, ranks=asked.parallel.tensor))
 
 
+def _nanotron(state: Training, asked: Request) -> Skeleton:
+    if asked.zero_stage > 1:
+        raise UsageError(
+            f"--zero-stage {asked.zero_stage}", "nanotron has 0 and 1", "give one of them"
+        )
+    wanted = NanotronWanted(
+        sizes=asked.parallel,
+        data=asked.data_parallel,
+        zero=asked.zero_stage == 1,
+        dtype=asked.dtype,
+        weights_only=asked.weights_only,
+    )
+    return nanotron.lay_out(state, wanted)
+
+
+def _nanotron_notes(state: Training, _asked: Request) -> tuple[str, ...]:
+    return tuple(nanotron.notes(state))
+
+
 def _plain(state: Training, asked: Request) -> Skeleton:
     return state_dict.plain(
         state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
@@ -459,6 +480,13 @@ TARGETS = {
             _meta,
             _meta_notes,
             heeds=("tp",),
+        ),
+        Target(
+            "nanotron",
+            "nanotron's directory, at the source's number of pipeline stages",
+            _nanotron,
+            _nanotron_notes,
+            heeds=(*PARALLEL, "zero_stage"),
         ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

@@ -30,7 +30,7 @@ def copied(tmp_path):
 
 
 def test_the_cases_are_there():
-    assert len(CASES) == 3
+    assert len(CASES) == 4
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -45,6 +45,7 @@ CASES = {
     "zero_tp2pp2dp2": Case(2, 2, 2, zero=True),
     "zero_fp32_tp2dp3_groups": Case(2, 1, 3, zero=True, fp32=True, groups=True),
     "fp32_tp2pp2": Case(2, 2, 1, fp32=True),
+    "zero_tp1pp2dp3": Case(1, 2, 3, zero=True),
 }
 # name -> (shape, dim that tensor parallelism cuts, parts that are cut one by one, stages of 2)
 PARAMETERS = {

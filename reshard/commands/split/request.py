@@ -35,6 +35,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "fsdp": "fsdp2",
     "megatron": "megatron",
     "meta": "meta",
+    "nanotron": "nanotron",
 }
 _STAGE = 2  # of a source that knows none
 _FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
@@ -74,7 +75,7 @@ def requested(
         Request(
             world_size=world_size,
             parallel=parallel,
-            zero_stage=_stage(manifest, options),
+            zero_stage=_stage(manifest, name, options),
             dtype=_weight_dtype(options, deepspeed=deepspeed),
             weights_only=options.without_optimizer,
             state_dict_type=_state_dict_type(name, manifest, options),
@@ -211,12 +212,14 @@ def _tensor_plan(
     return tensor_parallel.of_model(model) if model else None
 
 
-def _stage(manifest: Manifest, options: SplitOptions) -> int:
+def _stage(manifest: Manifest, target: str, options: SplitOptions) -> int:
     if options.zero_stage is not None:
         return options.zero_stage
     said = manifest.origin.detail.removeprefix("ZeRO stage ")
     if said.isdecimal():
         return int(said)
+    if target == "nanotron":  # whose reader names a stage where there is one
+        return 0
     is_universal = manifest.origin.format == "deepspeed-universal"
     return _configured_stage(manifest.train.config) if is_universal else _STAGE
 

@@ -4,6 +4,9 @@
     slices      which block of a tensor a rank's file holds, as its header says
     optimizer   the ranks' optimizers: whole local tensors, or ZeRO-1's pieces of them
     reader      all of it as one manifest
+    layout      what a run says beside its state: how parameters are cut, and who trains them
+    choice      what is to be written of that, and what cannot be
+    target      the files of other ranks
 
 Facts: nanotron at 2411b02 (April 2026), checkpoint version 1.5: ``serialize/weights.py``,
 ``serialize/optimizer.py``, ``serialize/metadata.py``, ``serialize/utils.py``, ``optim/zero.py``,

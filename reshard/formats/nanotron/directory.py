@@ -19,6 +19,7 @@ from reshard.formats.place import Place
 METADATA = "checkpoint_metadata.json"
 AXES = ("pp", "dp", "tp", "exp")
 
+SCHEDULER = "lr_scheduler"
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _WEIGHTS = re.compile(
     r"model_(?P<leaf>.+?)"
@@ -84,6 +85,12 @@ def _holds_weights(place: Place | None, depth: int) -> bool:
     if any(map(_WEIGHTS.fullmatch, place.files)):
         return True
     return any(_holds_weights(folder, depth - 1) for folder in place.folders.values())
+
+
+def beside(place: Place) -> tuple[str, ...]:
+    """What else lies in the step's directory: the run's configuration, random states."""
+    known = (METADATA, _MODEL, _OPTIMIZER, SCHEDULER)
+    return tuple(sorted(name for name in (*place.files, *place.folders) if name not in known))
 
 
 def census(place: Place) -> Census:

@@ -38,6 +38,7 @@ class Optimizer:
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
+    stages: list[list[ParamGroup]] = field(default_factory=list)  # the same, a pipeline stage
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
     unnamed: int = 0  # parameters in groups that have no state, hence no name
 
@@ -65,7 +66,6 @@ def read(census: Census, places: Places, pool: SourceFiles) -> Optimizer:
     """
     found = Optimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
-    groups: list[list[ParamGroup]] = []
     for rank in census.optimizer:
         file = torch_file.read(rank.path)
         found.files.append(file)
@@ -75,8 +75,8 @@ def read(census: Census, places: Places, pool: SourceFiles) -> Optimizer:
             _add(chunks, place, (kind, fqn), file.chunk(tensor), rank)
         _add_loose(found, file, names, pool)
         if all(rank.rank(axis) == 0 for axis in ("dp", "tp", "exp")):
-            groups.append(_groups(found, file, names))
-    found.groups = param_groups(groups)
+            found.stages.append(_groups(found, file, names))
+    found.groups = param_groups(found.stages)
     found.entries = [
         Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(held)) for e, held in chunks.values()
     ]

@@ -11,8 +11,9 @@ from reshard import trust
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, safetensors, torch_file
-from reshard.formats.nanotron import optimizer, slices
+from reshard.formats.nanotron import directory, layout, optimizer, slices
 from reshard.formats.nanotron.directory import METADATA, Census
+from reshard.formats.nanotron.layout import Cut, Layout
 from reshard.formats.nanotron.optimizer import Optimizer
 from reshard.formats.nanotron.slices import Placed
 from reshard.formats.place import Place
@@ -34,7 +35,8 @@ def read(census: Census) -> Manifest:
     """
     files: dict[str, SourceFile] = {}
     places: dict[str, dict[tuple[int, int], Placed]] = {}
-    weights = {fqn: _weight(census, fqn, files, places) for fqn in census.weights}
+    cuts: dict[str, Cut | None] = {}
+    weights = {fqn: _weight(census, fqn, files, places, cuts) for fqn in census.weights}
     with SourceFiles() as pool:
         found = optimizer.read(census, places, pool)
     files |= {file.path: file.source() for file in found.files}
@@ -61,7 +63,15 @@ def read(census: Census) -> Manifest:
             param_groups=tuple(found.groups),
             scheduler=scheduler,
             client={METADATA: about} if about else {},
-            opaque={"optimizer": found.other} if found.other else {},
+            opaque={
+                layout.KEY: Layout(
+                    cuts=cuts,
+                    stages=tuple(map(tuple, found.stages)),
+                    unnamed=found.unnamed,
+                    beside=directory.beside(census.place),
+                ),
+                **({"optimizer": found.other} if found.other else {}),
+            },
         ),
         trained_dtypes={fqn: entry.dtype for fqn, entry in weights.items()},
         warnings=tuple(_notes(census, found)),
@@ -77,17 +87,20 @@ def _weight(
     fqn: str,
     files: dict[str, SourceFile],
     places: dict[str, dict[tuple[int, int], Placed]],
+    cuts: dict[str, Cut | None],
 ) -> Entry:
-    """A parameter of all ranks; where each has its part of it is put into ``places``.
+    """A parameter of all ranks; where each has its part of it, and why, is put beside.
 
     Raises:
         CorruptError: a file holds something else, or ranks contradict one another.
     """
     chunks: list[Chunk] = []
     first: Entry | None = None
+    headers: list[Mapping[str, str]] = []
     for rank in census.weights[fqn]:
         file = safetensors.read(rank.path)
         files[file.source.path] = file.source
+        headers.append(file.metadata)
         stored = file.tensors.get(_TENSOR)
         if stored is None or len(file.tensors) > 1:
             raise CorruptError(
@@ -107,6 +120,11 @@ def _weight(
         chunks += place.chunks(stored)
     if first is None:  # a census lists no parameter without a file
         raise AssertionError(fqn)
+    held = census.weights[fqn]
+    if held[0].sizes:
+        alike = len({rank.rank("pp") for rank in held}) == 1 and "exp" not in held[0].sizes
+        stage = held[0].rank("pp")
+        cuts[fqn] = layout.cut(fqn, first.shape, stage, headers) if alike else None
     return Entry(fqn, PARAM, first.dtype, first.shape, tuple(chunks))
 
 
@@ -159,7 +177,7 @@ def _natural(fqn: str) -> list[tuple[int, str]]:
 
 def _scheduler(place: Place) -> tuple[Any, list[torch_file.TorchFile]]:
     """The first rank's, which is every rank's: they step together."""
-    folder = place.folders.get("lr_scheduler")
+    folder = place.folders.get(directory.SCHEDULER)
     path = next(iter(folder.files.values()), None) if folder else None
     if path is None:
         return None, []

@@ -15,7 +15,7 @@ from reshard.box import Box, Index, as_index, flat_span, intersect, row_major, r
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.manifest import Chunk
 
-_SHAPE, _PAIRS = "unsharded_shape", "local_global_slices_pairs"
+SHAPE, PAIRS = "unsharded_shape", "local_global_slices_pairs"
 _SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy's numbers print with their class
 
 
@@ -38,14 +38,30 @@ class Placed:
         """The blocks of a stored flat piece, which is the run ``[start, stop)`` of the rank's."""
         unit = stored.byte_strides[0] if stored.byte_strides else stored.dtype.itemsize
         strides = row_major(self.local, unit)
+        for held, box in self._run(start, stop):
+            at = stored.byte_offset + (flat_span(held, self.local)[0] - start) * unit
+            yield Chunk(box, stored.file, at, strides, stored.dtype)
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+        """Blocks of the whole that make up the run ``[start, stop)`` of the rank's part.
+
+        Each is contiguous in the run, and comes with the element of it at which it begins.
+        """
+        for held, box in self._run(start, stop):
+            for row in _contiguous(held, self.local):
+                at = row.within(held).origin
+                origin = tuple(a + b for a, b in zip(box.origin, at, strict=True))
+                yield Box(origin, row.shape), flat_span(row, self.local)[0] - start
+
+    def _run(self, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
+        """(block of the rank's part, block of the whole) of a run of the rank's part."""
         for piece in run_boxes(self.local, start, stop):
             for local, box in self.pairs:
                 held = intersect(piece, local)
                 if held is not None:
                     within = held.within(local).origin
                     origin = tuple(a + b for a, b in zip(box.origin, within, strict=True))
-                    at = stored.byte_offset + (flat_span(held, self.local)[0] - start) * unit
-                    yield Chunk(Box(origin, held.shape), stored.file, at, strides, stored.dtype)
+                    yield held, Box(origin, held.shape)
 
 
 def of_whole(shape: Index) -> Placed:
@@ -63,12 +79,12 @@ def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
         CorruptError: it is no such text, or contradicts the tensor.
         UnsupportedError: slices with a step.
     """
-    if _PAIRS not in metadata or _SHAPE not in metadata:
+    if PAIRS not in metadata or SHAPE not in metadata:
         return of_whole(local)
     try:
-        sizes = metadata[_SHAPE].strip()[1:-1].split(",")
+        sizes = metadata[SHAPE].strip()[1:-1].split(",")
         shape = as_index((_size(text) for text in sizes if text.strip()), len(local))
-        texts = [pair.split("#") for pair in metadata[_PAIRS].split(";")]
+        texts = [pair.split("#") for pair in metadata[PAIRS].split(";")]
         pairs = tuple((_box(path, a, local), _box(path, b, shape)) for a, b in texts)
     except (ValueError, TypeError) as error:
         raise CorruptError(path, f"its header does not say where it belongs: {error}") from error
@@ -77,6 +93,19 @@ def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
     if sum(a.volume for a, _ in pairs) != whole(local).volume:
         raise CorruptError(path, f"its slices are not all of its tensor of {local}")
     return Placed(shape, local, pairs)
+
+
+def _contiguous(box: Box, shape: Index) -> Iterator[Box]:
+    """The box, cut so that each is one run of a tensor of this shape."""
+    start, stop = flat_span(box, shape)
+    if stop - start == box.volume:
+        yield box
+        return
+    dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
+    for index in range(box.shape[dim]):
+        origin, extents = list(box.origin), list(box.shape)
+        origin[dim], extents[dim] = origin[dim] + index, 1
+        yield from _contiguous(Box(tuple(origin), tuple(extents)), shape)
 
 
 def _size(text: str) -> int:

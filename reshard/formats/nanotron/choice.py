@@ -1,0 +1,122 @@
+"""What a nanotron run is to become, once it is known that the source's files tell all of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.dtypes import DType
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.nanotron import layout
+from reshard.formats.nanotron.layout import Layout
+from reshard.formats.state_dict import written
+from reshard.formats.training import Training
+from reshard.model_parallel.sizes import Sizes, of_mesh
+
+_TO = "--to nanotron"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was asked for.
+
+    Args:
+        data: ranks that see different data.
+        zero: whether they share the optimizer (ZeRO-1).
+        dtype: of the weights; None: as trained.
+    """
+
+    sizes: Sizes
+    data: int
+    zero: bool
+    dtype: DType | None
+    weights_only: bool
+
+
+def layout_of(state: Training) -> Layout:
+    """What the source says of its own grid.
+
+    Raises:
+        UsageError: it is of another kind.
+    """
+    found = state.manifest.train.opaque.get(layout.KEY)
+    if not isinstance(found, Layout):
+        raise UsageError(
+            _TO,
+            "is written from nanotron's own checkpoints: how a parameter is cut, and on which"
+            f" stage it is, is not in a {state.manifest.origin.format} checkpoint",
+        )
+    return found
+
+
+def known(state: Training, wanted: Wanted) -> Layout:
+    """The same, once it is known that it tells all that is asked for.
+
+    Raises:
+        UsageError: it does not.
+        UnsupportedError: a parameter cut in a way that is not known here.
+    """
+    found, mesh = layout_of(state), state.manifest.origin.mesh
+    before = of_mesh(mesh)
+    if wanted.sizes.pipeline != before.pipeline:
+        raise UsageError(
+            f"--pp {wanted.sizes.pipeline}",
+            f"the source has {before.pipeline} pipeline stages, and nanotron gives layers to stages"
+            " by what each costs to compute, which no file says",
+            f"keep --pp {before.pipeline}; --tp and --dp are free",
+        )
+    if max(wanted.sizes.expert, before.expert, mesh.get("cp", 1)) > 1:
+        raise UsageError(
+            _TO,
+            "does not write expert or context parallel ranks: nobody has seen such a checkpoint",
+            "write the weights with reshard merge",
+        )
+    for fqn, cut in found.cuts.items():
+        if cut is None:
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                f"the headers of {fqn!r} do not say how tensor-parallel ranks share it, or cut it"
+                " in another way than nanotron's layers do",
+                "write the weights with reshard merge",
+            )
+    if wanted.sizes.tensor > 1 and not found.cuts:
+        raise UsageError(
+            f"--tp {wanted.sizes.tensor}",
+            "no parameter of the source says how ranks share it",
+            "save it with nanotron's own layers, whose headers do at --tp 1 too",
+        )
+    if not wanted.weights_only:
+        _check_optimizer(state, found)
+    return found
+
+
+def _check_optimizer(state: Training, found: Layout) -> None:
+    """Refuse an optimizer that would not be the source's.
+
+    Raises:
+        UsageError: it is made anew, or in other groups.
+        UnsupportedError: it lacks parameters, or has some on the first rank alone.
+    """
+    path, alone = state.manifest.origin.path, "write the weights alone: --weights-only"
+    if state.made or state.regrouped:
+        raise UsageError(
+            "--init-optimizer zeros, --param-groups", f"are nothing that {_TO} writes", alone
+        )
+    if found.unnamed:
+        raise UnsupportedError(
+            path,
+            f"{found.unnamed} parameters were never stepped, and have no name in the optimizer:"
+            " nanotron loads none that lacks one",
+            alone,
+        )
+    for group in (group for stage in found.stages for group in stage):
+        if not written.is_faithful(group.hyper):
+            raise UnsupportedError(path, "a param group has settings that are no values", alone)
+        for fqn in group.fqns:
+            above = found.cuts.get(f"{fqn.removesuffix('.bias')}.weight")
+            if fqn.endswith(".bias") and fqn not in found.cuts and above and above.dim == 1:
+                raise UnsupportedError(
+                    path,
+                    f"{fqn!r} is of the first tensor-parallel rank alone, as the bias of a layer"
+                    " that is cut along its input: such an optimizer is not written",
+                    alone,
+                )

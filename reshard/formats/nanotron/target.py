@@ -1,0 +1,267 @@
+"""Lay out a nanotron run for other tensor- and data-parallel ranks, with ZeRO-1 or without.
+
+Sources: nanotron at 2411b02 ``serialize/weights.py`` (``save_weights``), ``serialize/optimizer.py``
+(``save_optimizer``, ``save_lr_scheduler``), ``serialize/metadata.py`` (``save_meta``),
+``optim/zero.py`` (``_partition_parameters``), ``optim/gradient_accumulator.py`` (fp32 copies end to
+end in one buffer).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from reshard.box import Index
+from reshard.dtypes import FLOAT32, DType
+from reshard.formats import safetensors, skeletons, torch_writer
+from reshard.formats.nanotron import choice, slices
+from reshard.formats.nanotron.choice import Wanted
+from reshard.formats.nanotron.directory import METADATA, SCHEDULER
+from reshard.formats.nanotron.layout import Layout
+from reshard.formats.nanotron.optimizer import piece
+from reshard.formats.nanotron.slices import Placed
+from reshard.formats.state_dict import written
+from reshard.formats.torch_writer import Part, Slot, Storage
+from reshard.formats.training import Trained, Training, Weight
+from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton, contiguous
+
+
+def lay_out(state: Training, wanted: Wanted) -> Skeleton:
+    """The run's directory: a directory of its step, and ``latest.txt``.
+
+    Raises:
+        UsageError: it is no run of nanotron's, or the grid is none that its files tell of.
+        UnsupportedError: a parameter that is cut in another way than nanotron's own layers do.
+    """
+    run = _Run(state, wanted, choice.known(state, wanted))
+    step = str(state.step())
+    inside = [*run.weights()]
+    if not wanted.weights_only:
+        inside += [*run.optimizers(), *run.schedulers()]
+    inside += run.metadata()
+    moved = (skeletons.moved(part, step) for part in inside)
+    return skeletons.joined([skeletons.of_bytes("latest.txt", step.encode()), *moved])
+
+
+def notes(state: Training) -> Iterator[str]:
+    """What is not carried."""
+    train = state.manifest.train
+    for name in written.dropped(train):
+        yield f"not carried: {name}"
+    for name in choice.layout_of(state).beside:
+        why = ", which nanotron does not load either" if name == "random" else ""
+        yield f"not carried: {name}{why}"
+
+
+class _Run:
+    """The files of every rank, below the step's directory."""
+
+    def __init__(self, state: Training, wanted: Wanted, known: Layout) -> None:
+        self._state, self._wanted, self._known = state, wanted, known
+        self._members = {member.fqn: member for group in state.groups for member in group.members}
+        self._ranks = wanted.sizes.tensor
+
+    def weights(self) -> Iterator[Skeleton]:
+        """A file a parameter and rank; of what all ranks have, one."""
+        for weight in self._state.weights:
+            entry, dtype = self._stored(weight)
+            *modules, leaf = weight.fqn.split(".")
+            place = "/".join(("model", *modules, f"model_{leaf}"))
+            cut = self._known.cuts.get(weight.fqn)
+            if cut is None:
+                whole = slices.of_whole(weight.shape)
+                yield _weight(f"{place}.safetensors", entry, dtype, whole, {})
+                continue
+            for rank in range(self._ranks):
+                name = f"{place}_{self._at(cut.stage, rank, '-rank')}.safetensors"
+                header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
+                yield _weight(name, entry, dtype, self._place(weight, rank), header)
+
+    def _stored(self, weight: Weight) -> tuple[Entry, DType]:
+        """What fills a weight: as the source has it, unless it is to be in another dtype."""
+        dtype = self._wanted.dtype if weight.dtype.family == "float" else None
+        held = self._state.manifest.entries.get((PARAM, weight.fqn))
+        if held is None or dtype not in (None, held.dtype):
+            return weight.value, dtype or weight.dtype
+        return held, held.dtype
+
+    def _place(self, weight: Weight, rank: int) -> Placed:
+        cut = self._known.cuts.get(weight.fqn)
+        if cut is None:
+            return slices.of_whole(weight.shape)
+        header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
+        return slices.of_header(weight.fqn, header, cut.local(weight.shape, self._ranks))
+
+    def _at(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
+        """A rank's place as file names have it."""
+        sizes = self._wanted.sizes
+        found = [f"pp{word}-{stage}-of-{sizes.pipeline}"]
+        found += [] if data is None else [f"dp{word}-{data}-of-{self._wanted.data}"]
+        return "_".join((*found, f"tp{word}-{rank}-of-{sizes.tensor}"))
+
+    def _writers(self) -> Iterator[tuple[int, int, int | None, str]]:
+        """(stage, tensor rank, data rank, place) of the ranks that write an optimizer."""
+        data = range(self._wanted.data) if self._wanted.zero else (None,)
+        for stage in range(self._wanted.sizes.pipeline):
+            for each in data:
+                for rank in range(self._ranks):
+                    at = self._at(stage, rank, data=each)
+                    yield stage, rank, each, f"{at}_exp-0-of-1"
+
+    def optimizers(self) -> Iterator[Skeleton]:
+        """A file a rank, and the file that says how they share it."""
+        config = json.dumps(self._config()).encode()
+        yield skeletons.of_bytes("optimizer/optimizer_config.json", config)
+        for stage, rank, data, at in self._writers():
+            root = self._optimizer(stage, rank, data)
+            yield torch_writer.lay_out_object(f"optimizer/optimizer_{at}.pt", root)
+
+    def schedulers(self) -> Iterator[Skeleton]:
+        """The one scheduler that all ranks have."""
+        scheduler = self._state.manifest.train.scheduler
+        if scheduler is None or not written.is_faithful(scheduler):
+            return
+        for _, _, _, at in self._writers():
+            yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
+
+    def metadata(self) -> list[Skeleton]:
+        """``checkpoint_metadata.json``, where the source has one."""
+        about = self._state.manifest.train.client.get(METADATA)
+        if about is None:
+            return []
+        grid = {"tp": self._ranks, "dp": self._wanted.data}
+        text = json.dumps({**about, **grid}, indent=2, sort_keys=True)
+        return [skeletons.of_bytes(METADATA, text.encode())]
+
+    # The optimizer
+
+    def _config(self) -> dict[str, Any]:
+        """``optimizer_config.json`` of the first rank, with its numbers as text."""
+        wanted = self._wanted
+        kind = "NamedOptimizer"
+        if any(self._state.manifest.of_kind(MASTER)):
+            kind = "OptimizerFromGradientAccumulator"
+        configs: dict[str, Any] = {}
+        if wanted.zero:
+            kind = "ZeroDistributedOptimizer"
+            shapes = {
+                fqn: self._local(fqn) for group in self._known.stages[0] for fqn in group.fqns
+            }
+            configs = {
+                "param_name_to_dp_rank_offsets": {
+                    fqn: dict(self._offsets(prod(shape))) for fqn, shape in shapes.items()
+                },
+                "orig_param_shapes": {fqn: [*map(str, shape)] for fqn, shape in shapes.items()},
+            }
+        sizes = {
+            "tp_size": str(self._ranks),
+            "dp_size": str(wanted.data),
+            "pp_size": str(wanted.sizes.pipeline),
+            "expert_parallel_size": "1",
+        }
+        return {"type": kind, "parallelism": sizes, "configs": configs}
+
+    def _local(self, fqn: str) -> Index:
+        return self._place(self._members[fqn].weight, 0).local
+
+    def _offsets(self, numel: int) -> Iterator[tuple[str, list[str]]]:
+        for rank in range(self._wanted.data):
+            start, stop = piece(numel, self._wanted.data, rank)
+            if start < stop:
+                yield str(rank), [str(start), str(stop)]
+
+    def _optimizer(self, stage: int, rank: int, data: int | None) -> dict[str, Any]:
+        """A rank's state dict: of a group's parameters those of which it has any element."""
+        groups: list[dict[str, Any]] = []
+        held: list[_Piece] = []
+        for group in self._known.stages[stage]:
+            pieces = (self._piece(fqn, rank, data) for fqn in group.fqns)
+            mine = [piece for piece in pieces if piece.start < piece.stop]
+            numbers = range(len(held), len(held) + len(mine))
+            groups.append({**group.hyper, "params": [*numbers]})
+            held += mine
+        root = {
+            "state": {number: self._slots(piece) for number, piece in enumerate(held)},
+            "param_groups": groups,
+            "names": {number: piece.member.fqn for number, piece in enumerate(held)},
+        }
+        masters = [piece for piece in held if piece.member.weight.value.kind == MASTER]
+        return {**root, "gradient_accumulator": _end_to_end(masters)} if masters else root
+
+    def _piece(self, fqn: str, rank: int, data: int | None) -> _Piece:
+        member = self._members[fqn]
+        place = self._place(member.weight, rank)
+        numel = prod(place.local)
+        if data is None:
+            return _Piece(member, place, 0, numel, place.local)
+        start, stop = piece(numel, self._wanted.data, data)
+        return _Piece(member, place, start, stop, (stop - start,))
+
+    def _slots(self, held: _Piece) -> dict[str, Any]:
+        """The state of one parameter: the step, the slots, what is neither."""
+        member, slots = held.member, dict[str, Any]()
+        if member.step is not None:
+            data = struct.pack("<f", member.step)
+            slots["step"] = Slot(Storage(FLOAT32, 1, data=data), ())
+        for name, entry in member.slots.items():
+            parts = tuple(held.parts(entry))
+            slots[name] = Slot(Storage(entry.dtype, held.numel, parts), held.shape)
+        other = self._state.manifest.train.opaque.get("optimizer", {}).get(member.fqn, {})
+        return {**slots, **other}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The run of a parameter's part that a rank optimizes, and its shape there."""
+
+    member: Trained
+    place: Placed
+    start: int
+    stop: int
+    shape: Index
+
+    @property
+    def numel(self) -> int:
+        """Elements of it."""
+        return self.stop - self.start
+
+    def parts(self, entry: Entry) -> Iterator[Part]:
+        """The blocks of an entry that has the parameter's shape."""
+        for box, at in self.place.runs(self.start, self.stop):
+            yield Part(entry.kind, entry.fqn, entry.shape, box, at)
+
+
+def _end_to_end(pieces: list[_Piece]) -> dict[str, Slot]:
+    """The fp32 copies, all in one buffer."""
+    parts: list[Part] = []
+    starts: list[int] = []
+    numel = 0
+    for held in pieces:
+        starts.append(numel)
+        value = held.member.weight.value
+        parts += (replace(part, offset=part.offset + numel) for part in held.parts(value))
+        numel += held.numel
+    storage = Storage(FLOAT32, numel, tuple(parts))
+    return {
+        held.member.fqn: Slot(storage, held.shape, offset=start, requires_grad=True)
+        for held, start in zip(pieces, starts, strict=True)
+    }
+
+
+def _weight(
+    name: str, entry: Entry, dtype: DType, place: Placed, header: Mapping[str, str]
+) -> Skeleton:
+    """One file of one tensor."""
+    stored = Entry("data", entry.kind, dtype, place.local, ())
+    head, (laid,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
+    start = laid.chunks[0].byte_offset
+    chunks = tuple(
+        contiguous(name, start + at * dtype.itemsize, dtype, box, box.shape)
+        for box, at in place.runs(0, prod(place.local))
+    )
+    made = Entry(entry.fqn, entry.kind, dtype, entry.shape, chunks)
+    return Skeleton((OutputFile(name, nbytes, ((0, head),)),), (made,))

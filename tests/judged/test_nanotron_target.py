@@ -1,0 +1,187 @@
+"""``--to nanotron``: nanotron's own files again, and the same state on other ranks.
+
+At the grid of the source every file is held against the one that nanotron's savers wrote; at
+another, against what one process over whole tensors has, and against what nanotron saved there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import reshard
+from reshard.errors import UnsupportedError, UsageError
+from tests.judged.test_nanotron import CASES, KEPT, copied  # noqa: F401
+
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+def files(run):
+    """Every file but random states, by its path in the run."""
+    held = (path for path in sorted(run.rglob("*")) if path.is_file())
+    return {str(p.relative_to(run)): p for p in held if p.parent.name != "random"}
+
+
+def loaded(path):
+    """What a file of nanotron says, in plain values, tensors and their storages' order apart."""
+    if path.suffix == ".pt":
+        return torch.load(path)
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as held:
+            return {"data": held.get_tensor("data"), "said": sorted(held.metadata().items())}
+    return path.read_text()
+
+
+def same(one, two):
+    """Whether two objects are equal in everything: types, order of keys, tensors bit by bit."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, torch.Tensor):
+        alike = (one.dtype, one.shape, one.requires_grad) == (
+            two.dtype,
+            two.shape,
+            two.requires_grad,
+        )
+        return alike and torch.equal(one, two) and one.storage_offset() == two.storage_offset()
+    if isinstance(one, dict):
+        return list(one) == list(two) and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(same, one, two))
+    return one == two
+
+
+def headless(path):
+    """The bytes of a safetensors file without its header, whose strings have no fixed order."""
+    data = path.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_at_the_source_s_grid_every_file_is_nanotron_s_own(case, tmp_path):
+    report = reshard.split(KEPT / case / "ckpt", tmp_path / "out")
+    wanted, found = files(KEPT / case / "ckpt"), files(tmp_path / "out")
+    assert list(found) == list(wanted)
+    for name, path in wanted.items():
+        if path.suffix == ".safetensors":
+            assert path.stat().st_size == found[name].stat().st_size, name
+            assert headless(path) == headless(found[name]), name
+        assert same(loaded(found[name]), loaded(path)), name
+    assert any("not carried: random" in text for text in report.notes)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("tp", "dp", "zero"), [(1, 1, 0), (1, 2, 1), (2, 5, 1), (2, 1, 0)])
+def test_on_other_ranks_it_is_the_state_of_the_whole_model(case, tp, dp, zero, tmp_path):
+    truth = torch.load(KEPT / case / "truth.pt")
+    reshard.split(KEPT / case / "ckpt", tmp_path / "out", tp=tp, dp=dp, zero_stage=zero)
+    reshard.merge(tmp_path / "out", tmp_path / "whole.pt")
+    merged = torch.load(tmp_path / "whole.pt")
+    assert all(torch.equal(merged[fqn], held) for fqn, held in truth["weights"].items())
+    with reshard.open(tmp_path / "out") as checkpoint:
+        for kind in (*SLOTS, *(["masters"] if truth["masters"] else [])):
+            slot = checkpoint.optimizer(kind.removesuffix("s"))
+            for fqn, wanted in truth[kind].items():
+                assert torch.equal(torch.as_tensor(slot[fqn][...]), wanted), (kind, fqn)
+        mesh = checkpoint.manifest.origin.mesh
+        assert (mesh.get("tp", 1), mesh.get("dp", 1)) == (tp, dp)
+    report = reshard.diff(KEPT / case / "ckpt", tmp_path / "out", kinds=["weights", "optimizer"])
+    assert report.same, list(report.lines())
+
+
+@pytest.mark.parametrize(
+    ("source", "grid"), [("zero_tp2pp2dp2", (1, 3)), ("zero_tp1pp2dp3", (2, 2))]
+)
+def test_on_other_ranks_every_file_is_what_nanotron_saved_there(source, grid, tmp_path):
+    """Both runs made the same updates; at one rank, too, nanotron says what is cut."""
+    tp, dp = grid
+    reshard.split(KEPT / source / "ckpt", tmp_path / "out", tp=tp, dp=dp)
+    wanted, found = files(KEPT / f"zero_tp{tp}pp2dp{dp}" / "ckpt"), files(tmp_path / "out")
+    assert list(found) == list(wanted)
+    assert all(same(loaded(found[name]), loaded(path)) for name, path in wanted.items())
+
+
+def test_there_and_back_again_the_files_are_the_first_ones(tmp_path):
+    steps = [KEPT / "tp2dp2" / "ckpt", *(tmp_path / name for name in "abc")]
+    grids = [(4, 1, 1), (1, 3, 1), (2, 2, 0)]
+    for (before, after), (tp, dp, zero) in zip(pairwise(steps), grids, strict=True):
+        reshard.split(before, after, tp=tp, dp=dp, zero_stage=zero)
+    first, last = files(steps[0]), files(steps[-1] / "1")
+    assert list(last) == list(first)
+    assert all(same(loaded(last[name]), loaded(path)) for name, path in first.items())
+
+
+def test_each_fused_part_is_cut_by_itself(tmp_path):
+    whole = torch.load(KEPT / "tp2dp2" / "reference.pt")["model"]["qkv_proj.weight"]
+    reshard.split(KEPT / "tp2dp2" / "ckpt", tmp_path / "out", tp=4, dp=1)
+    query, key, value = whole.split([16, 8, 8])
+    for rank in range(4):
+        path = next((tmp_path / "out").rglob(f"qkv_proj/*tp-rank-{rank}-of-4.safetensors"))
+        mine = torch.cat([part.chunk(4)[rank] for part in (query, key, value)])
+        assert torch.equal(loaded(path)["data"], mine)
+
+
+def test_weights_alone_and_another_dtype(tmp_path):
+    case = KEPT / "fp32_tp2pp2"
+    truth = torch.load(case / "truth.pt")["masters"]
+    reshard.split(case / "ckpt", tmp_path / "out", tp=1, weights_only=True, dtype="fp32")
+    assert {name.split("/")[1] for name in files(tmp_path / "out") if "/" in name} == {
+        "model",
+        "checkpoint_metadata.json",
+    }
+    with reshard.open(tmp_path / "out") as checkpoint:
+        assert all(torch.equal(torch.as_tensor(checkpoint[n][...]), t) for n, t in truth.items())
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"pp": 1}, "gives layers to stages by what each costs"),
+        ({"tp": 4}, "does not divide 10 of dim 0"),
+        ({"zero_stage": 2}, "nanotron has 0 and 1"),
+        ({"init_optimizer": "zeros"}, "are nothing that --to nanotron writes"),
+        ({"ep": 2, "dp": 2}, "does not write expert or context parallel ranks"),
+    ],
+)
+def test_what_nanotron_s_files_do_not_tell_is_refused(asked, says, tmp_path):
+    with pytest.raises(UsageError, match=says):
+        reshard.split(KEPT / "zero_tp2pp2dp2" / "ckpt", tmp_path / "out", to="nanotron", **asked)
+
+
+def test_another_framework_s_checkpoint_is_refused(tmp_path):
+    reshard.split(KEPT / "tp2dp2" / "ckpt", tmp_path / "dcp", to="dcp", world_size=1)
+    with pytest.raises(UsageError, match="is not in a dcp checkpoint"):
+        reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
+
+
+def _rewritten(path, change):
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header["__metadata__"])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def test_a_cut_that_is_none_of_nanotron_s_is_refused(copied, tmp_path):  # noqa: F811
+    run = copied("zero_tp2pp2dp2")
+    ranks = sorted((run / "3").rglob("embed/**/*.safetensors"))
+    for path, there in zip(ranks, ("6,12", "0,6"), strict=True):  # the ranks changed places
+        local = "None,None,None|None,None,None"
+        pairs = f"{local}#{there},None|None,None,None"
+        _rewritten(path, lambda said, pairs=pairs: said.update(local_global_slices_pairs=pairs))
+    with pytest.raises(UnsupportedError, match="the headers of 'model"):
+        reshard.split(run, tmp_path / "out", tp=1)
+
+
+def test_a_run_in_which_nothing_is_cut_has_one_rank(copied, tmp_path):  # noqa: F811
+    run = copied("fp32_tp2pp2")
+    shutil.rmtree(run / "3" / "optimizer")
+    for path in (run / "3" / "model").rglob("*_pp-rank-*.safetensors"):
+        path.unlink()
+    with pytest.raises(UsageError, match="no parameter of the source says"):
+        reshard.split(run, tmp_path / "out", tp=2, to="nanotron", weights_only=True)
