@@ -92,6 +92,12 @@ def _refuse(files: Files, first: ModelStates) -> None:
         )
     if files.ranks[0].model_is_sharded:
         raise UnsupportedError(place, "holds experts of ZeRO stage 3, which are not read yet")
+    if not (files.expert_optim or first.shapes):
+        raise IncompleteError(
+            place,
+            "holds experts of a run without ZeRO, and no expp_rank_*_optim_states.pt",
+            "copy them here (each expert-parallel rank has one)",
+        )
     if files.expert_optim and files.ranks[0].optim:
         raise StaleError(
             place,
@@ -126,7 +132,26 @@ def _open(files: Files, first: ModelStates) -> list[_Expert]:
             f"is of an expert that the model has not: it has {counts} in its layers",
             "files of two runs are mixed: move those of the other run away",
         )
-    return [_expert(path, number) for layer in sorted(held) for number, path in held[layer].items()]
+    experts = [
+        _expert(path, number) for layer in sorted(held) for number, path in held[layer].items()
+    ]
+    _check_alike(experts)
+    return experts
+
+
+def _check_alike(experts: Sequence[_Expert]) -> None:
+    """The experts of a layer are copies of one module."""
+    layers: dict[str, tuple[_Expert, set[str]]] = {}
+    for expert in experts:
+        names = {parsed.rest for parsed in map(expert_names.parse, expert.tensors) if parsed}
+        first, wanted = layers.setdefault(expert.layer, (expert, names))
+        if names != wanted:
+            raise CorruptError(
+                expert.file.path,
+                f"does not hold the same of its expert as {Path(first.file.path).name}:"
+                f" {', '.join(sorted(names ^ wanted)[:3])}",
+                MIXED,
+            )
 
 
 def _expert(path: Path, number: int) -> _Expert:
