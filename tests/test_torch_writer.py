@@ -617,7 +617,8 @@ def plain(value, path):
         stored = value.storage
         with SourceFiles() as files:
             held = files.read(path, stored.byte_offset, stored.nbytes)
-        return value.place, value.dtype, held
+        _file, *view = value.place
+        return tuple(view), value.dtype, held
     if isinstance(value, Call):
         parts = (value.args, value.state, value.items, value.elements)
         return value.name, *(plain(part, path) for part in parts)

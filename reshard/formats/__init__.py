@@ -226,11 +226,15 @@ def _refuse_one_of_many(place: Place) -> None:
         match = _MODEL_PARALLEL.search(name)
         siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
         if len(siblings) > 1 and not (deepspeed.detect(place) or meta.detect(place)):
+            known = _detected(Place(place.directories)) if place.chosen else None
             raise UnsupportedError(
                 place.files[name],
-                "is one rank's shard of a model-parallel checkpoint, which reshard does not merge"
-                " yet",
-                "it would be wrong to take it for the whole model; --from torch does so if it is",
+                "is one rank's shard of a model-parallel checkpoint"
+                + ("" if known else ", of a kind that reshard does not know"),
+                f"give its directory, which is read whole: {place.path.parent}"
+                if known
+                else "it would be wrong to take it for the whole model; --from torch does so if it"
+                " is",
             )
 
 

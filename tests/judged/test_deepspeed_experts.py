@@ -101,6 +101,24 @@ def test_an_expert_under_another_experts_name_is_noticed(copied, tmp_path):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
+def test_an_expert_that_lacks_a_parameter_is_noticed(copied, tmp_path):
+    run = copied("moe_z0")
+    path = next(run.rglob("layer_0_expert_2_*"))
+    held = torch.load(path, weights_only=False)
+    del held["layers.0.deepspeed_moe.experts.deepspeed_experts.2.2.bias"]
+    torch.save(held, path)
+    with pytest.raises(CorruptError, match=r"same of its expert as layer_0_expert_0.*: 2\.bias"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_no_optimizer_of_any_expert_rank_is_noticed(copied, tmp_path):
+    run = copied("moe_z0")
+    for path in run.rglob("expp_rank_*"):
+        path.unlink()
+    with pytest.raises(IncompleteError, match="without ZeRO, and no expp_rank"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
 def test_optimizers_of_runs_with_and_without_zero_are_not_mixed(made, copied, tmp_path):
     run = copied("moe_z0")
     other = next((made / "moe_z2" / "run").rglob("*zero_pp_rank_0_*"))

@@ -49,8 +49,9 @@ def read(files: Files) -> Manifest:
     first = native.first_of(files.ranks[0])
     _refuse(files, first)
     experts = _open(files, first)
+    place = {name: at for at, name in enumerate(_module(first, experts))}
     if files.expert_optim:
-        manifest, ranks = _without_zero(files, first, experts)
+        manifest, ranks = _without_zero(files, first, experts, place)
     else:
         first, ranks = _with_all(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
@@ -58,15 +59,18 @@ def read(files: Files) -> Manifest:
     return replace(
         manifest,
         origin=replace(manifest.origin, mesh=mesh),
-        train=_in_order(manifest.train, _module(first, experts)),
+        train=_in_order(manifest.train, place),
     )
 
 
-def _in_order(state: TrainState, module: Iterable[str]) -> TrainState:
+def _in_order(state: TrainState, place: Mapping[str, int]) -> TrainState:
     """Param groups of experts in the module's order, where they stand rank by rank."""
-    place = {name: at for at, name in enumerate(module)}
+
+    def at(fqn: str) -> int:
+        return place.get(fqn, len(place))
+
     groups = [
-        replace(group, fqns=tuple(sorted(group.fqns, key=place.__getitem__)))
+        replace(group, fqns=tuple(sorted(group.fqns, key=at)))
         if any(map(expert_names.parse, group.fqns))
         else group
         for group in state.param_groups
@@ -88,6 +92,12 @@ def _refuse(files: Files, first: ModelStates) -> None:
         )
     if files.ranks[0].model_is_sharded:
         raise UnsupportedError(place, "holds experts of ZeRO stage 3, which are not read yet")
+    if not (files.expert_optim or first.shapes):
+        raise IncompleteError(
+            place,
+            "holds experts of a run without ZeRO, and no expp_rank_*_optim_states.pt",
+            "copy them here (each expert-parallel rank has one)",
+        )
     if files.expert_optim and files.ranks[0].optim:
         raise StaleError(
             place,
@@ -103,11 +113,9 @@ def _open(files: Files, first: ModelStates) -> list[_Expert]:
     for (layer, number), ranks in sorted(files.experts.items()):
         held.setdefault(layer, {})[number] = ranks[0]
     said = first.root.get("num_experts")
-    counts = (
-        [int(count) for count in said]
-        if isinstance(said, (list, tuple))
-        else [1 + max(held[layer]) for layer in sorted(held)]
-    )
+    counts = [1 + max(held[layer]) for layer in sorted(held)]
+    if isinstance(said, list) and all(isinstance(count, int) for count in said):
+        counts = list(said)
     wanted = {(layer, number) for layer, count in enumerate(counts) for number in range(count)}
     if missing := sorted(wanted - files.experts.keys()):
         layer, number = missing[0]
@@ -124,7 +132,26 @@ def _open(files: Files, first: ModelStates) -> list[_Expert]:
             f"is of an expert that the model has not: it has {counts} in its layers",
             "files of two runs are mixed: move those of the other run away",
         )
-    return [_expert(path, number) for layer in sorted(held) for number, path in held[layer].items()]
+    experts = [
+        _expert(path, number) for layer in sorted(held) for number, path in held[layer].items()
+    ]
+    _check_alike(experts)
+    return experts
+
+
+def _check_alike(experts: Sequence[_Expert]) -> None:
+    """The experts of a layer are copies of one module."""
+    layers: dict[str, tuple[_Expert, set[str]]] = {}
+    for expert in experts:
+        names = {parsed.rest for parsed in map(expert_names.parse, expert.tensors) if parsed}
+        first, wanted = layers.setdefault(expert.layer, (expert, names))
+        if names != wanted:
+            raise CorruptError(
+                expert.file.path,
+                f"does not hold the same of its expert as {Path(first.file.path).name}:"
+                f" {', '.join(sorted(names ^ wanted)[:3])}",
+                MIXED,
+            )
 
 
 def _expert(path: Path, number: int) -> _Expert:
@@ -237,7 +264,7 @@ def _module(first: ModelStates, experts: Sequence[_Expert]) -> dict[str, Any]:
 
 
 def _without_zero(
-    files: Files, first: ModelStates, experts: Sequence[_Expert]
+    files: Files, first: ModelStates, experts: Sequence[_Expert], place: Mapping[str, int]
 ) -> tuple[Manifest, int]:
     """Each expert-parallel rank has an optimizer of its own, under indices: read one by one."""
     count = 1 + max(rank for rank, _ in files.expert_optim)
@@ -266,8 +293,7 @@ def _without_zero(
             )
         ranks.append(manifest)
     joined = combine.stages(ranks)
-    order = {name: at for at, name in enumerate(_module(first, experts))}
-    entries = sorted(joined.entries.values(), key=lambda entry: order[entry.fqn])
+    entries = sorted(joined.entries.values(), key=lambda entry: place.get(entry.fqn, len(place)))
     return joined.with_entries(entries), count
 
 
