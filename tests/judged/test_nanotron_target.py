@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import UnsupportedError, UsageError
@@ -125,6 +126,31 @@ def test_each_fused_part_is_cut_by_itself(tmp_path):
         assert torch.equal(loaded(path)["data"], mine)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+def test_parts_that_are_fused_along_the_last_dim_are_cut_row_by_row(copied, zero, tmp_path):  # noqa: F811
+    """As a layer of experts is: none of a rank's parts is contiguous in its file."""
+    run = copied("tp2dp2")
+    cut = sorted((run / "model" / "down_proj").iterdir())
+    whole = torch.cat([loaded(path)["data"] for path in cut], 1)
+    for rank, path in enumerate(cut):
+        mine = torch.cat([part.chunk(2, 1)[rank] for part in whole.split([16, 8], 1)], 1)
+        every = "None,None,None"
+        pairs = ";".join(
+            f"{every}|{start // 2},{(start + size) // 2},None"
+            f"#{every}|{start + rank * size // 2},{start + (rank + 1) * size // 2},None"
+            for start, size in ((0, 16), (16, 8))
+        )
+        said = {**dict(loaded(path)["said"]), "local_global_slices_pairs": pairs}
+        save_file({"data": mine.contiguous()}, path, said)
+    reshard.split(run, tmp_path / "out", tp=4, dp=2, zero_stage=zero)
+    for rank in range(4):
+        path = next((tmp_path / "out").rglob(f"down_proj/*tp-rank-{rank}-of-4.safetensors"))
+        mine = [part.chunk(4, 1)[rank] for part in whole.split([16, 8], 1)]
+        assert torch.equal(loaded(path)["data"], torch.cat(mine, 1))
+    report = reshard.diff(run, tmp_path / "out", kinds=["weights", "optimizer"])
+    assert report.same, list(report.lines())
+
+
 def test_weights_alone_and_another_dtype(tmp_path):
     case = KEPT / "fp32_tp2pp2"
     truth = torch.load(case / "truth.pt")["masters"]
@@ -176,6 +202,34 @@ def test_a_cut_that_is_none_of_nanotron_s_is_refused(copied, tmp_path):  # noqa:
         _rewritten(path, lambda said, pairs=pairs: said.update(local_global_slices_pairs=pairs))
     with pytest.raises(UnsupportedError, match="the headers of 'model"):
         reshard.split(run, tmp_path / "out", tp=1)
+
+
+def _with_optimizers(run, change):
+    for path in run.rglob("optimizer_*.pt"):
+        saved = torch.load(path)
+        change(saved)
+        torch.save(saved, path)
+
+
+def test_a_parameter_without_state_is_refused(copied, tmp_path):  # noqa: F811
+    run = copied("fp32_tp2pp2")
+    _with_optimizers(run, lambda saved: (saved["state"].pop(0), saved["names"].pop(0)))
+    with pytest.raises(UnsupportedError, match="2 parameters were never stepped"):
+        reshard.split(run, tmp_path / "out", tp=1)
+
+
+def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F811
+    run, old, new = copied("tp2dp2"), "norm.bias", "o_proj.bias"
+    (run / "model/norm/model_bias.safetensors").rename(run / "model/o_proj/model_bias.safetensors")
+
+    def renamed(saved):
+        saved["names"] = {n: new if fqn == old else fqn for n, fqn in saved["names"].items()}
+
+    _with_optimizers(run, renamed)
+    with pytest.raises(UnsupportedError, match="is of the first tensor-parallel rank alone"):
+        reshard.split(run, tmp_path / "out", tp=1)
+    reshard.split(run, tmp_path / "out", tp=1, weights_only=True)
+    assert reshard.diff(run, tmp_path / "out", kinds=["weights"]).same
 
 
 def test_a_run_in_which_nothing_is_cut_has_one_rank(copied, tmp_path):  # noqa: F811

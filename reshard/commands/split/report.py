@@ -74,7 +74,7 @@ class SplitReport:
 def _form(target: Target, request: Request) -> str:
     if target.name in _OF_FORMS:
         return request.form
-    return str(request.grid) if request.grid else ""
+    return str(request.grid or request.parallel)
 
 
 def describe(
