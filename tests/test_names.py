@@ -16,7 +16,7 @@ from reshard import formats
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import ParamGroup, TrainState, check
 from reshard.model_parallel import families, forms, moves
-from reshard.model_parallel.architecture import Architecture, of_config
+from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.names import from_hf, to_hf
 from reshard.model_parallel.rules import with_users
 from reshard.model_parallel.spellings import Spellings
@@ -93,6 +93,12 @@ MODELS = {  # -> its config, and what Megatron would be told of it
 TOKENS = torch.tensor([[1, 5, 9, 52, 7, 0, 11], [3, 3, 2, 1, 50, 51, 30]])
 
 
+def numbers_of(config):
+    """What rules need of a model, from its config with every default filled in."""
+    _family, traits = families.of_config(config, "config.json")
+    return traits.architecture()
+
+
 def made(config):
     """A model whose every parameter is random, norms and biases too."""
     torch.manual_seed(sum(map(ord, config.model_type)))
@@ -105,7 +111,7 @@ def made(config):
 
 def read(directory):
     config = json.loads((directory / "config.json").read_text())
-    return formats.read(directory), of_config(config, "config.json"), config
+    return formats.read(directory), numbers_of(config), config
 
 
 def tensors(manifest):
@@ -267,7 +273,7 @@ def trained(tmp_path, name="qwen2"):
         frozen=frozenset(),
         trained_dtypes=dict.fromkeys(held, entries[0].dtype),
     )
-    return manifest, of_config(model.config.to_dict(), "config.json"), table(model.config.to_dict())
+    return manifest, numbers_of(model.config.to_dict()), table(model.config.to_dict())
 
 
 def slots(manifest, kind):
