@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
+import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from tests.judges.megatron_judge import CASES, Grid, load_all, loading
@@ -156,3 +158,20 @@ def test_megatron_trains_on_as_the_source_did(megatron_case, went_on, route):
         return
     near = EXACT if CASES[route.case].precision == "fp32" else HALF
     assert found["later"] == pytest.approx(source["later"], abs=near)
+
+
+def test_a_state_under_hugging_faces_names_goes_on_in_megatron(megatron_case, tmp_path):
+    source = megatron_case("llama")
+    reshard.merge(source / "torch", tmp_path / "model")
+    reshard.split(source / "torch", tmp_path / "named", to="torch", names="hf")
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "named")
+    options = {"adam": "torch", "transformer_impl": "local", "make_vocab_size_divisible_by": 8}
+    reshard.split(tmp_path / "named", tmp_path / "made", to="megatron", tp=2, pp=2, dp=1, **options)
+    grid = Grid(tp=2, pp=2)
+    load_all(tmp_path / "loaded", {"run": loading("llama", tmp_path / "made", grid=grid)})
+    truth, found = truth_of(source), truth_of(tmp_path / "loaded" / "run")
+    for name, value in truth["params"].items():
+        assert torch.equal(found["params"][name], value), name
+        for slot, held in truth["optimizer"][name].items():
+            assert torch.equal(found["optimizer"][name][slot], held), (name, slot)
+    assert found["later"] == pytest.approx(truth["later"], abs=EXACT)
