@@ -1,4 +1,4 @@
-"""Read-only access to source files: bounded reads, a pool of descriptors, no short read unseen."""
+"""Access to files by descriptor: a pool of them, bounded reads, no short read unseen."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _MAX_OPEN = 512  # descriptors of a pool
 
@@ -21,15 +25,16 @@ def _most_open() -> int:
     return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 2)
 
 
-class SourceFiles:
-    """A pool of read-only descriptors, least recently used closed first. Safe for threads."""
+class OpenFiles:
+    """A pool of descriptors, least recently used closed first. Safe for threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, flags: int) -> None:
+        self._flags = flags | os.O_CLOEXEC
         self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
         self._most_open = _most_open()
         self._lock = threading.Lock()
 
-    def __enter__(self) -> SourceFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -44,6 +49,17 @@ class SourceFiles:
         """Close every descriptor."""
         with self._lock:
             self._descriptors.clear()
+
+    def _open(self, path: str) -> _Descriptor:
+        with self._lock:
+            descriptor = self._descriptors.get(path)
+            if descriptor is None:
+                descriptor = self._descriptors[path] = _Descriptor(path, self._flags)
+                if len(self._descriptors) > self._most_open:
+                    self._descriptors.popitem(last=False)
+            else:
+                self._descriptors.move_to_end(path)
+            return descriptor
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.
@@ -77,16 +93,12 @@ class SourceFiles:
         self.read_into(path, byte_offset, memoryview(buffer))
         return bytes(buffer)
 
-    def _open(self, path: str) -> _Descriptor:
-        with self._lock:
-            descriptor = self._descriptors.get(path)
-            if descriptor is None:
-                descriptor = self._descriptors[path] = _Descriptor(path)
-                if len(self._descriptors) > self._most_open:
-                    self._descriptors.popitem(last=False)
-            else:
-                self._descriptors.move_to_end(path)
-            return descriptor
+
+class SourceFiles(OpenFiles):
+    """The files of a checkpoint, which are never written to."""
+
+    def __init__(self) -> None:
+        super().__init__(os.O_RDONLY)
 
 
 def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
@@ -142,9 +154,9 @@ class Section:
 class _Descriptor:
     """A descriptor that closes when the pool and the last running read have let go of it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, flags: int) -> None:
         try:
-            self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.number = os.open(path, flags)
         except FileNotFoundError as error:
             raise IncompleteError(path, "is not there", "was the checkpoint moved?") from error
         except OSError as error:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from reshard.checksum import crc32, join
 from reshard.errors import CorruptError
-from reshard.files import SourceFiles
+from reshard.files import OpenFiles
 from reshard.manifest import Record
 
 _PIECE = 1 << 20  # bytes read at a time
@@ -52,12 +52,12 @@ class Spans:
         ]
 
 
-def record_crc(pool: SourceFiles, file: str, start: int, nbytes: int, spans: Spans) -> int:
+def record_crc(pool: OpenFiles, file: str, start: int, nbytes: int, spans: Spans) -> int:
     """CRC of a byte range of a file; ``spans`` may call the file by ``file`` only."""
     return join(_tiles(pool, file, start, nbytes, spans.within(file, start, nbytes)))
 
 
-def check_record(pool: SourceFiles, file: str, record: Record, reads: Spans) -> None:
+def check_record(pool: OpenFiles, file: str, record: Record, reads: Spans) -> None:
     """Compare a record with its stored checksum.
 
     Raises:
@@ -73,7 +73,7 @@ def check_record(pool: SourceFiles, file: str, record: Record, reads: Spans) -> 
 
 
 def _tiles(
-    pool: SourceFiles, file: str, start: int, nbytes: int, spans: Iterable[Span]
+    pool: OpenFiles, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
     """(crc, nbytes) of parts that make up a range exactly.
 
@@ -95,7 +95,7 @@ def _tiles(
 _local = threading.local()
 
 
-def crc_of(pool: SourceFiles, file: str, offset: int, nbytes: int) -> int:
+def crc_of(pool: OpenFiles, file: str, offset: int, nbytes: int) -> int:
     """CRC of a byte range, read piece by piece into one buffer a thread."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(_PIECE))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 from reshard.box import Box, Index, contiguous_cuts
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.execute import fill
 from reshard.files import SourceFiles
+from reshard.fill import fill
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.plan import block
 

@@ -20,7 +20,7 @@ LAYERS = (
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("model_parallel",),
     ("formats", "plan"),
-    ("records", "workers"),
+    ("records", "workers", "fill", "outputs"),
     ("execute",),
     ("commit", "tensors", "weights", "replicas"),
     ("proof",),

@@ -15,8 +15,8 @@ from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dcp.values import memory_of
 from reshard.dtypes import DType
 from reshard.errors import DifferentError
-from reshard.execute import fill
 from reshard.files import SourceFiles
+from reshard.fill import fill
 from reshard.manifest import BUFFER, Entry
 from reshard.plan import Copy, block
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
-from reshard.execute import ReadSpan, fill
 from reshard.files import SourceFiles
+from reshard.fill import ReadSpan, fill
 from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
 from reshard.plan import Blocks, Window
 from reshard.proof.compare import Difference, Tolerance, difference

@@ -1,0 +1,187 @@
+"""Copies of a plan, read into memory: one read a run, casts and strided copies on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from reshard.box import Index
+from reshard.checksum import crc32
+from reshard.files import SourceFiles
+from reshard.plan import Copy
+
+READ_BYTES = 4 << 20
+_SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
+_SPARSE = 4  # a read may fetch this many times the bytes that are used
+
+ReadSpan = tuple[str, int, int, int]  # file, byte offset, nbytes, crc
+
+
+def fill(
+    pool: SourceFiles,
+    copies: Iterable[Copy],
+    buffer: memoryview,
+    *,
+    read_bytes: int = READ_BYTES,
+    reads: list[ReadSpan] | None = None,
+) -> Counter[str]:
+    """Fill a buffer in memory; the copies' target offsets count from its start.
+
+    Args:
+        read_bytes: an upper limit of one read that needs a cast or has gaps.
+        reads: gets every range of a file that is read, with its checksum.
+
+    Returns:
+        How many finite values of each fqn a cast made infinite.
+    """
+    filler = Filler(pool, read_bytes=read_bytes, summed=lambda _file: reads is not None)
+    for copy in copies:
+        filler.fill(copy, buffer)
+    if reads is not None:
+        reads += filler.reads
+    return filler.overflowed
+
+
+class Filler:
+    """Reads the blocks of copies; one a thread.
+
+    Args:
+        clamp: see `cast.cast`.
+        read_bytes: an upper limit of one read that needs a cast or has gaps.
+        summed: whether the checksum of what is read of a file is kept in ``reads``.
+    """
+
+    def __init__(
+        self,
+        pool: SourceFiles,
+        *,
+        clamp: bool = False,
+        read_bytes: int = READ_BYTES,
+        summed: Callable[[str], bool],
+    ) -> None:
+        self.reads: list[ReadSpan] = []
+        self.overflowed: Counter[str] = Counter()  # fqn -> finite values made infinite
+        self.flushed: Counter[str] = Counter()  # fqn -> values made zero
+        self._pool = pool
+        self._clamp = clamp
+        self._read_bytes = read_bytes
+        self._summed = summed
+        self._buffer = bytearray()
+
+    def fill(self, copy: Copy, window: memoryview) -> None:
+        """Fill the copy's place in a window."""
+        if copy.is_run and copy.dtype == copy.target_dtype:
+            nbytes = copy.numel * copy.dtype.itemsize
+            self._read(copy.file, copy.byte_offset, window[copy.target_offset :][:nbytes])
+            return
+        for part in _parts(copy, self._read_bytes):
+            self._convert(part, window)
+
+    def fill_run(self, copy: Copy, first: int, into: memoryview) -> None:
+        """Fill ``into`` with elements of a run, from number ``first`` on."""
+        offset = copy.byte_offset + first * copy.dtype.itemsize
+        if copy.dtype == copy.target_dtype:
+            self._read(copy.file, offset, into, more=first > 0)
+            return
+        numel = len(into) // copy.target_dtype.itemsize
+        raw = self._raw(numel * copy.dtype.itemsize)
+        self._read(copy.file, offset, raw, more=first > 0)
+        shape = (numel,)
+        self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
+
+    def _convert(self, copy: Copy, window: memoryview) -> None:
+        """One read, then one strided copy or cast."""
+        raw = self._raw(_span(copy.shape, copy.byte_strides) + copy.dtype.itemsize)
+        self._read(copy.file, copy.byte_offset, raw)
+        self._cast(
+            copy,
+            *(copy.shape, raw, copy.byte_strides),
+            *(window, copy.target_offset, copy.target_strides),
+        )
+
+    def _cast(
+        self,
+        copy: Copy,
+        shape: Index,
+        raw: memoryview,
+        byte_strides: Index,
+        window: memoryview,
+        offset: int,
+        target_strides: Index,
+    ) -> None:
+        import numpy as np
+
+        from reshard import cast
+
+        casting = copy.dtype != copy.target_dtype
+        dtype = cast.numpy_dtype(copy.dtype, casting=casting)
+        source: Any = np.ndarray(shape, dtype, raw, 0, byte_strides)
+        dtype = cast.numpy_dtype(copy.target_dtype, casting=casting)
+        target: Any = np.ndarray(shape, dtype, window, offset, target_strides)
+        if not casting:
+            target[...] = source
+            return
+        overflowed, flushed = cast.cast(
+            source, target, copy.dtype, copy.target_dtype, clamp=self._clamp
+        )
+        if overflowed:
+            self.overflowed[copy.fqn] += overflowed
+        if flushed:
+            self.flushed[copy.fqn] += flushed
+
+    def _raw(self, nbytes: int) -> memoryview:
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
+
+    def _read(self, file: str, offset: int, into: memoryview, *, more: bool = False) -> None:
+        """Read a range, and keep its checksum; ``more``: it goes on where the last one ended."""
+        self._pool.read_into(file, offset, into)
+        if not self._summed(file):
+            return
+        if more:
+            _, start, nbytes, crc = self.reads[-1]
+            self.reads[-1] = (file, start, nbytes + len(into), crc32(into, crc))
+        else:
+            self.reads.append((file, offset, len(into), crc32(into)))
+
+
+def _span(shape: Index, strides: Index) -> int:
+    return sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
+
+
+def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
+    """Cut a copy until each part is one read of at most ``limit`` bytes.
+
+    A part may hold gaps: reading them costs less than another call, unless they are most of it.
+    """
+    span = _span(copy.shape, copy.byte_strides) + copy.dtype.itemsize
+    dense = span <= max(_SPARSE * copy.numel * copy.dtype.itemsize, _runs(copy) * _SMALL_RUN)
+    if (span <= limit and dense) or copy.numel == 1:
+        yield copy
+        return
+    wide = [d for d in range(len(copy.shape)) if copy.shape[d] > 1]
+    dim = max(wide, key=lambda d: copy.byte_strides[d])
+    stride = copy.byte_strides[dim]
+    row = span - (copy.shape[dim] - 1) * stride
+    step = max((limit - row) // stride + 1, 1) if dense and stride else 1
+    step = min(step, copy.shape[dim] - 1)
+    for start in range(0, copy.shape[dim], step):
+        yield from _parts(_slab(copy, dim, start, min(step, copy.shape[dim] - start)), limit)
+
+
+def _runs(copy: Copy) -> int:
+    """How many contiguous pieces of the file the copy reads."""
+    inner = copy.shape[-1] if copy.shape and copy.byte_strides[-1] == copy.dtype.itemsize else 1
+    return copy.numel // inner
+
+
+def _slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
+    return replace(
+        copy,
+        shape=(*copy.shape[:dim], extent, *copy.shape[dim + 1 :]),
+        byte_offset=copy.byte_offset + start * copy.byte_strides[dim],
+        target_offset=copy.target_offset + start * copy.target_strides[dim],
+    )

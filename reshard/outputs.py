@@ -1,0 +1,98 @@
+"""The files of an output while they are made: at their full size, written at offsets, read back."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from reshard.errors import DifferentError, ReshardError, ResourceError
+from reshard.files import OpenFiles
+from reshard.manifest import OutputFile
+
+BLOCK_BYTES = 256 << 10  # written and read back while it is in a core's cache
+
+
+class OutputFiles(OpenFiles):
+    """Files of a directory, opened to write and to read."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(os.O_RDWR)
+        self.directory = directory
+
+    def create(self, file: OutputFile) -> None:
+        """A file at its full size, all zeros.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        path = self.directory / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with path.open("xb", buffering=0) as created:
+                created.truncate(file.nbytes)
+        except OSError as error:
+            raise _disk_error(path, error) from error
+
+    def write(self, name: str, byte_offset: int, data: memoryview) -> None:
+        """Write bytes at an offset.
+
+        Raises:
+            ResourceError: the disk is full.
+        """
+        path = self.path(name)
+        descriptor = self._open(path)
+        try:
+            while data:
+                count = os.pwrite(descriptor.number, data, byte_offset)
+                data, byte_offset = data[count:], byte_offset + count
+        except OSError as error:
+            raise _disk_error(Path(path), error) from error
+
+    def path(self, name: str) -> str:
+        """Where a file of the output lies."""
+        return os.path.join(self.directory, name)  # noqa: PTH118 - a call a block
+
+
+class Writer:
+    """One thread's way into the files; what it writes it also reads back, where that is asked."""
+
+    def __init__(self, files: OutputFiles, *, verify: bool) -> None:
+        self._files = files
+        self._back = bytearray(BLOCK_BYTES if verify else 0)
+
+    def write(self, name: str, byte_offset: int, data: memoryview) -> None:
+        """Write bytes at an offset, block by block.
+
+        Raises:
+            DifferentError: the file does not hold what was written.
+            ResourceError: the disk is full.
+        """
+        if not self._back:
+            self._files.write(name, byte_offset, data)
+            return
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            self._files.write(name, byte_offset + start, block)
+            self._check(name, byte_offset + start, block)
+
+    def _check(self, name: str, byte_offset: int, block: memoryview) -> None:
+        """Compare with what the file holds: one comparison of memory, as bytearrays have it."""
+        path, nbytes = self._files.path(name), len(block)
+        self._files.read_into(path, byte_offset, memoryview(self._back)[:nbytes])
+        held = self._back if nbytes == len(self._back) else self._back[:nbytes]
+        if held != block:
+            raise DifferentError(
+                path,
+                f"bytes {byte_offset} to {byte_offset + nbytes} read back differ from those"
+                " written",
+                "the disk or its file system is at fault: nothing was kept",
+            )
+
+
+def _disk_error(path: Path, error: OSError) -> ReshardError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ResourceError(
+            path.parent, f"the disk is full ({error.strerror})", "free space, or write elsewhere"
+        )
+    return ReshardError(path, f"cannot be written: {error.strerror}")
