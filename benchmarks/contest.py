@@ -96,19 +96,32 @@ class _Disk:
             self.most = max(self.most, shutil.disk_usage(self._place).used - self._before)
 
 
-def forget(contender: Contender) -> None:
-    """A round that only warmed the page cache is not counted."""
-    for values in (contender.seconds, contender.cpu, contender.rss_mb, contender.disk_mb):
-        values.clear()
+Compare = Callable[[Path, Path], None]
 
 
-def compete(field_of: Sequence[Contender], out: Path, rounds: int) -> None:
-    """One round that is not counted, then the others, in turns."""
+def compete(
+    field_of: Sequence[Contender], out: Path, rounds: int, compare: Compare | None = None
+) -> None:
+    """One round that is not counted, then the others, in turns.
+
+    Args:
+        compare: given what another made and what the first contender made, in the round that is
+            not counted; the bare loop's output is no model.
+    """
+    reference = out.parent.with_name("reference.safetensors")
     for number in range(rounds + 1):
         for contender in field_of:
             measure(contender, out)
-            if number == 0:
-                forget(contender)
+            if number:
+                continue
+            made = next(out.parent.iterdir(), None)
+            if compare and made and contender is field_of[0]:
+                shutil.copyfile(made, reference)
+            elif compare and made and made.suffix != ".raw":
+                compare(made, reference)
+            for values in (contender.seconds, contender.cpu, contender.rss_mb, contender.disk_mb):
+                values.clear()
+    reference.unlink(missing_ok=True)
     shutil.rmtree(out.parent, ignore_errors=True)
 
 
@@ -117,7 +130,7 @@ def report(title: str, field_of: Sequence[Contender]) -> None:
     ours = statistics.median(field_of[0].seconds)
     print(f"\n{title}")
     head = ("median s", "min", "max", "ratio", "CPU s", "peak RSS MB", "disk MB")
-    print(f"{'':26}" + "".join(f"{word:>13}" for word in head))
+    print(f"{'':30}" + "".join(f"{word:>13}" for word in head))
     for contender in field_of:
         median = statistics.median(contender.seconds)
         values = (
@@ -126,7 +139,7 @@ def report(title: str, field_of: Sequence[Contender]) -> None:
         )
         sizes = (max(contender.rss_mb), max(contender.disk_mb))
         print(
-            f"{contender.name:26}"
+            f"{contender.name:30}"
             + "".join(f"{value:13.2f}" for value in values)
             + "".join(f"{size:13.0f}" for size in sizes),
             flush=True,

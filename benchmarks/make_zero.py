@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--intermediate", type=int)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument(
@@ -34,7 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     config = LlamaConfig(
         hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3,
+        intermediate_size=args.intermediate or args.hidden * 3,
         num_hidden_layers=args.layers,
         num_attention_heads=args.hidden // 64,
         vocab_size=args.vocab,

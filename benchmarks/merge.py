@@ -1,80 +1,104 @@
-"""``reshard merge`` against ``zero_to_fp32`` and against a bare copy loop, on the same bytes.
-
-    python benchmarks/merge.py RUN_DIR [RUN_DIR ...] --out /dev/shm/bench --rounds 5
-
-Every command is a whole process, start-up included; commands take turns, and medians and peak RSS
-(of the process, from wait4) are printed as a table. Nothing is asserted: it measures.
-"""
+"""Merging: reshard, the mergers of others, and the limit."""
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 from pathlib import Path
 
-from contest import PYTHON, Contender, compete, limits, report
+from contest import HERE, PYTHON, Contender, limits
 
 import reshard
 from reshard.manifest import MASTER, PARAM
 
+THREADS = len(os.sched_getaffinity(0))
 
-def needed_spans(run: Path) -> list[tuple[str, int, int]]:
-    """Where the weights' bytes lie, in file order of the output."""
+
+def needed_spans(run: Path, *, masters: bool) -> list[tuple[str, int, int]]:
+    """Where the weights' bytes lie, in the order of the output."""
     with reshard.open(run) as checkpoint:
         manifest = checkpoint.manifest
-    masters = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}
-    masters.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+    wanted = {entry.fqn: entry for entry in manifest.of_kind(PARAM)}
+    if masters:
+        wanted.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
     spans = []
-    for fqn in sorted(masters):
-        for chunk in masters[fqn].chunks:
+    for fqn in sorted(wanted):
+        seen = set()
+        for chunk in wanted[fqn].chunks:
             start, stop = chunk.byte_span
-            spans.append((chunk.file, start, stop - start))
+            if chunk.box not in seen:  # a replica is read once
+                spans.append((chunk.file, start, stop - start))
+            seen.add(chunk.box)
     return spans
 
 
-def contenders(run: Path, dtype: str, spans: Path) -> list[Contender]:
-    merge = [PYTHON, "-m", "reshard", "merge", str(run)]
-    found = [
-        Contender("reshard", lambda out: [*merge, f"{out}.safetensors", "--dtype", dtype]),
+def ours(source: Path, *options: str) -> list[Contender]:
+    command = [PYTHON, "-m", "reshard", "merge", str(source)]
+    return [
+        Contender("reshard", lambda out: [*command, f"{out}.safetensors", *options]),
         Contender(
             "reshard --no-verify",
-            lambda out: [*merge, f"{out}.safetensors", "--dtype", dtype, "--no-verify"],
+            lambda out: [*command, f"{out}.safetensors", *options, "--no-verify"],
         ),
         Contender(
             "reshard --workers 1",
-            lambda out: [*merge, f"{out}.safetensors", "--dtype", dtype, "--workers", "1"],
+            lambda out: [*command, f"{out}.safetensors", *options, "--workers", "1"],
         ),
-        *limits(spans, shrink=2 if dtype == "bf16" else 1),
     ]
-    peer = run / "zero_to_fp32.py"
-    if dtype == "fp32" and peer.exists():
-        command = [PYTHON, str(peer), str(run)]
-        found.append(
-            Contender(
-                "zero_to_fp32",
-                lambda out: [*command, str(out), "--safe_serialization", "--max_shard_size", "1TB"],
-            )
-        )
+
+
+def of_zero(run: Path, dtype: str, spans: Path) -> list[Contender]:
+    """A run of DeepSpeed's, against ``zero_to_fp32``, which writes no other dtype than fp32."""
+    spans.write_text(json.dumps(needed_spans(run, masters=True)))
+    found = [*ours(run, "--dtype", dtype), *limits(spans, shrink=2 if dtype == "bf16" else 1)]
+    if dtype == "fp32":
+        command = [PYTHON, str(run / "zero_to_fp32.py"), str(run)]
+        options = ["--safe_serialization", "--max_shard_size", "1TB"]
+        found.append(Contender("zero_to_fp32", lambda out: [*command, str(out), *options]))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, default=Path("bench-out"))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
-    args = parser.parse_args()
-    for run in args.runs:
-        spans = args.out.with_suffix(".spans.json")
-        spans.parent.mkdir(parents=True, exist_ok=True)
-        spans.write_text(json.dumps(needed_spans(run)))
-        for dtype in args.dtypes:
-            field_of = contenders(run, dtype, spans)
-            compete(field_of, args.out / "x", args.rounds)
-            report(f"{run}  ->  {dtype}", field_of)
-        spans.unlink()
+def of_dcp(source: Path, spans: Path) -> list[Contender]:
+    spans.write_text(json.dumps(needed_spans(source, masters=False)))
+    convert = [PYTHON, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+    accelerate = [str(Path(PYTHON).parent / "accelerate"), "merge-weights"]
+    return [
+        *ours(source),
+        Contender(
+            "reshard, to .pt",
+            lambda out: [PYTHON, "-m", "reshard", "merge", str(source), f"{out}.pt"],
+        ),
+        *limits(spans),
+        Contender("dcp_to_torch", lambda out: [*convert, str(source), f"{out}.pt"]),
+        Contender("accelerate merge-weights", lambda out: [*accelerate, str(source), str(out)]),
+    ]
 
 
-if __name__ == "__main__":
-    main()
+def of_hf_shards(source: Path, spans: Path) -> list[Contender]:
+    spans.write_text(json.dumps(needed_spans(source, masters=False)))
+    command = [PYTHON, str(HERE / "peers.py"), "consolidate", str(source)]
+    return [
+        *ours(source),
+        *limits(spans),
+        Contender("consolidate, 1 thread", lambda out: [*command, str(out)]),
+        Contender(
+            f"consolidate, {THREADS} threads",
+            lambda out: [*command, str(out), "--threads", str(THREADS)],
+        ),
+    ]
+
+
+def of_verl(source: Path, spans: Path) -> list[Contender]:
+    """The merger of verl takes part where ``RESHARD_VERL`` says where its package lies."""
+    spans.write_text(json.dumps(needed_spans(source, masters=False)))
+    found = [*ours(source), *limits(spans)]
+    if "RESHARD_VERL" in os.environ:
+        command = [PYTHON, str(HERE / "peers.py"), "verl", str(source)]
+        found.append(Contender("verl.model_merger", lambda out: [*command, str(out)]))
+    return found
+
+
+def of_megatron(source: Path, spans: Path) -> list[Contender]:
+    """No merger of Megatron's is in a registry: against the limit alone."""
+    spans.write_text(json.dumps(needed_spans(source, masters=False)))
+    return [*ours(source, "--dtype", "keep"), *limits(spans)]

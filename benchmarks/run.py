@@ -1,0 +1,94 @@
+"""Every peer side by side on the same bytes: medians, ratios, peak RSS.
+
+    python benchmarks/run.py --size 230 --rounds 3
+    python benchmarks/run.py --only merge-zero2 split-zero2 --place /dev/shm/bench
+
+Real DeepSpeed and PyTorch write the checkpoints first. Every command is a whole process, start-up
+included; commands take turns, after a round that is not counted, in which the tensors of every
+merged file are compared with reshard's. Nothing is asserted about time: it measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import merge
+import proof
+import split
+from contest import Contender, compete, report
+from sources import RANKS, SHAPES, Sources
+
+Case = Callable[[Sources, Path], list[Contender]]
+
+
+def _merged(stage: int, dtype: str) -> Case:
+    return lambda made, spans: merge.of_zero(made.zero(stage), dtype, spans)
+
+
+def _split(stage: int, ranks: int, to_stage: int) -> Case:
+    return lambda made, spans: split.to_ranks(made.zero(stage), ranks, to_stage, spans)
+
+
+def _megatron(made: Sources, spans: Path, *options: str) -> list[Contender]:
+    name = "megatron" + "".join(options)
+    to = ("--to", "megatron", "--init-optimizer", "none", "--tp", "4", "--pp", "2")
+    return merge.of_megatron(made.converted(name, made.model(), *to, *options), spans)
+
+
+CASES: dict[str, Case] = {
+    "start-up": lambda _made, _spans: proof.start_up(),
+    "merge-zero1": _merged(1, "fp32"),
+    "merge-zero2": _merged(2, "fp32"),
+    "merge-zero3": _merged(3, "fp32"),
+    "merge-zero2-bf16": _merged(2, "bf16"),
+    "merge-zero3-bf16": _merged(3, "bf16"),
+    "merge-dcp": lambda made, spans: merge.of_dcp(made.fsdp("dcp"), spans),
+    "merge-hf-shards": lambda made, spans: merge.of_hf_shards(made.fsdp("hf"), spans),
+    "merge-verl": lambda made, spans: merge.of_verl(made.fsdp("verl"), spans),
+    "merge-megatron": _megatron,
+    "merge-megatron-dist": lambda m, s: _megatron(m, s, "--ckpt-format", "torch_dist"),
+    "split-zero2": _split(2, 6, 2),
+    "split-zero3": _split(3, 6, 3),
+    "stage-2-to-3": _split(2, RANKS, 3),
+    "to-universal": lambda made, _spans: split.to_universal(made.zero(2)),
+    "split-dcp": lambda made, _spans: split.dcp_shards(
+        made.converted("dcp", made.zero(2), "--to", "dcp"), made.zero(2) / "config.json", 6
+    ),
+    "to-megatron": lambda made, _spans: split.to_megatron(made.model(), 8),
+    "read": lambda made, _spans: proof.reading(
+        made.zero(2), made.converted("zero2-6", made.zero(2), "--world-size", "6")
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=list(SHAPES), default="90", help="million parameters")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="that write the checkpoints")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--place", type=Path, help="for checkpoints and outputs; kept afterwards")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="reshard-bench-") as temporary:
+        place = args.place or Path(temporary)
+        made = Sources(place / f"of-{args.size}-{args.ranks}", SHAPES[args.size], args.ranks)
+        for name in args.only:
+            field_of = CASES[name](made, place / "spans.json")
+            compare = merge_check if name.startswith("merge") else None
+            compete(field_of, place / "out" / "x", args.rounds, compare)
+            report(f"{name}: {args.size} million parameters, {args.ranks} ranks", field_of)
+
+
+def merge_check(made: Path, reference: Path) -> None:
+    from equal import check
+
+    check(made, reference)
+
+
+if __name__ == "__main__":
+    main()
