@@ -89,7 +89,7 @@ def execute(
             team.append(_Worker(_Filler(pool, clamp=clamp, read_bytes=read_bytes), directory))
             return team[-1]
 
-        spread(plan.windows, hire, workers, lambda window: progress(window.nbytes))
+        spread(plan, hire, workers, lambda window: progress(window.nbytes))
         for worker in team:
             outcome.add(worker.filler.seen)
         _check_records(outcome, sources, pool, workers)
