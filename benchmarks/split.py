@@ -20,7 +20,7 @@ def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]
     skeleton = targets.TARGETS["deepspeed"].lay_out(training(manifest), asked)
     return [
         (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
-        for window in plan(manifest.entries, skeleton).windows
+        for window in plan(manifest.entries, skeleton)
         for copy in window.copies
     ]
 

@@ -80,7 +80,7 @@ def execute(  # noqa: PLR0913 - a keyword an option
             team.append(_Worker(filler, Writer(files, verify=verify), job, read_bytes))
             return team[-1]
 
-        spread(plan.windows, hire, workers, lambda window: progress(window.nbytes))
+        spread(plan, hire, workers, lambda window: progress(window.nbytes))
         for worker in team:
             outcome.overflowed += worker.filler.overflowed
             outcome.flushed += worker.filler.flushed

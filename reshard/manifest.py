@@ -6,7 +6,8 @@ that the chunks of every entry lie inside their files and cover the tensor exact
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -50,6 +51,20 @@ class Chunk:
         return self.byte_offset, self.byte_offset + reach + self.dtype.itemsize
 
 
+class Partition(Sequence[Chunk]):
+    """Chunks that follow from a few numbers: every element of a tensor in exactly one of them.
+
+    A thousand parameters on thousands of ranks are millions of chunks: they are computed when they
+    are asked for, and have no replicas.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
+        """A chunk that does not lie inside its file, if there is one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One logical tensor; two chunks with the same box are replicas of each other."""
@@ -58,7 +73,7 @@ class Entry:
     kind: str
     dtype: DType
     shape: Index
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[Chunk, ...] | Partition
 
     @property
     def key(self) -> Key:
@@ -232,12 +247,16 @@ def check(manifest: Manifest) -> None:
         CorruptError: a chunk out of bounds, two chunks that overlap in part, or a hole.
     """
     for entry in manifest.entries.values():
-        _check_bounds(entry, manifest.files)
+        if isinstance(entry.chunks, Partition):
+            outside = entry.chunks.outside(manifest.files)
+            _check_bounds(entry, (outside,) if outside else (), manifest.files)
+            continue
+        _check_bounds(entry, entry.chunks, manifest.files)
         _check_coverage(entry)
 
 
-def _check_bounds(entry: Entry, files: Mapping[str, SourceFile]) -> None:
-    for chunk in entry.chunks:
+def _check_bounds(entry: Entry, chunks: Iterable[Chunk], files: Mapping[str, SourceFile]) -> None:
+    for chunk in chunks:
         if not chunk.box.fits(entry.shape):
             raise CorruptError(
                 chunk.file,

@@ -12,11 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from typing import NamedTuple
 
-from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
+from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major, run_boxes
 from reshard.dtypes import DType
 from reshard.errors import ReshardError
-from reshard.manifest import Chunk, Entry, Key, Skeleton, contiguous
+from reshard.extents import Extent, by_file
+from reshard.manifest import Chunk, Entry, Key, Skeleton
+from reshard.runs import Runs
 
 WINDOW_BYTES = 4 << 20
 
@@ -63,23 +66,62 @@ class Window:
     copies: tuple[Copy, ...]
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Windows in the order of the output files; no two of them share a byte."""
+    """Windows in the order of the output files; no two of them share a byte.
 
-    windows: tuple[Window, ...]
+    They are made each time that one goes through them, a file at a time: a plan of millions of
+    copies takes the memory of one file's.
+
+    Raises:
+        ReshardError: the target asks for what the source lacks.
+    """
+
+    def __init__(
+        self, source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES
+    ) -> None:
+        self._target = target
+        self._limit = window_bytes
+        self._sources = [_matching(source, entry) for entry in target.entries]
+        for entry in target.entries:
+            _check_contiguous(entry)
+
+    def __iter__(self) -> Iterator[Window]:
+        for file, groups in self._files():
+            for group in groups:
+                start, nbytes = group[0].byte_offset, sum(piece.nbytes for piece in group)
+                copies = (c for piece in group for c in piece.copies(piece.byte_offset - start))
+                yield Window(file, start, nbytes, tuple(copies))
 
     @property
     def copied_bytes(self) -> int:
         """Source bytes that are moved, each counted once a copy."""
-        return sum(
-            copy.numel * copy.dtype.itemsize for window in self.windows for copy in window.copies
-        )
+        return sum(map(_copied_bytes, self._sources, self._target.entries))
 
     @property
     def window_bytes(self) -> int:
         """The largest window."""
-        return max((window.nbytes for window in self.windows), default=0)
+        sizes = (sum(piece.nbytes for piece in g) for _, groups in self._files() for g in groups)
+        return max(sizes, default=0)
+
+    def _files(self) -> Iterator[tuple[str, Iterator[list[_Piece]]]]:
+        """Each output file, and the pieces of each of its windows."""
+        uses = list(map(_uses, self._target.entries))
+        held: dict[int, _Held] = {}
+        for file, extents in by_file(self._target):
+            for extent in extents:
+                if extent.entry not in held:
+                    held[extent.entry] = _held(self._sources[extent.entry])
+            pieces = (p for extent in extents for p in self._pieces(extent, held[extent.entry]))
+            yield file, _grouped(pieces, self._limit)
+            for extent in extents:
+                uses[extent.entry] -= 1
+                if not uses[extent.entry]:
+                    del held[extent.entry]
+
+    def _pieces(self, extent: Extent, held: _Held) -> Iterator[_Piece]:
+        """An extent, cut into ranges that a window can hold."""
+        widest = max(extent.dtype.itemsize, held.widest)
+        return _cut(extent, held, max(self._limit // widest, 1))
 
 
 def plan(source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES) -> Plan:
@@ -90,14 +132,7 @@ def plan(source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WIND
         target: the skeleton; each of its entries must be in the source, with the same shape.
         window_bytes: an upper limit of what a worker holds of each side at a time.
     """
-    pieces = [
-        piece
-        for entry in target.entries
-        for chunk in entry.chunks
-        for piece in _pieces(_matching(source, entry), chunk, window_bytes)
-    ]
-    pieces.sort(key=lambda piece: (piece.file, piece.byte_offset))
-    return Plan(tuple(_grouped(pieces, window_bytes)))
+    return Plan(source, target, window_bytes)
 
 
 def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:
@@ -110,32 +145,48 @@ def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:
     return found
 
 
-def _pieces(source: Entry, target: Chunk, window_bytes: int) -> Iterator[Window]:
-    """One target chunk, cut into ranges of the output file."""
-    held = _replica_free(source)
-    widest = max([target.dtype.itemsize, *(chunk.dtype.itemsize for chunk in held.chunks)])
-    if target.byte_strides != row_major(target.box.shape, target.dtype.itemsize):
-        raise ReshardError(target.file, f"{source.fqn!r} would not lie contiguously")
-    for cut in contiguous_cuts(target.box.shape, max(window_bytes // widest, 1)):
-        origin = tuple(a + b for a, b in zip(cut.origin, target.box.origin, strict=True))
-        box = Box(origin, cut.shape)
-        start = target.byte_offset + _dot(cut.origin, target.byte_strides)
-        nbytes = box.volume * target.dtype.itemsize
-        yield Window(target.file, start, nbytes, _block(source, held, box, target))
+def _check_contiguous(entry: Entry) -> None:
+    for chunk in () if isinstance(entry.chunks, Runs) else entry.chunks:
+        if chunk.byte_strides != row_major(chunk.box.shape, chunk.dtype.itemsize):
+            raise ReshardError(chunk.file, f"{entry.fqn!r} would not lie contiguously")
+
+
+def _copied_bytes(source: Entry, target: Entry) -> int:
+    """Every element of the target is copied once, from a chunk whose dtype says its size."""
+    if isinstance(source.chunks, Runs):
+        return _numel(target) * source.chunks.dtype.itemsize
+    sizes = {chunk.dtype.itemsize for chunk in source.chunks}
+    if len(sizes) <= 1:
+        return _numel(target) * sum(sizes)
+    found = Blocks(source)
+    copies = (c for held in target.chunks for c in found.window(held.box, held.dtype).copies)
+    return sum(copy.numel * copy.dtype.itemsize for copy in copies)
+
+
+def _numel(entry: Entry) -> int:
+    if isinstance(entry.chunks, Runs):
+        return entry.numel
+    return sum(chunk.box.volume for chunk in entry.chunks)
+
+
+def _uses(entry: Entry) -> int:
+    """In how many extents of the output an entry is."""
+    if isinstance(entry.chunks, Runs):
+        return len(entry.chunks.ranks(0, entry.numel))
+    return sum(1 for chunk in entry.chunks if chunk.box.volume)
 
 
 class Blocks:
     """Boxes of one tensor as single windows, for one who asks for many."""
 
     def __init__(self, source: Entry) -> None:
-        self._source = source
-        self._held = _replica_free(source)
+        self._held = _held(source)
 
     def window(self, box: Box, dtype: DType) -> Window:
         """The copies that fill one contiguous buffer with a box."""
-        buffer = contiguous("", 0, dtype, box, box.shape)
-        copies = _block(self._source, self._held, box, buffer)
-        return Window("", 0, box.volume * dtype.itemsize, copies)
+        strides = row_major(box.shape, dtype.itemsize)
+        copies = self._held.of_box(box, dtype, strides, 0) if box.volume else ()
+        return Window("", 0, box.volume * dtype.itemsize, tuple(copies))
 
 
 def block(source: Entry, box: Box, dtype: DType) -> Window:
@@ -143,49 +194,164 @@ def block(source: Entry, box: Box, dtype: DType) -> Window:
     return Blocks(source).window(box, dtype)
 
 
-@dataclass(frozen=True, slots=True)
+# What the source holds of a tensor, to be found by place
+
+
 class _Held:
-    """An entry's chunks without replicas, in flat order, and where a search may begin."""
+    """The chunks of an entry without replicas, in flat order."""
 
-    starts: list[int]
-    reaches: list[int]  # the furthest element that this chunk or one before it reaches
-    chunks: list[Chunk]
+    def __init__(self, entry: Entry) -> None:
+        self.fqn = entry.fqn
+        self.shape = entry.shape
+        distinct: dict[Box, Chunk] = {}
+        for chunk in entry.chunks:
+            if chunk.box.volume:
+                distinct.setdefault(chunk.box, chunk)
+        spans = sorted(
+            ((*flat_span(box, entry.shape), box) for box in distinct), key=lambda item: item[:2]
+        )
+        self._starts = [start for start, _, _ in spans]
+        # the furthest element that this chunk or one before it reaches
+        self._reaches = list(accumulate((stop for _, stop, _ in spans), max))
+        self._chunks = [distinct[box] for *_, box in spans]
+        self.widest = max((chunk.dtype.itemsize for chunk in self._chunks), default=1)
+
+    def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Those that may hold an element of a run; all that do are among them."""
+        first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
+        return self._chunks[first:last]
+
+    def of_box(self, box: Box, dtype: DType, strides: Index, at: int) -> Iterable[Copy]:
+        """Copies of every stored block that meets a box, in the order of the box.
+
+        Args:
+            dtype, strides: of the block of the output that the box fills.
+            at: where that begins in its window.
+        """
+        copies = []
+        for chunk in self.meeting(*flat_span(box, self.shape)):
+            common = intersect(box, chunk.box)
+            if common:
+                copies.append(_copy(self.fqn, common, chunk, box, dtype, strides, at))
+        return _joined(copies) if len(copies) > 1 else copies
+
+    def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
+        """The same for a run of the flattened tensor."""
+        for box in run_boxes(self.shape, start, stop):
+            strides = row_major(box.shape, dtype.itemsize)
+            yield from self.of_box(box, dtype, strides, at)
+            at += box.volume * dtype.itemsize
 
 
-def _block(source: Entry, held: _Held, box: Box, target: Chunk) -> tuple[Copy, ...]:
-    """Copies of every stored block that meets the box, in the order of the box."""
-    low, high = flat_span(box, source.shape)
-    first, last = bisect_right(held.reaches, low), bisect_left(held.starts, high)
-    copies = []
-    for chunk in held.chunks[first:last]:
-        common = intersect(box, chunk.box)
-        if common:
-            copies.append(_copy(source.fqn, common, chunk, box, target))
-    return tuple(_joined(copies))
+class _HeldRuns(_Held):
+    """Of an entry in equal runs: nothing is searched for, and runs meet without boxes."""
+
+    def __init__(self, fqn: str, runs: Runs) -> None:
+        self.fqn = fqn
+        self.shape = runs.shape
+        self.widest = runs.dtype.itemsize
+        self._runs = runs
+
+    def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Those that may hold an element of a run; all that do are among them."""
+        return (c for rank in self._runs.ranks(start, stop) for c in self._runs.of_rank(rank))
+
+    def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
+        """Copies of every rank's part of a run of the flattened tensor."""
+        runs, size, wide = self._runs, self._runs.dtype.itemsize, dtype.itemsize
+        for rank in runs.ranks(start, stop):
+            first = rank * runs.step
+            low, high = max(start, first), min(stop, first + runs.step)
+            yield Copy(
+                self.fqn,
+                (high - low,),
+                runs.places.files[rank],
+                runs.byte_offset(rank) + (low - first) * size,
+                (size,),
+                runs.dtype,
+                at + (low - start) * wide,
+                (wide,),
+                dtype,
+            )
 
 
-def _replica_free(entry: Entry) -> _Held:
-    """The first chunk of each set of replicas, in flat order."""
-    distinct: dict[Box, Chunk] = {}
-    for chunk in entry.chunks:
-        if chunk.box.volume:
-            distinct.setdefault(chunk.box, chunk)
-    spans = sorted(
-        ((*flat_span(box, entry.shape), box) for box in distinct), key=lambda item: item[:2]
-    )
-    reaches = list(accumulate((stop for _, stop, _ in spans), max))
-    return _Held([start for start, _, _ in spans], reaches, [distinct[box] for *_, box in spans])
+def _held(entry: Entry) -> _Held:
+    if isinstance(entry.chunks, Runs):
+        return _HeldRuns(entry.fqn, entry.chunks)
+    return _Held(entry)
+
+
+# Output files, cut into windows
+
+
+class _Piece(NamedTuple):
+    """A range of an output file that lies in one window: a box of a tensor, or a run of it."""
+
+    byte_offset: int
+    nbytes: int
+    held: _Held
+    start: int
+    stop: int
+    box: Box | None
+    strides: Index
+    dtype: DType
+
+    def copies(self, at: int) -> Iterable[Copy]:
+        """What fills it, from a byte of the window on."""
+        if self.box is None:
+            return self.held.of_run(self.start, self.stop, self.dtype, at)
+        return self.held.of_box(self.box, self.dtype, self.strides, at)
+
+
+def _cut(extent: Extent, held: _Held, limit: int) -> Iterator[_Piece]:
+    """Pieces of at most so many elements: of runs where that is simpler, else boxes."""
+    at, dtype, box = extent.byte_offset, extent.dtype, extent.box
+    size = dtype.itemsize
+    if box is None or (isinstance(held, _HeldRuns) and extent.is_run):
+        for start in range(extent.start, extent.stop, limit):
+            stop = min(start + limit, extent.stop)
+            offset = at + (start - extent.start) * size
+            yield _Piece(offset, (stop - start) * size, held, start, stop, None, (), dtype)
+        return
+    strides = row_major(box.shape, size)
+    for cut in contiguous_cuts(box.shape, limit):
+        origin = tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True))
+        nbytes = cut.volume * size
+        offset = at + _dot(cut.origin, strides)
+        yield _Piece(offset, nbytes, held, 0, 0, Box(origin, cut.shape), strides, dtype)
+
+
+def _grouped(pieces: Iterable[_Piece], window_bytes: int) -> Iterator[list[_Piece]]:
+    """Small neighbours in a file share a window."""
+    group: list[_Piece] = []
+    for piece in pieces:
+        if group and not (
+            piece.byte_offset == group[-1].byte_offset + group[-1].nbytes
+            and piece.byte_offset + piece.nbytes - group[0].byte_offset <= window_bytes
+        ):
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
+
+
+# Copies
 
 
 def _dot(a: Index, b: Index) -> int:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _copy(fqn: str, common: Box, chunk: Chunk, window: Box, target: Chunk) -> Copy:
-    """The copy of one common block; offsets on the target side count from the window's start."""
-    shape, strides, target_strides = _collapsed(
-        common.shape, chunk.byte_strides, target.byte_strides
-    )
+def _copy(
+    fqn: str, common: Box, chunk: Chunk, box: Box, dtype: DType, target: Index, at: int
+) -> Copy:
+    """The copy of the block that a chunk and a box have in common.
+
+    Args:
+        dtype, target: the box's dtype and strides in the window, where it begins at byte ``at``.
+    """
+    shape, strides, target_strides = _collapsed(common.shape, chunk.byte_strides, target)
     return Copy(
         fqn,
         shape,
@@ -193,9 +359,9 @@ def _copy(fqn: str, common: Box, chunk: Chunk, window: Box, target: Chunk) -> Co
         chunk.byte_offset + _dot(common.within(chunk.box).origin, chunk.byte_strides),
         strides,
         chunk.dtype,
-        _dot(common.within(window).origin, target.byte_strides),
+        at + _dot(common.within(box).origin, target),
         target_strides,
-        target.dtype,
+        dtype,
     )
 
 
@@ -243,31 +409,3 @@ def _extended(a: Copy, b: Copy) -> Copy:
         byte_strides=(a.dtype.itemsize,),
         target_strides=(a.target_dtype.itemsize,),
     )
-
-
-def _grouped(pieces: Iterable[Window], window_bytes: int) -> Iterator[Window]:
-    """Small neighbours in a file share a window."""
-    group: list[Window] = []
-    for piece in pieces:
-        if group and not (
-            piece.file == group[0].file
-            and piece.byte_offset == group[-1].byte_offset + group[-1].nbytes
-            and piece.byte_offset + piece.nbytes - group[0].byte_offset <= window_bytes
-        ):
-            yield _merged(group)
-            group = []
-        group.append(piece)
-    if group:
-        yield _merged(group)
-
-
-def _merged(group: list[Window]) -> Window:
-    if len(group) == 1:
-        return group[0]
-    start = group[0].byte_offset
-    copies = [
-        replace(copy, target_offset=copy.target_offset + piece.byte_offset - start)
-        for piece in group
-        for copy in piece.copies
-    ]
-    return Window(group[0].file, start, sum(piece.nbytes for piece in group), tuple(copies))

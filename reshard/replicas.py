@@ -19,7 +19,7 @@ from reshard.box import Box, contiguous_cuts, row_major, whole
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.files import SourceFiles
-from reshard.manifest import BUFFER, WEIGHT_KINDS, Chunk, Entry, Manifest, SourceFile
+from reshard.manifest import BUFFER, WEIGHT_KINDS, Chunk, Entry, Manifest, Partition, SourceFile
 from reshard.tensors import first_difference, read_block
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ def _different_replicas(
     entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
 ) -> tuple[Chunk, Chunk, int] | None:
     """The first two chunks of one box that hold different values, and where."""
+    if isinstance(entry.chunks, Partition):
+        return None
     for box, (first, *others) in _by_box(entry).items():
         block = replace(entry, shape=box.shape, chunks=(_as_whole(first),))
         sign = _checksum(first, files) if others else None

@@ -18,6 +18,7 @@ LAYERS = (
     ("errors", "dtypes", "box", "version", "checksum"),
     ("manifest", "files", "trust", "units", "cast"),
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
+    ("runs", "extents"),
     ("model_parallel",),
     ("formats", "plan"),
     ("records", "workers", "fill", "outputs"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -13,6 +12,7 @@ from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
+from reshard.extents import by_file
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan import Plan
 from reshard.replicas import Replicas
@@ -75,18 +75,17 @@ def check_places(skeleton: Skeleton) -> None:
         DifferentError: a target that would damage itself.
     """
     sizes = {file.name: file.nbytes for file in skeleton.files}
-    spans = sorted(
-        (chunk.file, *chunk.byte_span, entry.fqn)
-        for entry in skeleton.entries
-        for chunk in entry.chunks
-        if chunk.box.volume
-    )
-    for (file, _, stop, fqn), (other_file, start, _, other) in pairwise(spans):
-        if file == other_file and start < stop:
-            raise DifferentError(file, f"{fqn!r} and {other!r} would lie on the same bytes")
-    for file, start, stop, fqn in spans:
-        if start < 0 or stop > sizes[file]:
-            raise DifferentError(file, f"{fqn!r} would lie outside of it")
+    for file, extents in by_file(skeleton):
+        end, last = 0, None
+        for extent in extents:
+            entry = skeleton.entries[extent.entry]
+            stop = extent.byte_offset + extent.nbytes
+            if extent.byte_offset < 0 or stop > sizes[file]:
+                raise DifferentError(file, f"{entry.fqn!r} would lie outside of it")
+            if last is not None and extent.byte_offset < end:
+                names = f"{last.fqn!r} and {entry.fqn!r}"
+                raise DifferentError(file, f"{names} would lie on the same bytes")
+            end, last = stop, entry
 
 
 def write(

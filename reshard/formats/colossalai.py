@@ -69,7 +69,9 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
     stages = {chunk.file for entry in made.entries.values() for chunk in entry.chunks}
     pipeline = len({match[1] for file in stages if (match := _STAGE.search(Path(file).name))})
     entries = sorted(made.entries.values(), key=_stage)
-    root: dict[str, Any] = {"model": {e.fqn: Logical(e.dtype, e.shape, e.chunks) for e in entries}}
+    root: dict[str, Any] = {
+        "model": {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
+    }
     found = Found(root, str(place), dict(made.files), globals=set(made.unknown_globals))
     root["optimizer"] = _optimizer(states, found)
     scheduler = place.files.get(_SCHEDULER)

@@ -418,7 +418,7 @@ def _weights_beside(place: Place) -> dict[str, Path]:
 
 def _safetensors(place: Place, path: Path) -> Found:
     made = huggingface.read(Place(place.directories, path.name))
-    state = {e.fqn: Logical(e.dtype, e.shape, e.chunks) for e in made.entries.values()}
+    state = {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
     return Found(state, str(place), dict(made.files), plain_is_buffer=False, ordered=False)
 
 

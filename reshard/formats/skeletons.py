@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.runs import Places, Runs
 
 
 def joined(parts: Iterable[Skeleton]) -> Skeleton:
     """One skeleton of several files; an entry has the chunks of all of them, in their order."""
     files: list[OutputFile] = []
     checksums: list[StoredChecksum] = []
-    entries: dict[Key, Entry] = {}
-    chunks: dict[Key, list[Chunk]] = {}
+    entries: dict[Key, list[Entry]] = {}
     for part in parts:
         files += part.files
         checksums += part.checksums
         for entry in part.entries:
-            entries.setdefault(entry.key, entry)
-            chunks.setdefault(entry.key, []).extend(entry.chunks)
-    made = (replace(entry, chunks=tuple(chunks[key])) for key, entry in entries.items())
-    return Skeleton(tuple(files), tuple(made), tuple(checksums))
+            entries.setdefault(entry.key, []).append(entry)
+    return Skeleton(tuple(files), tuple(map(_with_all, entries.values())), tuple(checksums))
+
+
+def _with_all(held: Sequence[Entry]) -> Entry:
+    """One entry with the chunks of several."""
+    if len(held) == 1:
+        return held[0]
+    return replace(held[0], chunks=tuple(chunk for entry in held for chunk in entry.chunks))
+
+
+def named(part: Skeleton, name: str) -> Skeleton:
+    """The same file under another name."""
+    return Skeleton(
+        tuple(replace(file, name=name) for file in part.files),
+        tuple(
+            replace(entry, chunks=tuple(replace(chunk, file=name) for chunk in entry.chunks))
+            for entry in part.entries
+        ),
+        tuple(replace(stored, file=name) for stored in part.checksums),
+    )
+
+
+def a_rank_each(first: Skeleton, names: Sequence[str]) -> Skeleton:
+    """Files that are alike but for their tensors' values, each with an equal run of every tensor.
+
+    Args:
+        first: the file of the first rank, whose run of a tensor is as long as any.
+        names: of every rank's file.
+    """
+    places = Places(tuple(names), (0,) * len(names))
+
+    def run(entry: Entry) -> Entry:
+        runs = Runs(places, entry.dtype, entry.shape, entry.chunks[0].byte_offset)
+        if tuple(runs.of_rank(0)) != tuple(replace(c, file=names[0]) for c in entry.chunks):
+            raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")
+        return replace(entry, chunks=runs)
+
+    files = tuple(replace(file, name=name) for name in names for file in first.files)
+    checksums = tuple(replace(stored, file=name) for name in names for stored in first.checksums)
+    return Skeleton(files, tuple(map(run, first.entries)), checksums)
 
 
 def moved(part: Skeleton, directory: str) -> Skeleton:

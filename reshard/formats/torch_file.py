@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,17 @@ def _legacy_head() -> bytes:
     return b"\x80\x02\x8a\x0a" + _LEGACY_MAGIC.to_bytes(10, "little")
 
 
-def read(path: str | Path, *, builders: Mapping[str, Builder] | None = None) -> TorchFile:
+def read(
+    path: str | Path,
+    *,
+    builders: Mapping[str, Builder] | None = None,
+    alike: Alike | None = None,
+) -> TorchFile:
     """Read the structure of one file.
 
     Args:
         builders: extra globals that become values (see `unpickle.loads`).
+        alike: what the files before it held, of which many may hold the same.
 
     Raises:
         CorruptError: truncated, altered, or not a ``torch.save`` file.
@@ -153,7 +159,8 @@ def read(path: str | Path, *, builders: Mapping[str, Builder] | None = None) -> 
     with SourceFiles() as files:
         head = files.read(path, 0, min(size, 16))
         if head.startswith(_ZIP):
-            return read_archive(Section(files, path, 0, size), builders=builders)
+            archive = Section(files, path, 0, size)
+            return read_archive(archive, builders=builders, alike=alike)
         if head.startswith(_legacy_head()):
             return _read_legacy(path, size, files, builders or {})
     raise CorruptError(
@@ -273,7 +280,38 @@ TORCH_BUILDERS: dict[str, Builder] = {
 }
 
 
-def read_archive(archive: Section, *, builders: Mapping[str, Builder] | None = None) -> TorchFile:
+class Alike:
+    """Pickles of files that ranks write alike but for the device: each is parsed once.
+
+    Only those without a tensor that has elements, whose place would be the file's own.
+    """
+
+    _MOST = 16  # devices of a node
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, tuple[Unpickled, tuple[Storage, ...]]] = {}
+
+    def parsed(
+        self, data: bytes, path: str, builders: Mapping[str, Builder]
+    ) -> tuple[Unpickled, tuple[Storage, ...]]:
+        """What a pickle holds, not to be changed; and its storages, without their places."""
+        if data in self._seen:
+            done, held = self._seen[data]
+            return done, tuple(replace(storage, file=path, byte_offset=-1) for storage in held)
+        storages = _Storages(path)
+        done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
+        found = tuple(storages.by_key.values())
+        if len(self._seen) < self._MOST and not any(storage.nbytes for storage in found):
+            self._seen[data] = done, found
+        return done, found
+
+
+def read_archive(
+    archive: Section,
+    *,
+    builders: Mapping[str, Builder] | None = None,
+    alike: Alike | None = None,
+) -> TorchFile:
     """Read the structure of one zip archive, which may lie inside a larger file.
 
     Storages' offsets count from the start of that file. Errors as in `read`.
@@ -292,12 +330,10 @@ def read_archive(archive: Section, *, builders: Mapping[str, Builder] | None = N
     if members[pickles[0]].nbytes > _MAX_PICKLE:
         raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
     data = members[pickles[0]].read(archive, checked=checked)
-    storages = _Storages(path)
-    table = {**TORCH_BUILDERS, **(builders or {})}
-    done = loads(data, where=path, builders=table, persistent=storages)
+    done, storages = (alike or Alike()).parsed(data, path, builders or {})
     file = TorchFile(path, archive.nbytes, done.value, done.globals)
-    for key, storage in storages.by_key.items():
-        _place(file, storage, members.get(f"{root}data/{key}"), archive, checked=checked)
+    for storage in storages:
+        _place(file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked)
     return file
 
 

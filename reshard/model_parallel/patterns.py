@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 _FIELD = re.compile(r"\{([a-z]+)([+-]\d+)?\}")
+_DIGITS = re.compile(r"\d+")
 _WORD = "p"  # the one field that is no number
 
 Fields = Mapping[str, str | int]
@@ -35,19 +36,26 @@ class Pattern:
         Args:
             constants: fields that are known beforehand.
         """
-        found = _compiled(self.text).fullmatch(name)
+        compiled, fields = _compiled(self.text)
+        found = compiled.fullmatch(name)
         if found is None:
             return None
         values: dict[str, str | int] = {}
-        for at, field in enumerate(_FIELD.finditer(self.text), 1):
-            word = found[at]
-            value: str | int = word if field[1] == _WORD else int(word) - int(field[2] or 0)
-            known = constants.get(field[1], values.get(field[1], value))
+        for word, (field, added) in zip(found.groups(), fields, strict=True):
+            value: str | int = word if field == _WORD else int(word) - added
+            known = constants.get(field, values.get(field, value))
             if known != value or (isinstance(value, int) and value < 0):
                 return None
-            if field[1] not in constants:
-                values[field[1]] = value
+            if field not in constants:
+                values[field] = value
         return values
+
+    @property
+    def group(self) -> str | None:
+        """What `group_of` gives for every name that the pattern can be; None: nothing in common."""
+        if f"{{{_WORD}}}" in self.text.rpartition(".")[0]:
+            return None
+        return group_of(_FIELD.sub("0", self.text))
 
     def fill(self, values: Fields) -> str:
         """The name that these values make; a field without one is a KeyError."""
@@ -59,11 +67,23 @@ class Pattern:
         return _FIELD.sub(one, self.text)
 
 
+def group_of(name: str) -> str:
+    """A name without its last component and its numbers: few patterns have the same.
+
+    >>> group_of("decoder.layers.12.mlp.linear_fc1.weight")
+    'decoder.layers.#.mlp.linear_fc#'
+    """
+    return _DIGITS.sub("#", name.rpartition(".")[0])
+
+
 @cache
-def _compiled(text: str) -> re.Pattern[str]:
-    at, parts = 0, []
+def _compiled(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, int], ...]]:
+    """The expression, and its fields with what is added to each."""
+    at, parts, fields = 0, [], []
     for field in _FIELD.finditer(text):
         parts.append(re.escape(text[at : field.start()]))
-        parts.append(r"([^.]+)" if field[1] == _WORD else r"(\d{1,9})")
+        # a word before a number ends where the number begins
+        parts.append(r"([^.]+?)" if field[1] == _WORD else r"(\d{1,9})")
+        fields.append((field[1], int(field[2] or 0)))
         at = field.end()
-    return re.compile("".join([*parts, re.escape(text[at:])]))
+    return re.compile("".join([*parts, re.escape(text[at:])])), tuple(fields)

@@ -11,16 +11,15 @@ by itself), and ``computed`` are the names, of either side, that whoever loads a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.model_parallel.patterns import Pattern
+from reshard.model_parallel.patterns import Pattern, group_of
 from reshard.model_parallel.shards import REPLICATED, Split
 
 _CUTS: Mapping[str, Split] = {
@@ -72,6 +71,21 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
+class _Word:
+    """A name that a rule has, and whose it is; None: the table's own."""
+
+    rule: Rule
+    pattern: Pattern
+    dialect: str | None
+
+    def is_of(self, dialect: str) -> bool:
+        """Whether a dialect has it: its own word, else the table's."""
+        return self.dialect == dialect or (
+            self.dialect is None and dialect not in self.rule.others
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """The rules of one file, or of several that stand before one another."""
 
@@ -80,6 +94,22 @@ class Table:
     hf: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     computed: tuple[Pattern, ...] = ()
+    _words: Mapping[str | None, Sequence[_Word]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Put the words where `find` looks for them."""
+        words: dict[str | None, list[_Word]] = {None: []}
+        for word in self._every_word():
+            group = word.pattern.group
+            for each in list(words) if group is None else [group]:
+                words.setdefault(each, [*words[None]]).append(word)
+        object.__setattr__(self, "_words", words)
+
+    def _every_word(self) -> Iterator[_Word]:
+        for rule in self.rules:
+            yield _Word(rule, rule.name, None)
+            for dialect, patterns in rule.others.items():
+                yield from (_Word(rule, pattern, dialect) for pattern in patterns)
 
     def before(self, other: Table) -> Table:
         """Both tables in one, this one's lines first."""
@@ -99,13 +129,11 @@ class Table:
         Args:
             dialect: whose words; None: the table's, then any.
         """
-        for rule in self.rules:
-            own = (rule.name, *chain.from_iterable(rule.others.values()))
-            patterns = own if dialect is None else rule.words(dialect)
-            for pattern in patterns:
-                fields = pattern.match(name, constants)
+        for word in self._words.get(group_of(name), self._words[None]):
+            if dialect is None or word.is_of(dialect):
+                fields = word.pattern.match(name, constants)
                 if fields is not None:
-                    return Found(rule, fields)
+                    return Found(word.rule, fields)
         return None
 
     def need(self, name: str, constants: Mapping[str, int], dialect: str | None = None) -> Found:
@@ -124,11 +152,7 @@ class Table:
         return found
 
     def _nearest(self, name: str) -> str:
-        known = [
-            pattern.text
-            for rule in self.rules
-            for pattern in (rule.name, *chain.from_iterable(rule.others.values()))
-        ]
+        known = [word.pattern.text for word in self._every_word()]
         near = get_close_matches(name, known, n=3, cutoff=0.4)
         return f"; the nearest are {', '.join(near)}" if near else ""
 

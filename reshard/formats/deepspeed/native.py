@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.place import Place
 from reshard.formats.state_dict.order import AmbiguousError
-from reshard.formats.torch_file import TorchFile
+from reshard.formats.torch_file import Alike, TorchFile
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -65,7 +65,8 @@ def read(
     world_size = int(first.root.get("dp_world_size") or max(len(census.optim), 1))
     _expect_optimizer(census, first, world_size)
     census.check_ranks(world_size)
-    models = [first, *(open_model(census.model[rank]) for rank in sorted(census.model)[1:])]
+    alike = Alike()
+    models = [first, *(open_model(census.model[rank], alike) for rank in sorted(census.model)[1:])]
     ranks = [open_optimizer(census.optim[rank], rank) for rank in sorted(census.optim)]
     _check_models(models)
     _check_ranks(ranks, first, world_size)

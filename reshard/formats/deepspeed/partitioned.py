@@ -7,7 +7,6 @@ last ranks' pieces are padded.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -25,8 +24,8 @@ from reshard.formats.deepspeed.states import (
     piece_of,
 )
 from reshard.formats.torch_file import Tensor
-from reshard.layout import equal_piece, run_chunks
-from reshard.manifest import MASTER, PARAM, Chunk, Entry
+from reshard.manifest import MASTER, PARAM, Entry
+from reshard.runs import Places, Runs
 
 Swapped = Mapping[tuple[int, int, str], Piece]  # (rank, sub-group, kind) -> its place
 
@@ -95,7 +94,6 @@ def _split(kind: str, members: Mapping[str, Index], held: Sequence[Piece]) -> It
     """Entries of one sub-group from the ranks' flat tensors."""
     ranks = len(held)
     expected = piece_numel(members, ranks)
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
     for number, piece in enumerate(held):
         if piece.numel != expected:
             raise CorruptError(
@@ -104,13 +102,12 @@ def _split(kind: str, members: Mapping[str, Index], held: Sequence[Piece]) -> It
                 f" {len(members)} parameters take {expected} a rank at {ranks} ranks",
                 MIXED,
             )
-        offset = piece.byte_offset
-        for fqn, shape in members.items():
-            start, stop = equal_piece(prod(shape), ranks, number)
-            chunks[fqn] += run_chunks(piece.file, offset, piece.dtype, shape, start, stop)
-            offset += piece_numel({fqn: shape}, ranks) * piece.dtype.itemsize
+    dtype = agree(f"the dtype of {kind}", {p.file: p.dtype for p in held}, MIXED)
+    files, offsets = tuple(p.file for p in held), tuple(p.byte_offset for p in held)
+    places, skipped = Places(files, offsets), 0
     for fqn, shape in members.items():
-        yield Entry(fqn, kind, held[0].dtype, shape, tuple(chunks[fqn]))
+        yield Entry(fqn, kind, dtype, shape, Runs(places, dtype, shape, skipped))
+        skipped += piece_numel({fqn: shape}, ranks) * dtype.itemsize
 
 
 def frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:

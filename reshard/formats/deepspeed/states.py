@@ -11,7 +11,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.formats import torch_file
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_file import Alike, Tensor, TorchFile
 from reshard.manifest import BUFFER, PARAM, Entry
 
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
@@ -131,13 +131,16 @@ def whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
     return Entry(fqn, kind, tensor.dtype, tensor.shape, (tensor.chunk,))
 
 
-def open_model(path: Path) -> ModelStates:
+def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     """Open one model states file.
+
+    Args:
+        alike: of other ranks' files, which at stage 3 differ in nothing.
 
     Raises:
         CorruptError: it is not what its name says.
     """
-    file = torch_file.read(path, builders=BUILDERS)
+    file = torch_file.read(path, builders=BUILDERS, alike=alike)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
     return ModelStates(file, file.root)

@@ -267,9 +267,14 @@ def _models(choice: Choice) -> Iterator[Skeleton]:
     if choice.stage < 3:
         yield torch_writer.lay_out_object(f"{choice.tag}/{model}", model_states.whole_file(choice))
         return
-    for rank in range(choice.world_size):
-        name = f"{choice.tag}/zero_pp_rank_{rank}_{model}"
-        yield torch_writer.lay_out_object(name, model_states.file_of(choice, rank))
+    names = [f"{choice.tag}/zero_pp_rank_{rank}_{model}" for rank in range(choice.world_size)]
+    yield torch_writer.lay_out_object(names[0], model_states.file_of(choice, 0))
+    if choice.frozen:  # of which each rank has a piece of its own
+        for rank, name in enumerate(names[1:], 1):
+            yield torch_writer.lay_out_object(name, model_states.file_of(choice, rank))
+    elif names[1:]:
+        second = torch_writer.lay_out_object(names[1], model_states.file_of(choice, 1))
+        yield from (skeletons.named(second, name) for name in names[1:])
 
 
 def _layers(choice: Choice, rank: ModelRank | None) -> Iterator[Skeleton]:
@@ -282,14 +287,24 @@ def _optimizers(choice: Choice) -> Iterator[Skeleton]:
     """DeepSpeed asks for ``bf16_`` by the precision of the run, at every stage."""
     if choice.stage == 0:
         return
-    prefix = "bf16_" if choice.precision == BFLOAT16 else ""
-    states = flat.Flat(choice) if choice.stage < 3 else partitioned.Partitioned(choice)
-    for rank in range(choice.world_size):
-        root = {
-            "optimizer_state_dict": states.of_rank(rank),
-            "ds_config": choice.config,
-            "ds_version": WRITTEN_AS,
-        }
-        place = f"pp_rank_{rank}_mp_rank_{choice.mp_rank:02d}"
-        name = f"{choice.tag}/{prefix}zero_{place}_optim_states.pt"
-        yield torch_writer.lay_out_object(name, root)
+    prefix = f"{choice.tag}/{'bf16_' if choice.precision == BFLOAT16 else ''}zero_pp_rank"
+    names = [
+        f"{prefix}_{rank}_mp_rank_{choice.mp_rank:02d}_optim_states.pt"
+        for rank in range(choice.world_size)
+    ]
+    if choice.stage == 3:
+        states = partitioned.first_rank(choice)
+        first = torch_writer.lay_out_object(names[0], _optimizer(choice, states))
+        yield skeletons.a_rank_each(first, names)
+        return
+    groups = flat.Flat(choice)
+    for rank, name in enumerate(names):
+        yield torch_writer.lay_out_object(name, _optimizer(choice, groups.of_rank(rank)))
+
+
+def _optimizer(choice: Choice, states: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "optimizer_state_dict": states,
+        "ds_config": choice.config,
+        "ds_version": WRITTEN_AS,
+    }

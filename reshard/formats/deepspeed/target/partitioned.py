@@ -23,63 +23,59 @@ from reshard.formats.deepspeed.target.slots import (
     step_of,
 )
 from reshard.formats.torch_writer import Slot, Storage
-from reshard.formats.training import Trained
+from reshard.formats.training import Group, Trained
 from reshard.layout import equal_piece
 from reshard.manifest import Entry
 
-_Pieces = tuple[list[Piece], int]  # a rank's of one sub-group, and the elements that they take
+_Pieces = tuple[list[Piece], int]  # of one sub-group, and the elements that they take
 
 
-class Partitioned:
-    """All sub-groups; `of_rank` cuts a rank's pieces."""
+def first_rank(choice: Choice) -> dict[str, Any]:
+    """The first rank's ``optimizer_state_dict``; the others' differ in the tensors' values alone.
 
-    def __init__(self, choice: Choice) -> None:
-        self._choice = choice
-        path = choice.state.manifest.origin.path
-        self._steps = [step_of(group.members, path) for group in choice.groups]
+    Its run of a parameter is as long as any, and the others' begin where it begins.
+    """
+    path = choice.state.manifest.origin.path
+    steps = [step_of(group.members, path) for group in choice.groups]
+    pieces = [_pieces(members, choice.world_size) for members in choice.flats]
+    states = {
+        flat: _state(group, count, pieces[flat])
+        for group, count, flats in zip(choice.groups, steps, choice.flats_of, strict=True)
+        for flat in flats
+    }
+    return {
+        "zero_stage": stage_enum(choice.stage),
+        "loss_scaler": scaler(choice.scaler),
+        "dynamic_loss_scale": choice.scaler["dynamic"],
+        "overflow": False,
+        "partition_count": choice.world_size,
+        "optimizer_state_dict": {
+            "state": {flat: state for flat, state in states.items() if state},
+            "param_groups": choice.param_groups(),
+        },
+        "fp32_flat_groups": [_tensor(held, FLOAT32, master_of, grad=True) for held in pieces],
+    }
 
-    def of_rank(self, rank: int) -> dict[str, Any]:
-        """One rank's ``optimizer_state_dict``."""
-        choice = self._choice
-        pieces = [self._pieces(members, rank) for members in choice.flats]
-        states = {
-            flat: self._state(group, pieces[flat])
-            for group, flats in enumerate(choice.flats_of)
-            for flat in flats
-        }
-        return {
-            "zero_stage": stage_enum(choice.stage),
-            "loss_scaler": scaler(choice.scaler),
-            "dynamic_loss_scale": choice.scaler["dynamic"],
-            "overflow": False,
-            "partition_count": choice.world_size,
-            "optimizer_state_dict": {
-                "state": {flat: state for flat, state in states.items() if state},
-                "param_groups": choice.param_groups(),
-            },
-            "fp32_flat_groups": [_tensor(held, FLOAT32, master_of, grad=True) for held in pieces],
-        }
 
-    def _pieces(self, members: Sequence[Trained], rank: int) -> _Pieces:
-        ranks, at = self._choice.world_size, 0
-        pieces = []
-        for member in members:
-            numel = prod(member.weight.shape)
-            pieces.append(piece(member, *equal_piece(numel, ranks, rank), at))
-            at += -(-numel // ranks)
-        return pieces, at
+def _pieces(members: Sequence[Trained], ranks: int) -> _Pieces:
+    at, pieces = 0, []
+    for member in members:
+        numel = prod(member.weight.shape)
+        pieces.append(piece(member, *equal_piece(numel, ranks, 0), at))
+        at += -(-numel // ranks)
+    return pieces, at
 
-    def _state(self, group: int, pieces: _Pieces) -> dict[str, Any]:
-        """A rank's state of one sub-group; empty where the group was never stepped.
 
-        A sub-group that alone was never stepped has the slots of its group, for one step counts
-        for all.
-        """
-        owner, count = self._choice.groups[group], self._steps[group]
-        state: dict[str, Any] = {} if count is None else {"step": step(count, owner.hyper)}
-        for name in names_of(owner.members):
-            state[name] = _tensor(pieces, dtype_of(name, owner.members), slot_named(name))
-        return state
+def _state(group: Group, count: float | None, pieces: _Pieces) -> dict[str, Any]:
+    """The state of one sub-group; empty where the group was never stepped.
+
+    A sub-group that alone was never stepped has the slots of its group, for one step counts for
+    all.
+    """
+    state: dict[str, Any] = {} if count is None else {"step": step(count, group.hyper)}
+    for name in names_of(group.members):
+        state[name] = _tensor(pieces, dtype_of(name, group.members), slot_named(name))
+    return state
 
 
 def _tensor(pieces: _Pieces, dtype: DType, value: Value, *, grad: bool = False) -> Slot:

@@ -174,7 +174,7 @@ class _Rank:
         chained = [self._buffers(held) if held else None for held in kinds]
         if not chained[1]:
             return chained[0]
-        return [chained[0] if self._rank.expert == 0 else None, chained[1]]  # who reads it
+        return [chained[0] if self._rank.is_first else None, chained[1]]
 
     def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
         """A buffer a model chunk and dtype."""

@@ -129,6 +129,11 @@ class Rank:
     expert_tensor: int
     place: int
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first of those that hold the same dense layers, which reads for all."""
+        return self.place == self.tensor
+
 
 def ranks(sizes: Sizes) -> list[Rank]:
     """Those that write a file.
