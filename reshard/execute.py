@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reshard.checksum import crc32
+from reshard.copies import Window
 from reshard.files import SourceFiles
 from reshard.fill import READ_BYTES, Filler, ReadSpan
 from reshard.manifest import Skeleton, SourceFile
 from reshard.outputs import BLOCK_BYTES, OutputFiles, Writer
-from reshard.plan import Plan, Window
+from reshard.plan import Plan
 from reshard.records import Spans, check_record, record_crc
 from reshard.workers import spread
 
@@ -80,7 +81,7 @@ def execute(  # noqa: PLR0913 - a keyword an option
             team.append(_Worker(filler, Writer(files, verify=verify), job, read_bytes))
             return team[-1]
 
-        spread(plan, hire, workers, lambda window: progress(window.nbytes))
+        spread(plan.batches(), hire, workers, lambda batch: progress(sum(w.nbytes for w in batch)))
         for worker in team:
             outcome.overflowed += worker.filler.overflowed
             outcome.flushed += worker.filler.flushed
@@ -120,7 +121,13 @@ class _Worker:
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), _WIDEST)))
         self._window = bytearray()
 
-    def __call__(self, window: Window) -> None:
+    def __call__(self, batch: tuple[Window, ...]) -> None:
+        if len(batch) > 1:
+            self.filler.hold(copy for window in batch for copy in window.copies)
+        for window in batch:
+            self._fill(window)
+
+    def _fill(self, window: Window) -> None:
         filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
         if filled != window.nbytes:  # the coverage proof makes this impossible
             raise AssertionError(f"{filled} of {window.nbytes} bytes of a window are filled")

@@ -9,8 +9,8 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.checksum import crc32
+from reshard.copies import Copy
 from reshard.files import SourceFiles
-from reshard.plan import Copy
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
@@ -69,6 +69,8 @@ class Filler:
         self._read_bytes = read_bytes
         self._summed = summed
         self._buffer = bytearray()
+        self._holding = bytearray()
+        self._held: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
 
     def fill(self, copy: Copy, window: memoryview) -> None:
         """Fill the copy's place in a window."""
@@ -91,10 +93,31 @@ class Filler:
         shape = (numel,)
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
 
+    def hold(self, copies: Iterable[Copy]) -> None:
+        """Read once what several of these copies take from the same bytes, until the next call."""
+        self._held.clear()
+        found = _shared(copies, self._read_bytes)
+        nbytes = sum(stop - start for _, start, stop in found)
+        if len(self._holding) < nbytes:
+            self._holding = bytearray(nbytes)
+        room = memoryview(self._holding)
+        for file, start, stop in found:
+            into, room = room[: stop - start], room[stop - start :]
+            self._read(file, start, into)
+            self._held.append((file, start, stop, into))
+
+    def _take(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """A range of a file, which stays until the next one is taken."""
+        for held, start, stop, data in self._held:
+            if held == file and start <= offset and offset + nbytes <= stop:
+                return data[offset - start :][:nbytes]
+        raw = self._raw(nbytes)
+        self._read(file, offset, raw)
+        return raw
+
     def _convert(self, copy: Copy, window: memoryview) -> None:
         """One read, then one strided copy or cast."""
-        raw = self._raw(_span(copy.shape, copy.byte_strides) + copy.dtype.itemsize)
-        self._read(copy.file, copy.byte_offset, raw)
+        raw = self._take(copy.file, copy.byte_offset, _reach(copy))
         self._cast(
             copy,
             *(copy.shape, raw, copy.byte_strides),
@@ -152,12 +175,40 @@ def _span(shape: Index, strides: Index) -> int:
     return sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
+def _reach(copy: Copy) -> int:
+    """Bytes from the first that a copy reads to the last."""
+    return _span(copy.shape, copy.byte_strides) + copy.dtype.itemsize
+
+
+def _shared(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
+    """Ranges of files (start, stop) that several copies read with gaps, each within the limit."""
+    spans = sorted(
+        (copy.file, copy.byte_offset, copy.byte_offset + _reach(copy), copy.numel)
+        for copy in copies
+        if not copy.is_run
+    )
+    found: list[tuple[str, int, int]] = []
+    joined = 0
+    for file, start, stop, _ in spans:
+        if found and found[-1][0] == file and start < found[-1][2]:
+            found[-1] = (file, found[-1][1], max(stop, found[-1][2]))
+            joined += 1
+            continue
+        if found and not joined:
+            found.pop()
+        found.append((file, start, stop))
+        joined = 0
+    if found and not joined:
+        found.pop()
+    return [span for span in found if span[2] - span[1] <= limit]
+
+
 def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
     """Cut a copy until each part is one read of at most ``limit`` bytes.
 
     A part may hold gaps: reading them costs less than another call, unless they are most of it.
     """
-    span = _span(copy.shape, copy.byte_strides) + copy.dtype.itemsize
+    span = _reach(copy)
     dense = span <= max(_SPARSE * copy.numel * copy.dtype.itemsize, _runs(copy) * _SMALL_RUN)
     if (span <= limit and dense) or copy.numel == 1:
         yield copy

@@ -1,73 +1,30 @@
-"""From a source manifest and a target skeleton to a sorted list of copies.
+"""From a source manifest and a target skeleton to a list of windows.
 
 A plan is plain data: every byte of every target tensor is in exactly one window, every window is
-one contiguous range of one output file, and every copy in it says which strided block of which
-source file fills which strided block of the window. Nothing is opened here.
+one contiguous range of one output file, and the copies in it say what fills it (`copies`).
+Nothing is opened here.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from math import prod
+from itertools import chain
 from typing import NamedTuple
 
-from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major, run_boxes
+from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
+from reshard.copies import Blocks, Copy, Held, HeldRuns, Window, dot, held_by
 from reshard.dtypes import DType
 from reshard.errors import ReshardError
 from reshard.extents import Extent, by_file
-from reshard.manifest import Chunk, Entry, Key, Skeleton
+from reshard.manifest import Entry, Key, Skeleton
 from reshard.runs import Runs
 
 WINDOW_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A block to move: equal shape on both sides, offsets and strides in bytes.
-
-    ``target_offset`` counts from the start of the window that holds the copy.
-    """
-
-    fqn: str
-    shape: Index
-    file: str
-    byte_offset: int
-    byte_strides: Index
-    dtype: DType
-    target_offset: int
-    target_strides: Index
-    target_dtype: DType
-
-    @property
-    def is_run(self) -> bool:
-        """Whether both sides are contiguous; then the shape has at most one dim."""
-        return not self.shape or (
-            len(self.shape) == 1
-            and self.byte_strides[0] == self.dtype.itemsize
-            and self.target_strides[0] == self.target_dtype.itemsize
-        )
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A contiguous range of one output file, filled in memory and written at once."""
-
-    file: str
-    byte_offset: int
-    nbytes: int
-    copies: tuple[Copy, ...]
+_SMALL = 256 << 10  # bytes of a tensor that may as well be read again for every rank
 
 
 class Plan:
-    """Windows in the order of the output files; no two of them share a byte.
+    """Windows in the order of the output files, then woven tensors; no two share a byte.
 
     They are made each time that one goes through them, a file at a time: a plan of millions of
     copies takes the memory of one file's.
@@ -84,13 +41,21 @@ class Plan:
         self._sources = [_matching(source, entry) for entry in target.entries]
         for entry in target.entries:
             _check_contiguous(entry)
+        pairs = enumerate(zip(self._sources, target.entries, strict=True))
+        self._woven = {n for n, pair in pairs if _is_woven(*pair, min(window_bytes, _SMALL))}
 
     def __iter__(self) -> Iterator[Window]:
+        return chain.from_iterable(self.batches())
+
+    def batches(self) -> Iterator[tuple[Window, ...]]:
+        """The same windows; those of a batch read the same bytes of the source."""
         for file, groups in self._files():
             for group in groups:
                 start, nbytes = group[0].byte_offset, sum(piece.nbytes for piece in group)
                 copies = (c for piece in group for c in piece.copies(piece.byte_offset - start))
-                yield Window(file, start, nbytes, tuple(copies))
+                yield (Window(file, start, nbytes, tuple(copies)),)
+        for number in sorted(self._woven):
+            yield from self._bands(self._target.entries[number], held_by(self._sources[number]))
 
     @property
     def copied_bytes(self) -> int:
@@ -99,18 +64,20 @@ class Plan:
 
     @property
     def window_bytes(self) -> int:
-        """The largest window."""
+        """The largest window, or what a batch reads."""
         sizes = (sum(piece.nbytes for piece in g) for _, groups in self._files() for g in groups)
-        return max(sizes, default=0)
+        woven = (self._target.entries[number].nbytes for number in self._woven)
+        return max((*sizes, *(min(nbytes, self._limit) for nbytes in woven)), default=0)
 
     def _files(self) -> Iterator[tuple[str, Iterator[list[_Piece]]]]:
         """Each output file, and the pieces of each of its windows."""
         uses = list(map(_uses, self._target.entries))
-        held: dict[int, _Held] = {}
-        for file, extents in by_file(self._target):
+        held: dict[int, Held] = {}
+        for file, found in by_file(self._target):
+            extents = [extent for extent in found if extent.entry not in self._woven]
             for extent in extents:
                 if extent.entry not in held:
-                    held[extent.entry] = _held(self._sources[extent.entry])
+                    held[extent.entry] = held_by(self._sources[extent.entry])
             pieces = (p for extent in extents for p in self._pieces(extent, held[extent.entry]))
             yield file, _grouped(pieces, self._limit)
             for extent in extents:
@@ -118,10 +85,25 @@ class Plan:
                 if not uses[extent.entry]:
                     del held[extent.entry]
 
-    def _pieces(self, extent: Extent, held: _Held) -> Iterator[_Piece]:
+    def _pieces(self, extent: Extent, held: Held) -> Iterator[_Piece]:
         """An extent, cut into ranges that a window can hold."""
         widest = max(extent.dtype.itemsize, held.widest)
         return _cut(extent, held, max(self._limit // widest, 1))
+
+    def _bands(self, entry: Entry, held: Held) -> Iterator[tuple[Window, ...]]:
+        """A tensor in runs that a window can hold, each with what every chunk takes of it."""
+        widest = max(held.widest, *(chunk.dtype.itemsize for chunk in entry.chunks))
+        for band in contiguous_cuts(entry.shape, max(self._limit // widest, 1)):
+            windows = []
+            for chunk in entry.chunks:
+                common = intersect(band, chunk.box)
+                if common:
+                    at = dot(common.within(chunk.box).origin, chunk.byte_strides)
+                    strides = row_major(common.shape, chunk.dtype.itemsize)
+                    copies = tuple(held.of_box(common, chunk.dtype, strides, 0))
+                    nbytes = common.volume * chunk.dtype.itemsize
+                    windows.append(Window(chunk.file, chunk.byte_offset + at, nbytes, copies))
+            yield tuple(windows)
 
 
 def plan(source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES) -> Plan:
@@ -151,6 +133,24 @@ def _check_contiguous(entry: Entry) -> None:
             raise ReshardError(chunk.file, f"{entry.fqn!r} would not lie contiguously")
 
 
+def _is_woven(source: Entry, target: Entry, small: int) -> bool:
+    """Whether ranks are to have rows of it that lie between one another's where it is stored.
+
+    So do tensor-parallel ranks that share a matrix by its columns: taken file by file, its bytes
+    would be read once a rank.
+    """
+    if isinstance(target.chunks, Runs) or isinstance(source.chunks, Runs) or target.nbytes <= small:
+        return False
+    boxes = [chunk.box for chunk in target.chunks if not _is_run(chunk.box, target.shape)]
+    stored = {chunk.box for chunk in source.chunks} if boxes else set()
+    return any(intersect(box, held) not in (None, held) for box in boxes for held in stored)
+
+
+def _is_run(box: Box, shape: Index) -> bool:
+    start, stop = flat_span(box, shape)
+    return stop - start == box.volume
+
+
 def _copied_bytes(source: Entry, target: Entry) -> int:
     """Every element of the target is copied once, from a chunk whose dtype says its size."""
     if isinstance(source.chunks, Runs):
@@ -176,111 +176,6 @@ def _uses(entry: Entry) -> int:
     return sum(1 for chunk in entry.chunks if chunk.box.volume)
 
 
-class Blocks:
-    """Boxes of one tensor as single windows, for one who asks for many."""
-
-    def __init__(self, source: Entry) -> None:
-        self._held = _held(source)
-
-    def window(self, box: Box, dtype: DType) -> Window:
-        """The copies that fill one contiguous buffer with a box."""
-        strides = row_major(box.shape, dtype.itemsize)
-        copies = self._held.of_box(box, dtype, strides, 0) if box.volume else ()
-        return Window("", 0, box.volume * dtype.itemsize, tuple(copies))
-
-
-def block(source: Entry, box: Box, dtype: DType) -> Window:
-    """The copies that fill one contiguous buffer with a box of a tensor."""
-    return Blocks(source).window(box, dtype)
-
-
-# What the source holds of a tensor, to be found by place
-
-
-class _Held:
-    """The chunks of an entry without replicas, in flat order."""
-
-    def __init__(self, entry: Entry) -> None:
-        self.fqn = entry.fqn
-        self.shape = entry.shape
-        distinct: dict[Box, Chunk] = {}
-        for chunk in entry.chunks:
-            if chunk.box.volume:
-                distinct.setdefault(chunk.box, chunk)
-        spans = sorted(
-            ((*flat_span(box, entry.shape), box) for box in distinct), key=lambda item: item[:2]
-        )
-        self._starts = [start for start, _, _ in spans]
-        # the furthest element that this chunk or one before it reaches
-        self._reaches = list(accumulate((stop for _, stop, _ in spans), max))
-        self._chunks = [distinct[box] for *_, box in spans]
-        self.widest = max((chunk.dtype.itemsize for chunk in self._chunks), default=1)
-
-    def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
-        """Those that may hold an element of a run; all that do are among them."""
-        first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
-        return self._chunks[first:last]
-
-    def of_box(self, box: Box, dtype: DType, strides: Index, at: int) -> Iterable[Copy]:
-        """Copies of every stored block that meets a box, in the order of the box.
-
-        Args:
-            dtype, strides: of the block of the output that the box fills.
-            at: where that begins in its window.
-        """
-        copies = []
-        for chunk in self.meeting(*flat_span(box, self.shape)):
-            common = intersect(box, chunk.box)
-            if common:
-                copies.append(_copy(self.fqn, common, chunk, box, dtype, strides, at))
-        return _joined(copies) if len(copies) > 1 else copies
-
-    def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
-        """The same for a run of the flattened tensor."""
-        for box in run_boxes(self.shape, start, stop):
-            strides = row_major(box.shape, dtype.itemsize)
-            yield from self.of_box(box, dtype, strides, at)
-            at += box.volume * dtype.itemsize
-
-
-class _HeldRuns(_Held):
-    """Of an entry in equal runs: nothing is searched for, and runs meet without boxes."""
-
-    def __init__(self, fqn: str, runs: Runs) -> None:
-        self.fqn = fqn
-        self.shape = runs.shape
-        self.widest = runs.dtype.itemsize
-        self._runs = runs
-
-    def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
-        """Those that may hold an element of a run; all that do are among them."""
-        return (c for rank in self._runs.ranks(start, stop) for c in self._runs.of_rank(rank))
-
-    def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
-        """Copies of every rank's part of a run of the flattened tensor."""
-        runs, size, wide = self._runs, self._runs.dtype.itemsize, dtype.itemsize
-        for rank in runs.ranks(start, stop):
-            first = rank * runs.step
-            low, high = max(start, first), min(stop, first + runs.step)
-            yield Copy(
-                self.fqn,
-                (high - low,),
-                runs.places.files[rank],
-                runs.byte_offset(rank) + (low - first) * size,
-                (size,),
-                runs.dtype,
-                at + (low - start) * wide,
-                (wide,),
-                dtype,
-            )
-
-
-def _held(entry: Entry) -> _Held:
-    if isinstance(entry.chunks, Runs):
-        return _HeldRuns(entry.fqn, entry.chunks)
-    return _Held(entry)
-
-
 # Output files, cut into windows
 
 
@@ -289,7 +184,7 @@ class _Piece(NamedTuple):
 
     byte_offset: int
     nbytes: int
-    held: _Held
+    held: Held
     start: int
     stop: int
     box: Box | None
@@ -303,11 +198,11 @@ class _Piece(NamedTuple):
         return self.held.of_box(self.box, self.dtype, self.strides, at)
 
 
-def _cut(extent: Extent, held: _Held, limit: int) -> Iterator[_Piece]:
+def _cut(extent: Extent, held: Held, limit: int) -> Iterator[_Piece]:
     """Pieces of at most so many elements: of runs where that is simpler, else boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
-    if box is None or (isinstance(held, _HeldRuns) and extent.is_run):
+    if box is None or (isinstance(held, HeldRuns) and extent.is_run):
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)
             offset = at + (start - extent.start) * size
@@ -317,7 +212,7 @@ def _cut(extent: Extent, held: _Held, limit: int) -> Iterator[_Piece]:
     for cut in contiguous_cuts(box.shape, limit):
         origin = tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True))
         nbytes = cut.volume * size
-        offset = at + _dot(cut.origin, strides)
+        offset = at + dot(cut.origin, strides)
         yield _Piece(offset, nbytes, held, 0, 0, Box(origin, cut.shape), strides, dtype)
 
 
@@ -334,78 +229,3 @@ def _grouped(pieces: Iterable[_Piece], window_bytes: int) -> Iterator[list[_Piec
         group.append(piece)
     if group:
         yield group
-
-
-# Copies
-
-
-def _dot(a: Index, b: Index) -> int:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _copy(
-    fqn: str, common: Box, chunk: Chunk, box: Box, dtype: DType, target: Index, at: int
-) -> Copy:
-    """The copy of the block that a chunk and a box have in common.
-
-    Args:
-        dtype, target: the box's dtype and strides in the window, where it begins at byte ``at``.
-    """
-    shape, strides, target_strides = _collapsed(common.shape, chunk.byte_strides, target)
-    return Copy(
-        fqn,
-        shape,
-        chunk.file,
-        chunk.byte_offset + _dot(common.within(chunk.box).origin, chunk.byte_strides),
-        strides,
-        chunk.dtype,
-        at + _dot(common.within(box).origin, target),
-        target_strides,
-        dtype,
-    )
-
-
-def _collapsed(shape: Index, source: Index, target: Index) -> tuple[Index, Index, Index]:
-    """The same block with as few dims as possible: size-1 dims gone, joined dims merged."""
-    dims: list[tuple[int, int, int]] = []
-    for extent, a, b in zip(shape, source, target, strict=True):
-        if extent == 1:
-            continue
-        if dims and dims[-1][1] == a * extent and dims[-1][2] == b * extent:
-            dims[-1] = (dims[-1][0] * extent, a, b)
-        else:
-            dims.append((extent, a, b))
-    return tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims)
-
-
-def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Runs that follow one another on both sides become one."""
-    last: Copy | None = None
-    for copy in sorted(copies, key=lambda copy: copy.target_offset):
-        if last is not None and _follows(last, copy):
-            last = _extended(last, copy)
-            continue
-        if last is not None:
-            yield last
-        last = copy
-    if last is not None:
-        yield last
-
-
-def _follows(a: Copy, b: Copy) -> bool:
-    return (
-        a.is_run
-        and b.is_run
-        and (a.file, a.dtype, a.target_dtype) == (b.file, b.dtype, b.target_dtype)
-        and b.byte_offset == a.byte_offset + a.numel * a.dtype.itemsize
-        and b.target_offset == a.target_offset + a.numel * a.target_dtype.itemsize
-    )
-
-
-def _extended(a: Copy, b: Copy) -> Copy:
-    return replace(
-        a,
-        shape=(a.numel + b.numel,),
-        byte_strides=(a.dtype.itemsize,),
-        target_strides=(a.target_dtype.itemsize,),
-    )

@@ -20,7 +20,7 @@ LAYERS = (
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("runs", "extents"),
     ("model_parallel",),
-    ("formats", "plan"),
+    ("formats", "copies", "plan"),
     ("records", "workers", "fill", "outputs"),
     ("execute",),
     ("commit", "tensors", "weights", "replicas"),

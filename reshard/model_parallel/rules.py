@@ -80,9 +80,7 @@ class _Word:
 
     def is_of(self, dialect: str) -> bool:
         """Whether a dialect has it: its own word, else the table's."""
-        return self.dialect == dialect or (
-            self.dialect is None and dialect not in self.rule.others
-        )
+        return self.dialect == dialect or (self.dialect is None and dialect not in self.rule.others)
 
 
 @dataclass(frozen=True, slots=True)

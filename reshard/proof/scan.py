@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
+from reshard.copies import Blocks, Window
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.fill import ReadSpan, fill
 from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
-from reshard.plan import Blocks, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
 from reshard.records import Spans, record_crc
