@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.formats.deepspeed import directory, experts, native, parallel, universal
+from reshard.formats.deepspeed import directory
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
 
@@ -45,6 +45,8 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
         CorruptError: files of different steps, world sizes or runs are mixed.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
+    from reshard.formats.deepspeed import experts, native, parallel, universal
+
     place = directory.locate(place, tag)
     if "zero" in place.folders:
         return universal.read(place, rules)

@@ -20,10 +20,14 @@ Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.
 
 from __future__ import annotations
 
-from reshard.formats.megatron import directory, dist, legacy
+from typing import TYPE_CHECKING
+
+from reshard.formats.megatron import directory
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
-from reshard.model_parallel.rules import Table, builtin
+
+if TYPE_CHECKING:
+    from reshard.model_parallel.rules import Table
 
 NAME = "megatron"
 
@@ -50,6 +54,9 @@ def read(place: Place, table: Table | None = None) -> Manifest:
         CorruptError: files contradict each other.
         UsageError: one rank's part is given, or no rule says how a parameter is cut.
     """
+    from reshard.formats.megatron import dist, legacy
+    from reshard.model_parallel.rules import builtin
+
     place = directory.whole(place)
     table = table or builtin("megatron")
     return dist.read(place, table) if directory.is_dist(place) else legacy.read(place, table)

@@ -15,7 +15,7 @@ Facts: nanotron at 2411b02 (April 2026), checkpoint version 1.5: ``serialize/wei
 
 from __future__ import annotations
 
-from reshard.formats.nanotron import directory, reader
+from reshard.formats.nanotron import directory
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
 
@@ -35,5 +35,7 @@ def read(place: Place) -> Manifest:
         CorruptError: files of different grids or runs are mixed.
         UnsupportedError: a form of which nobody has seen a file.
     """
+    from reshard.formats.nanotron import reader
+
     found = directory.locate(place)
     return reader.read(directory.census(found or place))
