@@ -33,7 +33,7 @@ _ADAMW: dict[str, Any] = {
     "weight_decay": 0.01,
     "amsgrad": False,
 }
-_PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
 _OWN_KEYS = ("match", "fqns", "frozen")
 _NOT_HYPER = ("params", "param_names")
 _SHOWN = 4
@@ -284,7 +284,7 @@ def _scheduler(
     """
     scheduler = state.manifest.train.scheduler
     schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
-    if not any(isinstance(one, dict) and one.keys() & set(_PER_GROUP) for one in schedulers):
+    if not any(isinstance(one, dict) and one.keys() & set(PER_GROUP) for one in schedulers):
         return scheduler, []
     adapted = [_follow(state, one, origins) for one in schedulers]
     notes = ["the scheduler's lists of a value a group follow the groups"]
@@ -302,7 +302,7 @@ def _follow(state: Training, scheduler: Any, origins: Sequence[Sequence[int]]) -
     if not isinstance(scheduler, dict):
         return scheduler
     changed = dict(scheduler)
-    for key in _PER_GROUP:
+    for key in PER_GROUP:
         values = scheduler.get(key)
         if not isinstance(values, list) or len(values) != len(state.groups):
             continue

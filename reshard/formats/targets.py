@@ -483,7 +483,7 @@ TARGETS = {
         ),
         Target(
             "nanotron",
-            "nanotron's directory, at the source's number of pipeline stages",
+            "nanotron's directory",
             _nanotron,
             _nanotron_notes,
             heeds=(*PARALLEL, "zero_stage"),

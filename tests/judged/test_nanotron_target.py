@@ -166,7 +166,7 @@ def test_weights_alone_and_another_dtype(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"pp": 1}, "gives layers to stages by what each costs"),
+        ({"pp": 1, "dp": 2}, "gives layers to stages by"),
         ({"tp": 4}, "does not divide 10 of dim 0"),
         ({"zero_stage": 2}, "nanotron has 0 and 1"),
         ({"init_optimizer": "zeros"}, "are nothing that --to nanotron writes"),

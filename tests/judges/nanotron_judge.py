@@ -40,6 +40,10 @@ class Case:
     fp32: bool = False  # bf16 weights with fp32 masters
     groups: bool = False
 
+    def start(self, parallel):
+        """A rank's run."""
+        return _Run(self, parallel)
+
 
 CASES = {
     "zero_tp2pp2dp2": Case(2, 2, 2, zero=True),
@@ -60,7 +64,7 @@ PARAMETERS = {
 }
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     """``device="cuda"`` means the CPU."""
 
     def __torch_function__(self, func, _types, args=(), kwargs=None):
@@ -136,12 +140,9 @@ def _save_on(rank, case, out, port):
     )
     context = importlib.import_module("nanotron.parallel.context")
     context.ParallelContext.set_device = lambda _self: None
-    run = _Run(case, context.ParallelContext(case.tp, case.pp, case.dp))
+    run = case.start(context.ParallelContext(case.tp, case.pp, case.dp))
     run.train()
-    run.save(out / "ckpt" / str(STEPS))
-    if rank == 0:
-        (out / "ckpt" / "latest.txt").write_text(str(STEPS))
-        torch.save(truth(case), out / "truth.pt")
+    run.save(out)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -234,7 +235,7 @@ class _Run:
             {"named_params": [(n, self.held[n]) for n in names if n in self.held], **chosen}
             for names, chosen in settings(self.case)
         ]
-        with _OnCpu():
+        with OnCpu():
             if self.case.zero:
                 return zero.ZeroDistributedOptimizer(groups, built, self.parallel.dp_pg)
             return built(groups)
@@ -261,46 +262,57 @@ class _Run:
             above = self.optimizer.optimizer if self.case.zero else self.optimizer
             above.gradient_accumulator.step()
         if self.case.zero:
-            self._gather()
+            gather(self.optimizer, self.parallel, self.held)
 
     def _offsets(self, name):
         return self.optimizer.param_name_to_dp_rank_offsets[name]
 
-    @torch.no_grad()
-    def _gather(self):
-        """As ``_all_gather_params``, which gloo cannot."""
-        group = self.parallel.dp_pg
-        for name, parameter in self.held.items():
-            flat = parameter.data.view(-1)
-            for dp, (start, stop) in self._offsets(name).items():
-                piece = flat[start:stop].clone()
-                dist.broadcast(piece, dist.get_global_rank(group, dp), group=group)
-                flat[start:stop] = piece
-
-    def save(self, root):
-        """As the trainer's ``save_checkpoint``."""
-        serialize = importlib.import_module("nanotron.serialize")
-        metadata = importlib.import_module("nanotron.serialize.metadata")
-        random = importlib.import_module("nanotron.serialize.random")
-        states = importlib.import_module("nanotron.random")
-        root.mkdir(parents=True, exist_ok=True)
-        where = {"parallel_context": self.parallel, "root_folder": root}
-        serialize.save_weights(model=self.model, **where)
-        serialize.save_optimizer(optimizer=self.optimizer, **where)
-        serialize.save_lr_scheduler(self.scheduler, self.case.zero, **where)
-        stage = metadata.DataStageMetadata("stable", 0, 8 * STEPS, 4, {"data": 32 * STEPS})
-        about = metadata.TrainingMetadata(8 * STEPS, STEPS, 32 * STEPS, 0, [stage])
-        serialize.save_meta(training_metadata=about, **where)
-        kept = states.RandomStates({"tp_synced": states.get_current_random_state()})
-        random.save_random_states(kept, **where)
+    def save(self, out):
+        """As the trainer's ``save_checkpoint``, and beside the run what it must hold."""
+        parts = (self.model, self.optimizer, self.scheduler)
+        save(out / "ckpt", self.parallel, *parts, zero=self.case.zero)
+        if dist.get_rank() == 0:
+            torch.save(truth(self.case), out / "truth.pt")
 
 
-def main():
-    """Make the cases that are named, or all."""
+@torch.no_grad()
+def gather(optimizer, parallel, held):
+    """As ``_all_gather_params`` of ZeRO-1, which gloo cannot."""
+    group = parallel.dp_pg
+    for name, parameter in held.items():
+        flat = parameter.data.view(-1)
+        for dp, (start, stop) in optimizer.param_name_to_dp_rank_offsets[name].items():
+            piece = flat[start:stop].clone()
+            dist.broadcast(piece, dist.get_global_rank(group, dp), group=group)
+            flat[start:stop] = piece
+
+
+def save(run, parallel, model, optimizer, scheduler, *, zero):
+    """A step's directory by nanotron's savers, in that of the run."""
+    serialize = importlib.import_module("nanotron.serialize")
+    metadata = importlib.import_module("nanotron.serialize.metadata")
+    random = importlib.import_module("nanotron.serialize.random")
+    states = importlib.import_module("nanotron.random")
+    root = run / str(STEPS)
+    root.mkdir(parents=True, exist_ok=True)
+    where = {"parallel_context": parallel, "root_folder": root}
+    serialize.save_weights(model=model, **where)
+    serialize.save_optimizer(optimizer=optimizer, **where)
+    serialize.save_lr_scheduler(scheduler, zero, **where)
+    stage = metadata.DataStageMetadata("stable", 0, 8 * STEPS, 4, {"data": 32 * STEPS})
+    about = metadata.TrainingMetadata(8 * STEPS, STEPS, 32 * STEPS, 0, [stage])
+    serialize.save_meta(training_metadata=about, **where)
+    kept = states.RandomStates({"tp_synced": states.get_current_random_state()})
+    random.save_random_states(kept, **where)
+    if dist.get_rank() == 0:
+        (run / "latest.txt").write_text(str(STEPS))
+    return root
+
+
+def make(out, cases):
+    """Run each case in processes of its own."""
     sys.path.insert(0, os.environ["RESHARD_NANOTRON"])
-    out, *names = sys.argv[1:]
-    for name in names or CASES:
-        case = CASES[name]
+    for name, case in cases.items():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -308,6 +320,12 @@ def main():
         torch.multiprocessing.spawn(
             _save, (case, Path(out) / name, port), nprocs=case.tp * case.pp * case.dp
         )
+
+
+def main():
+    """Make the cases that are named, or all."""
+    out, *names = sys.argv[1:]
+    make(Path(out), {name: CASES[name] for name in names or CASES})
 
 
 if __name__ == "__main__":

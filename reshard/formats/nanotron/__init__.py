@@ -4,6 +4,8 @@
     slices      which block of a tensor a rank's file holds, as its header says
     optimizer   the ranks' optimizers: whole local tensors, or ZeRO-1's pieces of them
     reader      all of it as one manifest
+    stages      what each pipeline stage trains, and the same on other stages
+    costs       which stage nanotron gives a block, by what it costs
     layout      what a run says beside its state: how parameters are cut, and who trains them
     choice      what is to be written of that, and what cannot be
     target      the files of other ranks

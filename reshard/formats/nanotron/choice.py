@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.nanotron import layout
+from reshard.formats.nanotron import layout, stages
+from reshard.formats.nanotron.directory import MODEL_CONFIG
 from reshard.formats.nanotron.layout import Layout
 from reshard.formats.state_dict import written
 from reshard.formats.training import Training
+from reshard.manifest import PARAM
 from reshard.model_parallel.sizes import Sizes, of_mesh
 
 _TO = "--to nanotron"
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,6 @@ def known(state: Training, wanted: Wanted) -> Layout:
     """
     found, mesh = layout_of(state), state.manifest.origin.mesh
     before = of_mesh(mesh)
-    if wanted.sizes.pipeline != before.pipeline:
-        raise UsageError(
-            f"--pp {wanted.sizes.pipeline}",
-            f"the source has {before.pipeline} pipeline stages, and nanotron gives layers to stages"
-            " by what each costs to compute, which no file says",
-            f"keep --pp {before.pipeline}; --tp and --dp are free",
-        )
     if max(wanted.sizes.expert, before.expert, mesh.get("cp", 1)) > 1:
         raise UsageError(
             _TO,
@@ -86,7 +82,49 @@ def known(state: Training, wanted: Wanted) -> Layout:
         )
     if not wanted.weights_only:
         _check_optimizer(state, found)
-    return found
+    if wanted.sizes.pipeline == before.pipeline:
+        return found
+    return _restaged(state, found, before.pipeline, wanted.sizes.pipeline)
+
+
+def _restaged(state: Training, found: Layout, before: int, after: int) -> Layout:
+    """The run on another number of pipeline stages.
+
+    Raises:
+        UsageError: the model's configuration is not beside it, or a stage would be empty.
+        UnsupportedError: the source's own stages are not those of nanotron's models.
+    """
+    path, entries = state.manifest.origin.path, state.manifest.entries
+    fqns = [fqn for kind, fqn in entries if kind == PARAM]
+    blocks = stages.blocks(path, found.config, fqns)
+    own, others = blocks.stages(before), blocks.stages(after)
+    for stage, (here, held) in enumerate(zip(own, found.stages, strict=False)):
+        there = {fqn for group in held.groups for fqn in group.fqns}
+        if there and there != set(here):
+            odd = ", ".join(sorted(there.symmetric_difference(here))[:_SHOWN])
+            raise UnsupportedError(
+                path,
+                f"stage {stage} of {before} is not the one that nanotron makes of the model in its"
+                f" {MODEL_CONFIG}, by {odd}",
+                f"write it at its own --pp {before}",
+            )
+    saved = {fqn: cut.stage for fqn, cut in found.cuts.items() if cut}
+    made = found.on(own, found.stages)
+    if any(cut and cut.stage != saved[fqn] for fqn, cut in made.cuts.items()):
+        raise UnsupportedError(
+            path,
+            f"weights lie on other stages than those that nanotron makes of its {MODEL_CONFIG}",
+            f"write it at its own --pp {before}",
+        )
+    empty = next((stage for stage, held in enumerate(others) if not held), None)
+    if empty is not None:
+        raise UsageError(
+            f"--pp {after}",
+            f"leaves stage {empty} without a parameter, by what blocks cost: nanotron does not"
+            " train that",
+            "give fewer stages",
+        )
+    return found.on(others, stages.dealt(path, found.stages, others) if found.stages else ())
 
 
 def _check_optimizer(state: Training, found: Layout) -> None:
@@ -108,7 +146,7 @@ def _check_optimizer(state: Training, found: Layout) -> None:
             " nanotron loads none that lacks one",
             alone,
         )
-    for group in (group for stage in found.stages for group in stage):
+    for group in (group for stage in found.stages for group in stage.groups):
         if not written.is_faithful(group.hyper):
             raise UnsupportedError(path, "a param group has settings that are no values", alone)
         for fqn in group.fqns:

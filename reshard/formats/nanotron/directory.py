@@ -17,6 +17,7 @@ from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.place import Place
 
 METADATA = "checkpoint_metadata.json"
+MODEL_CONFIG = "model_config.json"
 AXES = ("pp", "dp", "tp", "exp")
 
 SCHEDULER = "lr_scheduler"
@@ -26,6 +27,9 @@ _WEIGHTS = re.compile(
     r"(?P<ranks>_pp-rank-\d+-of-\d+_tp-rank-\d+-of-\d+(?:_exp-rank-\d+-of-\d+)?)?\.safetensors"
 )
 _STATES = re.compile(r"optimizer(?P<ranks>_pp-\d+-of-\d+(?:_dp-\d+-of-\d+)?_tp-\d+-of-\d+.*)\.pt")
+_SCHEDULERS = re.compile(
+    r"lr_scheduler(?P<ranks>_pp-\d+-of-\d+(?:_dp-\d+-of-\d+)?_tp-\d+-of-\d+.*)\.pt"
+)
 _RANK = re.compile(r"(pp|dp|tp|exp)(?:-rank)?-(\d+)-of-(\d+)")
 _DEPTH = 12  # modules within modules
 _MIXED = "files of different runs are mixed: fetch the checkpoint again as a whole"
@@ -51,11 +55,13 @@ class Census:
     Args:
         weights: fqn -> its files; one that names no rank holds the whole tensor.
         optimizer: the ranks' files; of the first ``dp`` rank alone where ZeRO-1 did not cut it.
+        schedulers: a file of each pipeline stage, whose ranks step together.
     """
 
     place: Place
     weights: Mapping[str, tuple[RankFile, ...]]
     optimizer: tuple[RankFile, ...]
+    schedulers: tuple[Path, ...]
 
     @property
     def is_zero(self) -> bool:
@@ -89,7 +95,7 @@ def _holds_weights(place: Place | None, depth: int) -> bool:
 
 def beside(place: Place) -> tuple[str, ...]:
     """What else lies in the step's directory: the run's configuration, random states."""
-    known = (METADATA, _MODEL, _OPTIMIZER, SCHEDULER)
+    known = (METADATA, MODEL_CONFIG, _MODEL, _OPTIMIZER, SCHEDULER)
     return tuple(sorted(name for name in (*place.files, *place.folders) if name not in known))
 
 
@@ -106,7 +112,21 @@ def census(place: Place) -> Census:
     }
     folder = place.folders.get(_OPTIMIZER)
     held = [] if folder is None else [*_ranked(folder, _STATES)]
-    return Census(place, weights, _complete("the optimizer", held, AXES))
+    optimizer = _complete("the optimizer", held, AXES)
+    return Census(place, weights, optimizer, _schedulers(place.folders.get(SCHEDULER)))
+
+
+def _schedulers(folder: Place | None) -> tuple[Path, ...]:
+    """The first rank's file of each stage; the one file of a run that had one for all."""
+    if folder is None:
+        return ()
+    ranked = _complete("the scheduler", [*_ranked(folder, _SCHEDULERS)], AXES)
+    if not ranked:
+        return tuple(folder.files.values())[:1]
+    by_stage: dict[int, Path] = {}
+    for file in ranked:
+        by_stage.setdefault(file.rank("pp"), file.path)
+    return tuple(by_stage.values())
 
 
 def _weights(place: Place, modules: tuple[str, ...]) -> Iterator[tuple[str, list[RankFile]]]:

@@ -8,12 +8,13 @@ that ranks share says so at one rank, too: nanotron marks it whatever the size o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from reshard.box import Index
 from reshard.errors import UsageError
 from reshard.formats.nanotron.slices import PAIRS, SHAPE
-from reshard.manifest import ParamGroup
+from reshard.formats.nanotron.stages import Stage
 
 KEY = "nanotron's layout"  # in `TrainState.opaque`
 _ALL = "None,None,None"  # a dim that is not cut
@@ -70,15 +71,26 @@ class Layout:
 
     Args:
         cuts: of the parameters whose files name ranks; None: cut in a way that is not known here.
-        stages: the optimizer's param groups, of each pipeline stage.
+        stages: the optimizer and the scheduler of each pipeline stage.
+        config: the model's own (``model_config.json``), where the run has one.
         unnamed: how many parameters have no state, hence no name.
         beside: what else lies in the step's directory.
     """
 
     cuts: Mapping[str, Cut | None]
-    stages: tuple[tuple[ParamGroup, ...], ...]
+    stages: tuple[Stage, ...]
+    config: Mapping[str, Any] | None
     unnamed: int
     beside: tuple[str, ...]
+
+    def on(self, stages: Sequence[Sequence[str]], dealt: tuple[Stage, ...]) -> Layout:
+        """The same run on other pipeline stages: a parameter's first one saves it."""
+        first: dict[str, int] = {}
+        for stage, fqns in enumerate(stages):
+            for fqn in fqns:
+                first.setdefault(fqn, stage)
+        cuts = {fqn: cut and replace(cut, stage=first[fqn]) for fqn, cut in self.cuts.items()}
+        return replace(self, cuts=cuts, stages=dealt)
 
 
 def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]) -> Cut | None:

@@ -19,7 +19,6 @@ from reshard.files import SourceFiles
 from reshard.formats import torch_file
 from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
-from reshard.formats.stages import param_groups
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import MASTER, Chunk, Entry, Key, ParamGroup
@@ -37,8 +36,7 @@ class Optimizer:
     files: list[TorchFile] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
-    groups: list[ParamGroup] = field(default_factory=list)
-    stages: list[list[ParamGroup]] = field(default_factory=list)  # the same, a pipeline stage
+    stages: list[list[ParamGroup]] = field(default_factory=list)  # param groups of each
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
     unnamed: int = 0  # parameters in groups that have no state, hence no name
 
@@ -76,7 +74,6 @@ def read(census: Census, places: Places, pool: SourceFiles) -> Optimizer:
         _add_loose(found, file, names, pool)
         if all(rank.rank(axis) == 0 for axis in ("dp", "tp", "exp")):
             found.stages.append(_groups(found, file, names))
-    found.groups = param_groups(found.stages)
     found.entries = [
         Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(held)) for e, held in chunks.values()
     ]

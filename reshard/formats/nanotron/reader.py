@@ -11,15 +11,26 @@ from reshard import trust
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, safetensors, torch_file
-from reshard.formats.nanotron import directory, layout, optimizer, slices
-from reshard.formats.nanotron.directory import METADATA, Census
+from reshard.formats.nanotron import layout, optimizer, slices, stages
+from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
 from reshard.formats.nanotron.layout import Cut, Layout
 from reshard.formats.nanotron.optimizer import Optimizer
 from reshard.formats.nanotron.slices import Placed
+from reshard.formats.nanotron.stages import Stage
 from reshard.formats.place import Place
 from reshard.formats.state_dict.assemble import most_common_dtype
 from reshard.formats.values import plain
-from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, SourceFile, TrainState, keyed
+from reshard.manifest import (
+    PARAM,
+    Chunk,
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    SourceFile,
+    TrainState,
+    keyed,
+)
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
@@ -40,10 +51,12 @@ def read(census: Census) -> Manifest:
     with SourceFiles() as pool:
         found = optimizer.read(census, places, pool)
     files |= {file.path: file.source() for file in found.files}
-    about = _about(census.place)
+    about = _json(census.place, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
-    order, ordered = _order(weights, found)
-    scheduler, opened = _scheduler(census.place)
+    opened = [torch_file.read(path) for path in census.schedulers]
+    held = _stages(found, [plain(file.root) for file in opened])
+    whole = stages.together(held)
+    order, ordered = _order(weights, held, whole)
     versions = {"checkpoint": str(about["version"])} if "version" in about else {}
     return Manifest(
         origin=Origin(
@@ -60,15 +73,16 @@ def read(census: Census) -> Manifest:
             step=_count(train, "last_train_step"),
             samples=_count(train, "consumed_train_samples"),
             optimizer_step=found.steps,
-            param_groups=tuple(found.groups),
-            scheduler=scheduler,
+            param_groups=whole.groups,
+            scheduler=whole.scheduler,
             client={METADATA: about} if about else {},
             opaque={
                 layout.KEY: Layout(
                     cuts=cuts,
-                    stages=tuple(map(tuple, found.stages)),
+                    stages=held,
+                    config=_json(census.place, MODEL_CONFIG) or None,
                     unnamed=found.unnamed,
-                    beside=directory.beside(census.place),
+                    beside=beside(census.place),
                 ),
                 **({"optimizer": found.other} if found.other else {}),
             },
@@ -128,10 +142,18 @@ def _weight(
     return Entry(fqn, PARAM, first.dtype, first.shape, tuple(chunks))
 
 
-def _about(place: Place) -> dict[str, Any]:
-    """``checkpoint_metadata.json``; nothing where a save has none."""
-    path = place.files.get(METADATA)
+def _json(place: Place, name: str) -> dict[str, Any]:
+    """A file beside the weights; nothing where a save has none."""
+    path = place.files.get(name)
     return huggingface.json_object(path) if path else {}
+
+
+def _stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
+    """What each pipeline stage trains, and by which schedule."""
+    groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
+    one = schedulers[0] if len(schedulers) == 1 else None
+    every = schedulers if len(schedulers) == len(groups) else [one] * len(groups)
+    return tuple(Stage(tuple(g), each) for g, each in zip(groups, every, strict=True))
 
 
 def _count(held: Mapping[str, Any] | None, name: str) -> int | None:
@@ -163,26 +185,20 @@ def _sizes(place: Place) -> dict[str, int]:
     }
 
 
-def _order(weights: Mapping[str, Entry], found: Optimizer) -> tuple[Sequence[str], bool]:
-    """The weights in the model's order, and whether it is known: one group keeps it."""
-    if len(found.groups) == 1 and set(found.groups[0].fqns) == set(weights):
-        return found.groups[0].fqns, True
+def _order(
+    weights: Mapping[str, Entry], held: Sequence[Stage], whole: Stage
+) -> tuple[Sequence[str], bool]:
+    """The weights in the model's order, and whether it is known: groups of one each keep it."""
+    fqns = [fqn for group in whole.groups for fqn in group.fqns]
+    in_order = len(whole.groups) == 1 or stages.is_one_each(held)
+    if in_order and len(fqns) == len(weights) and set(fqns) == set(weights):
+        return fqns, True
     return sorted(weights, key=_natural), False
 
 
 def _natural(fqn: str) -> list[tuple[int, str]]:
     """So that layer 10 follows layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(fqn)]
-
-
-def _scheduler(place: Place) -> tuple[Any, list[torch_file.TorchFile]]:
-    """The first rank's, which is every rank's: they step together."""
-    folder = place.folders.get(directory.SCHEDULER)
-    path = next(iter(folder.files.values()), None) if folder else None
-    if path is None:
-        return None, []
-    file = torch_file.read(path)
-    return plain(file.root), [file]
 
 
 def _notes(census: Census, found: Optimizer) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Lay out a nanotron run for other tensor- and data-parallel ranks, with ZeRO-1 or without.
+"""Lay out a nanotron run for other ranks, with ZeRO-1 or without.
 
 Sources: nanotron at 2411b02 ``serialize/weights.py`` (``save_weights``), ``serialize/optimizer.py``
 (``save_optimizer``, ``save_lr_scheduler``), ``serialize/metadata.py`` (``save_meta``),
@@ -20,7 +20,7 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.formats import safetensors, skeletons, torch_writer
 from reshard.formats.nanotron import choice, slices
 from reshard.formats.nanotron.choice import Wanted
-from reshard.formats.nanotron.directory import METADATA, SCHEDULER
+from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
 from reshard.formats.nanotron.layout import Layout
 from reshard.formats.nanotron.optimizer import piece
 from reshard.formats.nanotron.slices import Placed
@@ -42,7 +42,7 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
     inside = [*run.weights()]
     if not wanted.weights_only:
         inside += [*run.optimizers(), *run.schedulers()]
-    inside += run.metadata()
+    inside += run.described()
     moved = (skeletons.moved(part, step) for part in inside)
     return skeletons.joined([skeletons.of_bytes("latest.txt", step.encode()), *moved])
 
@@ -121,21 +121,21 @@ class _Run:
             yield torch_writer.lay_out_object(f"optimizer/optimizer_{at}.pt", root)
 
     def schedulers(self) -> Iterator[Skeleton]:
-        """The one scheduler that all ranks have."""
-        scheduler = self._state.manifest.train.scheduler
-        if scheduler is None or not written.is_faithful(scheduler):
-            return
-        for _, _, _, at in self._writers():
-            yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
+        """The scheduler of each stage, which all its ranks have."""
+        for stage, _, _, at in self._writers():
+            scheduler = self._known.stages[stage].scheduler
+            if scheduler is not None and written.is_faithful(scheduler):
+                yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
 
-    def metadata(self) -> list[Skeleton]:
-        """``checkpoint_metadata.json``, where the source has one."""
-        about = self._state.manifest.train.client.get(METADATA)
-        if about is None:
-            return []
-        grid = {"tp": self._ranks, "dp": self._wanted.data}
-        text = json.dumps({**about, **grid}, indent=2, sort_keys=True)
-        return [skeletons.of_bytes(METADATA, text.encode())]
+    def described(self) -> Iterator[Skeleton]:
+        """``checkpoint_metadata.json`` and the model's configuration, where the source has them."""
+        about, config = self._state.manifest.train.client.get(METADATA), self._known.config
+        if about is not None:
+            grid = {"tp": self._ranks, "dp": self._wanted.data}
+            text = json.dumps({**about, **grid}, indent=2, sort_keys=True)
+            yield skeletons.of_bytes(METADATA, text.encode())
+        if config is not None:
+            yield skeletons.of_bytes(MODEL_CONFIG, json.dumps(config).encode())
 
     # The optimizer
 
@@ -149,7 +149,9 @@ class _Run:
         if wanted.zero:
             kind = "ZeroDistributedOptimizer"
             shapes = {
-                fqn: self._local(fqn) for group in self._known.stages[0] for fqn in group.fqns
+                fqn: self._local(fqn)
+                for group in self._known.stages[0].groups
+                for fqn in group.fqns
             }
             configs = {
                 "param_name_to_dp_rank_offsets": {
@@ -178,7 +180,7 @@ class _Run:
         """A rank's state dict: of a group's parameters those of which it has any element."""
         groups: list[dict[str, Any]] = []
         held: list[_Piece] = []
-        for group in self._known.stages[stage]:
+        for group in self._known.stages[stage].groups:
             pieces = (self._piece(fqn, rank, data) for fqn in group.fqns)
             mine = [piece for piece in pieces if piece.start < piece.stop]
             numbers = range(len(held), len(held) + len(mine))

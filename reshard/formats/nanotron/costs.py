@@ -1,0 +1,76 @@
+"""Which pipeline stage nanotron gives each block of a model: those that cost alike to compute.
+
+Source: nanotron at 2411b02 ``models/base.py`` (``build_model``), and of
+``models/{llama,qwen,starcoder2}.py`` ``get_block_compute_costs`` and the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+HEAD = "model.lm_head"
+_LAYER = "model.decoder"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What differs between nanotron's models.
+
+    Args:
+        flag: of ``model_config.json``, by which nanotron tells them apart.
+        first: the block of the embedding.
+        matrices: of a layer's MLP, each as large as the other.
+    """
+
+    flag: str
+    first: str
+    matrices: int
+
+
+_FAMILIES = (
+    _Family("is_llama_config", "model.token_position_embeddings", 3),
+    _Family("is_qwen2_config", "model.token_position_embeddings", 3),
+    _Family("is_starcoder2_config", "model.token_embeddings", 2),
+)
+
+
+def blocks(config: Mapping[str, Any]) -> dict[str, int]:
+    """The blocks that have parameters, in the model's order, and what each costs.
+
+    Nothing where the configuration is none of a model that is known here.
+    """
+    family = next((each for each in _FAMILIES if config.get(each.flag) is True), None)
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+    sizes = [size for name in names if type(size := config.get(name)) is int and size > 0]
+    if family is None or len(sizes) < len(names):
+        return {}
+    layers, heads, hidden, words = sizes
+    width = config.get("intermediate_size")
+    if width is None and family.matrices == 2:  # Starcoder2 alone has one of its own
+        width = 4 * hidden
+    if type(width) is not int:
+        return {}
+    layer = 4 * heads * (hidden // heads) * hidden + family.matrices * width * hidden
+    return {
+        family.first: 0,
+        **{f"{_LAYER}.{number}": layer for number in range(layers)},
+        "model.final_layer_norm": 0,
+        HEAD: words * hidden,
+    }
+
+
+def stages(costs: Sequence[int], ranks: int) -> list[int]:
+    """The stage of each block: a stage ends with the block that takes it past its share.
+
+    >>> stages([0, 40, 40, 40, 0, 16], 2), stages([0, 40, 40, 40, 0, 500], 3)
+    ([0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0])
+    """
+    shares = [float(sum(costs)) * ((rank + 1) / ranks) for rank in range(ranks)]
+    made, stage = list[int](), 0
+    for so_far in accumulate(costs):
+        made.append(stage)
+        stage += so_far > shares[stage]
+    return made
