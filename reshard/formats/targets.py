@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats import hf_trainer
+from reshard.formats.colossalai import target as colossalai
 from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
@@ -330,6 +331,16 @@ def _nanotron_notes(state: Training, _asked: Request) -> tuple[str, ...]:
     return tuple(nanotron.notes(state))
 
 
+def _colossalai(state: Training, asked: Request) -> Skeleton:
+    return colossalai.lay_out(
+        state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
+    )
+
+
+def _colossalai_notes(state: Training, asked: Request) -> tuple[str, ...]:
+    return tuple(colossalai.notes(state, weights_only=asked.weights_only))
+
+
 def _plain(state: Training, asked: Request) -> Skeleton:
     return state_dict.plain(
         state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
@@ -487,6 +498,12 @@ TARGETS = {
             _nanotron,
             _nanotron_notes,
             heeds=(*PARALLEL, "zero_stage"),
+        ),
+        Target(
+            "colossalai",
+            "ColossalAI's shards under an index, which any of its plugins loads",
+            _colossalai,
+            _colossalai_notes,
         ),
         Target("torch", "one file with torch.optim's own state", _plain, _notes()),
     )

@@ -1,7 +1,8 @@
 """Checkpoints that ColossalAI's own savers wrote on one CPU, and beside each what it holds by name.
 
-    RESHARD_COLOSSALAI=ColossalAI python -m tests.judges.colossalai_judge OUT
+    RESHARD_COLOSSALAI=ColossalAI python -m tests.judges.colossalai_judge OUT [case[=RUN] ...]
 
+With RUN, a checkpoint in one directory, its loaders fill a fresh model and optimizer before that.
 The checkout's ``checkpoint_io`` and ``utils/safetensors.py`` run as they are; the rest of the
 package, which they import and which needs kernels, is stood in for. Nothing is distributed when the
 savers write (they gather before), so each stage of a pipeline saves in turn.
@@ -44,8 +45,8 @@ class Net(nn.Module):
         return self.head(self.down(torch.relu(self.up(self.embed(tokens)))) * self.scale[0])
 
 
-def trained(*, groups):
-    """A model, its Adam and a scheduler after three steps."""
+def trained(*, groups, steps=STEPS):
+    """A model, its Adam and a scheduler after some steps."""
     model = Net()
     every = dict(model.named_parameters())
     small = [name for name in every if name.endswith("bias")] if groups > 1 else []
@@ -54,7 +55,7 @@ def trained(*, groups):
         parts.append({"params": [every[n] for n in small], "weight_decay": 0.0})
     optimizer = torch.optim.AdamW(parts, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    for step in range(STEPS):
+    for step in range(steps):
         chance = torch.Generator().manual_seed(step)
         model(torch.randint(0, VOCABULARY, (4, 5), generator=chance)).square().mean().backward()
         optimizer.step()
@@ -74,12 +75,18 @@ def truth(model, optimizer):
     }
 
 
-def _plain(out, *, use_safetensors):
+def _plain(out, begun, *, use_safetensors):
     """``GeneralCheckpointIO``, as DDP's plugin has it."""
-    model, optimizer, scheduler = trained(groups=2)
+    model, optimizer, scheduler = trained(groups=2, steps=0 if begun else STEPS)
     io = importlib.import_module("colossalai.checkpoint_io.general_checkpoint_io")
     saver = object.__new__(io.GeneralCheckpointIO)
     saver.async_writers = []
+    if begun:
+        weights = begun / "modeling" / "pytorch_model.bin.index.json"
+        saver.load_sharded_model(model, weights, strict=True)
+        states = begun / "optimizer" / "pytorch_optim.bin.index.json"
+        saver.load_sharded_optimizer(optimizer, str(states), None)
+        saver.load_lr_scheduler(scheduler, str(begun / "lr_scheduler"))
     weights, states = out / "ckpt" / "modeling", out / "ckpt" / "optimizer"
     saver.save_sharded_model(
         model, str(weights), max_shard_size=MEGABYTES, use_safetensors=use_safetensors
@@ -91,11 +98,11 @@ def _plain(out, *, use_safetensors):
     torch.save(truth(model, optimizer), out / "truth.pt")
 
 
-def _pipeline(out):
+def _pipeline(out, begun):
     """``HybridParallelCheckpointIO`` of two stages, the second first: the first one joins all."""
     hybrid = importlib.import_module("colossalai.checkpoint_io.hybrid_parallel_checkpoint_io")
     interface = importlib.import_module("colossalai.interface")
-    model, optimizer, _ = trained(groups=1)
+    model, optimizer, _ = trained(groups=1, steps=0 if begun else STEPS)
     numbers = {id(p): n for n, p in enumerate(model.parameters())}
     info = {
         "param_groups": [{"params": [*numbers.values()]}],
@@ -107,7 +114,11 @@ def _pipeline(out):
         boosted = interface.ModelWrapper()
         vars(boosted).update(_force_wait_all_gather=lambda: None, unwrap=lambda s=stage: s)
         saver = _of_stage(hybrid, rank)
+        if begun:
+            vars(boosted).update(update_master_params=lambda: None)
+            saver.load_sharded_model(boosted, begun / "modeling" / "pytorch_model.bin.index.json")
         saver.save_sharded_model(boosted, str(out / "ckpt"), size_per_shard=MEGABYTES)
+    every = optimizer.param_groups[0]["params"]
     for rank, stage in stages:
         own = {id(p) for p in stage.parameters()}
         updated = interface.OptimizerWrapper()
@@ -115,13 +126,27 @@ def _pipeline(out):
             param_info=info,
             param_groups=optimizer.param_groups,
             get_master_to_working_map=lambda: None,
-            optim=types.SimpleNamespace(
-                state={p: s for p, s in optimizer.state.items() if id(p) in own}
-            ),
+            optim=_part(optimizer, own),
         )
         saver = _of_stage(hybrid, rank)
+        if begun:
+            saver.load_sharded_optimizer(
+                updated, str(begun / "optimizer" / "pytorch_optim.bin.index.json")
+            )
+            optimizer.state.update(updated.optim.state)
+            optimizer.param_groups[0] |= {**updated.optim.param_groups[0], "params": every}
+            updated.param_groups = optimizer.param_groups
         saver.save_sharded_optimizer(updated, str(out / "ckpt"), size_per_shard=MEGABYTES)
     torch.save(truth(model, optimizer), out / "truth.pt")
+
+
+def _part(optimizer, own):
+    """The Adam of one stage."""
+    (group,) = optimizer.param_groups
+    mine = [parameter for parameter in group["params"] if id(parameter) in own]
+    made = torch.optim.AdamW([{**group, "params": mine}])
+    made.state.update({p: s for p, s in optimizer.state.items() if id(p) in own})
+    return made
 
 
 def _stage(model, rank, names):
@@ -138,7 +163,14 @@ def _of_stage(hybrid, rank):
     """The saver of one pipeline rank, the only one of its stage."""
     saver = object.__new__(hybrid.HybridParallelCheckpointIO)
     vars(saver).update(
-        {"use_zero": False, "verbose": False, "dp_rank": 0, "tp_rank": 0, "sp_rank": 0},
+        {
+            "use_zero": False,
+            "verbose": False,
+            "dp_rank": 0,
+            "tp_rank": 0,
+            "tp_size": 1,
+            "sp_rank": 0,
+        },
         async_writers=[],
         pp_rank=rank,
         pp_size=2,
@@ -150,8 +182,8 @@ def _of_stage(hybrid, rank):
 
 
 CASES = {
-    "plain": lambda out: _plain(out, use_safetensors=False),
-    "safetensors": lambda out: _plain(out, use_safetensors=True),
+    "plain": lambda out, begun: _plain(out, begun, use_safetensors=False),
+    "safetensors": lambda out, begun: _plain(out, begun, use_safetensors=True),
     "pipeline": _pipeline,
 }
 _REAL = ("colossalai", "colossalai.checkpoint_io", "colossalai.utils")
@@ -175,8 +207,9 @@ def _packages(source):
         for each in ("ModelWrapper", "OptimizerWrapper", "PeftUnwrapMixin", "DistCoordinator"):
             vars(stub)[each] = type(each, (), {})
         vars(stub).update(whole, is_padded_tensor=lambda _held: False)
-        for each in ("to_global", "to_global_for_customized_distributed_tensor", "get_accelerator"):
+        for each in ("to_global", "to_global_for_customized_distributed_tensor"):
             vars(stub)[each] = None
+        vars(stub)["get_accelerator"] = lambda: types.SimpleNamespace(synchronize=lambda: None)
         for each in ("init_as_padded_tensor", "to_padded_tensor", "to_unpadded_tensor"):
             vars(stub)[each] = None
         vars(stub)["get_dist_logger"] = lambda: None
@@ -190,10 +223,10 @@ def main():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     out, *names = sys.argv[1:]
     with stand_in(("peft", "tensornvme", "transformers")):
-        for name in names or CASES:
+        for name, _, begun in (each.partition("=") for each in names or CASES):
             place = Path(out) / name
             (place / "ckpt").mkdir(parents=True)
-            CASES[name](place)
+            CASES[name](place, Path(begun) if begun else None)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "megatron": "megatron",
     "meta": "meta",
     "nanotron": "nanotron",
+    "colossalai": "colossalai",
 }
 _STAGE = 2  # of a source that knows none
 _FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
