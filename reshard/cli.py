@@ -140,6 +140,12 @@ def _megatron_adams() -> Sequence[str]:
     return choice.ADAMS
 
 
+def _megatron_extra_states() -> Sequence[str]:
+    from reshard.formats.megatron.target import choice
+
+    return choice.EXTRA_STATES
+
+
 def _megatron_impls() -> Sequence[str]:
     from reshard.formats.megatron.target import choice
 
@@ -353,6 +359,11 @@ def _megatron_options() -> Iterator[Callable[..., Any]]:
         "--transformer-impl",
         type=_OneOf(_megatron_impls),
         help="Whose layers Megatron will have.  [default: as is, else transformer_engine]",
+    )
+    yield click.option(
+        "--extra-state",
+        type=_OneOf(_megatron_extra_states),
+        help="Transformer Engine's own.  [default: keep, where they can be]",
     )
     yield click.option(
         "--adam",

@@ -51,7 +51,7 @@ _EXPECTED = re.compile(
     | collections\.(OrderedDict|defaultdict|Counter|deque)
     | builtins\.(set|frozenset|list|dict|tuple|bytearray|bytes|complex|slice|range)
     | builtins\.(int|float|str|bool|object)
-    | _codecs\.encode | copyreg\._reconstructor
+    | _codecs\.encode | copyreg\._reconstructor | _io\.BytesIO
     | numpy\.(ndarray|dtype|u?int\d+|float\d+|bool_?)
     | numpy\._?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)
     | numpy\.random\._pickle\.__\w+_ctor | numpy\.random\._\w+\.[A-Z]\w*

@@ -27,6 +27,7 @@ from reshard.formats import torch_file
 from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
+from reshard.manifest import Chunk
 from reshard.unpickle import Call, Global
 
 Policy = Literal["keep", "derive", "drop"]
@@ -52,6 +53,7 @@ ACCELERATE = Dialect(
     "random_state", "numpy_random_seed", "torch_manual_seed", "torch_{}_manual_seed"
 )
 HF_TRAINER = Dialect("python", "numpy", "cpu", "{}")
+MEGATRON = Dialect("random_rng_state", "np_rng_state", "torch_rng_state", "{}_rng_state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,49 +132,66 @@ def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
         elif held is not None:
             devices[name] = _bytes(file, held, pool)
     return RankRng(
-        _python(file, file.root[dialect.python]),
-        _numpy(file, file.root.get(dialect.numpy)),
+        python_of(file.path, file.root[dialect.python]),
+        numpy_of(file.path, file.root.get(dialect.numpy)),
         _bytes(file, file.root[dialect.cpu], pool),
         devices,
     )
 
 
 def _bytes(file: TorchFile, value: Any, pool: SourceFiles) -> bytes:
-    if not isinstance(value, Tensor) or value.dtype != UINT8 or len(value.shape) != 1:
-        raise _strange(file, "a generator of torch's that is no vector of bytes")
-    if value.numel > _MAX_BYTES:
-        raise _strange(file, f"a generator of {value.numel} bytes")
-    buffer = bytearray(value.numel)
-    pool.read_into(file.path, file.chunk(value).byte_offset, memoryview(buffer))
+    return bytes_of(file.path, file.chunk(value) if isinstance(value, Tensor) else None, pool)
+
+
+def bytes_of(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
+    """The state of a generator of torch's; None is something that is no tensor.
+
+    Raises:
+        UnsupportedError: it is no vector of bytes.
+    """
+    if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
+        raise _strange(where, "a generator of torch's that is no vector of bytes")
+    if chunk.box.volume > _MAX_BYTES:
+        raise _strange(where, f"a generator of {chunk.box.volume} bytes")
+    buffer = bytearray(chunk.box.volume)
+    pool.read_into(chunk.file, chunk.byte_offset, memoryview(buffer))
     return bytes(buffer)
 
 
-def _python(file: TorchFile, value: Any) -> Twister:
-    """What ``random.getstate`` gives: 3, the words and the position, a Gaussian or None."""
+def python_of(where: str, value: Any) -> Twister:
+    """What ``random.getstate`` gives: 3, the words and the position, a Gaussian or None.
+
+    Raises:
+        UnsupportedError: it is another state.
+    """
     match value:
         case (3, [*numbers], (float() | None) as gauss):
             if len(numbers) == _WORDS + 1 and _are_words(numbers):
                 return Twister(tuple(numbers[:-1]), numbers[-1], gauss is not None, gauss or 0.0)
-    raise _strange(file, "a state of Python's generator that is none")
+    raise _strange(where, "a state of Python's generator that is none")
 
 
-def _numpy(file: TorchFile, value: Any) -> Twister:
-    """What ``numpy.random.get_state`` gives, its words an array of uint32."""
+def numpy_of(where: str, value: Any) -> Twister:
+    """What ``numpy.random.get_state`` gives, its words an array of uint32.
+
+    Raises:
+        UnsupportedError: it is the state of another generator.
+    """
     match value:
         case ("MT19937", Call(state=(1, (n,), dtype, _, bytes(raw))) as array, int(at), has, gauss):
             little = isinstance(dtype, Call) and dtype.args[:1] == ("u4",)
             little = little and isinstance(dtype.state, tuple) and "<" in dtype.state[:2]
             if array.name in _RECONSTRUCT and little and n == _WORDS and len(raw) == 4 * n:
                 return Twister(struct.unpack(f"<{n}I", raw), at, bool(has), float(gauss))
-    raise _strange(file, "a state of numpy's generator that is no MT19937")
+    raise _strange(where, "a state of numpy's generator that is no MT19937")
 
 
 def _are_words(numbers: Sequence[Any]) -> bool:
     return all(type(number) is int and 0 <= number < 1 << 32 for number in numbers)
 
 
-def _strange(file: TorchFile, what: str) -> UnsupportedError:
-    return UnsupportedError(file.path, f"holds {what}", "leave random states out: --rng drop")
+def _strange(where: str, what: str) -> UnsupportedError:
+    return UnsupportedError(where, f"holds {what}", "leave random states out: --rng drop")
 
 
 # Making
@@ -225,9 +244,9 @@ def _written(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]]:
         dialect.numpy,
         ("MT19937", _array(numpy.words), numpy.position, int(numpy.has_gauss), numpy.gauss),
     )
-    yield dialect.cpu, _tensor(state.cpu)
+    yield dialect.cpu, tensor(state.cpu)
     for name, held in state.devices.items():
-        made = _tensor(held) if isinstance(held, bytes) else [_tensor(each) for each in held]
+        made = tensor(held) if isinstance(held, bytes) else [tensor(each) for each in held]
         yield dialect.device.format(name), made
 
 
@@ -238,5 +257,6 @@ def _array(words: Sequence[int]) -> Call:
     return Call(_RECONSTRUCT[0], (Global("numpy.ndarray"), (0,), b"b"), state)
 
 
-def _tensor(raw: bytes) -> Slot:
+def tensor(raw: bytes) -> Slot:
+    """A vector of bytes."""
     return Slot(Storage(UINT8, len(raw), data=raw), (len(raw),))

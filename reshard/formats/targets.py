@@ -38,6 +38,7 @@ _OF_MEGATRON = (
     "distributed_optimizer",
     "adam",
     "transformer_impl",
+    "extra_state",
     "make_vocab_size_divisible_by",
 )
 _OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by")

@@ -116,6 +116,7 @@ class Case:
         expert_part: expert parameters in an optimizer of their own, though experts are not
             parallel: Megatron cannot load a chain of two optimizers into one.
         one_bucket: shared embeddings have no bucket of their own.
+        rng: random states are loaded; without, as with --no-load-rng.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Case:
     padded: int | None = None
     expert_part: bool = False
     one_bucket: bool = False
+    rng: bool = False
 
     @property
     def world(self) -> int:

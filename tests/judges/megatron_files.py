@@ -63,6 +63,8 @@ def load(run: Run, place: Path, form: str) -> None:
         run.optimizer.load_parameter_state(str(rank_directory(base) / "distrib_optim.pt"))
     run.scheduler.load_state_dict(state["opt_param_scheduler"])
     run.step = state["iteration"]
+    if run.case.rng:
+        _set_random(state["rng_state"][0])
 
 
 def rank_directory(base: Path) -> Path:
@@ -140,13 +142,24 @@ def _state(
         else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     )
     state["opt_param_scheduler"] = run.scheduler.state_dict()
-    if not is_loading:
-        state["rng_state"] = _rng_state(sharded=metadata is not None)
+    if not is_loading or run.case.rng:
+        state["rng_state"] = random_states(sharded=metadata is not None)
     state["num_floating_point_operations_so_far"] = 0
     return state
 
 
-def _rng_state(*, sharded: bool) -> Any:
+def _set_random(state: dict[str, Any]) -> None:
+    """``load_checkpoint`` without ``--no-load-rng``."""
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])  # noqa: NPY002 - the state that Megatron saves
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    if not state["rng_tracker_states"]:
+        raise KeyError("rng_tracker_states")
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def random_states(*, sharded: bool = False) -> Any:
     """``get_rng_state``."""
     found = [
         {

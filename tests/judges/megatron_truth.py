@@ -51,6 +51,12 @@ def local(run: Run) -> dict[str, Any]:
     return {
         "params": {name: p.detach().clone() for p, name in names.items()},
         "optimizer": {names[param]: slots for param, slots in _slots(run).items()},
+        "extra": {
+            (i, name): value
+            for i, model in enumerate(run.models())
+            for name, value in model.state_dict().items()
+            if name.endswith("_extra_state")
+        },
     }
 
 

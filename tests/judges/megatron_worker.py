@@ -48,7 +48,8 @@ def _work(job: ranks.Job, rank: int) -> None:
     else:
         trained, forms = [], ()
         files.load(run, Path(case.start), case.form)
-        torch.save(truths.local(run), job.out / f"rank{rank}.pt")
+        held = truths.local(run) | {"rng": files.random_states()}
+        torch.save(held, job.out / f"rank{rank}.pt")
     for form in dict.fromkeys((*forms, case.canonical)):
         plain = form == case.canonical and case.bucketed
         files.save(truths.in_one_bucket(run) if plain else run, job.out / form, form)
@@ -95,6 +96,7 @@ def _on_one_rank(job: ranks.Job, case: Case) -> dict[str, Any]:
         form=case.canonical,
         bucket=None,
         expert_part=case.grid.ep > 1,
+        rng=False,
     )
     run = _begin(alone)
     files.load(run, job.out / case.canonical, case.canonical)

@@ -14,7 +14,7 @@ from reshard.commands.naming import Naming
 from reshard.commands.output import check_places, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split import for_megatron, rng
+from reshard.commands.split import for_megatron, own_states
 from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
@@ -92,17 +92,22 @@ def _split(
     if request.megatron is not None:
         named = for_megatron.fitted(named, request.megatron)
     manifest, request = named.manifest, replace(request, described=named.described)
-    states = rng.chosen(manifest, request, target, options)
+    request, own = own_states.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
-    state = replace(state, rng=states.states)
+    state = replace(state, rng=tuple(rank for each in own for rank in each.states))
     skeleton = _with_companions(target.lay_out(state, request), state, target)
     check_places(skeleton)
     held = stored(skeleton, state)
+    if request.megatron is not None:
+        manifest = manifest.with_entries(
+            [*manifest.entries.values(), *request.megatron.carried.entries]
+        )
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, skeleton, planned)
     report.destination = begun.report_as
     report.derived += [*begun.means, *named.notes, *made, *batch_notes, *differing]
-    states.tell(report)
+    for each in own:
+        each.tell(report)
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
         return report

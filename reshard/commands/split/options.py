@@ -36,6 +36,7 @@ class SplitOptions(OutputOptions):
     ckpt_format: megatron.Form | None = None  # Megatron's; None: the source's, else torch
     distributed_optimizer: bool | None = None  # whether Megatron's will load it; None: as there
     adam: megatron.Adam | None = None  # whose state Megatron will load; None: the source's
+    extra_state: megatron.ExtraState | None = None  # modules' own; None: kept where they can be
     transformer_impl: megatron.Impl | None = None  # whose layers; None: the source's
     make_vocab_size_divisible_by: int | None = None  # None: the source's, else 128
     vocab_size: int | None = None  # rows that are words; None: what the source says
@@ -61,6 +62,7 @@ class SplitOptions(OutputOptions):
             one_of("zero_stage", self.zero_stage, range(4))
         one_of("ckpt_format", self.ckpt_format, (None, *megatron.FORMS))
         one_of("adam", self.adam, (None, *megatron.ADAMS))
+        one_of("extra_state", self.extra_state, (None, *megatron.EXTRA_STATES))
         one_of("transformer_impl", self.transformer_impl, (None, *megatron.IMPLS))
         for name in (*targets.PARALLEL, "vpp"):
             size = getattr(self, name)

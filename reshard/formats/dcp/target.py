@@ -11,7 +11,7 @@ Sources: torch 2.13 ``distributed/checkpoint/{metadata,filesystem,default_planne
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, Index, whole
@@ -113,6 +113,13 @@ def accelerate(
     return skeletons.joined(parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An object that is stored as one, whatever it holds: tensors are `Slot`."""
+
+    value: Any
+
+
 def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") -> Skeleton:
     """The directory of any nested state dict with a `Value` for each tensor.
 
@@ -131,7 +138,8 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
         if isinstance(value, Value):
             _add_tensor(about, files, key, value)
         else:
-            about.add_object(key, files[0], files[0].add_object(value))
+            held = value.value if isinstance(value, Whole) else value
+            about.add_object(key, files[0], files[0].add_object(held))
     pickle = about.pickled(f"{prefix}.metadata")
     made = [file.finished() for file in files if file.at]
     return skeletons.joined([*made, skeletons.of_bytes(f"{prefix}.metadata", pickle)])
@@ -242,7 +250,13 @@ class _DataFile:
 
     def add_object(self, value: Any) -> _Place:
         """A pickled object."""
-        return self._append(torch_writer.lay_out_object(self.path, value))
+        item = torch_writer.lay_out_object(self.path, value)
+        start, nbytes = self._append(item)
+        for entry in item.entries:
+            moved = (replace(c, byte_offset=c.byte_offset + start) for c in entry.chunks)
+            self.entries.setdefault(entry.key, replace(entry, chunks=()))
+            self.chunks.setdefault(entry.key, []).extend(moved)
+        return start, nbytes
 
     def finished(self) -> Skeleton:
         """The file."""

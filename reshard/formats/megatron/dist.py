@@ -36,6 +36,7 @@ from reshard.formats.megatron import (
     model,
     names,
     optimizer,
+    own,
     train,
 )
 from reshard.formats.megatron.arguments import Arguments
@@ -91,24 +92,22 @@ def read(place: Place, table: Table) -> Manifest:
     ]
     whole = keyed(grid.in_model_order(weights))
     held = [Held(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
-    own = _own_optimizers(objects)
-    state = optimizer.read(own or common.get("optimizer"), held, args, str(place))
+    chained = _own_optimizers(objects)
+    state = optimizer.read(chained or common.get("optimizer"), held, args, str(place))
     flat = list(_Flat(stored, objects, whole, args, table, str(place)).entries())
     form = _form(common, flat, slots)
-    extra = sorted({key for key in objects if names.is_extra(key) and _is_held(objects[key])})
     made = Manifest(
         origin=Origin("megatron", str(place)),
         entries=keyed(grid.in_model_order([*whole.values(), *slots, *flat])),
         files={**found.files, **files},
-        train=train.of_root(
-            {**common, "rng_state": _first(objects, "rng_state")}, args, state, extra, 0, 0
-        ),
+        train=train.of_root({**common, own.RNG: _first(objects, own.RNG)}, args, state, 0, 0),
         tied={names.OUTPUT: names.EMBEDDING}
         if args.tied and (PARAM, names.EMBEDDING) in whole
         else {},
         warnings=tuple(found.notes + state.notes),
         unknown_globals=trust.unknown(found.globals | seen),
     )
+    made = own.told(made, own.of_dist(found.root))
     return replace(made, origin=train.origin(place, args, form, made))
 
 
@@ -169,10 +168,6 @@ def _common(
 
 def _first(objects: Mapping[str, list[Any]], key: str) -> Any:
     return next(iter(objects.get(key, ())), None)
-
-
-def _is_held(values: Iterable[Any]) -> bool:
-    return any(value is not None for value in values)
 
 
 def _own_optimizers(objects: Mapping[str, list[Any]]) -> list[Any]:
@@ -289,13 +284,13 @@ class _Flat:
         chain = [number for number, _ in (*self._buckets, *self._states)]
         shared = optimizer.parts(max(chain) + 1, params, self._args)
         found: list[Entry] = []
-        for number, own in enumerate(shared):
+        for number, mine in enumerate(shared):
             place = number, self._group(rank, experts=number > 0 and number == len(shared) - 1)
             if place in self._buckets and self._saves(rank, number):
-                found += self._unpacked(place, own)
+                found += self._unpacked(place, mine)
             elif place in self._states and self._saves(rank, number):
                 found += optimizer.flat_entries(
-                    self._states[place], 1, own, self._args, self._path, stage=rank.pp
+                    self._states[place], 1, mine, self._args, self._path, stage=rank.pp
                 )
         experts = self._args.experts // self._args.ep
         restated = grouped.separate(found, experts, rank.ep * experts)

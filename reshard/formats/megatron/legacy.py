@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard import trust
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.megatron import directory, grid, grouped, names, optimizer, train
+from reshard.formats.megatron import directory, grid, grouped, names, optimizer, own, train
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
@@ -42,7 +42,32 @@ def read(place: Place, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    return replace(whole, origin=train.origin(place, args, detail, whole))
+    held = own.of_ranks(_extra(opened, args, offsets), _random(opened, args))
+    return own.told(replace(whole, origin=train.origin(place, args, detail, whole)), held)
+
+
+def _extra(
+    opened: Mapping[Rank, RankFile], args: Arguments, offsets: list[list[int]]
+) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+    """Modules' own states of every rank, under their names in the whole model."""
+    experts = args.experts // args.ep
+    for rank, file in opened.items():
+        for chunk, layers in zip(file.chunks(), offsets[rank.pp], strict=True):
+            yield (
+                (rank.tp, rank.ep),
+                {
+                    names.shifted(name, layers=layers, experts=rank.ep * experts): value
+                    for name, value in chunk.extra.items()
+                },
+            )
+
+
+def _random(opened: Mapping[Rank, RankFile], args: Arguments) -> dict[tuple[int, ...], Any]:
+    """Random states of every rank."""
+    return {
+        (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(own.RNG)
+        for rank, file in opened.items()
+    }
 
 
 def _sizes(args: Arguments, place: Place) -> Arguments:
@@ -145,14 +170,13 @@ def _offsets(opened: Mapping[Rank, RankFile], args: Arguments) -> list[list[int]
 
 def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int]) -> Manifest:
     """One rank's part: names of the whole model, shapes of the rank."""
-    own = args.experts // args.ep
+    each = args.experts // args.ep
     entries: list[Entry] = []
     held: list[Held] = []
-    extra: list[str] = []
     for number, (chunk, layers) in enumerate(zip(file.chunks(), offsets, strict=True)):
 
         def globally(name: str, layers: int = layers) -> str:
-            return names.shifted(name, layers=layers, experts=rank.ep * own)
+            return names.shifted(name, layers=layers, experts=rank.ep * each)
 
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
@@ -163,18 +187,17 @@ def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int
             Held(globally(name), tensor.shape, tensor.dtype.name, number)
             for name, tensor in chunk.params.items()
         ]
-        extra += [globally(name) for name, value in chunk.extra.items() if value is not None]
     saved = file.root.get("optimizer")
     state = optimizer.read(saved, held, args, file.path)
     if file.flat is not None:
         count, place = len(optimizer.several(saved)), file.files[-1].path
         entries += optimizer.flat_entries(file.flat, count, held, args, place, stage=rank.pp)
-    restated = grouped.separate([*entries, *state.entries], own, rank.ep * own)
+    restated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
     return Manifest(
         origin=Origin("megatron", file.path),
         entries=keyed(grouped.head_by_head(restated, file.version, args)),
         files={each.path: each.source() for each in file.files},
-        train=train.of_root(file.root, args, state, extra, own, rank.ep * own),
+        train=train.of_root(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),
         unknown_globals=trust.unknown(set().union(*(each.globals for each in file.files))),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from reshard.formats.megatron import grouped
@@ -36,7 +36,6 @@ def of_root(
     root: Mapping[str, Any],
     args: Arguments,
     state: Optimizer,
-    extra: Sequence[str],
     own: int,
     first: int,
 ) -> TrainState:
@@ -44,7 +43,6 @@ def of_root(
 
     Args:
         root: what a rank, or rank 0 for all, saved.
-        extra: names of Transformer Engine's own states.
         own: experts of the rank; ``first`` is the number of its first.
     """
     client = {
@@ -57,8 +55,6 @@ def of_root(
         for key in ("checkpoint_version", "content_metadata")
         if root.get(key) is not None
     }
-    if extra:
-        opaque["_extra_state"] = list(extra)
     step = root.get("iteration")
     return TrainState(
         step=step if type(step) is int else None,

@@ -5,6 +5,7 @@ ranks      what each rank holds of every weight
 groups     param groups as Megatron makes them
 scheduler  where its schedules stand
 args       the Namespace in every file
+carried    what ranks saved beside tensors: modules' own states, random states
 legacy     a folder a rank (``--ckpt-format torch``)
 dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
@@ -41,6 +42,6 @@ def _notes(choice: Choice) -> list[str]:
     if choice.wanted.weights_only:
         return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
     said += [f"not carried: {name}" for name in choice.lost]
-    if choice.wanted.form == "torch":
+    if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         said.append("no random states: Megatron loads it with --no-load-rng")
     return said

@@ -14,6 +14,7 @@ from reshard.formats import loss_scale
 from reshard.formats.deepspeed.target.carried import is_plain
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups, scheduler
+from reshard.formats.megatron.target.carried import EXTRA_STATES, Carried, ExtraState
 from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.torch_writer import Slot, Storage
@@ -31,11 +32,13 @@ IMPLS = get_args(Impl)
 
 __all__ = [
     "ADAMS",
+    "EXTRA_STATES",
     "FORMS",
     "IMPLS",
     "Adam",
     "Choice",
     "Described",
+    "ExtraState",
     "Form",
     "Impl",
     "Wanted",
@@ -58,6 +61,7 @@ class Wanted:
         impl: whose layers the model has: their names differ.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size.
         dtype: of the module; None: as trained.
+        carried: what ranks saved beside tensors.
     """
 
     sizes: Sizes
@@ -70,6 +74,7 @@ class Wanted:
     divisible: int = 128
     dtype: DType | None = None
     weights_only: bool = False
+    carried: Carried = field(default_factory=Carried)
 
     @property
     def dialect(self) -> str:

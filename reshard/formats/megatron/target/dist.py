@@ -26,7 +26,9 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.dcp import target as dcp
+from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.target.args import NAMESPACE
+from reshard.formats.megatron.target.carried import KIND
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Known
@@ -59,11 +61,25 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     if not choice.wanted.weights_only:
         _add_optimizer(choice, stacks)
     root: dict[str, Any] = dict(stacks.values())
-    root.update((key, [None]) for key in stacks.extra_states())
+    carried, own = choice.wanted.carried, dict.fromkeys(stacks.extra_states())
+    own.update(carried.of_dist([*own]))
+    root.update((key, dcp.Whole([value])) for key, value in own.items())
+    root.update(_random(choice))
     laid = dcp.lay_out_state(root, shards=shards, directory=directory)
     yield stacks.unstacked(laid)
     yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice))
     yield skeletons.of_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
+
+
+def _random(choice: Choice) -> Iterator[tuple[str, dcp.Whole]]:
+    """Random states, where they are kept, by the rank's place in as many."""
+    held = choice.wanted.carried.rng
+    if not held or choice.wanted.weights_only:
+        return
+    extents = [1 + max(numbers) for numbers in zip(*held, strict=True)]
+    size = ".".join(map(str, extents))
+    for place, states in held.items():
+        yield f"{RNG}/shard_{'.'.join(map(str, place))}_{size}", dcp.Whole([states])
 
 
 def _add_optimizer(choice: Choice, stacks: _Stacks) -> None:
@@ -181,6 +197,10 @@ class _Stacks:
         entries: dict[Key, Entry] = {}
         chunks: dict[Key, list[Chunk]] = {}
         for stacked in laid.entries:
+            if stacked.kind == KIND:
+                entries[stacked.key] = replace(stacked, chunks=())
+                chunks[stacked.key] = list(stacked.chunks)
+                continue
             stack = self._stacks[stacked.fqn]
             for place, entry in stack.members.items():
                 held = list(stacked.chunks)
@@ -220,7 +240,11 @@ def _common(choice: Choice) -> dict[str, Any]:
     if wanted.distributed:
         about["distrib_optim_sharding_type"] = "fully_reshardable"
         about["distrib_optim_fully_reshardable_mem_efficient"] = False
-    args = {**choice.args, "no_save_rng": True, "no_save_optim": wanted.weights_only}
+    args = {
+        **choice.args,
+        "no_save_rng": not wanted.carried.rng,
+        "no_save_optim": wanted.weights_only,
+    }
     root: dict[str, Any] = {
         "args": Call(NAMESPACE, (), {**args, "ckpt_format": "torch_dist"}),
         "checkpoint_version": 3.0,

@@ -18,6 +18,7 @@ from reshard.formats import skeletons, torch_writer
 from reshard.formats.megatron import arguments
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, buckets, end_to_end
+from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
@@ -88,22 +89,47 @@ class _Rank:
             root["optimizer"] = self._optimizer()
             root["opt_param_scheduler"] = choice.scheduler
             root.update(choice.carried)
+            root.update(self._random())
         return root
 
+    def _random(self) -> dict[str, Any]:
+        """Random states, where they are kept."""
+        rank, held = self._rank, self._choice.wanted.carried.rng
+        place = (rank.stage, rank.tensor)
+        found = held.get(place, held.get((*place, rank.expert)))
+        return {} if found is None else {RNG: found}
+
     def _module(self, chunk: Sequence[Local]) -> OrderedDict[str, Any]:
-        """The state dict of a model chunk; modules with a state of their own have none of it."""
+        """The state dict of a model chunk; of modules' own states what is kept, else none.
+
+        Which modules could have one the source's files tell, else a rule; experts' by the rule.
+        """
+        rank, places = self._rank, self._choice.places
+        before = rank.expert * (places.experts // places.sizes.expert)
+        carried = self._choice.wanted.carried
+        own = dict(carried.of_chunk(rank.tensor, rank.expert, chunk, before))
+        told = bool(own)
         held: OrderedDict[str, Any] = OrderedDict()
-        stateful = ""
+
+        def end(module: str, *, expert: bool) -> None:
+            """A module's own state follows its parameters."""
+            name = f"{module}._extra_state"
+            if name in own:
+                held[name] = own.pop(name)
+            elif _STATEFUL.search(module) and (expert or not told):
+                held[name] = None
+
+        last, of_expert = "", False
         for local in chunk:
             module = local.name.rpartition(".")[0]
-            if stateful and module != stateful:
-                held[f"{stateful}._extra_state"] = None
+            if last and module != last:
+                end(last, expert=of_expert)
             held[local.name] = local.slot(*self._choice.stored(local.known.weight))
-            stateful = module if _STATEFUL.search(module) else ""
-            if self._choice.wanted.dialect == "te" and module.endswith(".linear_qkv"):
+            last, of_expert = module, local.known.expert is not None
+            if self._choice.wanted.dialect == "te" and module.endswith(".linear_qkv") and not told:
                 held[module.replace("linear_qkv", "core_attention._extra_state")] = None
-        if stateful:
-            held[f"{stateful}._extra_state"] = None
+        end(last, expert=of_expert)
+        held.update(own)
         return held
 
     # The optimizer

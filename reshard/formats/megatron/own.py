@@ -1,0 +1,163 @@
+"""What ranks of a Megatron run save beside the model's tensors: modules' states, random states.
+
+A module's ``_extra_state`` is Transformer Engine's (scales of FP8, for example), and opaque. Each
+rank has its own. The torch format keeps all of them; torch_dist keeps those of the first tensor
+rank, which all get when Megatron loads it.
+
+Sources: Megatron-LM core_v0.16.1 ``core/transformer/utils.py``
+(``make_sharded_object_for_checkpoint``: tensor- and data-parallel ranks are replicas),
+``training/checkpointing.py`` (``get_rng_state``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reshard.formats.megatron import names
+from reshard.formats.state_dict.tree import logical
+from reshard.manifest import Manifest
+from reshard.unpickle import Call
+
+_KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
+RNG = "rng_state"
+_EXPERT = ".experts."
+_STREAM = "_io.BytesIO"  # of Transformer Engine before 2
+_SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
+_LAYERS = "decoder.layers."
+
+Place = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """As a source has it.
+
+    Args:
+        form: ``torch`` or ``torch_dist``.
+        extra: (tensor, expert) rank -> name in the whole model -> value, None where a module that
+            could have one has none; in torch_dist (0, 0) has those of the first tensor rank under
+            the directory's keys.
+        rng: what each rank saved, by its pipeline and tensor rank; where experts are parallel
+            a third number follows: the expert rank, in torch_dist the data-parallel one.
+    """
+
+    form: str
+    extra: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    rng: Mapping[Place, Any] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Whose states hold anything."""
+        return {
+            name
+            for held in self.extra.values()
+            for name, value in held.items()
+            if not is_empty(value)
+        }
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether one is neither a tensor nor a stream of bytes."""
+        values = (value for held in self.extra.values() for value in held.values())
+        return any(
+            not (logical(value) or is_empty(value) or isinstance(value, bytes) or _is_stream(value))
+            for value in values
+        )
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether experts have any, which the two forms keep in different ways."""
+        return any(_EXPERT in name for name in self.names())
+
+    def blank(self) -> Own:
+        """The modules that could have a state, with none.
+
+        Nothing of experts, whose names are those of a rank's.
+        """
+        modules = {
+            name: None
+            for held in self.extra.values()
+            for name in map(of_whole_model, held)
+            if _EXPERT not in name
+        }
+        return Own("torch", {(0, 0): modules})
+
+
+def told(manifest: Manifest, held: Own) -> Manifest:
+    """The manifest with it."""
+    opaque = {**manifest.train.opaque, _KEY: held}
+    return replace(manifest, train=replace(manifest.train, opaque=opaque))
+
+
+def of(manifest: Manifest) -> Own:
+    """What a source has; nothing where it is none of Megatron's."""
+    found = manifest.train.opaque.get(_KEY)
+    return found if isinstance(found, Own) else Own("")
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a state says nothing: None, or the empty tensor of a module without FP8."""
+    tensor = logical(value)
+    return value is None or (tensor is not None and 0 in tensor.shape)
+
+
+def _is_stream(value: Any) -> bool:
+    if not isinstance(value, Call) or value.name != _STREAM or value.args:
+        return False
+    match value.state:
+        case (bytes(), int(), None):
+            return True
+    return False
+
+
+def of_ranks(
+    held: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[Place, Any]
+) -> Own:
+    """Of a run in the torch format.
+
+    Args:
+        held: a rank's (tensor, expert) place with its states, once for each of its model chunks.
+    """
+    extra: dict[tuple[int, int], dict[str, Any]] = {}
+    for place, states in held:
+        extra.setdefault(place, {}).update(states)
+    return Own("torch", extra, {place: value for place, value in rng.items() if value})
+
+
+def of_dist(root: Mapping[str, Any]) -> Own:
+    """Of a torch_dist directory, by its keys."""
+    extra, rng = dict[str, Any](), dict[Place, Any]()
+    for key, value in root.items():
+        match = _SHARD.fullmatch(key)
+        if match is None or not isinstance(value, list) or len(value) != 1:
+            continue
+        if match[1] == RNG:
+            rng[tuple(map(int, match[2].split(".")))] = value[0]
+        elif names.is_extra(match[1]):
+            extra[key] = value[0]
+    return Own("torch_dist", {(0, 0): extra} if extra else {}, rng)
+
+
+def of_whole_model(key: str) -> str:
+    """The name in the model of a key of torch_dist.
+
+    >>> of_whole_model("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4")
+    'decoder.layers.2.mlp.linear_fc1._extra_state'
+    """
+    match = _SHARD.fullmatch(key)
+    if match is None:
+        return key
+    name, place = match[1], match[2]
+    if name.startswith(_LAYERS) and not name[len(_LAYERS) :][0].isdecimal():
+        return name.replace(_LAYERS, f"{_LAYERS}{place}.", 1)
+    return name
+
+
+def as_keys(held: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """States by name under the keys that torch_dist has for them."""
+    for key in keys:
+        name = of_whole_model(key)
+        if name in held:
+            yield key, held[name]

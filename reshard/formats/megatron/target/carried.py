@@ -1,0 +1,188 @@
+"""What ranks saved beside tensors, on the grid to come: modules' own states, and random states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from reshard.errors import UnsupportedError
+from reshard.files import SourceFiles
+from reshard.formats import rng, torch_writer
+from reshard.formats.megatron import names, own
+from reshard.formats.megatron.own import Own, Place
+from reshard.formats.megatron.target.ranks import Local
+from reshard.formats.rng import RankRng
+from reshard.formats.state_dict.tree import logical
+from reshard.manifest import Entry, Manifest
+from reshard.model_parallel.sizes import Sizes, of_mesh
+
+ExtraState = Literal["keep", "drop"]
+EXTRA_STATES = get_args(ExtraState)
+KIND = "_extra_state"  # of their entries
+
+_TRACKERS = "rng_tracker_states"
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What is written.
+
+    Args:
+        extra: as `own.Own` has it; a tensor is a slot of an entry.
+        entries: of these tensors.
+        rng: what each rank saved, by its place.
+    """
+
+    form: str = ""
+    extra: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
+    entries: tuple[Entry, ...] = ()
+    rng: Mapping[Place, Any] = field(default_factory=dict)
+
+    def of_chunk(
+        self, tensor: int, expert: int, chunk: Sequence[Local], experts: int
+    ) -> Iterator[tuple[str, Any]]:
+        """The states of the modules in a model chunk of a rank, under their names there.
+
+        Args:
+            experts: those of the whole model that come before the rank's.
+        """
+        place = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
+        layers = {local.known.layer: names.layer_of(local.name) for local in chunk}
+        modules = {local.name.rpartition(".")[0] for local in chunk}
+        for key, value in self.extra.get(place, {}).items():
+            name = key if self.form == "torch" else own.of_whole_model(key)
+            layer = names.layer_of(name)
+            if layer is None:
+                if name.rpartition(".")[0] in modules:
+                    yield name, value
+            elif (here := layers.get(layer)) is not None:
+                yield names.shifted(name, layers=here - layer, experts=-experts), value
+
+    def of_dist(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The states under torch_dist's keys."""
+        held = self.extra.get((0, 0), {})
+        return dict(held if self.form == "torch_dist" else own.as_keys(held, keys))
+
+
+def extra_obstacle(held: Own, manifest: Manifest, sizes: Sizes, form: str, impl: str) -> str:
+    """Why modules' own states cannot be kept; nothing where they can."""
+    told = _impl(manifest)
+    loses = held.form == form == "torch" and _before(manifest)[1:] != _after(sizes)[1:]
+    obstacles = (
+        (not held.form, "it is no checkpoint of Megatron's"),
+        (held.is_strange, "one is neither a tensor nor a stream of bytes"),
+        (told != impl, f"those of {told}'s modules are not those of {impl}'s"),
+        (
+            held.of_experts and held.form != form,
+            "torch and torch_dist keep those of experts in different ways",
+        ),
+        (loses, "each is of one tensor- and expert-parallel rank, and there are to be other ranks"),
+    )
+    return next((why for found, why in obstacles if found), "")
+
+
+def blank(held: Own, manifest: Manifest, impl: str) -> Carried:
+    """None of the states, for the modules that the source's files tell."""
+    if _impl(manifest) != impl:
+        return Carried()
+    without = held.blank()
+    return Carried(form=without.form, extra=without.extra)
+
+
+def _impl(manifest: Manifest) -> str:
+    """Whose layers the source has."""
+    config = manifest.train.config
+    told = config.get("transformer_impl") if isinstance(config, dict) else None
+    return "local" if told == "local" else "transformer_engine"
+
+
+def _before(manifest: Manifest) -> tuple[int, int, int, int]:
+    """Pipeline, tensor, expert and expert tensor ranks of the source."""
+    mesh = manifest.origin.mesh
+    sizes = of_mesh(mesh)
+    return sizes.pipeline, sizes.tensor, sizes.expert, mesh.get("etp", sizes.tensor)
+
+
+def _after(sizes: Sizes) -> tuple[int, int, int, int]:
+    return sizes.pipeline, sizes.tensor, sizes.expert, sizes.expert_tensor or sizes.tensor
+
+
+def states(held: Own) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tuple[Entry, ...]]:
+    """Modules' own states as they are written, and the entries of their tensors."""
+    entries: list[Entry] = []
+
+    def made(place: tuple[int, int], name: str, value: Any) -> Any:
+        tensor = logical(value)
+        if tensor is None:
+            return value
+        fqn = ".".join((*map(str, place), name))
+        entries.append(Entry(fqn, KIND, tensor.dtype, tensor.shape, tensor.chunks))
+        return torch_writer.whole_tensor(entries[-1], tensor.dtype)
+
+    found = {
+        place: {name: made(place, name, value) for name, value in states.items()}
+        for place, states in held.extra.items()
+    }
+    return found, tuple(entries)
+
+
+def rng_obstacle(held: Own, manifest: Manifest, sizes: Sizes, data: int, form: str) -> str:
+    """Why random states cannot be kept; nothing where they can."""
+    if not held.rng:
+        return "it has none"
+    if _before(manifest) != _after(sizes):
+        return "they are those of each model-parallel rank, and there are to be other ranks"
+    if sizes.expert > 1 and held.form != form:
+        return "torch and torch_dist keep them in different ways where experts are parallel"
+    several = any(isinstance(value, list) and len(value) > 1 for value in held.rng.values())
+    was = manifest.origin.mesh.get("dp", 1)
+    if was != data and (several or (sizes.expert > 1 and form == "torch_dist")):
+        return f"they are of {was} data-parallel ranks, and there are to be {data}"
+    return ""
+
+
+def random_states(held: Own, path: str) -> dict[Place, Any]:
+    """Random states as they are written: taken apart into numbers and bytes, and made again.
+
+    Raises:
+        UnsupportedError: they are of generators that are not known here.
+    """
+    with SourceFiles() as pool:
+        return {
+            place: [_again(path, one, pool) for one in _several(path, value)]
+            for place, value in held.rng.items()
+        }
+
+
+def _several(path: str, value: Any) -> list[dict[str, Any]]:
+    """A state a data-parallel rank, or the one of all.
+
+    Raises:
+        UnsupportedError: it is something else.
+    """
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        return value
+    raise UnsupportedError(
+        path, "has random states that are none of Megatron's", "leave them out: --rng drop"
+    )
+
+
+def _again(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
+    def raw(value: Any) -> bytes:
+        tensor = logical(value)
+        return rng.bytes_of(path, tensor.chunks[0] if tensor else None, pool)
+
+    dialect, trackers = rng.MEGATRON, held.get(_TRACKERS)
+    if not isinstance(trackers, dict):
+        raise UnsupportedError(
+            path, f"has random states without {_TRACKERS}", "leave them out: --rng drop"
+        )
+    state = RankRng(
+        rng.python_of(path, held.get(dialect.python)),
+        rng.numpy_of(path, held.get(dialect.numpy)),
+        raw(held.get(dialect.cpu)),
+        {"cuda": raw(held.get(dialect.device.format("cuda")))},
+    )
+    made = {str(name): rng.tensor(raw(value)) for name, value in trackers.items()}
+    return {**rng.written(state, dialect), _TRACKERS: made}
