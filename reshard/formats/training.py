@@ -6,8 +6,8 @@ in which dtype it was trained, and which optimizer state belongs to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import dtypes
@@ -15,7 +15,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError
 from reshard.formats.rng import RankRng
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
+from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,34 @@ def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, .
             "convert the weights alone with --weights-only",
         )
     return groups
+
+
+def changed(state: Training, change: Callable[[Entry], Entry | None]) -> Training:
+    """The state with every entry changed, by name or shape; None leaves its tensor out."""
+    weights: dict[str, Weight] = {}
+    for weight in state.weights:
+        value = change(weight.value)
+        if value is not None:
+            weights[weight.fqn] = replace(weight, fqn=value.fqn, value=value, shape=value.shape)
+
+    def member(of: Trained) -> Trained:
+        slots = {slot: change(entry) for slot, entry in of.slots.items()}
+        kept = {slot: entry for slot, entry in slots.items() if entry is not None}
+        return replace(of, weight=weights[of.fqn], slots=kept)
+
+    groups = tuple(
+        replace(group, members=tuple(member(m) for m in group.members if m.fqn in weights))
+        for group in state.groups
+    )
+    manifest = state.manifest
+    entries = (change(entry) for entry in manifest.entries.values() if entry.fqn in weights)
+    manifest = replace(
+        manifest,
+        entries=keyed(entry for entry in entries if entry is not None),
+        frozen=frozenset(weights[fqn].fqn for fqn in manifest.frozen if fqn in weights),
+        tied={a: weights[kept].fqn for a, kept in manifest.tied.items() if kept in weights},
+    )
+    return replace(state, manifest=manifest, weights=tuple(weights.values()), groups=groups)
 
 
 def refuse_without_optimizer(state: Training) -> None:

@@ -17,7 +17,7 @@ from reshard.errors import (
     DifferentError,
     IncompleteError,
     StaleError,
-    UnsupportedError,
+    UsageError,
 )
 from tests.judges.deepspeed_cases import CASES
 from tests.judges.deepspeed_models import MoeToy
@@ -60,12 +60,11 @@ def test_the_state_goes_to_another_format_whole(case, target, made, tmp_path):
         assert torch.equal(got[key], value), key
 
 
-@pytest.mark.parametrize("target", ["deepspeed", "ds-universal"])
-@pytest.mark.parametrize("case", FORMS)
-def test_deepspeeds_own_files_of_experts_are_not_written(case, target, made, tmp_path):
-    with pytest.raises(UnsupportedError, match="holds a mixture of experts"):
-        split(made / case / "run", tmp_path / "out", SplitOptions(to=target))
-    assert list(tmp_path.iterdir()) == []
+def test_a_table_of_cuts_is_read_where_nothing_is_cut(made, tmp_path):
+    (tmp_path / "rules.yaml").write_text("parameters: [1, 2]")
+    options = SplitOptions(rules=tmp_path / "rules.yaml")
+    with pytest.raises(UsageError, match=r"rules\.yaml"):
+        split(made / "moe_z2" / "run", tmp_path / "out", options)
 
 
 @pytest.mark.parametrize(

@@ -377,14 +377,16 @@ def _experts() -> list[Case]:
     """
     data_first = {"use_data_before_expert_parallelism": True}
     accumulate_fp32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+    robin = {"round_robin_gradients": True}
     alike, sizes = ((4, 2), (2, 2)), ((4, 4), (4, 2), (2, 1))
     rows = [
         Case("moe_z0", 2, ds_config(0, "fp32"), experts=alike),
         Case("moe_z0_bf16_ws4", 4, ds_config(0, "bf16"), experts=alike),
         Case("moe_z1_ws4", 4, ds_config(1, "fp32"), experts=alike),
         Case("moe_z1_sizes", 4, ds_config(1, "bf16"), experts=sizes, groups="decay"),
+        Case("moe_z1_ep1", 2, ds_config(1, "fp32"), experts=((4, 1), (2, 1))),
         Case("moe_z2", 2, ds_config(2, "bf16"), experts=alike),
-        Case("moe_z2_data_first", 4, ds_config(2, "bf16", top=data_first), experts=alike),
+        Case("moe_z2_turns", 4, ds_config(2, "bf16", robin, top=data_first), experts=alike),
         Case("moe_bf16opt", 4, ds_config(1, "bf16", top=accumulate_fp32), experts=alike),
     ]
     refused = Case("moe_z0_sizes", 4, ds_config(0, "fp32"), kind="moe_refused", experts=sizes)

@@ -37,13 +37,27 @@ def make_moe(case: Case, out: Path) -> None:
     now = truth.snapshot(run.engine, case.slots)
     truth.check_last_step(before, now, run.fqns(), hypers)
     train.save(run, out / "run")
-    reference = train.describe(run, now) | {"losses": losses}
-    train.write_reference(gathered(run, reference), out)
+    reference = gathered(run, train.describe(run, now)) | {"losses": losses}
+    further = [train.train_step(run, case.steps + extra) for extra in range(train.NEXT_STEPS)]
+    later = truth.snapshot(run.engine, case.slots)
+    reference["next"] = {"losses": further, "params": joined(run, later.params)}
+    train.write_reference(reference, out)
 
 
-def start(case: Case, out: Path) -> train.Run:
+def load(case: Case, run_dir: Path, steps: int, out: Path, **how: Any) -> None:
+    """Resume ``run_dir`` from other initial weights, and train on; as `deepspeed_train.load`."""
+    run = start(case, out, seed=80)
+    found = train.resumed(run, run_dir, steps, **how)
+    found["loaded"] = gathered(run, found["loaded"])
+    found["params"] = joined(run, found["params"])
+    train.write_reference(found, out)
+
+
+def start(case: Case, out: Path, seed: int = 7) -> train.Run:
     """Make the engine; the optimizer's groups are split by DeepSpeed, as its guide says."""
-    torch.manual_seed(7 + dist.get_rank())  # DeepSpeed makes what ranks share alike, nothing else
+    torch.manual_seed(
+        seed + dist.get_rank()
+    )  # DeepSpeed makes what ranks share alike, nothing else
     model = models.MoeToy(case.experts)
     named = [
         {"name": f"group{number}", **group}
@@ -58,26 +72,24 @@ def start(case: Case, out: Path) -> train.Run:
 
 def gathered(run: train.Run, reference: dict[str, Any]) -> dict[str, Any]:
     """The references of all ranks as one."""
+    sections = ("params", "frozen", "buffers", "live")
+    whole = {key: joined(run, reference[key]) for key in sections}
+    slots = {slot: joined(run, held) for slot, held in reference["slots"].items()}
     calls = global_names(run)
-    sections = {key: reference[key] for key in ("params", "frozen", "buffers", "live")}
-    sections |= {f"slot {slot}": held for slot, held in reference["slots"].items()}
-    own = {
-        key: {calls.get(name, name): value for name, value in held.items()}
-        for key, held in sections.items()
-    }
-    groups = [
-        [calls.get(name, name) for name in group["fqns"]]
-        for group in reference["train"]["param_groups"]
-    ]
+    listed = reference["train"]["param_groups"]
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (own, groups))
-    joined = {key: _same([held[key] for held, _ in ranks]) for key in own}
-    for number, group in enumerate(reference["train"]["param_groups"]):
-        group["fqns"] = list(dict.fromkeys(n for _, held in ranks for n in held[number]))
-    return reference | {
-        **{key: value for key, value in joined.items() if not key.startswith("slot ")},
-        "slots": {slot: joined[f"slot {slot}"] for slot in reference["slots"]},
-    }
+    dist.all_gather_object(ranks, [[calls.get(n, n) for n in group["fqns"]] for group in listed])
+    for number, group in enumerate(listed):
+        group["fqns"] = list(dict.fromkeys(n for held in ranks for n in held[number]))
+    return reference | whole | {"slots": slots}
+
+
+def joined(run: train.Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks under the whole model's names."""
+    calls = global_names(run)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, {calls.get(name, name): t for name, t in tensors.items()})
+    return _same(ranks)
 
 
 def global_names(run: train.Run) -> dict[str, str]:

@@ -264,6 +264,14 @@ def load(
     """
     directory = run_dir if universal else None
     run = start(case, dist.get_world_size(), out, seed=8, universal=directory)
+    write_reference(resumed(run, run_dir, steps, universal=universal, **how), out)
+
+
+def resumed(
+    run: Run, run_dir: Path, steps: int, *, universal: bool = False, **how: Any
+) -> dict[str, Any]:
+    """What an engine holds once it has loaded, and how it goes on."""
+    case = run.case
     path, client_state = run.engine.load_checkpoint(str(run_dir), **how)
     if path is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {run_dir}")
@@ -276,7 +284,7 @@ def load(
     first = run.engine.global_steps
     losses = [train_step(run, first + step) for step in range(steps)]
     params = truth.snapshot(run.engine, case.slots).params
-    write_reference({"loaded": loaded, "losses": losses, "params": params}, out)
+    return {"loaded": loaded, "losses": losses, "params": params}
 
 
 def end_sharing(optimizer: torch.optim.Optimizer) -> None:

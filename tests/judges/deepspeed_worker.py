@@ -42,7 +42,8 @@ def work(job: ranks.Job, rank: int) -> None:
     deepspeed_train.start_rank()
     if "load" in told:
         how = {"universal": told.get("universal", False), **told.get("how", {})}
-        deepspeed_train.load(case, told["load"], told["steps"], job.out, **how)
+        load = deepspeed_experts.load if case.experts else deepspeed_train.load
+        load(case, told["load"], told["steps"], job.out, **how)
     elif "begin" in told:
         deepspeed_train.begin(case, told["begin"], told["steps"], job.out)
     else:

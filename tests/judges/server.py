@@ -150,6 +150,7 @@ def _environment(home: str) -> dict[str, str]:
     return {k: v for k, v in kept.items() if not k.startswith(SETTINGS)} | {
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
+        "PYTHONHASHSEED": "0",  # DeepSpeed puts groups of experts into the order of a set
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HOME": home,

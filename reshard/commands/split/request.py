@@ -94,6 +94,7 @@ def requested(
                     stage_layers=for_megatron.stage_layers(options),
                     divisible=options.make_vocab_size_divisible_by,
                     rules=options.rules,
+                    experts=options.ep,
                 )
                 if name in ("deepspeed", "ds-universal")
                 else None

@@ -2,8 +2,11 @@
 
     parallel    the ranks of a model-parallel run, joined
     layers      a pipeline's files
-    experts     a mixture of experts: its files, joined with the rest
-    expert_names    what their parameters are called
+    experts     a mixture of experts, joined with the rest
+    expert_files    its files
+    expert_optimizers   those of ranks without ZeRO
+    expert_names    what its parameters are called
+    expert_ranks    which ranks hold which experts
     cuts        how tensor-parallel ranks share a parameter
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
@@ -25,6 +28,7 @@ from pathlib import Path
 from reshard.formats.deepspeed import directory
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
+from reshard.model_parallel.rules import Table, with_users
 
 NAME = "deepspeed"
 
@@ -51,6 +55,8 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
     if "zero" in place.folders:
         return universal.read(place, rules)
     files = directory.census(place)
+    if rules is not None and not files.is_parallel:
+        with_users(Table("", ()), rules)  # nothing is cut here; what is wrong with it is told
     if files.experts or files.expert_optim:
         return experts.read(files)
     return parallel.read(files, rules) if files.is_parallel else native.read(files.ranks[0])

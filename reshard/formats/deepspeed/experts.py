@@ -9,32 +9,17 @@ DeepSpeed 0.19.8 ``runtime/engine.py`` (``_save_moe_checkpoint``), ``moe/experts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
+from reshard import dtypes
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats import torch_file
-from reshard.formats.deepspeed import expert_names, native
+from reshard.formats.deepspeed import expert_names, expert_optimizers, native
 from reshard.formats.deepspeed.directory import Files
+from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of, open_all
 from reshard.formats.deepspeed.states import MIXED, ModelStates
-from reshard.formats.torch_file import Tensor, TorchFile
-from reshard.manifest import BUFFER, PARAM, Manifest, TrainState
-from reshard.model_parallel import combine
-
-_GROUP = re.compile(r"ep_size_(\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Expert:
-    """One file: an expert of a layer; ``layer`` is the prefix of the layer's names."""
-
-    layer: str
-    number: int
-    file: TorchFile
-    tensors: Mapping[str, Tensor]
+from reshard.formats.deepspeed.target import order
+from reshard.manifest import Manifest, ParamGroup
 
 
 def read(files: Files) -> Manifest:
@@ -48,34 +33,51 @@ def read(files: Files) -> Manifest:
     """
     first = native.first_of(files.ranks[0])
     _refuse(files, first)
-    experts = _open(files, first)
-    place = {name: at for at, name in enumerate(_module(first, experts))}
+    experts = open_all(files, first)
+    place = {name: at for at, name in enumerate(module_of(first, experts))}
     if files.expert_optim:
-        manifest, ranks = _without_zero(files, first, experts, place)
+        manifest, sizes = expert_optimizers.read(files, first, experts, place)
     else:
-        first, ranks = _with_all(first, experts)
+        first, sizes = _with_all(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
-    mesh = {**manifest.origin.mesh, "ep": ranks}
-    return replace(
-        manifest,
-        origin=replace(manifest.origin, mesh=mesh),
-        train=_in_order(manifest.train, place),
-    )
+    mesh = {**manifest.origin.mesh, "ep": max(sizes.values())}
+    manifest = replace(manifest, origin=replace(manifest.origin, mesh=mesh))
+    local = {layer: count // sizes[layer] for layer, count in counts_of(experts).items()}
+    groups = [_in_order(manifest, group, place, local) for group in manifest.train.param_groups]
+    return replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
 
 
-def _in_order(state: TrainState, place: Mapping[str, int]) -> TrainState:
-    """Param groups of experts in the module's order, where they stand rank by rank."""
+def _in_order(
+    manifest: Manifest, group: ParamGroup, place: Mapping[str, int], local: Mapping[str, int]
+) -> ParamGroup:
+    """A group of experts in the module's order, where it stands rank by rank.
+
+    Where the ranks have it in another order it stays rank by rank, in the order in which each was
+    given it.
+
+    Args:
+        place: the module's order.
+        local: how many experts of each layer a rank has.
+    """
+    ranks: dict[int, list[str]] = {}
+    for fqn, own in zip(group.fqns, map(expert_names.parse, group.fqns), strict=True):
+        if own is None:  # of a group of experts all are
+            return group
+        ranks.setdefault(own.number // local[own.layer], []).append(fqn)
+    config, world = manifest.train.config, manifest.origin.mesh["world"]
+    stage = order.section(config, "zero_optimization").get("stage", 0)
+    trained = manifest.origin.precision
+    if order.takes_turns(config, stage, dtypes.parse(trained) if trained else None):
+        each = world // (expert_names.ranks_of(group.hyper) or 1)
+        ranks = {rank: order.out_of_turns(held, each) for rank, held in ranks.items()}
 
     def at(fqn: str) -> int:
         return place.get(fqn, len(place))
 
-    groups = [
-        replace(group, fqns=tuple(sorted(group.fqns, key=at)))
-        if any(map(expert_names.parse, group.fqns))
-        else group
-        for group in state.param_groups
-    ]
-    return replace(state, param_groups=tuple(groups))
+    fqns = [fqn for rank in sorted(ranks) for fqn in ranks[rank]]
+    if all(held == sorted(held, key=at) for held in ranks.values()):
+        fqns.sort(key=at)
+    return replace(group, fqns=tuple(fqns))
 
 
 def _refuse(files: Files, first: ModelStates) -> None:
@@ -107,72 +109,16 @@ def _refuse(files: Files, first: ModelStates) -> None:
         )
 
 
-def _open(files: Files, first: ModelStates) -> list[_Expert]:
-    """Every expert of every layer, in order; ``num_experts`` lists how many each layer has."""
-    held: dict[int, dict[int, Path]] = {}
-    for (layer, number), ranks in sorted(files.experts.items()):
-        held.setdefault(layer, {})[number] = ranks[0]
-    said = first.root.get("num_experts")
-    counts = [1 + max(held[layer]) for layer in sorted(held)]
-    if isinstance(said, list) and all(isinstance(count, int) for count in said):
-        counts = list(said)
-    wanted = {(layer, number) for layer, count in enumerate(counts) for number in range(count)}
-    if missing := sorted(wanted - files.experts.keys()):
-        layer, number = missing[0]
-        raise IncompleteError(
-            files.place,
-            f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt is missing; the model has"
-            f" {sum(counts)} experts in {len(counts)} layers",
-            "copy it here (a node-local disk may still hold it)",
-        )
-    if extra := sorted(files.experts.keys() - wanted):
-        layer, number = extra[0]
-        raise StaleError(
-            held[layer][number],
-            f"is of an expert that the model has not: it has {counts} in its layers",
-            "files of two runs are mixed: move those of the other run away",
-        )
-    experts = [
-        _expert(path, number) for layer in sorted(held) for number, path in held[layer].items()
-    ]
-    _check_alike(experts)
-    return experts
-
-
-def _check_alike(experts: Sequence[_Expert]) -> None:
-    """The experts of a layer are copies of one module."""
-    layers: dict[str, tuple[_Expert, set[str]]] = {}
-    for expert in experts:
-        names = {parsed.rest for parsed in map(expert_names.parse, expert.tensors) if parsed}
-        first, wanted = layers.setdefault(expert.layer, (expert, names))
-        if names != wanted:
-            raise CorruptError(
-                expert.file.path,
-                f"does not hold the same of its expert as {Path(first.file.path).name}:"
-                f" {', '.join(sorted(names ^ wanted)[:3])}",
-                MIXED,
-            )
-
-
-def _expert(path: Path, number: int) -> _Expert:
-    file = torch_file.read(path)
-    found = file.root if isinstance(file.root, dict) else {}
-    tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-    names = map(expert_names.parse, tensors)
-    owners = {(name.layer, name.number) if name else None for name in names}
-    if len(owners) != 1 or (owner := owners.pop()) is None or owner[1] != number:
-        raise CorruptError(path, f"does not hold expert {number} of one layer, and nothing else")
-    return _Expert(owner[0], number, file, tensors)
-
-
-def _with_all(first: ModelStates, experts: Sequence[_Expert]) -> tuple[ModelStates, int]:
-    """ZeRO's model states as of a rank with all experts, and the expert-parallel ranks.
+def _with_all(
+    first: ModelStates, experts: Sequence[Expert]
+) -> tuple[ModelStates, Mapping[str, int]]:
+    """ZeRO's model states as of a rank with all experts, and the ranks that share each layer.
 
     The members of a flat group of experts stand in it rank by rank.
     """
     local = _local(first.names)
     sizes: dict[str, int] = {}
-    for layer, count in _counts(experts).items():
+    for layer, count in counts_of(experts).items():
         if not local.get(layer) or count % local[layer]:
             raise CorruptError(
                 first.file.path,
@@ -194,23 +140,30 @@ def _with_all(first: ModelStates, experts: Sequence[_Expert]) -> tuple[ModelStat
                 own = expert_names.parse(name)
                 if own and rank < sizes[own.layer]:
                     number = rank * local[own.layer] + own.number
-                    found[str(replace(own, number=number))] = name
+                    found[str(own.numbered(number))] = name
                 elif not own and rank == 0:
                     found[name] = name
         return found
 
     shapes = [{new: group[old] for new, old in spread(group).items()} for group in first.shapes]
-    frozen = first.mapping("frozen_param_shapes")
+    frozen, tied = first.mapping("frozen_param_shapes"), first.mapping("shared_params")
     root = first.root | {
-        "module": _module(first, experts),
+        "module": module_of(first, experts),
         "param_shapes": shapes,
         "frozen_param_shapes": {new: frozen[old] for new, old in spread(frozen).items()}
         if frozen
         else first.root.get("frozen_param_shapes"),
         "buffer_names": list(spread(sorted(first.buffers))),
+        "shared_params": {new: _beside(new, tied[old]) for new, old in spread(tied).items()},
     }
     groups = tuple(_size_of(first, group, sizes) for group in first.shapes)
-    return replace(first, root=root, group_ranks=groups), max(sizes.values())
+    return replace(first, root=root, group_ranks=groups), sizes
+
+
+def _beside(fqn: str, other: str) -> str:
+    """Another parameter of the same expert, or what is of none."""
+    own, its = expert_names.parse(fqn), expert_names.parse(other)
+    return str(its.numbered(own.number)) if own and its else other
 
 
 def _size_of(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int]) -> int:
@@ -226,105 +179,9 @@ def _size_of(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int])
     return found.pop() if found else 1
 
 
-def _counts(experts: Sequence[_Expert]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for expert in experts:
-        counts[expert.layer] = counts.get(expert.layer, 0) + 1
-    return counts
-
-
 def _local(names: Iterable[str]) -> dict[str, int]:
     """How many experts of each layer one rank names."""
     found: dict[str, set[int]] = {}
     for name in filter(None, map(expert_names.parse, names)):
         found.setdefault(name.layer, set()).add(name.number)
     return {layer: len(numbers) for layer, numbers in found.items()}
-
-
-def _module(first: ModelStates, experts: Sequence[_Expert]) -> dict[str, Any]:
-    """The module's tensors in its order: a layer's experts follow its gate."""
-    own = first.root.get("module") or {}
-    last = {
-        name.partition(".deepspeed_moe.")[0] + ".deepspeed_moe.": name
-        for name in own
-        if ".deepspeed_moe." in name
-    }
-    after: dict[str, list[_Expert]] = {}
-    for expert in experts:
-        after.setdefault(last.get(expert.layer, ""), []).append(expert)
-    module: dict[str, Any] = {}
-    for name, value in own.items():
-        module[name] = value
-        for expert in after.pop(name, []):
-            module.update(expert.tensors)
-    for rest in after.values():
-        for expert in rest:
-            module.update(expert.tensors)
-    return module
-
-
-def _without_zero(
-    files: Files, first: ModelStates, experts: Sequence[_Expert], place: Mapping[str, int]
-) -> tuple[Manifest, int]:
-    """Each expert-parallel rank has an optimizer of its own, under indices: read one by one."""
-    count = 1 + max(rank for rank, _ in files.expert_optim)
-    optimizers = []
-    for rank in range(count):
-        path = files.expert_optim.get((rank, 0))
-        if path is None:
-            raise IncompleteError(
-                files.place, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
-            )
-        optimizers.append(torch_file.read(path))
-    counts = _counts(experts)
-    for file in optimizers:
-        _check_sizes(file, count, counts)
-    ranks = []
-    for rank, file in enumerate(optimizers):
-        held = [e for e in experts if e.number * count // counts[e.layer] == rank]
-        root = first.root | {"module": _module(first, held), "optimizer": _optimizer(file)}
-        opened = [file, *(expert.file for expert in held)]
-        manifest = native.read(files.ranks[0], replace(first, root=root), opened)
-        if rank:  # what no expert is lies in one file for all
-            manifest = manifest.with_entries(
-                entry
-                for entry in manifest.entries.values()
-                if entry.kind not in (PARAM, BUFFER) or expert_names.parse(entry.fqn)
-            )
-        ranks.append(manifest)
-    joined = combine.stages(ranks)
-    entries = sorted(joined.entries.values(), key=lambda entry: place.get(entry.fqn, len(place)))
-    return joined.with_entries(entries), count
-
-
-def _optimizer(file: TorchFile) -> dict[str, Any]:
-    held = file.root.get("optimizer") if isinstance(file.root, dict) else None
-    return held if isinstance(held, dict) else {}
-
-
-def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None:
-    """All layers are shared by as many ranks, and files of so many are here."""
-    optimizer = _optimizer(file)
-    inner = optimizer.get("optimizer_state_dict", optimizer)
-    names = [str(group.get("name")) for group in inner.get("param_groups", []) if group.get("moe")]
-    sizes = {int(match[1]) for match in map(_GROUP.fullmatch, names) if match}
-    if len(sizes) > 1:
-        raise UnsupportedError(
-            file.path,
-            f"is of a run without ZeRO, whose layers of experts are shared by {sorted(sizes)} ranks"
-            " each: which are shared by how many is nowhere said",
-        )
-    if sizes and max(sizes) > count:
-        raise IncompleteError(
-            file.path,
-            f"is of {max(sizes)} expert-parallel ranks, and optimizer states of {count} are here",
-            "copy the missing expp_rank_* files here",
-        )
-    uneven = {layer: held for layer, held in counts.items() if held % count}
-    if uneven or (sizes and max(sizes) < count):
-        raise StaleError(
-            file.path,
-            f"is of {max(sizes, default=count)} expert-parallel ranks; optimizer states of {count}"
-            f" and files of {sorted(counts.values())} experts a layer are here",
-            "files of two runs are mixed: move those of the other run away",
-        )

@@ -12,6 +12,7 @@ from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
 from reshard.formats.deepspeed import flat, partitioned, swap, train, whole
 from reshard.formats.deepspeed.directory import Census
+from reshard.formats.deepspeed.expert_ranks import owners
 from reshard.formats.deepspeed.states import (
     MIXED,
     ModelStates,
@@ -211,20 +212,12 @@ def _optimizer(
 def _owners(
     first: ModelStates, ranks: Sequence[OptimizerStates]
 ) -> list[list[Sequence[OptimizerStates]]]:
-    """Of each group the ranks that share each of its flat tensors: one, or one an expert rank.
-
-    Expert-parallel ranks are neighbours, unless ``use_data_before_expert_parallelism`` (DeepSpeed
-    0.19.8 ``utils/groups.py``, ``_create_expert_and_data_parallel``).
-    """
+    """Of each group the ranks that share each of its flat tensors: one, or one an expert rank."""
     config = first.mapping("ds_config")
-    found: list[list[Sequence[OptimizerStates]]] = []
-    for count in first.group_ranks or (1,) * len(first.shapes):
-        each_has = len(ranks) // count
-        if config.get("use_data_before_expert_parallelism"):
-            found.append([ranks[at * each_has : (at + 1) * each_has] for at in range(count)])
-        else:
-            found.append([ranks[at::count] for at in range(count)])
-    return found
+    return [
+        [[ranks[rank] for rank in held] for held in owners(len(ranks), count, config)]
+        for count in first.group_ranks or (1,) * len(first.shapes)
+    ]
 
 
 def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:

@@ -24,7 +24,8 @@ _ENGINE_KEYS = frozenset(
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params
     frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names
     csr_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
-    num_experts checkpoint_parallel_dimensions ds_config ds_version universal_checkpoint_info
+    num_experts ds_autoep_layers checkpoint_parallel_dimensions ds_config ds_version
+    universal_checkpoint_info
     """.split()
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")

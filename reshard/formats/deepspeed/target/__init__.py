@@ -1,8 +1,12 @@
 """Lay out a DeepSpeed run directory: for a number of ranks at ZeRO stages 0 to 3, or universal.
 
     grid          the model-parallel ranks, each with a state of its own
+    experts       a mixture of experts: what each rank holds of it
+    expert_groups its param groups, for other expert-parallel ranks
     pipeline      the layers of a pipeline, and their stages
     choice        what is to be written, decided once: groups in the user's order, dtypes, config
+    files         those of one rank, by name
+    expert_files  those of a run with experts
     model_states  ``*_model_states.pt``
     flat          stages 1 and 2: one flat tensor a group, in equal pieces
     partitioned   stage 3: every parameter in equal pieces
@@ -30,15 +34,13 @@ from typing import Any
 
 from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import skeletons, torch_writer
-from reshard.formats.deepspeed import expert_names
+from reshard.formats import skeletons
 from reshard.formats.deepspeed.layers import TIED
-from reshard.formats.deepspeed.target import flat, model_states, partitioned, report, universal
+from reshard.formats.deepspeed.target import expert_files, experts, files, report, universal
 from reshard.formats.deepspeed.target import grid as grids
 from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
 from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
 from reshard.formats.deepspeed.target.marks import Marks
-from reshard.formats.deepspeed.target.objects import WRITTEN_AS
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 
@@ -72,23 +74,22 @@ def lay_out(
         UnsupportedError: an optimizer state that this stage has no place for.
         UsageError: no such stage, number of ranks, precision or tag.
     """
-    models, optimizers, tag_used = [], [], ""
-    for choice, rank in _choices(
-        state,
-        wanted or Wanted(),
-        world_size=world_size,
-        stage=stage,
-        precision=precision,
-        tag=tag,
-        weights_only=weights_only,
-    ):
-        tag_used = choice.tag
-        module = skeletons.joined([*_models(choice), *_layers(choice, rank)])
-        optimizer = skeletons.joined(_optimizers(choice))
-        models.append(rank.lifted(module) if rank else module)
-        optimizers.append(rank.lifted(optimizer) if rank else optimizer)
-    latest = skeletons.of_bytes("latest", tag_used.encode())
-    first, second = skeletons.joined(models), skeletons.joined(optimizers)
+    wanted = wanted or Wanted()
+    asked: dict[str, Any] = {
+        "world_size": world_size,
+        "stage": stage,
+        "precision": precision,
+        "tag": tag,
+        "weights_only": weights_only,
+    }
+    mixed = experts.mixture(state, wanted, world_size, weights_only=weights_only)
+    if mixed is not None:
+        parts = [expert_files.laid(mixed, **asked)]
+    else:
+        parts = [_laid(choice, rank) for choice, rank in _choices(state, wanted, **asked)]
+    latest = skeletons.of_bytes("latest", parts[0][0].encode())
+    first = skeletons.joined(models for _, models, _ in parts)
+    second = skeletons.joined(optimizers for _, _, optimizers in parts)
     return Skeleton(
         latest.files + first.files + second.files,
         first.entries + second.entries,
@@ -96,16 +97,13 @@ def lay_out(
     )
 
 
-def _refuse_experts(state: Training) -> None:
-    """DeepSpeed reads experts of nothing but their own files, at every stage."""
-    found = next((w.fqn for w in state.weights if expert_names.parse(w.fqn)), None)
-    if found is not None:
-        raise UnsupportedError(
-            state.manifest.origin.path,
-            f"holds a mixture of experts ({found!r}), of which DeepSpeed keeps a file an expert and"
-            " an optimizer an expert-parallel rank: they are read, and not written",
-            "write DCP or one file: --to dcp, --to torch",
-        )
+def _laid(choice: Choice, rank: ModelRank | None) -> tuple[str, Skeleton, Skeleton]:
+    """The tag, the model states and the optimizer states of a model-parallel rank."""
+    module = skeletons.joined([*files.model_states(choice), *files.layers(choice, rank)])
+    optimizer = skeletons.joined(files.optimizer_states(choice))
+    if rank is None:
+        return choice.tag, module, optimizer
+    return choice.tag, rank.lifted(module), rank.lifted(optimizer)
 
 
 def _choices(
@@ -117,7 +115,6 @@ def _choices(
     **asked: Any,
 ) -> Iterator[tuple[Choice, ModelRank | None]]:
     """What is to be written of each model-parallel rank."""
-    _refuse_experts(state)
     if grids.is_whole(state, wanted):
         yield choose(state, stage=stage, weights_only=weights_only, **asked), None
         return
@@ -172,15 +169,17 @@ def notes(
     Raises:
         ReshardError: as `lay_out`.
     """
-    _refuse_experts(state)
+    asked = wanted or Wanted()
+    mixed = experts.mixture(state, asked, world_size, weights_only=weights_only)
     choice = choose(
-        state,
+        mixed.state if mixed else state,
         world_size=world_size,
         stage=stage,
         precision=precision,
         weights_only=weights_only,
     )
-    asked = wanted or Wanted()
+    if mixed is not None:
+        return (*report.notes(choice), *mixed.notes)
     of_grid = () if grids.is_whole(state, asked) else grids.grid(state, asked).notes
     return (*report.notes(choice), *of_grid)
 
@@ -251,7 +250,7 @@ def notes_universal(
 def _universal(
     state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
 ) -> Choice:
-    _refuse_experts(state)
+    experts.refuse_universal(state)
     return choose(
         state,
         world_size=world_size,
@@ -260,51 +259,3 @@ def _universal(
         tag=tag or f"global_step{state.step()}_universal",
         universal=True,
     )
-
-
-def _models(choice: Choice) -> Iterator[Skeleton]:
-    model = f"mp_rank_{choice.mp_rank:02d}_model_states.pt"
-    if choice.stage < 3:
-        yield torch_writer.lay_out_object(f"{choice.tag}/{model}", model_states.whole_file(choice))
-        return
-    names = [f"{choice.tag}/zero_pp_rank_{rank}_{model}" for rank in range(choice.world_size)]
-    yield torch_writer.lay_out_object(names[0], model_states.file_of(choice, 0))
-    if choice.frozen:  # of which each rank has a piece of its own
-        for rank, name in enumerate(names[1:], 1):
-            yield torch_writer.lay_out_object(name, model_states.file_of(choice, rank))
-    elif names[1:]:
-        second = torch_writer.lay_out_object(names[1], model_states.file_of(choice, 1))
-        yield from (skeletons.named(second, name) for name in names[1:])
-
-
-def _layers(choice: Choice, rank: ModelRank | None) -> Iterator[Skeleton]:
-    for layer in rank.layers if rank else ():
-        name = f"{choice.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
-        yield torch_writer.lay_out_object(name, model_states.layer_file(choice, layer))
-
-
-def _optimizers(choice: Choice) -> Iterator[Skeleton]:
-    """DeepSpeed asks for ``bf16_`` by the precision of the run, at every stage."""
-    if choice.stage == 0:
-        return
-    prefix = f"{choice.tag}/{'bf16_' if choice.precision == BFLOAT16 else ''}zero_pp_rank"
-    names = [
-        f"{prefix}_{rank}_mp_rank_{choice.mp_rank:02d}_optim_states.pt"
-        for rank in range(choice.world_size)
-    ]
-    if choice.stage == 3:
-        states = partitioned.first_rank(choice)
-        first = torch_writer.lay_out_object(names[0], _optimizer(choice, states))
-        yield skeletons.a_rank_each(first, names)
-        return
-    groups = flat.Flat(choice)
-    for rank, name in enumerate(names):
-        yield torch_writer.lay_out_object(name, _optimizer(choice, groups.of_rank(rank)))
-
-
-def _optimizer(choice: Choice, states: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "optimizer_state_dict": states,
-        "ds_config": choice.config,
-        "ds_version": WRITTEN_AS,
-    }

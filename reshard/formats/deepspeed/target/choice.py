@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard import dtypes
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
+from reshard.formats.deepspeed import expert_ranks
 from reshard.formats.deepspeed.target import carried, order, scaling
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import PARAM, Entry
@@ -37,6 +37,7 @@ class Choice:
         scaler: the loss scaler's state; new where the source has none.
         sizes: of the model-parallel grid, of which this is the rank ``mp_rank``.
         layered: whether the module lies in files of its layers.
+        experts: how many each layer of them has, in the whole model; they have files of their own.
         turns_ended: whether ``round_robin_gradients`` of the source is off in ``config``.
         weights_only: without optimizer, in the layout of stage 0 or 3.
     """
@@ -62,6 +63,7 @@ class Choice:
     sizes: Sizes = ONE
     mp_rank: int = 0
     layered: bool = False
+    experts: tuple[int, ...] = ()
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """What fills the module's copy, and its dtype there.
@@ -84,6 +86,15 @@ class Choice:
         saved = self.state.manifest.train.clip
         said = self.config.get("gradient_clipping") if saved is None else saved
         return said if isinstance(said, (int, float)) else None
+
+    def sharers(self, group: Group) -> int:
+        """How many ranks share a group's flat tensors: all that hold the same experts, or all."""
+        return order.sharers(group, self.world_size)
+
+    def share(self, group: Group, rank: int) -> int:
+        """A rank's place among those."""
+        size = self.world_size // self.sharers(group)
+        return expert_ranks.place(self.world_size, size, self.config, rank)[1]
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As the optimizer keeps them: hyper-parameters, and the indices of the flat tensors."""
@@ -118,13 +129,13 @@ def choose(
         refuse_without_optimizer(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or precision_of(state)
-    config = _adapted(_config(state), stage, of_run)
+    config = _adapted(order.config_of(state), stage, of_run)
     turns_ended = universal and order.goes_round(config)
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
     bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
     groups = _groups(state, keep_empty=bare)
-    flats, flats_of = _flats(groups, config, world_size, 2 if universal else stage, of_run)
+    flats, flats_of = order.flats(groups, config, world_size, 2 if universal else stage, of_run)
     owned = {member.fqn for group in groups for member in group.members}
     rest = [weight for weight in state.weights if weight.fqn not in owned]
     kept, lost = carried.carried(state)
@@ -200,13 +211,6 @@ def precision_of(state: Training) -> DType:
     return max(sizes, key=lambda dtype: sizes[dtype], default=FLOAT32)
 
 
-def _config(state: Training) -> dict[str, Any] | None:
-    """The ``ds_config`` of the run; other programs' configurations are none."""
-    config = state.manifest.train.config
-    of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
-    return config if of_deepspeed and isinstance(config, dict) else None
-
-
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
     """The configuration with the stage and the precision that the files will have."""
     adapted = dict(config or {})
@@ -219,33 +223,14 @@ def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dic
 
 def _groups(state: Training, *, keep_empty: bool) -> tuple[Group, ...]:
     """The groups in the user's order, without the parameters that DeepSpeed never optimizes."""
-    put = _users_order(state)
+    put = order.users(state)
     groups = []
     for group in state.groups:
-        members = [m for m in put(group.members) if m.weight.value.numel or keep_empty]
+        members = [m for m in put(group) if m.weight.value.numel or keep_empty]
         for member in members:
             _check_slots(state, member)
         groups.append(replace(group, members=tuple(members)))
     return tuple(groups)
-
-
-def _users_order(state: Training) -> Callable[[Sequence[Trained]], Sequence[Trained]]:
-    """Puts a group into the order in which a script gives it to DeepSpeed, which goes by place.
-
-    DeepSpeed's own files say it; but ``param_shapes`` of a run with ``round_robin_gradients`` lists
-    the parameters as they go round its ranks. Of other sources it is the model's order: some have
-    one of their own (FSDP 1: unit after unit).
-    """
-    origin, config = state.manifest.origin, _config(state)
-    if state.regrouped or not origin.format.startswith("deepspeed"):
-        place = {weight.fqn: number for number, weight in enumerate(state.weights)}
-        return lambda members: sorted(members, key=lambda member: place[member.fqn])
-    stage = order.section(config, "zero_optimization").get("stage", 0)
-    precision = dtypes.parse(origin.precision) if origin.precision else None
-    if order.takes_turns(config, stage, precision):
-        ranks = origin.mesh.get("dp", origin.mesh.get("world", 1))
-        return lambda members: order.out_of_turns(members, ranks)
-    return lambda members: members
 
 
 def _check_slots(state: Training, member: Trained) -> None:
@@ -256,22 +241,6 @@ def _check_slots(state: Training, member: Trained) -> None:
                 f"the optimizer keeps a {slot} of {entry.shape} for {member.fqn!r} of"
                 f" {member.weight.shape}: DeepSpeed has a place for state by element only",
             )
-
-
-def _flats(
-    groups: Sequence[Group], config: dict[str, Any], ranks: int, stage: int, precision: DType
-) -> tuple[tuple[tuple[Trained, ...], ...], tuple[tuple[int, ...], ...]]:
-    """(the members of each flat tensor, the flat tensors of each group)."""
-    of_group: list[list[tuple[Trained, ...]]]
-    if stage == 3:
-        of_group = [list(order.sub_groups(group.members, config, ranks)) for group in groups]
-    elif order.takes_turns(config, stage, precision):
-        of_group = [[tuple(order.in_turns(group.members, ranks))] for group in groups]
-    else:
-        of_group = [[group.members] for group in groups]
-    flats = tuple(flat for held in of_group for flat in held)
-    numbers = iter(range(len(flats)))
-    return flats, tuple(tuple(next(numbers) for _ in held) for held in of_group)
 
 
 def _is_buffer(weight: Weight) -> bool:

@@ -2,7 +2,8 @@
 
 Geometry (DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``__init__``): a group's parameters
 one after the other, each but the last followed by its alignment padding, then a tail that makes the
-whole a multiple of twice the ranks. Masters are stored without the tail, slots with it.
+whole a multiple of twice the ranks that share it: all, or those that hold the same experts. Masters
+are stored without the tail, slots with it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ class Flat:
     def of_rank(self, rank: int) -> dict[str, Any]:
         """One rank's ``optimizer_state_dict``."""
         choice = self._choice
-        shares = [group.share(rank) for group in self._groups]
+        shares = [
+            laid.share(choice.share(group, rank))
+            for group, laid in zip(choice.groups, self._groups, strict=True)
+        ]
         return {
             "loss_scaler": scaler(choice.scaler),
             "dynamic_loss_scale": choice.scaler["dynamic"],
@@ -68,7 +72,7 @@ class Flat:
             "zero_stage": stage_enum(choice.stage),
             "group_paddings": [share.padding for share in shares],
             "param_alignment_paddings": [list(group.paddings) for group in self._groups],
-            "partition_count": [choice.world_size] * len(self._groups),
+            "partition_count": [choice.sharers(group) for group in choice.groups],
             "ds_version": WRITTEN_AS,
             "param_slice_mappings": [share.addresses for share in shares],
         }
@@ -97,12 +101,12 @@ class _Group:
         self._starts = list(ends)[: len(flat)]
         self._stops = [start + numel for start, numel in zip(self._starts, sizes, strict=True)]
         self._end = self._stops[-1] if flat else 0
-        self._numel = -(-self._end // (ALIGNMENT * choice.world_size)) * ALIGNMENT
+        self._numel = -(-self._end // (ALIGNMENT * choice.sharers(group))) * ALIGNMENT
         self._dtypes = {name: dtype_of(name, flat) for name in names_of(flat)}
         self._step = step_of(flat, choice.state.manifest.origin.path)
 
     def share(self, rank: int) -> _Share:
-        """One rank's."""
+        """One rank's, by its place among those that share the group."""
         pieces = list(self._pieces(rank))
         padding = min(max((rank + 1) * self._numel - self._end, 0), self._numel)
         numel = self._numel - padding

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.target import order
 from reshard.formats.deepspeed.target.pipeline import Layer, layers_of, stages
-from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.formats.training import Group, Training, changed
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.moves import Move, moved
@@ -35,12 +35,14 @@ class Wanted:
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size;
             None: it stays as it is.
         rules: a user's table of how parameters are cut.
+        experts: ranks that share the experts of every layer; None: each layer's as in the source.
     """
 
     sizes: Sizes = ONE
     stage_layers: tuple[int, ...] | None = None
     divisible: int | None = None
     rules: Path | None = None
+    experts: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +91,18 @@ def grid(state: Training, wanted: Wanted) -> Grid:
 
     Raises:
         UsageError: a parameter that nothing says how to cut, or that does not divide; a module
-            without layers of its own is to be cut into stages.
-        UnsupportedError: experts apart from one another; an order of parameters that is lost.
+            without layers of its own is to be cut into stages; experts, of which there are none.
+        UnsupportedError: an order of parameters that is lost; state that is not by element.
     """
     manifest, sizes = state.manifest, wanted.sizes
     if sizes.expert > 1:
-        raise UnsupportedError(
-            f"--ep {sizes.expert}", "experts apart from one another are not written yet"
+        raise UsageError(
+            f"--ep {sizes.expert}",
+            f"{manifest.origin.path} holds no experts of deepspeed.moe",
+            "leave it out",
         )
     _refuse_turns(state)
+    _refuse_odd_slots(state)
     layers = layers_of(manifest)
     if sizes.pipeline > 1 and not layers:
         raise UsageError(
@@ -141,6 +146,17 @@ def _refuse_turns(state: Training) -> None:
             " order of its own",
             "save it once without",
         )
+
+
+def _refuse_odd_slots(state: Training) -> None:
+    for member in (member for group in state.groups for member in group.members):
+        for slot, entry in member.slots.items():
+            if entry.shape != member.weight.shape:
+                raise UnsupportedError(
+                    f"{member.fqn!r}",
+                    f"has a {slot} of {entry.shape}, not of its own shape {member.weight.shape}:"
+                    " nothing says how ranks share it",
+                )
 
 
 def _of_stage(state: Training, layers: Sequence[Layer]) -> Training:
@@ -242,41 +258,12 @@ def _rank(
             lifts[entry.fqn] = entry.shape, tuple(_moves(blocks, entry.shape))
         return local[entry.key]
 
-    def weighed(weight: Weight) -> Weight:
-        value = cut(weight.value)
-        return replace(weight, value=value, shape=value.shape)
-
-    weights = {weight.fqn: weighed(weight) for weight in state.weights}
-    groups = tuple(
-        Group(group.hyper, tuple(_member(m, weights[m.fqn], cut) for m in group.members))
-        for group in state.groups
-    )
-    entries = [cut(e) for e in state.manifest.entries.values() if e.fqn in weights]
-    train = state.manifest.train
+    own = changed(state, cut)
+    train = own.manifest.train
     if cutter.info:
         train = replace(train, opaque={**train.opaque, _INFO: cutter.info})
-    manifest = replace(
-        state.manifest,
-        entries={entry.key: entry for entry in entries},
-        train=train,
-        frozen=state.manifest.frozen & weights.keys(),
-        tied={alias: kept for alias, kept in state.manifest.tied.items() if kept in weights},
-    )
-    own = replace(state, manifest=manifest, weights=tuple(weights.values()), groups=groups)
+    own = replace(own, manifest=replace(own.manifest, train=train))
     return ModelRank(number, own, layers, suffix, lifts)
-
-
-def _member(member: Trained, weight: Weight, cut: Any) -> Trained:
-    for slot, entry in member.slots.items():
-        if entry.shape != member.weight.shape:
-            raise UnsupportedError(
-                f"{member.fqn!r}",
-                f"has a {slot} of {entry.shape}, not of its own shape {member.weight.shape}:"
-                " nothing says how ranks share it",
-            )
-    return replace(
-        member, weight=weight, slots={slot: cut(entry) for slot, entry in member.slots.items()}
-    )
 
 
 def _moves(blocks: Sequence[tuple[Box, Box]], shape: Index) -> Iterator[Move]:

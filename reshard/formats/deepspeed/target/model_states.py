@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from reshard.box import Index
+from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.target import whole
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
 from reshard.formats.deepspeed.target.partitioned import fragment
 from reshard.formats.deepspeed.target.pipeline import Layer
 from reshard.formats.torch_writer import Slot, Storage, whole_tensor
+from reshard.unpickle import Call
 
 
 def whole_file(choice: Choice) -> dict[str, Any]:
@@ -90,6 +93,11 @@ def _root(
     train = choice.state.manifest.train
     counted = {} if train.samples is None else {"global_samples": train.samples}
     sharded = choice.stage > 0
+    experts: dict[str, Any] = {}
+    if choice.experts:
+        own = ((name, slot) for name, slot in module.items() if not expert_names.parse(name))
+        module = OrderedDict(own)
+        experts = {"num_experts": list(choice.experts), "ds_autoep_layers": None}
     return {
         "module": None if choice.layered else module,
         "buffer_names": [weight.fqn for weight in choice.buffers],
@@ -112,16 +120,22 @@ def _root(
         },
         "ds_config": choice.config,
         "ds_version": WRITTEN_AS,
+        **experts,
         **choice.carried,
     }
 
 
 def _param_shapes(choice: Choice) -> list[OrderedDict[str, Any]]:
     return [
-        OrderedDict((member.fqn, size(member.weight.shape)) for member in flat)
+        OrderedDict((member.fqn, _size(choice, member.weight.shape)) for member in flat)
         for flat in choice.flats
     ]
 
 
 def _frozen_shapes(choice: Choice) -> OrderedDict[str, Any]:
-    return OrderedDict((weight.fqn, size(weight.shape)) for weight in choice.frozen)
+    return OrderedDict((weight.fqn, _size(choice, weight.shape)) for weight in choice.frozen)
+
+
+def _size(choice: Choice, shape: Index) -> Index | Call:
+    """A ``torch.Size``; a tuple in runs with experts, of which the engine saves a copy."""
+    return shape if choice.experts else size(shape)

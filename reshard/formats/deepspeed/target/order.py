@@ -7,12 +7,14 @@ Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py`` (``_round_robin_reord
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
+from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
-from reshard.formats.training import Trained
+from reshard.formats.deepspeed import expert_names
+from reshard.formats.training import Group, Trained, Training
 
 _SUB_GROUP_SIZE = 10**9
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config takes
@@ -82,3 +84,54 @@ def _sub_group_size(config: Mapping[str, Any]) -> int:
     """As configured; it may be written 1e9."""
     size = section(config, "zero_optimization").get("sub_group_size")
     return int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE
+
+
+def config_of(state: Training) -> dict[str, Any] | None:
+    """The ``ds_config`` of the run; other programs' configurations are none."""
+    config = state.manifest.train.config
+    of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
+    return config if of_deepspeed and isinstance(config, dict) else None
+
+
+def users(state: Training) -> Callable[[Group], Sequence[Trained]]:
+    """Puts a group into the order in which a script gives it to DeepSpeed, which goes by place.
+
+    DeepSpeed's own files say it; but ``param_shapes`` of a run with ``round_robin_gradients`` lists
+    the parameters as they go round its ranks (of groups of experts the reader has undone that). Of
+    other sources it is the model's order: some have one of their own (FSDP 1: unit after unit).
+    """
+    origin, config = state.manifest.origin, config_of(state)
+    if state.regrouped or not origin.format.startswith("deepspeed"):
+        place = {weight.fqn: number for number, weight in enumerate(state.weights)}
+        return lambda group: sorted(group.members, key=lambda member: place[member.fqn])
+    stage = section(config, "zero_optimization").get("stage", 0)
+    precision = dtypes.parse(origin.precision) if origin.precision else None
+    if takes_turns(config, stage, precision):
+        ranks = origin.mesh.get("dp", origin.mesh.get("world", 1))
+        return lambda group: (
+            group.members
+            if expert_names.is_of_experts(group.hyper)
+            else out_of_turns(group.members, ranks)
+        )
+    return lambda group: group.members
+
+
+def flats(
+    groups: Sequence[Group], config: dict[str, Any], ranks: int, stage: int, precision: DType
+) -> tuple[tuple[tuple[Trained, ...], ...], tuple[tuple[int, ...], ...]]:
+    """(the members of each flat tensor, the flat tensors of each group)."""
+    of_group: list[list[tuple[Trained, ...]]]
+    if stage == 3:
+        of_group = [list(sub_groups(group.members, config, ranks)) for group in groups]
+    elif takes_turns(config, stage, precision):
+        of_group = [[tuple(in_turns(group.members, sharers(group, ranks)))] for group in groups]
+    else:
+        of_group = [[group.members] for group in groups]
+    listed = tuple(flat for held in of_group for flat in held)
+    numbers = iter(range(len(listed)))
+    return listed, tuple(tuple(next(numbers) for _ in held) for held in of_group)
+
+
+def sharers(group: Group, ranks: int) -> int:
+    """How many ranks share a group's flat tensors: all, or those that hold the same experts."""
+    return ranks // (expert_names.ranks_of(group.hyper) or 1)

@@ -159,7 +159,7 @@ def _of_weights(choice: Choice) -> Iterator[str]:
     needed = ", load_optimizer_states=False" if choice.stage == 3 else ""
     yield f"load it with load_checkpoint(..., load_module_only=True{needed})"
     if choice.stage != 3:
-        yield "stages 0, 1 and 2 load this one file at any number of ranks"
+        yield "stages 0, 1 and 2 load it at any number of ranks"
     if choice.precision != FLOAT32:
         yield f"DeepSpeed then begins its fp32 masters from the {choice.precision} weights"
 

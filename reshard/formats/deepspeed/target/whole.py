@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from reshard.dtypes import FLOAT32, DType
+from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.target import scaling
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import deepspeeds_own, step
@@ -88,14 +89,24 @@ def _by_group(choice: Choice) -> dict[str, Any]:
 
 
 def _are_told(choice: Choice) -> bool:
-    """Whether shapes say whose each number is; where they do not, names stand beside it."""
+    """Whether shapes say whose each number is; where they do not, names stand beside it.
+
+    Experts are in groups of their own.
+    """
     buffers = {buffer.fqn for buffer in choice.buffers}
     candidates = {
         weight.fqn: weight.shape
         for weight in choice.state.weights
         if weight.value.numel and weight.fqn not in buffers
     }
-    return order.tell(candidates, choice.groups)
+    experts = {fqn for fqn in candidates if expert_names.parse(fqn)}
+    return all(
+        order.tell(
+            {fqn: shape for fqn, shape in candidates.items() if (fqn in experts) == of_experts},
+            [g for g in choice.groups if expert_names.is_of_experts(g.hyper) == of_experts],
+        )
+        for of_experts in ((False, True) if experts else (False,))
+    )
 
 
 def _flat(members: Sequence[Trained], dtype: DType, value: Value) -> Slot:
