@@ -61,7 +61,7 @@ def test_the_state_goes_to_another_format_whole(case, target, made, tmp_path):
 
 
 def test_a_table_of_cuts_is_read_where_nothing_is_cut(made, tmp_path):
-    (tmp_path / "rules.yaml").write_text("parameters: [1, 2]")
+    (tmp_path / "rules.yaml").write_text("- 1")
     options = SplitOptions(rules=tmp_path / "rules.yaml")
     with pytest.raises(UsageError, match=r"rules\.yaml"):
         split(made / "moe_z2" / "run", tmp_path / "out", options)

@@ -153,19 +153,19 @@ RUNS = (
     Resumed("moe_z1_ws4", 4, (2, 2), 1),
     Resumed("moe_z1_ws4", 2, (2, 2), 1),
     Resumed("moe_z1_ws4", 2, (1, 1), 2),
-    Resumed("moe_z1_ws4", 4, (2, 2), 2, "fp16", 1e-2),
+    Resumed("moe_z1_ws4", 4, (2, 2), 2, "fp16", 1e-3),
     Resumed("moe_z0", 2, (2, 2), 0),
     Resumed("moe_z0", 4, (1, 1), 0),
     Resumed("moe_z1_ep1", 2, (1, 1), 1),
     Resumed("moe_z1_ep1", 4, (2, 2), 1),
-    Resumed("moe_z2", 4, (2, 2), 2, "bf16", 1e-2),
+    Resumed("moe_z2", 4, (2, 2), 2, "bf16", 1e-3),
     Resumed("moe_z1_sizes", 4, (4, 2, 1), 1, "bf16"),
-    Resumed("moe_z1_sizes", 4, (2, 2, 2), 1, "bf16", 1e-2),
-    Resumed("moe_z0_bf16_ws4", 2, (2, 2), 0, "bf16", 1e-2),
+    Resumed("moe_z1_sizes", 4, (2, 2, 2), 1, "bf16", 1e-3),
+    Resumed("moe_z0_bf16_ws4", 2, (2, 2), 0, "bf16", 1e-3),
     Resumed("moe_z2_turns", 4, (2, 2), 2, "bf16"),
-    Resumed("moe_z2_turns", 2, (1, 1), 1, "bf16", 1e-2),
+    Resumed("moe_z2_turns", 2, (1, 1), 1, "bf16", 1e-3),
     Resumed("moe_bf16opt", 4, (2, 2), 1, "bf16"),
-    Resumed("moe_z1_sizes", 2, (1, 1, 1), 2, "bf16", 1.0, weights_only=True),
+    Resumed("moe_z1_sizes", 2, (1, 1, 1), 2, "bf16", weights_only=True),
 )
 
 
@@ -219,7 +219,7 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
     for name in ("step", "skipped"):
         assert loaded["train"][name] == wanted["train"][name], name
     off = [abs(a - b) for a, b in zip(got["losses"], wanted["next"]["losses"], strict=True)]
-    assert max(off) <= run.noise, off
+    assert run.weights_only or max(off) <= run.noise, off  # without steps it sees other batches
     if run.stays:
         assert off == [0.0, 0.0]
         for name, value in wanted["next"]["params"].items():

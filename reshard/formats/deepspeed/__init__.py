@@ -55,8 +55,8 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
     if "zero" in place.folders:
         return universal.read(place, rules)
     files = directory.census(place)
-    if rules is not None and not files.is_parallel:
-        with_users(Table("", ()), rules)  # nothing is cut here; what is wrong with it is told
-    if files.experts or files.expert_optim:
-        return experts.read(files)
-    return parallel.read(files, rules) if files.is_parallel else native.read(files.ranks[0])
+    mixed = bool(files.experts or files.expert_optim)
+    if files.is_parallel and not mixed:
+        return parallel.read(files, rules)
+    with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
+    return experts.read(files) if mixed else native.read(files.ranks[0])
