@@ -216,7 +216,9 @@ def test_deepspeed_resumes_from_it(run, resumed, made):
         for name, value in tensors.items():
             assert torch.equal(loaded["slots"][slot][name], value), (slot, name)
     assert set(loaded["optimizer_steps"].values()) == set(wanted["optimizer_steps"].values())
-    for name in ("step", "skipped"):
+    called = {g["name"] for g in loaded["train"]["param_groups"] if g.get("moe")}
+    assert called == {f"ep_size_{ranks}" for ranks in run.ranks}
+    for name in ("step", "skipped", "lr"):
         assert loaded["train"][name] == wanted["train"][name], name
     off = [abs(a - b) for a, b in zip(got["losses"], wanted["next"]["losses"], strict=True)]
     assert run.weights_only or max(off) <= run.noise, off  # without steps it sees other batches
