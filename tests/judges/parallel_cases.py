@@ -80,7 +80,6 @@ CASES = {
         Case("mpu2_z3", "mpu", tied=False, tp=2, dp=2, stage=3),
         Case("mpu2_z0", "mpu", tied=False, tp=2, stage=0, precision="fp32"),
         Case("autotp2_z0_fp32", "autotp", tied=False, tp=2, stage=0, precision="fp32"),
-        Case("autotp2_z0_bf16", "autotp", tied=False, tp=2, dp=2, stage=0),
         Case("autotp2_z1", "autotp", tied=False, tp=2, dp=2),
         Case("autotp2_z2_fp32", "autotp", tied=False, tp=2, dp=2, stage=2, precision="fp32"),
         Case("autotp2_z3", "autotp", tied=False, tp=2, dp=2, stage=3),

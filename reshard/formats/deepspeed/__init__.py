@@ -5,6 +5,8 @@
     experts     a mixture of experts: its files, joined with the rest
     expert_names    what their parameters are called
     cuts        how tensor-parallel ranks share a parameter
+    affine      what AutoTP says of that
+    neox        GPT-NeoX's settings
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
     flat        stages 1 and 2: one flat tensor a group, in equal pieces

@@ -189,6 +189,11 @@ class _Cutter:
         of_others = self.size != state.manifest.origin.mesh.get("tp", 1)
         if of_others and ("sub_param_shard_widths" in self.info or "affine_map" in self.info):
             self.info = _evenly(self.info, self.size)
+            if self.size > 1:
+                self.notes.append(
+                    "tensor-parallel ranks share evenly; AutoTP cuts at key-value heads: where"
+                    f" {self.size} does not divide them, DeepSpeed loads --to ds-universal alone"
+                )
 
     def _padded(self, fqn: str, shape: Index, divisible: int | None) -> Index:
         """The shape with the padding of a vocabulary that this grid wants."""
