@@ -125,7 +125,9 @@ def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:
         raise ReshardError(
             wanted.fqn, f"the target needs a {wanted.kind} of {wanted.shape}, the source {has}"
         )
-    factor = 1.0 if isinstance(wanted.chunks, Runs) or not wanted.chunks else wanted.chunks[0].factor
+    factor = (
+        1.0 if isinstance(wanted.chunks, Runs) or not wanted.chunks else wanted.chunks[0].factor
+    )
     if factor == 1.0:
         return found
     return replace(
