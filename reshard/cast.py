@@ -36,11 +36,18 @@ def numpy_dtype(dtype: DType, *, casting: bool) -> str:
 
 
 def cast(
-    source: Array, target: Array, dtype: DType, target_dtype: DType, *, clamp: bool
+    source: Array,
+    target: Array,
+    dtype: DType,
+    target_dtype: DType,
+    *,
+    clamp: bool,
+    factor: float = 1.0,
 ) -> tuple[int, int]:
     """Fill ``target`` with ``source`` in another float dtype; arrays of equal shape.
 
     Args:
+        factor: what the numbers are multiplied by, before they are rounded.
         clamp: write the largest finite value where the result would be infinite.
 
     Returns:
@@ -51,23 +58,27 @@ def cast(
     if not (source.ndim == 1 and source.flags.c_contiguous and target.flags.c_contiguous):
         flat = np.empty(source.size, target.dtype)
         line = np.ascontiguousarray(source).reshape(-1)
-        counts = cast(line, flat, dtype, target_dtype, clamp=clamp)
+        counts = cast(line, flat, dtype, target_dtype, clamp=clamp, factor=factor)
         target[...] = flat.reshape(source.shape)
         return counts
     overflowed = flushed = 0
     with np.errstate(all="ignore"):
         for start in range(0, source.size, _BLOCK):
             block = slice(start, start + _BLOCK)
-            counts = _cast_block(source[block], target[block], dtype, target_dtype, clamp)
+            numbers, held = as_numbers(source[block], dtype), dtype
+            if factor != 1.0:
+                wide = numbers.astype(np.float32) if dtype.itemsize < FLOAT32.itemsize else numbers
+                numbers = wide * wide.dtype.type(factor)
+                held = FLOAT64 if dtype == FLOAT64 else FLOAT32
+            counts = _cast_block(numbers, target[block], held, target_dtype, clamp)
             overflowed += counts[0]
             flushed += counts[1]
     return overflowed, flushed
 
 
 def _cast_block(
-    source: Array, target: Array, dtype: DType, target_dtype: DType, clamp: bool
+    numbers: Array, target: Array, dtype: DType, target_dtype: DType, clamp: bool
 ) -> tuple[int, int]:
-    numbers = as_numbers(source, dtype)
     if target_dtype == BFLOAT16:
         narrow = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
     else:

@@ -22,7 +22,8 @@ from reshard.runs import Runs
 class Copy:
     """A block to move: equal shape on both sides, offsets and strides in bytes.
 
-    ``target_offset`` counts from the start of the window that holds the copy.
+    ``target_offset`` counts from the start of the window that holds the copy; ``factor`` is what
+    elements are multiplied by on the way.
     """
 
     fqn: str
@@ -34,6 +35,12 @@ class Copy:
     target_offset: int
     target_strides: Index
     target_dtype: DType
+    factor: float = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the bits move as they are."""
+        return self.dtype == self.target_dtype and self.factor == 1.0
 
     @property
     def is_run(self) -> bool:
@@ -190,6 +197,7 @@ def _copy(
         at + dot(common.within(box).origin, target),
         target_strides,
         dtype,
+        chunk.factor,
     )
 
 
@@ -224,7 +232,8 @@ def _follows(a: Copy, b: Copy) -> bool:
     return (
         a.is_run
         and b.is_run
-        and (a.file, a.dtype, a.target_dtype) == (b.file, b.dtype, b.target_dtype)
+        and (a.file, a.dtype, a.target_dtype, a.factor)
+        == (b.file, b.dtype, b.target_dtype, b.factor)
         and b.byte_offset == a.byte_offset + a.numel * a.dtype.itemsize
         and b.target_offset == a.target_offset + a.numel * a.target_dtype.itemsize
     )

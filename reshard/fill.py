@@ -74,7 +74,7 @@ class Filler:
 
     def fill(self, copy: Copy, window: memoryview) -> None:
         """Fill the copy's place in a window."""
-        if copy.is_run and copy.dtype == copy.target_dtype:
+        if copy.is_run and copy.is_plain:
             nbytes = copy.numel * copy.dtype.itemsize
             self._read(copy.file, copy.byte_offset, window[copy.target_offset :][:nbytes])
             return
@@ -84,7 +84,7 @@ class Filler:
     def fill_run(self, copy: Copy, first: int, into: memoryview) -> None:
         """Fill ``into`` with elements of a run, from number ``first`` on."""
         offset = copy.byte_offset + first * copy.dtype.itemsize
-        if copy.dtype == copy.target_dtype:
+        if copy.is_plain:
             self._read(copy.file, offset, into, more=first > 0)
             return
         numel = len(into) // copy.target_dtype.itemsize
@@ -138,7 +138,7 @@ class Filler:
 
         from reshard import cast
 
-        casting = copy.dtype != copy.target_dtype
+        casting = not copy.is_plain
         dtype = cast.numpy_dtype(copy.dtype, casting=casting)
         source: Any = np.ndarray(shape, dtype, raw, 0, byte_strides)
         dtype = cast.numpy_dtype(copy.target_dtype, casting=casting)
@@ -147,7 +147,7 @@ class Filler:
             target[...] = source
             return
         overflowed, flushed = cast.cast(
-            source, target, copy.dtype, copy.target_dtype, clamp=self._clamp
+            source, target, copy.dtype, copy.target_dtype, factor=copy.factor, clamp=self._clamp
         )
         if overflowed:
             self.overflowed[copy.fqn] += overflowed

@@ -34,6 +34,7 @@ class Chunk:
         byte_offset: of the box's first element in the file.
         byte_strides: distance in the file between neighbours along each dim.
         dtype: as stored.
+        factor: what a stored element is multiplied by to be the tensor's.
     """
 
     box: Box
@@ -41,6 +42,7 @@ class Chunk:
     byte_offset: int
     byte_strides: Index
     dtype: DType
+    factor: float = 1.0
 
     @property
     def byte_span(self) -> tuple[int, int]:

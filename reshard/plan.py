@@ -8,6 +8,7 @@ Nothing is opened here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -124,7 +125,14 @@ def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:
         raise ReshardError(
             wanted.fqn, f"the target needs a {wanted.kind} of {wanted.shape}, the source {has}"
         )
-    return found
+    factor = (
+        1.0 if isinstance(wanted.chunks, Runs) or not wanted.chunks else wanted.chunks[0].factor
+    )
+    if factor == 1.0:
+        return found
+    return replace(
+        found, chunks=tuple(replace(chunk, factor=chunk.factor / factor) for chunk in found.chunks)
+    )
 
 
 def _check_contiguous(entry: Entry) -> None:

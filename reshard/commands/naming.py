@@ -11,7 +11,9 @@ from reshard.box import Box
 from reshard.commands.companions import config_beside
 from reshard.errors import UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import huggingface, megatron, meta
+from reshard.formats import deepspeed, huggingface, megatron, meta
+from reshard.formats.deepspeed import neox
+from reshard.formats.deepspeed.cuts import dialect_of
 from reshard.formats.megatron.target import Described
 from reshard.formats.meta import target as meta_target
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
@@ -115,7 +117,13 @@ def chosen(manifest: Manifest, asked: Asked) -> Naming:
     if asked.config is not None:
         _check_config(asked.config, made, traits)
     table = with_users(family.table, asked.rules)
-    done = names.to_hf(manifest, table, traits.architecture(), keep_padding=asked.keep_padding)
+    done = names.to_hf(
+        manifest,
+        table,
+        traits.architecture(),
+        dialect=_dialect(manifest),
+        keep_padding=asked.keep_padding,
+    )
     notes = list(done.notes)
     if traits.vocab and not asked.keep_padding:
         notes += _padding(manifest, table, traits.vocab)
@@ -206,10 +214,21 @@ def traits_of(manifest: Manifest) -> Traits | None:
     if origin.format == meta.NAME:
         return meta.traits(manifest)
     args = manifest.train.client.get("args")  # Megatron-DeepSpeed's, a Namespace
+    if _dialect(manifest) == neox.DIALECT:
+        said = neox.settings(origin.path)
+        padded = args.get("padded_vocab_size") if isinstance(args, Mapping) else None
+        return neox.traits(said, padded, origin.path) if said else None
     state = args.get("state") if isinstance(args, Mapping) else None
     if isinstance(state, Mapping) and state.keys() >= _OF_MEGATRON:
         return of_megatron(state, origin.path)
     return None
+
+
+def _dialect(manifest: Manifest) -> str | None:
+    """Which words of a table a DeepSpeed pipeline's names are; None elsewhere."""
+    if manifest.origin.format != deepspeed.NAME:
+        return None
+    return dialect_of(entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS))[0]
 
 
 def _refuse_unheeded(asked: Asked) -> None:

@@ -32,19 +32,25 @@ class Named:
 
 
 def to_hf(
-    manifest: Manifest, table: Table, model: Architecture, *, keep_padding: bool = False
+    manifest: Manifest,
+    table: Table,
+    model: Architecture,
+    *,
+    dialect: str | None = None,
+    keep_padding: bool = False,
 ) -> Named:
     """A training state under Hugging Face's names, in its tensors.
 
     Args:
         manifest: under the table's names, or those of a dialect of it.
+        dialect: which, where that is known: dialects number the layers each in its own way.
         keep_padding: leave the rows that pad the vocabulary where they are.
 
     Raises:
         UsageError: the table does not know a name, or the model says too little of a fused tensor.
         UnsupportedError: state that cannot be cut as its parameter is.
     """
-    return _ToHf(manifest, table, model, keep_padding=keep_padding).named()
+    return _ToHf(manifest, table, model, dialect, keep_padding=keep_padding).named()
 
 
 def from_hf(manifest: Manifest, table: Table, model: Architecture) -> Named:
@@ -66,11 +72,13 @@ _Piece = tuple[Index, tuple[Chunk, ...]]
 class _Renaming:
     """What both directions share: everything but the tensors."""
 
-    def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
+    def __init__(
+        self, manifest: Manifest, table: Table, model: Architecture, dialect: str | None = None
+    ) -> None:
         self.manifest = manifest
         self.model = model
         numbers = {name: n for name in NUMBERS if (n := getattr(model, name)) is not None}
-        self.spellings = Spellings(table, numbers)
+        self.spellings = Spellings(table, numbers, dialect)
         self.notes: dict[str, None] = {}
         self.shapes = {e.fqn: e.shape for e in manifest.of_kind(*WEIGHT_KINDS)}
         self._new: dict[str, tuple[str, ...]] = {}
@@ -214,9 +222,15 @@ class _ToHf(_Renaming):
     """From a table's names."""
 
     def __init__(
-        self, manifest: Manifest, table: Table, model: Architecture, *, keep_padding: bool
+        self,
+        manifest: Manifest,
+        table: Table,
+        model: Architecture,
+        dialect: str | None,
+        *,
+        keep_padding: bool,
     ) -> None:
-        super().__init__(manifest, table, model)
+        super().__init__(manifest, table, model, dialect)
         self._keep_padding = keep_padding
         self._spelled: dict[str, Spelled] = {}
 

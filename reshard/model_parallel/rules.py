@@ -6,7 +6,8 @@ kept there (see `spellings`). ``base`` names a table that it adds to. A user's f
 too; in both cases the lines added count before the others.
 
 ``prefix`` is a first component of Hugging Face's names that files may lack (its base model's, saved
-by itself), and ``computed`` are the names, of either side, that whoever loads a model computes.
+by itself), ``wrapper`` one that the source's names may have beside their own, and ``computed`` are
+the names, of either side, that whoever loads a model computes.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ _CUTS: Mapping[str, Split] = {
     "row": Split(1),
     "gated": Split(0, (1, 1)),
     "replicated": REPLICATED,
+    "summed": Split(summed=True),
 }
 _MAYBE_GATED = "maybe_gated"
 TABLES = Path(__file__).parent / "tables"
-_FORM = "write  NAME: {cut: vocab|column|row|gated|replicated}"
+_FORM = "write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Table:
     hf: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     computed: tuple[Pattern, ...] = ()
+    wrapper: str = ""
     _words: Mapping[str | None, Sequence[_Word]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -117,6 +120,7 @@ class Table:
             {**self.hf, **{name: line for name, line in other.hf.items() if name not in self.hf}},
             self.prefix or other.prefix,
             self.computed + other.computed,
+            self.wrapper or other.wrapper,
         )
 
     def find(
@@ -127,6 +131,7 @@ class Table:
         Args:
             dialect: whose words; None: the table's, then any.
         """
+        name = name.removeprefix(f"{self.wrapper}.") if self.wrapper else name
         for word in self._words.get(group_of(name), self._words[None]):
             if dialect is None or word.is_of(dialect):
                 fields = word.pattern.match(name, constants)
@@ -209,6 +214,7 @@ def _parsed(root: Mapping[str, Any], source: str) -> Table:
         hf,
         str(root.get("prefix", "")),
         _patterns(root.get("computed", [])),
+        str(root.get("wrapper", "")),
     )
 
 

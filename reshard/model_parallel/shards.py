@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from reshard.box import Box, Index, whole
 from reshard.errors import CorruptError, UsageError
-from reshard.manifest import Chunk, Entry
+from reshard.manifest import WEIGHT_KINDS, Chunk, Entry
 from reshard.model_parallel.moves import Move, moved, side_by_side
 
 
@@ -21,12 +21,21 @@ class Split:
             itself, so that a rank holds a piece of every one (gate and up: ``(1, 1)``).
         padded: dim 0 is a vocabulary, whose last rows may be padding.
         widths: the extent of each part on each rank, where a checkpoint says them; they may differ.
+        summed: every rank holds the same share of the values, whose sum is the parameter.
     """
 
     dim: int | None = None
     parts: tuple[int, ...] = (1,)
     padded: bool = False
     widths: tuple[Index, ...] = ()
+    summed: bool = False
+
+    def factor(self, kind: str, ranks: int) -> float:
+        """What a rank's values are multiplied by to be those of the whole.
+
+        Gradients of a sum are those of each summand: the optimizer's moments are the same.
+        """
+        return float(ranks) if self.summed and kind in WEIGHT_KINDS else 1.0
 
 
 REPLICATED = Split()
@@ -55,7 +64,8 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
         held: Sequence[Chunk] = first.chunks
         for piece in pieces[1:]:
             held = side_by_side(held, piece.chunks)
-        return replace(first, chunks=tuple(held))
+        factor = split.factor(first.kind, len(pieces))
+        return replace(first, chunks=tuple(replace(c, factor=c.factor * factor) for c in held))
     extents = [piece.shape[split.dim] for piece in pieces]
     shape = _with(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []
@@ -81,6 +91,10 @@ def blocks(
     if split.dim is None:
         return tuple(shape), ((whole(shape), whole(shape)),)
     extent = shape[split.dim]
+    if split.widths and sum(map(sum, split.widths)) == extent:
+        extents = [sum(widths) for widths in zip(*split.widths, strict=True)]
+        local = _with(shape, split.dim, extents[rank])
+        return local, tuple(_blocks(fqn, tuple(shape), split, extents, rank))
     if extent % (ranks * sum(split.parts)):
         raise UsageError(
             f"tensor parallel size {ranks}",

@@ -93,6 +93,7 @@ class Spellings:
 
     table: Table
     numbers: Mapping[str, int]  # fields of names that the model gives
+    dialect: str | None = None  # whose words the source's names are; None: the table's, then any
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
@@ -114,12 +115,12 @@ class Spellings:
         return any(match is not None for match in matches)
 
     def theirs(self, name: str) -> Spelled:
-        """A parameter of the table, by its own name or a dialect's, as it is written.
+        """A parameter of the table, by the source's name of it, as it is written.
 
         Raises:
             UsageError: no rule, or no line, has the name.
         """
-        found = self.table.need(name, self.numbers)
+        found = self.table.need(name, self.numbers, self.dialect)
         for line in self.lines:
             fields = line.own.match(found.name, self.numbers)
             if fields is not None:

@@ -17,11 +17,13 @@ class Case:
     """One run.
 
     Attributes:
-        kind: pipeline (PipelineModule), mpu (a module and ranks of its own).
+        kind: pipeline (PipelineModule), mpu (a module and ranks of its own), autotp (a Llama of
+            transformers that DeepSpeed cuts).
         patterns: whether the client saves ``universal_checkpoint_info``.
         groups: one, or decay: two by weight decay.
         universal: whether it loads a universal checkpoint.
         frozen: whether the first block has a frozen parameter.
+        heads: of an autotp model: of queries, and of keys and values.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Case:
     universal: bool = False
     frozen: bool = False
     method: str = "uniform"
+    heads: tuple[int, int] = (4, 2)
 
     @property
     def world(self) -> int:
@@ -54,6 +57,7 @@ class Case:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_optimization": {"stage": self.stage},
             "checkpoint": {"load_universal": self.universal},
+            **({"tensor_parallel": {"autotp_size": self.tp}} if self.kind == "autotp" else {}),
             **PRECISIONS[self.precision],
         }
 
@@ -75,5 +79,11 @@ CASES = {
         Case("mpu2_z2_fp32", "mpu", tied=False, tp=2, dp=2, stage=2, precision="fp32"),
         Case("mpu2_z3", "mpu", tied=False, tp=2, dp=2, stage=3),
         Case("mpu2_z0", "mpu", tied=False, tp=2, stage=0, precision="fp32"),
+        Case("autotp2_z0_fp32", "autotp", tied=False, tp=2, stage=0, precision="fp32"),
+        Case("autotp2_z1", "autotp", tied=False, tp=2, dp=2),
+        Case("autotp2_z2_fp32", "autotp", tied=False, tp=2, dp=2, stage=2, precision="fp32"),
+        Case("autotp2_z3", "autotp", tied=False, tp=2, dp=2, stage=3),
+        Case("autotp2_tied", "autotp", tp=2, groups="one"),
+        Case("autotp2_uneven", "autotp", tied=False, tp=2, heads=(6, 3)),
     )
 }

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from tests.judges import deepspeed_train as train
 from tests.judges import deepspeed_truth, ranks
+from tests.judges import parallel_autotp as autotp
 from tests.judges import parallel_models as models
 from tests.judges.deepspeed_worker import PRELOADED
 from tests.judges.parallel_cases import CASES, Case
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 BLOCKS, STEPS, NEXT_STEPS = 4, 3, 2
@@ -58,7 +59,8 @@ def make(case: Case, out: Path) -> None:
     losses = [step(engine, case, n) for n in range(STEPS)]
     reference = truth(engine) | {"losses": losses, "groups": _groups(engine)}
     blocks = range(1, 1 + BLOCKS)
-    client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if case.patterns else {}
+    says = case.patterns and case.kind != "autotp"  # DeepSpeed says it there
+    client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if says else {}
     engine.save_checkpoint(str(out / "run"), client_state={**client, "note": [1, 2]})
     further = [step(engine, case, STEPS + n) for n in range(NEXT_STEPS)]
     _write(reference | {"next": {"losses": further, "params": truth(engine)["params"]}}, out)
@@ -72,7 +74,9 @@ def start(case: Case) -> Any:
     models.Tp.size, models.Tp.rank = case.tp, grid.get_slice_parallel_rank()
     given: dict[str, Any] = {}
     model: nn.Module
-    if case.kind == "pipeline":
+    if case.kind == "autotp":
+        model = autotp.model(case)
+    elif case.kind == "pipeline":
         model = PipelineModule(
             specs(case),
             topology=topology if case.tp > 1 else None,
@@ -120,13 +124,19 @@ def _param_groups(case: Case, model: nn.Module) -> Any:
 
 def step(engine: Any, case: Case, number: int) -> float:
     """One update; the loss over all ranks."""
+    if case.kind == "autotp":
+        ids = models.batch(number).chunk(case.dp)[autotp.data_rank()]
+        return _update(engine, engine(input_ids=ids, labels=ids).loss)
     data = engine.mpu if hasattr(engine, "mpu") and engine.mpu is not None else None
     grid = engine.grid if case.kind == "pipeline" else data
     ids = models.batch(number).chunk(case.dp)[grid.get_data_parallel_rank()]
     if case.kind == "pipeline":
         halves = ids.chunk(2)
         return float(engine.train_batch(data_iter=iter([(half, half) for half in halves])))
-    loss = engine(ids)
+    return _update(engine, engine(ids))
+
+
+def _update(engine: Any, loss: Tensor) -> float:
     engine.backward(loss)
     engine.step()
     total = loss.detach().double()
@@ -140,9 +150,9 @@ def truth(engine: Any) -> dict[str, Any]:
     unused = frozenset() if first else frozenset({POSITIONS})
     now = deepspeed_truth.snapshot(engine, SLOTS, unused)
     mine = {"params": now.params, "live": deepspeed_truth.live_params(engine.module), **now.slots}
-    cuts = {name: getattr(p, models.CUT) for name, p in engine.module.named_parameters()}
+    gather = _gatherer(engine)
     held = {
-        kind: {name: models.gathered(value, cuts[name]) for name, value in tensors.items()}
+        kind: {name: gather(name, value) for name, value in tensors.items()}
         for kind, tensors in mine.items()
     }
     held["buffers"] = deepspeed_truth.persistent_buffers(engine.module)
@@ -153,6 +163,13 @@ def truth(engine: Any) -> dict[str, Any]:
         for kind, tensors in each.items():
             found[kind] = {**tensors, **found[kind]}  # where stages have the same: the first's
     return found
+
+
+def _gatherer(engine: Any) -> Callable[[str, Tensor], Tensor]:
+    if engine.autotp_size() > 1:
+        return autotp.gatherer(engine.module)
+    cuts = {name: getattr(p, models.CUT, None) for name, p in engine.module.named_parameters()}
+    return lambda name, local: models.gathered(local, cuts[name])
 
 
 def _groups(engine: Any) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@
     expert_names    what its parameters are called
     expert_ranks    which ranks hold which experts
     cuts        how tensor-parallel ranks share a parameter
+    affine      what AutoTP says of that
+    neox        GPT-NeoX's settings
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
     flat        stages 1 and 2: one flat tensor a group, in equal pieces

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError
+from reshard.formats.deepspeed import affine, neox
 from reshard.formats.deepspeed.layers import TIED
 from reshard.model_parallel.rules import Table, builtin, with_users
 from reshard.model_parallel.shards import REPLICATED, Split
@@ -27,7 +29,7 @@ _ROW = "parameter_with_row_parallelism_patterns"
 _GATED = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _STAGES = "pipeline_replicated_parameter_patterns"
-_QKV = re.compile(r"(\d+)\.(self_)?attention\.query_key_value\.weight")
+_QKV = re.compile(r"(?:sequential\.)?(\d+)\.(self_)?attention\.query_key_value\.weight")
 _FIRST_OF_BLOOM = 3  # the layer of its first block; 2 in Megatron-DeepSpeed and GPT-NeoX
 _MLP = (
     ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"),
@@ -62,13 +64,27 @@ class Cuts:
         self._info = info
         self._names = tuple(shapes)
         self._buffers = frozenset(buffers)
-        megatron = builtin("megatron")
         self._dialect, blocks = dialect_of(shapes)
+        self.notes: dict[str, None] = {}
+        megatron = builtin(self._table_name(ranks))
         none = Table(f"{megatron.source}, whose names are others", ())
         self._table = with_users(megatron if self._dialect else none, rules)
         self._constants = {"layers": blocks}
         self._gated = _is_gated(shapes)
-        self.notes: dict[str, None] = {}
+
+    def _table_name(self, ranks: int) -> str:
+        """Of the built-in table; which of them GPT-NeoX's settings say."""
+        if self._dialect != neox.DIALECT or ranks == 1:
+            return "megatron"
+        said = neox.settings(self._where)
+        if said is None:
+            self.notes[
+                "nothing says whether GPT-NeoX ran with gpt_j_residual, where row-parallel layers"
+                " have biases that add up: they are taken for copies (copy its configs/"
+                " beside the states, or say summed with --rules)"
+            ] = None
+            return "megatron"
+        return "neox_parallel" if neox.has_summed_biases(said) else "megatron"
 
     def split(self, fqn: str, shape: Index) -> Split:
         """How tensor-parallel ranks share one parameter.
@@ -152,9 +168,31 @@ class Cuts:
         if fused is not None:
             text = next(text for text in fused["patterns"] if re.match(text, fqn))
             return self._fused(fqn, shape, fused, text)
+        mapped = self._map(fqn)
+        if mapped is not None:
+            return replace(mapped, padded=self._found(_VOCABULARY, fqn))
         if self._found(_ROW, fqn):
             return Split(1)
         return Split(0, padded=True) if self._found(_VOCABULARY, fqn) else None
+
+    def _map(self, fqn: str) -> Split | None:
+        """What AutoTP's affine map says: of so many ranks the widths, else the dim alone.
+
+        Raises:
+            UnsupportedError: ranks hold other than one block each.
+        """
+        maps = (self._info.get("affine_map") or {}).get("params") or {}
+        found = next((value for text, value in maps.items() if re.match(text, fqn)), None)
+        if found is None:
+            return None
+        split = affine.split(found)
+        if split is None:
+            raise UnsupportedError(
+                self._where,
+                f"has {fqn!r} in pieces that lie apart (affine_map), which is not read yet",
+                "give reshard what DeepSpeed's ds_to_universal makes of it",
+            )
+        return split
 
     def _fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
         """Several parameters in one, each cut by itself."""
@@ -180,7 +218,7 @@ def dialect_of(names: Iterable[str]) -> tuple[str | None, int]:
     if not found:
         return None, 0
     if None in found.values():
-        return "neox", len(found)
+        return neox.DIALECT, len(found)
     return ("bloom" if min(found) == _FIRST_OF_BLOOM else "layers"), len(found)
 
 

@@ -106,15 +106,13 @@ def _with_layers(
             )
             for first, groups in zip(held, members, strict=True)
         ]
-        for stage, module in enumerate(layers.modules(files, rank, said)):
+        modules = layers.modules(files, rank, said)
+        shapes = {name: t.shape for module in modules for name, t in module.tensors.items()}
+        for stage, module in enumerate(modules):
             root, groups = held[stage].root, members[stage]
-            if groups:
-                root = {
-                    **root,
-                    "param_shapes": [
-                        {name: module.tensors[name].shape for name in group} for group in groups
-                    ],
-                }
+            if groups:  # a shared module is in every stage's, and its file in the first one's
+                told = [{name: shapes[name] for name in group} for group in groups]
+                root = {**root, "param_shapes": told}
             first = replace(held[stage], root=root, elsewhere=module.tensors)
             found[stage * tensor + rank] = (first, module.files)
     return [found[number] for number in sorted(found)]

@@ -21,6 +21,7 @@ from reshard.formats.training import Group, Training, changed
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.moves import Move, moved
+from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
 
 _INFO = "universal_checkpoint_info"
@@ -54,22 +55,26 @@ class ModelRank:
         state: what it holds, as if that were all there is.
         layers: those that it writes a file of; none where the module lies with the rest.
         suffix: of its layers' files.
-        whole: what its tensors are blocks of: shape, and the moves there.
+        whole: what its tensors are blocks of: shape, the moves there, and how ranks share it.
+        tensor: ranks that share each layer.
     """
 
     number: int
     state: Training
     layers: tuple[Layer, ...] = ()
     suffix: str = ""
-    whole: Mapping[str, tuple[Index, tuple[Move, ...]]] = field(default_factory=dict)
+    whole: Mapping[str, tuple[Index, tuple[Move, ...], Split]] = field(default_factory=dict)
+    tensor: int = 1
 
     def lifted(self, skeleton: Skeleton) -> Skeleton:
         """What is laid out for this rank, as blocks of the whole tensors."""
         return replace(skeleton, entries=tuple(self._lifted(e) for e in skeleton.entries))
 
     def _lifted(self, entry: Entry) -> Entry:
-        shape, moves = self.whole[entry.fqn]
-        return replace(entry, shape=shape, chunks=tuple(moved(entry.chunks, moves)))
+        shape, moves, split = self.whole[entry.fqn]
+        factor = split.factor(entry.kind, self.tensor)
+        chunks = (replace(chunk, factor=factor) for chunk in moved(entry.chunks, moves))
+        return replace(entry, shape=shape, chunks=tuple(chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +181,7 @@ class _Cutter:
     """Cuts every tensor of the state over tensor-parallel ranks."""
 
     def __init__(self, state: Training, wanted: Wanted) -> None:
-        self._size = wanted.sizes.tensor
+        self.size = wanted.sizes.tensor
         self._state = state
         self._shapes: dict[str, Index] = {}
         self._blocks: dict[tuple[str, int], tuple[Index, tuple[tuple[Box, Box], ...]]] = {}
@@ -189,22 +194,28 @@ class _Cutter:
             state.manifest.origin.path,
             self.info,
             shapes,
-            ranks=self._size,
+            ranks=self.size,
             buffers=buffers,
             rules=wanted.rules,
         )
-        self._splits = {fqn: cuts.split(fqn, shape) for fqn, shape in shapes.items()}
+        self.splits = {fqn: cuts.split(fqn, shape) for fqn, shape in shapes.items()}
         for fqn, shape in shapes.items():
             self._shapes[fqn] = self._padded(fqn, shape, wanted.divisible)
         self.notes += cuts.notes
-        if "sub_param_shard_widths" in self.info or "affine_map" in self.info:
-            self.info = _evenly(self.info, self._size)
+        of_others = self.size != state.manifest.origin.mesh.get("tp", 1)
+        if of_others and ("sub_param_shard_widths" in self.info or "affine_map" in self.info):
+            self.info = _evenly(self.info, self.size)
+            if self.size > 1:
+                self.notes.append(
+                    "tensor-parallel ranks share evenly; AutoTP cuts at key-value heads: where"
+                    f" {self.size} does not divide them, DeepSpeed loads --to ds-universal alone"
+                )
 
     def _padded(self, fqn: str, shape: Index, divisible: int | None) -> Index:
         """The shape with the padding of a vocabulary that this grid wants."""
-        if not self._splits[fqn].padded or divisible is None:
+        if not self.splits[fqn].padded or divisible is None:
             return shape
-        unit, words = divisible * self._size, self.info.get("original_vocab_size")
+        unit, words = divisible * self.size, self.info.get("original_vocab_size")
         if not isinstance(words, int):
             raise UsageError(
                 "--make-vocab-size-divisible-by",
@@ -222,8 +233,10 @@ class _Cutter:
         """What a rank holds of a tensor: its shape, and (block of the whole, block of it)."""
         key = fqn, rank
         if key not in self._blocks:
-            split = replace(self._splits[fqn], widths=())
-            self._blocks[key] = shards.blocks(fqn, self._shapes[fqn], split, self._size, rank)
+            split = self.splits[fqn]
+            if split.widths and len(split.widths[0]) != self.size:
+                split = replace(split, widths=())
+            self._blocks[key] = shards.blocks(fqn, self._shapes[fqn], split, self.size, rank)
         return self._blocks[key]
 
 
@@ -248,14 +261,15 @@ def _rank(
     suffix: str,
 ) -> ModelRank:
     """One rank's part of a stage's state."""
-    lifts: dict[str, tuple[Index, tuple[Move, ...]]] = {}
+    lifts: dict[str, tuple[Index, tuple[Move, ...], Split]] = {}
     local: dict[Key, Entry] = {}
 
     def cut(entry: Entry) -> Entry:
         if entry.key not in local:
             shape, blocks = cutter.blocks(entry.fqn, tensor)
             local[entry.key] = replace(entry, shape=shape, chunks=())
-            lifts[entry.fqn] = entry.shape, tuple(_moves(blocks, entry.shape))
+            moves = tuple(_moves(blocks, entry.shape))
+            lifts[entry.fqn] = entry.shape, moves, cutter.splits[entry.fqn]
         return local[entry.key]
 
     own = changed(state, cut)
@@ -263,7 +277,7 @@ def _rank(
     if cutter.info:
         train = replace(train, opaque={**train.opaque, _INFO: cutter.info})
     own = replace(own, manifest=replace(own.manifest, train=train))
-    return ModelRank(number, own, layers, suffix, lifts)
+    return ModelRank(number, own, layers, suffix, lifts, cutter.size)
 
 
 def _moves(blocks: Sequence[tuple[Box, Box]], shape: Index) -> Iterator[Move]:
