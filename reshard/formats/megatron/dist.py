@@ -250,6 +250,7 @@ class _Flat:
         self._table = table
         self._path = path
         self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
+        self._model = model.model(self._whole)
         # (optimizer, group) -> buffer -> slot -> buckets; and what gather_scatter keeps
         self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, Logical]]]] = {}
         self._states: dict[tuple[int, int], Any] = {}
@@ -280,7 +281,7 @@ class _Flat:
         return list(grid.joined(ranks, self._args, self._table).entries.values())
 
     def _manifest(self, rank: Rank) -> Manifest:
-        params = model.of_rank(rank, self._whole, self._args, self._table)
+        params = model.of_rank(rank, self._model, self._whole, self._args, self._table)
         chain = [number for number, _ in (*self._buckets, *self._states)]
         shared = optimizer.parts(max(chain) + 1, params, self._args)
         found: list[Entry] = []

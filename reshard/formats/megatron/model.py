@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from reshard.box import Index
@@ -10,31 +10,38 @@ from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
+from reshard.formats.megatron.share import Model, Share, Spot, experts_of
 from reshard.manifest import Entry
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import blocks
 
 
-def of_rank(rank: Rank, whole: Mapping[str, Entry], args: Arguments, table: Table) -> list[Held]:
+def model(whole: Mapping[str, Entry]) -> Model[str]:
+    """The names of every parameter of a model, to be found by who has them."""
+    return Model((_spot(fqn), fqn) for fqn in whole)
+
+
+def _spot(fqn: str) -> Spot:
+    layer = names.layer_of(fqn)
+    return Spot(layer, names.expert_of(fqn), layer is None and order.is_embedding(fqn))
+
+
+def of_rank(
+    rank: Rank, held: Model[str], whole: Mapping[str, Entry], args: Arguments, table: Table
+) -> list[Held]:
     """The parameters of a rank in the order of ``named_parameters``, chunk after chunk.
 
     Their shapes are those of the rank's parts.
 
     Args:
-        whole: every parameter of the model, by name.
+        held: `model` of ``whole``, which is every parameter of the model by name.
     """
-    counts = args.layers()
-    starts = [0, *accumulate(count for stages in counts for count in stages)]
     found: list[Held] = []
-    for number, stages in enumerate(counts):
-        first = starts[number * args.pp + rank.pp]
-        layers = range(first, first + stages[rank.pp])
-        begins = rank.pp == 0 and number == 0
-        ends = rank.pp == args.pp - 1 and number == len(counts) - 1
-        held = [fqn for fqn in whole if _is_held(fqn, rank, args, layers, begins, ends)]
-        if ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
-            held.append(names.OUTPUT)
-        ordered = sorted(held, key=order.place)
+    for number, share in enumerate(_shares(rank, args)):
+        fqns = list(held.of(share))
+        if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
+            fqns.append(names.OUTPUT)
+        ordered = sorted(fqns, key=order.place)
         shapes = {fqn: _local(fqn, whole, rank, args, table) for fqn in ordered}
         dtypes = {fqn: _stored(fqn, whole).dtype.name for fqn in ordered}
         found += [
@@ -44,20 +51,23 @@ def of_rank(rank: Rank, whole: Mapping[str, Entry], args: Arguments, table: Tabl
     return found
 
 
+def _shares(rank: Rank, args: Arguments) -> Iterator[Share]:
+    """Of each model chunk of a rank."""
+    counts = args.layers()
+    starts = [0, *accumulate(count for stages in counts for count in stages)]
+    experts = experts_of(rank.ep, args.ep, args.experts)
+    for number, stages in enumerate(counts):
+        first = starts[number * args.pp + rank.pp]
+        yield Share(
+            range(first, first + stages[rank.pp]),
+            experts,
+            begins=rank.pp == 0 and number == 0,
+            ends=rank.pp == args.pp - 1 and number == len(counts) - 1,
+        )
+
+
 def _stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
     return whole[names.EMBEDDING if fqn == names.OUTPUT and fqn not in whole else fqn]
-
-
-def _is_held(
-    fqn: str, rank: Rank, args: Arguments, layers: range, begins: bool, ends: bool
-) -> bool:
-    expert = names.expert_of(fqn)
-    if expert is not None and expert // (args.experts // args.ep) != rank.ep:
-        return False
-    number = names.layer_of(fqn)
-    if number is not None:
-        return number in layers
-    return begins if order.is_embedding(fqn) else ends
 
 
 def _local(

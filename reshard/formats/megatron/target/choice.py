@@ -168,10 +168,14 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     padded, notes = _padding(state, wanted, table, constants, architecture)
     weights = known(state, table, constants, gated=gated, padded=padded)
-    layers = 1 + max((each.layer for each in weights if each.layer is not None), default=-1)
-    experts = 1 + max((each.expert for each in weights if each.expert is not None), default=-1)
+    experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
+    tied = _is_tied(state, architecture)
+    places = Places(
+        weights, wanted.sizes, dialect=wanted.dialect, tied=tied, counts=wanted.stage_layers
+    )
+    layers = places.layers
     missing = arguments.missing({"num_layers": layers, **args})
     if missing:
         raise IncompleteError(
@@ -179,14 +183,8 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
             f"does not say {', '.join(missing)}, which Megatron compares when it loads",
             "say which model it is: --model config.json|DIR",
         )
-    tied = _is_tied(state, architecture)
-    places = Places(wanted.sizes, layers, experts, wanted.dialect, tied, wanted.stage_layers)
-    apart = wanted.sizes.expert > 1
-    expert_names = frozenset(
-        each.weight.fqn for each in weights if each.expert is not None and apart
-    )
     precision = wanted.dtype or _precision(state)
-    made = groups.made(state, expert_names, wanted.adam)
+    made = groups.made(state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam)
     _check_slots(state, wanted)
     schedule, said = ({}, []) if wanted.weights_only else scheduler.of(state)
     adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)

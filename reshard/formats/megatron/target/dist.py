@@ -134,10 +134,9 @@ class _Stacks:
 
     def __init__(self, choice: Choice) -> None:
         self._stacks: dict[str, _Stack] = {}
-        self._layers = choice.places.layers
-        self._alike = _is_homogeneous(choice.weights, self._layers)
+        self._places = choice.places
+        self._alike = _is_homogeneous(choice.weights, choice.places.layers)
         self._te = choice.wanted.dialect == "te"
-        self._moe = {known.layer for known in choice.weights if known.expert is not None}
 
     def add(self, prefix: str, known: Known, entry: Entry, dtype: DType) -> None:
         """A tensor in its place."""
@@ -163,13 +162,12 @@ class _Stacks:
 
     def key(self, known: Known) -> str:
         """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
-        dialect = "te"
-        if self._te and ".pre_mlp_layernorm." in known.found.name and known.layer in self._moe:
-            dialect = "local"  # no fused linear follows; Megatron's own layers are renamed always
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
         else:
+            # Megatron's own layers are renamed always
+            dialect = self._places.dialect_of(known, "te") if self._te else "te"
             name = known.found.spelled(dialect, {})
         return _LAYERS.sub("decoder.layers.", name) if self._alike else name
 

@@ -67,8 +67,7 @@ class _Rank:
         self._rank = rank
         self._arguments = arguments.Arguments("", choice.args)
         self._chunks = [
-            choice.places.of_chunk(choice.weights, rank, chunk)
-            for chunk in range(choice.wanted.sizes.virtual)
+            choice.places.of_chunk(rank, chunk) for chunk in range(choice.wanted.sizes.virtual)
         ]
 
     def root(self) -> dict[str, Any]:

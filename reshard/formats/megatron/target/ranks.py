@@ -9,7 +9,8 @@ from math import lcm, prod
 from reshard.box import Box, Index, intersect, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.megatron import order
+from reshard.formats.megatron import names, order
+from reshard.formats.megatron.share import Model, Share, Spot, experts_of
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
 from reshard.manifest import Entry
@@ -18,10 +19,7 @@ from reshard.model_parallel.rules import Found, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-_FIRST = ("embedding.",)
-_LAST = ("decoder.final_layernorm.", HEAD)
+HEAD = names.OUTPUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +41,12 @@ class Known:
         """The number of its layer in the whole model."""
         number = self.found.fields.get("i")
         return number if isinstance(number, int) else None
+
+    @property
+    def spot(self) -> Spot:
+        """Where it stands in the model."""
+        begins = self.layer is None and order.is_embedding(self.found.name)
+        return Spot(self.layer, self.expert, begins)
 
     @property
     def expert(self) -> int | None:
@@ -153,7 +157,6 @@ def ranks(sizes: Sizes) -> list[Rank]:
     ]
 
 
-@dataclass(frozen=True, slots=True)
 class Places:
     """Who holds what.
 
@@ -162,64 +165,74 @@ class Places:
         dialect: of the module's names: ``te`` or ``local``.
     """
 
-    sizes: Sizes
-    layers: int
-    experts: int
-    dialect: str
-    tied: bool
-    counts: Sequence[int] | None = None
+    def __init__(
+        self,
+        weights: Sequence[Known],
+        sizes: Sizes,
+        *,
+        dialect: str,
+        tied: bool,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        self.layers = 1 + max(
+            (each.layer for each in weights if each.layer is not None), default=-1
+        )
+        self._experts = 1 + max((w.expert for w in weights if w.expert is not None), default=-1)
+        self._sizes = sizes
+        self._dialect = dialect
+        self._sparse = {each.layer for each in weights if each.expert is not None}
+        self._chunks = stages.chunks(sizes)
+        self._counts = counts
+        self._model = Model((each.spot, each) for each in weights)
+        embedding = (each for each in weights if each.found.name == names.EMBEDDING)
+        self._tied = next(embedding, None) if tied else None  # what the last stage has once more
 
-    def of_chunk(self, weights: Sequence[Known], rank: Rank, chunk: int) -> list[Local]:
-        """The weights of one model chunk of one rank, in the module's order."""
-        chunks = stages.chunks(self.sizes)
-        at = chunks.index((rank.stage, chunk))
-        held = stages.layers(self.sizes, self.layers, self.counts)[at]
-        is_first, is_last = at == 0, at == len(chunks) - 1
-        moe = {known.layer for known in weights if known.expert is not None}
-        found = []
-        for known in weights:
-            name = known.found.name
-            if known.layer is None:
-                here = (is_first and name.startswith(_FIRST)) or (
-                    is_last and name.startswith(_LAST)
-                )
-            else:
-                here = known.layer in held and self._has_expert(known, rank.expert)
-            if here:
-                found.append(self._local(known, held.start, rank, moe))
-            if name == _EMBEDDING and self.tied and is_last and not is_first:
-                copy = self._local(known, 0, rank, moe)
-                found.append(replace(copy, name=HEAD, shared=True))
-            if name == _EMBEDDING and self.tied and is_first and self.sizes.pipeline > 1 and here:
-                found[-1] = replace(found[-1], shared=True)
+    def dialect_of(self, known: Known, dialect: str) -> str:
+        """In which dialect a parameter is named, where most are in this one.
+
+        No fused linear follows the norm before a layer of experts: it is a module of its own.
+        """
+        is_norm = ".pre_mlp_layernorm." in known.found.name
+        return "local" if is_norm and known.layer in self._sparse else dialect
+
+    def of_chunk(self, rank: Rank, chunk: int) -> list[Local]:
+        """The weights of one model chunk of one rank, in the module's order.
+
+        Raises:
+            UsageError: the sizes do not divide the model.
+        """
+        at = self._chunks.index((rank.stage, chunk))
+        share = Share(
+            stages.layers(self._sizes, self.layers, self._counts)[at],
+            self._experts_of(rank),
+            begins=at == 0,
+            ends=at == len(self._chunks) - 1,
+        )
+        found = [self._local(known, share, rank) for known in self._model.of(share)]
+        if self._tied and self._sizes.pipeline > 1:
+            found = [replace(x, shared=x.known is self._tied) for x in found]
+        if self._tied and share.ends and not share.begins:
+            found.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
         return sorted(found, key=lambda local: order.place(local.name))
 
-    def _has_expert(self, known: Known, rank: int) -> bool:
-        each = self._experts_each
-        return known.expert is None or known.expert // each == rank
-
-    @property
-    def _experts_each(self) -> int:
-        if self.experts % self.sizes.expert:
+    def _experts_of(self, rank: Rank) -> range:
+        if self._experts % self._sizes.expert:
             raise UsageError(
-                f"expert parallel size {self.sizes.expert}",
-                f"does not divide the model's {self.experts} experts",
+                f"expert parallel size {self._sizes.expert}",
+                f"does not divide the model's {self._experts} experts",
             )
-        return max(self.experts // self.sizes.expert, 1)
+        return experts_of(rank.expert, self._sizes.expert, self._experts)
 
-    def _local(self, known: Known, first_layer: int, rank: Rank, moe: set[int | None]) -> Local:
+    def _local(self, known: Known, share: Share, rank: Rank) -> Local:
         fields = dict(known.found.fields)
         if known.layer is not None:
-            fields["i"] = known.layer - first_layer
+            fields["i"] = known.layer - share.layers.start
         if known.expert is not None:
-            fields["e"] = known.expert - rank.expert * self._experts_each
+            fields["e"] = known.expert - share.experts.start
         local = replace(known.found, fields=fields)
-        dialect = self.dialect
-        if known.layer in moe and ".pre_mlp_layernorm." in known.found.name:
-            dialect = "local"  # no fused linear follows it in a layer of experts
-        name = local.spelled(dialect, {})
-        size, place = self.sizes.tensor, rank.tensor
+        name = local.spelled(self.dialect_of(known, self._dialect), {})
+        size, place = self._sizes.tensor, rank.tensor
         if known.expert is not None:
-            size, place = self.sizes.expert_tensor or size, rank.expert_tensor
+            size, place = self._sizes.expert_tensor or size, rank.expert_tensor
         shape, blocks = shards.blocks(name, known.shape, known.split, size, place)
         return Local(name, known, shape, blocks)
