@@ -33,10 +33,15 @@ class MegatronGroup:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All of them, in Megatron's order, and what to tell of how they were made."""
+    """All of them, in Megatron's order, and what to tell of how they were made.
+
+    Args:
+        experts: the parameters whose groups are an optimizer of their own.
+    """
 
     groups: tuple[MegatronGroup, ...]
     members: Mapping[str, Trained]
+    experts: frozenset[str]
     notes: tuple[str, ...] = ()
 
 
@@ -81,7 +86,8 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
         for hyper, fqns in found.values()
         if fqns or not hyper["is_expert_parallel"]
     )
-    return Groups(groups, members, tuple(notes))
+    apart = frozenset(fqn for group in groups if group.is_expert for fqn in group.fqns)
+    return Groups(groups, members, apart, tuple(notes))
 
 
 def is_torch(state: Training) -> bool:

@@ -189,9 +189,8 @@ class _Rank:
 
     def distributed(self) -> Any:
         """``distrib_optim.pt``: flat tensors of every buffer."""
-        groups = self._choice.groups.groups
-        experts = {fqn for group in groups if group.is_expert for fqn in group.fqns}
         trained = self._trained()
+        experts = self._choice.groups.experts
         kinds = [
             [local for local in trained if (local.known.weight.fqn in experts) == apart]
             for apart in (False, True)

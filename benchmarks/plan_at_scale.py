@@ -1,0 +1,297 @@
+"""What a split costs before a byte moves, as the number of ranks grows: time, memory, copies.
+
+    python benchmarks/plan_at_scale.py zero3 256 1024 4096
+    python benchmarks/plan_at_scale.py moe 256 1024 4096 16384
+
+``zero3`` is Llama 3.1 405B in DeepSpeed's ZeRO 3 with Adam's moments, split to a quarter of the
+ranks. ``moe`` is a mixture of experts of a trillion parameters in Megatron's torch format with the
+distributed optimizer, split to another grid of tensor, pipeline and expert parallel ranks.
+
+No tensor has bytes: the source's files have their headers and are sparse, in ``--headers``, which
+must be a file system that keeps holes (tmpfs does). So they are read by the real readers; what a
+network file system adds to that is not measured. Every size is a process of its own; times are CPU
+seconds of its one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard import dtypes, formats
+from reshard.box import whole
+from reshard.commands.output import check_places
+from reshard.dtypes import DType
+from reshard.formats import targets
+from reshard.formats.megatron.target.choice import Described, Wanted
+from reshard.formats.training import training
+from reshard.manifest import (
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    Skeleton,
+    SourceFile,
+    TrainState,
+    check,
+    contiguous,
+    keyed,
+)
+from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.rules import builtin
+from reshard.model_parallel.sizes import Sizes
+from reshard.plan import plan
+
+Shapes = dict[str, tuple[int, ...]]
+ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in one layout.
+
+    Args:
+        whole: its state as one file would have it.
+        request: for a number of ranks, of the source or of the target.
+    """
+
+    target: str
+    whole: Callable[[], Manifest]
+    request: Callable[[int, bool], targets.Request]
+
+
+def state(
+    name: str, shapes: Shapes, kinds: dict[str, DType], config: Any, hyper: dict[str, Any]
+) -> Manifest:
+    """Every tensor whole, one after the other, in a file that there is not."""
+    entries, at = [], 0
+    for kind, dtype in kinds.items():
+        for fqn, shape in shapes.items():
+            chunk = contiguous("state", at, dtype, whole(shape), shape)
+            entries.append(Entry(fqn, kind, dtype, shape, (chunk,)))
+            at += dtype.itemsize * prod(shape)
+    train = TrainState(
+        step=10,
+        optimizer_step=dict.fromkeys(shapes, 10.0),
+        param_groups=(ParamGroup({**ADAM, **hyper}, tuple(shapes)),),
+        config=config,
+    )
+    return Manifest(
+        Origin(name, "state", precision="bfloat16"),
+        keyed(entries),
+        {"state": SourceFile("state", at)},
+        train,
+        trained_dtypes=dict.fromkeys(shapes, dtypes.BFLOAT16),
+    )
+
+
+# Llama 3.1 405B (its config.json: 126 layers, 128 heads of which 8 groups, vocabulary 128256)
+
+
+def llama() -> Shapes:
+    hidden, ffn, keys, words = 16384, 53248, 1024, 128256
+    layer = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (ffn, hidden),
+        "mlp.up_proj": (ffn, hidden),
+        "mlp.down_proj": (hidden, ffn),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes: Shapes = {"model.embed_tokens.weight": (words, hidden)}
+    for number in range(126):
+        shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return shapes | {"model.norm.weight": (hidden,), "lm_head.weight": (words, hidden)}
+
+
+def zero3_state() -> Manifest:
+    kinds = dict.fromkeys(("master", *MOMENTS), dtypes.FLOAT32)
+    config = {"bf16": {"enabled": True}, "train_batch_size": 4096}
+    return state("deepspeed", llama(), kinds, config, {"bias_correction": True})
+
+
+def zero3(ranks: int, is_source: bool) -> targets.Request:
+    world = ranks if is_source else max(ranks // 4, 1)
+    return targets.Request(world_size=world, zero_stage=3, deepspeed=True)
+
+
+# A mixture of experts: 64 layers of 256 experts, 1.03 trillion parameters
+
+LAYERS, EXPERTS, HIDDEN, FFN, HEADS, GROUPS, HEAD, WORDS = 64, 256, 7168, 2816, 64, 8, 128, 128256
+ARGS = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "group_query_attention": True,
+    "num_query_groups": GROUPS,
+    "kv_channels": HEAD,
+    "ffn_hidden_size": FFN,
+    "moe_ffn_hidden_size": FFN,
+    "num_experts": EXPERTS,
+    "moe_router_topk": 8,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": WORDS,
+}
+GRIDS = {  # ranks -> (tensor, pipeline, expert, data), of the source and of the target
+    256: ((4, 4, 16, 16), (2, 8, 8, 16)),
+    1024: ((8, 8, 16, 16), (4, 4, 32, 64)),
+    4096: ((8, 8, 64, 64), (4, 16, 32, 64)),
+    16384: ((8, 16, 64, 128), (4, 8, 128, 512)),
+}
+
+
+def mixture() -> Shapes:
+    layer = {
+        "input_layernorm": (HIDDEN,),
+        "self_attention.linear_qkv": ((HEADS + 2 * GROUPS) * HEAD, HIDDEN),
+        "self_attention.linear_proj": (HIDDEN, HEADS * HEAD),
+        "pre_mlp_layernorm": (HIDDEN,),
+        "mlp.router": (EXPERTS, HIDDEN),
+    }
+    for number in range(EXPERTS):
+        expert = f"mlp.experts.local_experts.{number}"
+        layer |= {f"{expert}.linear_fc1": (2 * FFN, HIDDEN), f"{expert}.linear_fc2": (HIDDEN, FFN)}
+    shapes: Shapes = {"embedding.word_embeddings.weight": (WORDS, HIDDEN)}
+    for number in range(LAYERS):
+        shapes |= {f"decoder.layers.{number}.{n}.weight": shape for n, shape in layer.items()}
+    return shapes | {
+        "decoder.final_layernorm.weight": (HIDDEN,),
+        "output_layer.weight": (WORDS, HIDDEN),
+    }
+
+
+def moe_state() -> Manifest:
+    kinds = {"param": dtypes.BFLOAT16, **dict.fromkeys(("master", *MOMENTS), dtypes.FLOAT32)}
+    return state("megatron", mixture(), kinds, ARGS, {"bias_correction": True, "step": 10})
+
+
+def moe(ranks: int, is_source: bool) -> targets.Request:
+    tensor, pipeline, expert, data = GRIDS[ranks][0 if is_source else 1]
+    sizes = Sizes(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=1)
+    known = Architecture(
+        source="args",
+        layers=LAYERS,
+        heads=HEADS,
+        groups=GROUPS,
+        head_dim=HEAD,
+        vocab=WORDS,
+        experts=EXPERTS,
+        tied=False,
+    )
+    return targets.Request(
+        world_size=ranks,
+        parallel=sizes,
+        megatron=Wanted(sizes=sizes, data=data, distributed=True),
+        described=Described(builtin("megatron"), known, ARGS),
+    )
+
+
+CASES = {
+    "zero3": Case("deepspeed", zero3_state, zero3),
+    "moe": Case("megatron", moe_state, moe),
+}
+
+
+def write_headers(skeleton: Skeleton, directory: Path) -> None:
+    """The files with their literals, and holes where tensors would be."""
+    for file in skeleton.files:
+        path = directory / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb", buffering=0) as out:
+            out.truncate(file.nbytes)
+            for offset, data in file.literals:
+                out.seek(offset)
+                out.write(data)
+
+
+def make(case: Case, ranks: int, directory: Path) -> None:
+    skeleton = targets.TARGETS[case.target].lay_out(
+        training(case.whole()), case.request(ranks, True)
+    )
+    write_headers(skeleton, directory)
+
+
+def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
+    """CPU seconds of each part, numbers of files and copies, and the peak RSS in MB."""
+    found: dict[str, Any] = {}
+
+    def timed(part: str, work: Callable[[], Any]) -> Any:
+        began = time.process_time()
+        result = work()
+        found[part] = time.process_time() - began
+        return result
+
+    manifest = timed("read", lambda: formats.read([directory]))
+    timed("prove", lambda: check(manifest))
+    request = case.request(ranks, False)
+    skeleton = timed(
+        "lay out", lambda: targets.TARGETS[case.target].lay_out(training(manifest), request)
+    )
+    timed("prove target", lambda: check_places(skeleton))
+    planned = plan(manifest.entries, skeleton)
+    found["copies"] = timed("plan", lambda: sum(len(window.copies) for window in planned))
+    found["files"] = len(manifest.files), len(skeleton.files)
+    found["MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    return found
+
+
+PARTS = ("read", "prove", "lay out", "prove target", "plan")
+
+
+def rows(name: str, sizes: list[int], headers: Path) -> Iterator[str]:
+    columns = ("ranks", "files", *PARTS, "total, s", "copies", "us a copy", "peak RSS")
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + " --- |" * len(columns)
+    for ranks in sizes:
+        directory = headers / f"{name}-{ranks}"
+        try:
+            again = [sys.executable, __file__, name, str(ranks), "--headers", str(headers)]
+            subprocess.run([*again, "--part", "make"], check=True)
+            done = subprocess.run([*again, "--part", "measure"], check=True, capture_output=True)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        found = json.loads(done.stdout)
+        total = sum(found[part] for part in PARTS)
+        before, after = found["files"]
+        cells = [f"{ranks}", f"{before} to {after}", *(f"{found[part]:.1f}" for part in PARTS)]
+        cells += [f"{total:.1f}", f"{found['copies'] / 1e6:.2f} M"]
+        cells += [f"{total / found['copies'] * 1e6:.1f}", f"{found['MB']} MB"]
+        yield f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument("ranks", type=int, nargs="+", help="of the source")
+    parser.add_argument("--headers", type=Path, default=Path("/dev/shm/reshard-headers"))
+    parser.add_argument("--part", choices=("make", "measure"), help="of one size, in this process")
+    asked = parser.parse_args()
+    case, directory = CASES[asked.case], asked.headers / f"{asked.case}-{asked.ranks[0]}"
+    if asked.part == "make":
+        make(case, asked.ranks[0], directory)
+    elif asked.part == "measure":
+        print(json.dumps(measure(case, asked.ranks[0], directory)))
+    else:
+        for line in rows(asked.case, asked.ranks, asked.headers):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
