@@ -285,7 +285,7 @@ def _padding(manifest: Manifest, table: Table, words: int) -> list[str]:
     with SourceFiles() as pool:
         for entry in manifest.entries.values():
             rule = table.find(entry.fqn, {})
-            padded = rule is not None and rule.rule.cut == "vocab" and entry.shape[:1] > (words,)
+            padded = rule is not None and rule.rule.is_vocabulary and entry.shape[:1] > (words,)
             if padded and entry.chunks and _is_trained(entry, words, pool):
                 found.append(f"{entry.fqn} ({entry.kind})")
     if not found:

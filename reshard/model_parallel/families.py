@@ -101,11 +101,6 @@ def _called(name: object) -> list[Family]:
     return [f for f in families().values() if name in (f.name, f.config["model_type"])]
 
 
-def fitting(traits: Traits) -> Family | None:
-    """The family that a model is of, by its traits."""
-    return next((f for f in families().values() if not f.unlike(traits)), None)
-
-
 def need(traits: Traits, name: str | None = None) -> Family:
     """The family that the user names, else the one that fits.
 

@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Key, Manifest, ParamGroup, keyed
+from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, keyed
 from reshard.model_parallel import forms, moves, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
 
 _EXTRA = "_extra_state"  # of Transformer Engine: no weight
-_VOCAB = "vocab"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +62,6 @@ def from_hf(manifest: Manifest, table: Table, model: Architecture) -> Named:
         IncompleteError: a part of a fused tensor is missing.
     """
     return _FromHf(manifest, table, model).named()
-
-
-_Piece = tuple[Index, tuple[Chunk, ...]]
 
 
 class _Renaming:
@@ -258,7 +253,7 @@ class _ToHf(_Renaming):
     def _parts(self, entry: Entry, spelled: Spelled) -> Iterator[Entry]:
         """The tensors that a fused one is cut into."""
         line = spelled.line
-        padded = spelled.found is not None and spelled.found.rule.cut == _VOCAB
+        padded = spelled.found is not None and spelled.found.rule.is_vocabulary
         if not self.check_shape(entry, plain=line.is_plain and not padded):
             yield entry
             return

@@ -44,6 +44,11 @@ class Rule:
     cut: str
     others: Mapping[str, tuple[Pattern, ...]] = field(default_factory=dict)
 
+    @property
+    def is_vocabulary(self) -> bool:
+        """Whether its rows are words, of which the last may be padding."""
+        return self.cut in _CUTS and _CUTS[self.cut].padded
+
     def words(self, dialect: str) -> tuple[Pattern, ...]:
         """What a dialect may call it; its own name where the dialect has no other."""
         return self.others.get(dialect, (self.name,))

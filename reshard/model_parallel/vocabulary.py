@@ -9,8 +9,6 @@ from reshard.manifest import Entry, Manifest
 from reshard.model_parallel import moves
 from reshard.model_parallel.rules import Table
 
-_CUT = "vocab"
-
 
 def padded(words: int, multiple: int) -> int:
     """Rows with padding: the next multiple.
@@ -38,7 +36,7 @@ def cut_to(
     entries, taken = [], 0
     for entry in manifest.entries.values():
         found = table.find(entry.fqn, constants) if entry.shape[:1] > (rows,) else None
-        if found is not None and found.rule.cut == _CUT:
+        if found is not None and found.rule.is_vocabulary:
             taken = entry.shape[0] - rows
             entries.append(first_rows(entry, rows))
         else:

@@ -237,7 +237,7 @@ def _padding(
     held = set()
     for weight in state.weights:
         found = table.find(weight.fqn, constants)
-        if found is not None and found.rule.cut == "vocab":
+        if found is not None and found.rule.is_vocabulary:
             held.add(weight.shape[0])
     if not held:
         return None, []
