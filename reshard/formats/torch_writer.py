@@ -13,13 +13,14 @@ Sources: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from reshard.box import Box, Index, row_major, whole
-from reshard.dtypes import DType
+from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
 from reshard.formats.zip_writer import ALIGNMENT, ZipLayout
 from reshard.manifest import Entry, Key, Skeleton, contiguous
@@ -117,6 +118,16 @@ def whole_tensor(entry: Entry, dtype: DType) -> Slot:
     """A tensor that is all of an entry, in a storage of its own."""
     part = Part(entry.kind, entry.fqn, entry.shape, whole(entry.shape))
     return Slot(Storage(dtype, entry.numel, (part,)), entry.shape)
+
+
+def number(value: float, shape: Index = ()) -> Slot:
+    """A tensor of one fp32 number, known beforehand: as torch's optimizers count their steps."""
+    return Slot(Storage(FLOAT32, 1, data=fp32(value)), shape)
+
+
+def fp32(value: float) -> bytes:
+    """A number as a tensor stores it."""
+    return struct.pack("<f", value)
 
 
 def lay_out_object(

@@ -6,7 +6,8 @@ in which dtype it was trained, and which optimizer state belongs to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,11 @@ class Weight:
     value: Entry
     dtype: DType
     is_buffer: bool
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it may be a parameter: in any model that trains the others are buffers."""
+        return not self.is_buffer and self.dtype.family == "float"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,18 @@ class Training:
         """The names of the optimizer's slots, in order of first appearance."""
         names = (name for group in self.groups for member in group.members for name in member.slots)
         return tuple(dict.fromkeys(names))
+
+    def stored(self, weight: Weight, recast: DType | None) -> tuple[Entry, DType]:
+        """What fills the module's copy of a weight, and its dtype there.
+
+        The copy that the source has in that dtype, else its most precise value.
+
+        Args:
+            recast: what parameters become; None: each as it was trained.
+        """
+        dtype = recast if recast and weight.is_float else weight.dtype
+        copy = self.manifest.entries.get((PARAM, weight.fqn))
+        return (copy if copy and copy.dtype == dtype else weight.value), dtype
 
     def step(self) -> int:
         """How many updates the run has made: the engine's counter, else the optimizer's."""
@@ -185,6 +203,14 @@ def changed(state: Training, change: Callable[[Entry], Entry | None]) -> Trainin
         tied={a: weights[kept].fqn for a, kept in manifest.tied.items() if kept in weights},
     )
     return replace(state, manifest=manifest, weights=tuple(weights.values()), groups=groups)
+
+
+def dtype_of_most(weights: Iterable[Weight]) -> DType:
+    """The dtype of most elements in the module."""
+    sizes: Counter[DType] = Counter()
+    for weight in weights:
+        sizes[weight.dtype] += weight.value.numel
+    return max(sizes, key=lambda dtype: sizes[dtype], default=dtypes.FLOAT32)
 
 
 def refuse_without_optimizer(state: Training) -> None:

@@ -17,6 +17,18 @@ def plain(value: Any) -> Any:
     return _Plain().of(value)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether neither a value nor one within it stands for a tensor, an object or bytes.
+
+    Those are the descriptions that `plain` makes.
+    """
+    if isinstance(value, dict):
+        keys = value.keys()
+        described = keys in ({"tensor", "shape"}, {"bytes"}) or "class" in keys
+        return not described and all(map(is_plain, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(is_plain, value))
+
+
 class _Plain:
     """Converts one value; beyond a number of parts they are no more than counted."""
 

@@ -10,7 +10,6 @@ Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``optim/adam.py`` (
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.state_dict import order
+from reshard.formats.torch_writer import fp32
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import Entry, Manifest, TrainState
 from reshard.model import ModelShapes
@@ -71,7 +71,7 @@ class Value:
 
 def counter(step: float) -> Value:
     """A step as torch's optimizers count it."""
-    return Value(dtypes.FLOAT32, (), data=struct.pack("<f", step))
+    return Value(dtypes.FLOAT32, (), data=fp32(step))
 
 
 def weights(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.formats.training import Training
+from reshard.formats.values import is_plain
 
 _RESERVED = frozenset(  # DeepSpeed's own keys in the model states
     """
@@ -35,15 +36,3 @@ def carried(state: Training) -> tuple[dict[str, Any], list[str]]:
             else:
                 lost.append(name)
     return kept, lost
-
-
-def is_plain(value: Any) -> bool:
-    """Whether neither a value nor one within it stands for a tensor, an object or bytes.
-
-    Those are the descriptions that `values.plain` makes.
-    """
-    if isinstance(value, dict):
-        keys = value.keys()
-        described = keys in ({"tensor", "shape"}, {"bytes"}) or "class" in keys
-        return not described and all(map(is_plain, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(is_plain, value))

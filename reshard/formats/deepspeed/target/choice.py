@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,8 +11,15 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed import expert_ranks
 from reshard.formats.deepspeed.target import carried, order, scaling
-from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
-from reshard.manifest import PARAM, Entry
+from reshard.formats.training import (
+    Group,
+    Trained,
+    Training,
+    Weight,
+    dtype_of_most,
+    refuse_without_optimizer,
+)
+from reshard.manifest import Entry
 from reshard.model_parallel.sizes import ONE, Sizes
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
@@ -66,15 +72,8 @@ class Choice:
     experts: tuple[int, ...] = ()
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
-        """What fills the module's copy, and its dtype there.
-
-        The copy that the source has in that dtype, else its most precise value.
-        """
-        dtype = weight.dtype
-        if self.recast and not _is_buffer(weight):
-            dtype = self.recast
-        copy = self.state.manifest.entries.get((PARAM, weight.fqn))
-        return (copy if copy and copy.dtype == dtype else weight.value), dtype
+        """What fills the module's copy, and its dtype there."""
+        return self.state.stored(weight, self.recast)
 
     @property
     def clip(self) -> float | None:
@@ -151,8 +150,8 @@ def choose(
         groups=groups,
         flats=flats,
         flats_of=flats_of,
-        frozen=tuple(weight for weight in rest if not _is_buffer(weight)),
-        buffers=tuple(weight for weight in rest if _is_buffer(weight)),
+        frozen=tuple(weight for weight in rest if weight.is_float),
+        buffers=tuple(weight for weight in rest if not weight.is_float),
         carried=kept,
         lost=tuple(lost),
         scaler=scaler or scaling.fresh(order.section(config, "fp16")),
@@ -170,7 +169,7 @@ def _without_optimizer(state: Training) -> Training:
     members = tuple(
         Trained(weight, {}, None)
         for weight in state.weights
-        if not _is_buffer(weight) and weight.fqn not in state.manifest.frozen
+        if weight.is_float and weight.fqn not in state.manifest.frozen
     )
     return replace(state, groups=(Group({}, members),))
 
@@ -204,11 +203,7 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
 
 def precision_of(state: Training) -> DType:
     """The dtype of most trained elements."""
-    sizes: Counter[DType] = Counter()
-    for group in state.groups:
-        for member in group.members:
-            sizes[member.weight.dtype] += member.weight.value.numel
-    return max(sizes, key=lambda dtype: sizes[dtype], default=FLOAT32)
+    return dtype_of_most(member.weight for group in state.groups for member in group.members)
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
@@ -241,11 +236,6 @@ def _check_slots(state: Training, member: Trained) -> None:
                 f"the optimizer keeps a {slot} of {entry.shape} for {member.fqn!r} of"
                 f" {member.weight.shape}: DeepSpeed has a place for state by element only",
             )
-
-
-def _is_buffer(weight: Weight) -> bool:
-    """Of what no group holds, integers and bools are buffers in any model that trains."""
-    return weight.is_buffer or weight.dtype.family != "float"
 
 
 def _kept_scaler(

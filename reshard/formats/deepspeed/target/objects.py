@@ -6,13 +6,11 @@ Source: DeepSpeed 0.19.8 ``runtime/fp16/loss_scaler.py``, ``runtime/zero/config.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 from reshard.box import Index
-from reshard.dtypes import FLOAT32
-from reshard.formats.torch_writer import Slot, Storage
+from reshard.formats.torch_writer import Slot, number
 from reshard.unpickle import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
@@ -52,7 +50,7 @@ def step(count: float, hyper: Mapping[str, Any]) -> Slot | int:
     """
     if deepspeeds_own(hyper):
         return int(count)
-    return Slot(Storage(FLOAT32, 1, data=struct.pack("<f", count)), ())
+    return number(count)
 
 
 def deepspeeds_own(hyper: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.deepspeed.target.carried import is_plain
+from reshard.formats.values import is_plain
 from reshard.model_parallel.sizes import Sizes
 
 NAMESPACE = "argparse.Namespace"

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import struct
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
-from reshard.formats.deepspeed.target.carried import is_plain
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups, scheduler
 from reshard.formats.megatron.target.carried import EXTRA_STATES, Carried, ExtraState
 from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
-from reshard.formats.torch_writer import Slot, Storage
-from reshard.formats.training import Training, Weight, refuse_without_optimizer
-from reshard.manifest import PARAM, Entry
+from reshard.formats.torch_writer import number
+from reshard.formats.training import Training, Weight, dtype_of_most, refuse_without_optimizer
+from reshard.formats.values import is_plain
+from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
@@ -112,11 +110,7 @@ class Choice:
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """What fills the module's copy, and its dtype there."""
-        dtype = self.wanted.dtype or weight.dtype
-        if weight.is_buffer or weight.dtype.family != "float":
-            dtype = weight.dtype
-        copy = self.state.manifest.entries.get((PARAM, weight.fqn))
-        return (copy if copy and copy.dtype == dtype else weight.value), dtype
+        return self.state.stored(weight, self.wanted.dtype)
 
     @property
     def carried(self) -> dict[str, Any]:
@@ -137,10 +131,9 @@ class Choice:
         found = loss_scale.as_torch(self.state.manifest.train.scaler)
         if found is None or self.precision != FLOAT16:
             return None
-        scale = struct.pack("<f", found["scale"])
         held = self.state.manifest.train.scaler
         return {
-            "scale": Slot(Storage(FLOAT32, 1, data=scale), (1,)),
+            "scale": number(found["scale"], (1,)),
             "growth_tracker": int(found["_growth_tracker"]),
             "hysteresis_tracker": int(
                 held.get("hysteresis_tracker", self.args.get("hysteresis") or _HYSTERESIS)
@@ -183,7 +176,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
             f"does not say {', '.join(missing)}, which Megatron compares when it loads",
             "say which model it is: --model config.json|DIR",
         )
-    precision = wanted.dtype or _precision(state)
+    precision = wanted.dtype or dtype_of_most(w for w in state.weights if w.is_float)
     made = groups.made(state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam)
     _check_slots(state, wanted)
     schedule, said = ({}, []) if wanted.weights_only else scheduler.of(state)
@@ -211,15 +204,6 @@ def _is_tied(state: Training, architecture: Architecture) -> bool:
     if HEAD in {weight.fqn for weight in state.weights}:
         return False
     return HEAD in state.manifest.tied or architecture.tied is not False
-
-
-def _precision(state: Training) -> DType:
-    """The dtype of most elements."""
-    sizes: Counter[DType] = Counter()
-    for weight in state.weights:
-        if weight.dtype.family == "float" and not weight.is_buffer:
-            sizes[weight.dtype] += weight.value.numel
-    return max(sizes, key=lambda dtype: sizes[dtype], default=FLOAT32)
 
 
 def _padding(

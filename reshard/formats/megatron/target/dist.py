@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -33,7 +32,7 @@ from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Known
 from reshard.formats.state_dict.written import Value
-from reshard.formats.torch_writer import Slot, Storage
+from reshard.formats.torch_writer import Slot
 from reshard.manifest import Chunk, Entry, Key, Skeleton
 from reshard.model_parallel import moves
 from reshard.unpickle import Call
@@ -301,4 +300,4 @@ def _steps(choice: Choice, groups: Sequence[MegatronGroup]) -> Slot | None:
         )
     if not steps:
         return None
-    return Slot(Storage(FLOAT32, 1, data=struct.pack("<f", steps.pop())), ())
+    return torch_writer.number(steps.pop())

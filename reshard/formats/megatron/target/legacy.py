@@ -8,7 +8,6 @@ Source: Megatron-LM core_v0.16.1 ``training/checkpointing.py`` (``get_checkpoint
 from __future__ import annotations
 
 import re
-import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -176,8 +175,7 @@ class _Rank:
         member = self._choice.groups.members[local.known.weight.fqn]
         counted: dict[str, Any] = {}
         if "step" not in group.hyper and member.step is not None:
-            data = struct.pack("<f", member.step)
-            counted = {"step": Slot(Storage(FLOAT32, 1, data=data), ())}
+            counted = {"step": torch_writer.number(member.step)}
         slots = {name: local.slot(entry, entry.dtype) for name, entry in member.slots.items()}
         return {**counted, **slots}
 
