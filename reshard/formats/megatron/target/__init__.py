@@ -6,6 +6,7 @@ groups     param groups as Megatron makes them
 scheduler  where its schedules stand
 args       the Namespace in every file
 carried    what ranks saved beside tensors: modules' own states, random states
+chain      the states of one optimizer, or of two
 legacy     a folder a rank (``--ckpt-format torch``)
 dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 """

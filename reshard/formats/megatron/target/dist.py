@@ -26,6 +26,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.megatron.own import RNG
+from reshard.formats.megatron.target import chain
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.carried import KIND
 from reshard.formats.megatron.target.choice import Choice
@@ -256,26 +257,18 @@ def _common(choice: Choice) -> dict[str, Any]:
 
 
 def _optimizers(choice: Choice) -> dict[Any, Any]:
-    groups = choice.groups.groups
-    kinds = [[group for group in groups if group.is_expert == apart] for apart in (False, True)]
-    chained = [_optimizer(choice, held) for held in kinds if held]
+    chained = chain.states(choice, lambda groups: (_optimizer(choice, groups), {}))
+    if choice.wanted.distributed:
+        chained = [{**state, "param_state_sharding_type": "fully_reshardable"} for state in chained]
     return chained[0] if len(chained) == 1 else dict(enumerate(chained))
 
 
-def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
-    scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
-    if choice.wanted.distributed:
-        counted = {"step": int(choice.state.step())}
-        held = [{**group.hyper, **counted} for group in groups]
-        inner = {"optimizer": {"param_groups": held}, **scaled}
-        return {**inner, "param_state_sharding_type": "fully_reshardable"}
+def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> chain.State:
     steps = _steps(choice, groups)
-    state = {} if steps is None else {"common_step": steps}
-    plain: dict[str, Any] = {
-        "state": state,
+    return {
+        "state": {} if steps is None else {"common_step": steps},
         "param_groups": [dict(group.hyper) for group in groups],
     }
-    return {"optimizer": plain, **scaled} if choice.mixed else plain
 
 
 def _steps(choice: Choice, groups: Sequence[MegatronGroup]) -> Slot | None:

@@ -18,6 +18,7 @@ from reshard.formats.megatron import arguments
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, buckets, end_to_end
 from reshard.formats.megatron.own import RNG
+from reshard.formats.megatron.target import chain
 from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
@@ -139,37 +140,25 @@ class _Rank:
         ]
 
     def _optimizer(self) -> Any:
-        """One optimizer's state, or a list of two: of all but the experts, and of theirs."""
-        groups = self._choice.groups.groups
-        dense = [group for group in groups if not group.is_expert]
-        experts = [group for group in groups if group.is_expert]
-        chained = [self._of(held) for held in (dense, experts) if held]
+        chained = chain.states(self._choice, self._of)
         return chained[0] if len(chained) == 1 else chained
 
-    def _of(self, groups: Sequence[MegatronGroup]) -> dict[str, Any]:
-        choice = self._choice
-        scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
-        if choice.wanted.distributed:
-            counted = {"step": int(choice.state.step())}
-            held = [{**group.hyper, **counted} for group in groups]
-            return {"optimizer": {"param_groups": held}, **scaled}
+    def _of(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
+        """An optimizer's own state, and its masters."""
         listed = self._trained()
         states: dict[int, dict[str, Any]] = {}
         param_groups = []
         masters: list[list[Slot]] = []
-        number = 0
         for group in groups:
             mine = [local for local in listed if local.known.weight.fqn in group.fqns]
-            for index, local in enumerate(mine, number):
-                states[index] = self._state(local, group)
-            following = number + len(mine)
-            param_groups.append({**group.hyper, "params": list(range(number, following))})
+            numbers = range(len(states), len(states) + len(mine))
+            states.update(
+                (n, self._state(local, group)) for n, local in zip(numbers, mine, strict=True)
+            )
+            param_groups.append({**group.hyper, "params": list(numbers)})
             masters.append([self._master(local) for local in mine if self._is_cast(local)])
-            number = following
         inner = {"state": states, "param_groups": param_groups}
-        if not choice.mixed:
-            return inner
-        return {"optimizer": inner, **scaled, "fp32_from_fp16_params": masters}
+        return inner, {"fp32_from_fp16_params": masters}
 
     def _state(self, local: Local, group: MegatronGroup) -> dict[str, Any]:
         member = self._choice.groups.members[local.known.weight.fqn]

@@ -1,0 +1,38 @@
+"""The states of an optimizer, or of a chain of two: of all parameters but the experts, and theirs.
+
+Source: Megatron-LM core_v0.16.1 ``core/optimizer/optimizer.py`` (``state_dict`` of each class),
+``core/optimizer/distrib_optimizer.py`` (``state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from reshard.formats.megatron.target.choice import Choice
+from reshard.formats.megatron.target.groups import MegatronGroup
+
+State = dict[str, Any]
+Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]
+
+
+def states(choice: Choice, inner: Inner) -> list[State]:
+    """Each optimizer's.
+
+    Args:
+        inner: of one that is not distributed, the optimizer's own state; and what stands beside it
+            where there are masters in fp32.
+    """
+    groups = choice.groups.groups
+    kinds = [[group for group in groups if group.is_expert == apart] for apart in (False, True)]
+    return [_state(choice, held, inner) for held in kinds if held]
+
+
+def _state(choice: Choice, groups: Sequence[MegatronGroup], inner: Inner) -> State:
+    scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
+    if choice.wanted.distributed:  # whose tensors are elsewhere
+        counted = {"step": int(choice.state.step())}
+        held = [{**group.hyper, **counted} for group in groups]
+        return {"optimizer": {"param_groups": held}, **scaled}
+    state, masters = inner(groups)
+    return {"optimizer": state, **scaled, **masters} if choice.mixed else state
