@@ -89,7 +89,11 @@ def block(source: Entry, box: Box, dtype: DType) -> Window:
 
 
 class Held:
-    """The chunks of an entry without replicas, in flat order."""
+    """The chunks of an entry without replicas, in flat order.
+
+    ``in_runs`` is whether each is a run of the flattened tensor and lies contiguously: then runs of
+    the output are made of them without a look at boxes.
+    """
 
     def __init__(self, entry: Entry) -> None:
         self.fqn = entry.fqn
@@ -102,10 +106,15 @@ class Held:
             ((*flat_span(box, entry.shape), box) for box in distinct), key=lambda item: item[:2]
         )
         self._starts = [start for start, _, _ in spans]
+        self._stops = [stop for _, stop, _ in spans]
         # the furthest element that this chunk or one before it reaches
-        self._reaches = list(accumulate((stop for _, stop, _ in spans), max))
+        self._reaches = list(accumulate(self._stops, max))
         self._chunks = [distinct[box] for *_, box in spans]
         self.widest = max((chunk.dtype.itemsize for chunk in self._chunks), default=1)
+        self.in_runs = all(
+            stop - start == box.volume and _is_contiguous(distinct[box])
+            for start, stop, box in spans
+        )
 
     def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
         """Those that may hold an element of a run; all that do are among them."""
@@ -124,14 +133,37 @@ class Held:
             common = intersect(box, chunk.box)
             if common:
                 copies.append(_copy(self.fqn, common, chunk, box, dtype, strides, at))
-        return _joined(copies) if len(copies) > 1 else copies
+        copies.sort(key=lambda copy: copy.target_offset)
+        return _joined(copies)
 
     def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
         """The same for a run of the flattened tensor."""
+        if self.in_runs:
+            yield from _joined(self._runs_of(start, stop, dtype, at))
+            return
         for box in run_boxes(self.shape, start, stop):
             strides = row_major(box.shape, dtype.itemsize)
             yield from self.of_box(box, dtype, strides, at)
             at += box.volume * dtype.itemsize
+
+
+    def _runs_of(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
+        first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
+        for number in range(first, last):
+            chunk, begin = self._chunks[number], self._starts[number]
+            low, high = max(start, begin), min(stop, self._stops[number])
+            size, wide = chunk.dtype.itemsize, dtype.itemsize
+            yield Copy(
+                self.fqn,
+                (high - low,),
+                chunk.file,
+                chunk.byte_offset + (low - begin) * size,
+                (size,),
+                chunk.dtype,
+                at + (low - start) * wide,
+                (wide,),
+                dtype,
+            )
 
 
 class HeldRuns(Held):
@@ -141,6 +173,7 @@ class HeldRuns(Held):
         self.fqn = fqn
         self.shape = runs.shape
         self.widest = runs.dtype.itemsize
+        self.in_runs = True
         self._runs = runs
 
     def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
@@ -164,6 +197,12 @@ class HeldRuns(Held):
                 (wide,),
                 dtype,
             )
+
+
+def _is_contiguous(chunk: Chunk) -> bool:
+    wanted = row_major(chunk.box.shape, chunk.dtype.itemsize)
+    dims = zip(chunk.box.shape, chunk.byte_strides, wanted, strict=True)
+    return all(extent == 1 or stride == step for extent, stride, step in dims)
 
 
 def held_by(entry: Entry) -> Held:
@@ -215,9 +254,13 @@ def _collapsed(shape: Index, source: Index, target: Index) -> tuple[Index, Index
 
 
 def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Runs that follow one another on both sides become one."""
+    """Runs that follow one another on both sides become one.
+
+    Args:
+        copies: in the order of their target offsets.
+    """
     last: Copy | None = None
-    for copy in sorted(copies, key=lambda copy: copy.target_offset):
+    for copy in copies:
         if last is not None and _follows(last, copy):
             last = _extended(last, copy)
             continue

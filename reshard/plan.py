@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
-from reshard.copies import Blocks, Copy, Held, HeldRuns, Window, dot, held_by
+from reshard.copies import Blocks, Copy, Held, Window, dot, held_by
 from reshard.dtypes import DType
 from reshard.errors import ReshardError
 from reshard.extents import Extent, by_file
@@ -210,7 +210,7 @@ def _cut(extent: Extent, held: Held, limit: int) -> Iterator[_Piece]:
     """Pieces of at most so many elements: of runs where that is simpler, else boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
-    if box is None or (isinstance(held, HeldRuns) and extent.is_run):
+    if box is None or (held.in_runs and extent.is_run):
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)
             offset = at + (start - extent.start) * size
