@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import reshard
 from reshard.errors import UsageError
 from reshard.formats import torch_file
+from reshard.formats.megatron.target.ranks import ranks
+from reshard.model_parallel.sizes import Sizes
 
 DATA = Path(__file__).parent / "data" / "megatron"
 SOURCES = {
@@ -110,3 +112,14 @@ def test_a_grid_that_does_not_fit_the_model_is_refused(grid, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         reshard.split(SOURCES["llama"][0], tmp_path / "out", **{"tp": 1, "pp": 1, "dp": 1, **grid})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("expert", [1, 2, 8])
+@pytest.mark.parametrize("expert_tensor", [None, 1, 2])
+def test_one_rank_of_each_tensor_rank_and_stage_keeps_the_dense_layers(
+    tensor, expert, expert_tensor
+):
+    sizes = Sizes(tensor=tensor, pipeline=2, expert=expert, expert_tensor=expert_tensor)
+    first = [(rank.tensor, rank.stage) for rank in ranks(sizes) if rank.is_first]
+    assert sorted(first) == [(t, stage) for t in range(tensor) for stage in range(2)]

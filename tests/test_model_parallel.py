@@ -147,3 +147,29 @@ def test_a_user_s_lines_count_before_the_table_s(tmp_path):
     file.write_text("parameters: {a: sideways}")
     with pytest.raises(UsageError, match="'a' has the cut 'sideways'"):
         with_users(builtin("megatron"), file)
+
+
+@pytest.mark.parametrize("word", ["weight", "bias"])
+@pytest.mark.parametrize("expert", [0, 9, 10, 27, 100])
+def test_a_word_before_a_number_ends_where_the_number_begins(word, expert):
+    found = builtin("megatron").find(f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}", {})
+    assert found.name == f"decoder.layers.3.mlp.experts.local_experts.{expert}.linear_fc1.{word}"
+    assert found.spelled("te", {}) == f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}"
+
+
+@pytest.mark.parametrize("name", ["megatron", "llama", "gpt_neox", "qwen_moe", "meta"])
+def test_the_rule_of_a_name_is_the_first_that_matches_it(name):
+    """The table looks where the name may be; here every rule is tried, in order."""
+    table = builtin(name)
+    for rule in table.rules:
+        for pattern in (rule.name, *(p for words in rule.others.values() for p in words)):
+            made = pattern.fill(dict.fromkeys(pattern.fields, 12) | {"p": "weight"})
+            first = next(
+                each
+                for each in table.rules
+                if any(
+                    p.match(made, {"layers": 12}) is not None
+                    for p in (each.name, *(p for words in each.others.values() for p in words))
+                )
+            )
+            assert table.find(made, {"layers": 12}).rule is first

@@ -221,3 +221,24 @@ def test_a_file_that_is_not_torchs_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(CorruptError, match=r"x\.pt"):
             torch_file.read(path)
+
+
+def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_own_file(tmp_path):
+    empty = {"module": {"w": torch.empty(0), "v": torch.empty(0, dtype=torch.bfloat16)}, "step": 3}
+    full = {"module": {"w": torch.arange(4.0)}}
+    files = {"a": empty, "b": empty, "c": full, "d": full}
+    for name, root in files.items():
+        torch.save(root, tmp_path / name)
+    alike = torch_file.Alike()
+    read = {name: torch_file.read(tmp_path / name, alike=alike) for name in files}
+    assert read["b"].root is read["a"].root
+    assert read["d"].root is not read["c"].root  # whose tensor lies in the file itself
+    for name, file in read.items():
+        alone = torch_file.read(tmp_path / name)
+        assert (file.records, file.globals, file.path) == (
+            alone.records,
+            alone.globals,
+            str(tmp_path / name),
+        )
+    for name in "cd":
+        assert read[name].root["module"]["w"].storage.file == str(tmp_path / name)

@@ -1,0 +1,161 @@
+"""Equal runs held as numbers are the chunks that they stand for, and plan as those do."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import prod
+
+import pytest
+
+from reshard import dtypes
+from reshard.box import whole
+from reshard.errors import CorruptError
+from reshard.extents import by_file
+from reshard.formats import skeletons
+from reshard.layout import equal_piece, run_chunks
+from reshard.manifest import (
+    Entry,
+    Manifest,
+    Origin,
+    OutputFile,
+    Skeleton,
+    SourceFile,
+    check,
+    contiguous,
+)
+from reshard.plan import Plan, block
+from reshard.runs import Places, Runs
+
+SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16))
+KEY = ("master", "w")
+
+
+def runs(shape, ranks, name="s", skipped=8):
+    """A tensor on so many ranks, whose files hold ``skipped`` bytes before it."""
+    files = tuple(f"{name}{rank:02d}" for rank in range(ranks))
+    places = Places(files, tuple(rank * 4 for rank in range(ranks)))
+    return Runs(places, dtypes.FLOAT32, shape, skipped)
+
+
+def entry(held):
+    return Entry("w", "master", dtypes.FLOAT32, held.shape, held)
+
+
+def expanded(of):
+    """The same with chunks as they are, not as numbers."""
+    return replace(of, chunks=tuple(of.chunks))
+
+
+def skeleton(of):
+    files = dict.fromkeys(chunk.file for chunk in of.chunks)
+    return Skeleton(tuple(OutputFile(name, 1 << 20) for name in files), (of,))
+
+
+def moved(planned):
+    """(source file, byte) of every byte of every output file."""
+    found = {}
+    for window in planned:
+        for copy in window.copies:
+            for index in range(copy.numel):
+                rest, at, to = index, copy.byte_offset, copy.target_offset
+                dims = zip(copy.shape, copy.byte_strides, copy.target_strides, strict=True)
+                for extent, stride, step in reversed(list(dims)):
+                    rest, place = divmod(rest, extent)
+                    at, to = at + place * stride, to + place * step
+                key = window.file, window.byte_offset + to
+                assert key not in found
+                found[key] = copy.file, at
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7, 40])
+def test_runs_are_the_chunks_of_equal_pieces(shape, ranks):
+    held = runs(shape, ranks)
+    boxes = [
+        (chunk.box, chunk.file, chunk.byte_offset)
+        for rank, file in enumerate(held.places.files)
+        for chunk in run_chunks(
+            file, 4 * rank + 8, held.dtype, shape, *equal_piece(prod(shape), ranks, rank)
+        )
+    ]
+    assert [(chunk.box, chunk.file, chunk.byte_offset) for chunk in held] == boxes
+    assert len(held) == len(boxes)
+    assert bool(held) is bool(prod(shape))
+    assert held == tuple(held)
+    assert held != tuple(held)[1:] or not boxes
+    assert not boxes or (held[0], held[-1], held[:2]) == (
+        *[tuple(held)[n] for n in (0, -1)],
+        tuple(held)[:2],
+    )
+
+
+def test_a_run_that_lies_outside_its_file_is_found():
+    held = runs((16, 16), 3)
+    sizes = {file: 4 * rank + 8 + 4 * 86 for rank, file in enumerate(held.places.files)}
+
+    def proof(change):
+        files = {f: SourceFile(f, n + change.get(f, 0)) for f, n in sizes.items()}
+        check(Manifest(Origin("test", ""), {KEY: entry(held)}, files))
+
+    proof({})
+    proof({"s02": -8})  # the last rank holds two elements less
+    for file, lost in (("s00", -1), ("s01", -1), ("s02", -9)):
+        with pytest.raises(CorruptError, match=r"'w' would lie at bytes"):
+            proof({file: lost})
+
+
+@pytest.mark.parametrize("window_bytes", [4, 20, 1 << 20])
+def test_a_plan_of_runs_moves_what_a_plan_of_their_chunks_moves(window_bytes):
+    chance = random.Random(3)
+    for shape in SHAPES:
+        for before, after in [(1, 4), (4, 1), (3, 5), (8, 2), (chance.randint(2, 30), 6)]:
+            source, target = entry(runs(shape, before)), entry(runs(shape, after, "o", 12))
+            planned = Plan({KEY: source}, skeleton(target), window_bytes)
+            wanted = moved(Plan({KEY: expanded(source)}, skeleton(expanded(target)), window_bytes))
+            assert moved(planned) == wanted
+            assert moved(Plan({KEY: source}, skeleton(expanded(target)), window_bytes)) == wanted
+            assert moved(Plan({KEY: expanded(source)}, skeleton(target), window_bytes)) == wanted
+            assert len(wanted) == prod(shape)
+            assert planned.copied_bytes == 4 * prod(shape)
+            assert planned.window_bytes == max((w.nbytes for w in planned), default=0)
+            assert list(planned) == list(planned)
+
+
+def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
+    source = entry(runs((6, 8), 5))
+    for box in (
+        whole((6, 8)),
+        replace(whole((6, 3)), origin=(0, 4)),
+        replace(whole((2, 8)), origin=(3, 0)),
+    ):
+        flat = block(source, box, dtypes.FLOAT32)
+        boxes = block(expanded(source), box, dtypes.FLOAT32)
+        assert moved([flat]) == moved([boxes])
+    turned = replace(
+        contiguous("s", 0, dtypes.FLOAT32, whole((6, 8)), (6, 8)), byte_strides=(4, 24)
+    )
+    held = Entry("w", "master", dtypes.FLOAT32, (6, 8), (turned,))
+    found = moved([block(held, whole((6, 8)), dtypes.FLOAT32)])
+    assert found["", 4] == ("s", 24)  # a dense chunk that is no run of the tensor
+
+
+def test_files_alike_hold_each_rank_s_run_where_the_first_has_its_own():
+    held = runs((16, 16), 3)
+    first = Skeleton(
+        (OutputFile("a", 999),), (replace(entry(held), chunks=tuple(held.of_rank(0))),)
+    )
+    spread = skeletons.a_rank_each(first, ["a", "b", "c"])
+    assert [file.name for file in spread.files] == ["a", "b", "c"]
+    assert {
+        file: [(e.byte_offset, e.start, e.stop) for e in held] for file, held in by_file(spread)
+    } == {
+        "a": [(8, 0, 86)],
+        "b": [(8, 86, 172)],
+        "c": [(8, 172, 256)],
+    }
+    with pytest.raises(AssertionError, match="3 runs"):
+        skeletons.a_rank_each(
+            replace(first, entries=(replace(first.entries[0], chunks=tuple(held)),)), "abc"
+        )
