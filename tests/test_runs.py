@@ -27,7 +27,7 @@ from reshard.manifest import (
 from reshard.plan import Plan, block
 from reshard.runs import Places, Runs
 
-SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16))
+SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))
 KEY = ("master", "w")
 
 
