@@ -146,7 +146,6 @@ class Held:
             yield from self.of_box(box, dtype, strides, at)
             at += box.volume * dtype.itemsize
 
-
     def _runs_of(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
         first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
         for number in range(first, last):

@@ -24,7 +24,8 @@ from reshard.manifest import (
     check,
     contiguous,
 )
-from reshard.plan import Plan, block
+from reshard.copies import block
+from reshard.plan import Plan
 from reshard.runs import Places, Runs
 
 SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))

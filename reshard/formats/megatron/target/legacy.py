@@ -103,8 +103,7 @@ class _Rank:
 
         Which modules could have one the source's files tell, else a rule; experts' by the rule.
         """
-        rank, places = self._rank, self._choice.places
-        before = rank.expert * (places.experts // places.sizes.expert)
+        rank, before = self._rank, self._choice.places.experts_of(self._rank).start
         carried = self._choice.wanted.carried
         own = dict(carried.of_chunk(rank.tensor, rank.expert, chunk, before))
         told = bool(own)

@@ -204,7 +204,7 @@ class Places:
         at = self._chunks.index((rank.stage, chunk))
         share = Share(
             stages.layers(self._sizes, self.layers, self._counts)[at],
-            self._experts_of(rank),
+            self.experts_of(rank),
             begins=at == 0,
             ends=at == len(self._chunks) - 1,
         )
@@ -215,7 +215,8 @@ class Places:
             found.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
         return sorted(found, key=lambda local: order.place(local.name))
 
-    def _experts_of(self, rank: Rank) -> range:
+    def experts_of(self, rank: Rank) -> range:
+        """The numbers of the experts that a rank has of each layer."""
         if self._experts % self._sizes.expert:
             raise UsageError(
                 f"expert parallel size {self._sizes.expert}",
