@@ -10,6 +10,7 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import whole
+from reshard.copies import block
 from reshard.errors import CorruptError
 from reshard.extents import by_file
 from reshard.formats import skeletons
@@ -24,7 +25,6 @@ from reshard.manifest import (
     check,
     contiguous,
 )
-from reshard.copies import block
 from reshard.plan import Plan
 from reshard.runs import Places, Runs
 
