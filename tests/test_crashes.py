@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,43 +36,33 @@ SPLIT += ["--init-optimizer", "zeros", "--param-groups", "groups.json"]
 COMMANDS = {"merge": MERGE, "split": SPLIT}
 
 
-class Lab:
-    """Runs of the command line in children of one process that has imported everything."""
+class Child:
+    """A process that has imported everything, whose children run to their faults (`faults`)."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, imported: list[str]) -> None:
         self.directory = directory
-        torch.manual_seed(0)
-        torch.save({f"l.{i}.w": torch.randn(SHAPE) for i in range(36)}, directory / "x.pt")
-        (directory / "groups.json").write_text('[{"lr": 0.001}]')
-        warm = ["reshard.commands.merge.command", "reshard.commands.split.command", "numpy"]
-        self.child = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults", *warm],
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults", *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=directory,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        assert self.line() == "ready"
-        self.whole = {}
-        for name, command in COMMANDS.items():
-            assert self.run([*command[:2], name, *command[3:]]) == 0, self.said
-            self.whole[name] = contents(directory / name)
+        assert self.answer() == "ready"
 
-    def line(self) -> str:
-        return self.child.stdout.readline().strip()
+    def answer(self) -> str:
+        return self.process.stdout.readline().strip()
 
-    def run(self, arguments, *, within=".out.partial", batch=1, **fault) -> int:
-        trial = {
-            **{name: str(self.directory / name) for name in ("stdout", "stderr", "calls")},
-            "run": "tests.faults:reshard",
-            "arguments": [arguments, batch],
-            "fault": fault,
-            "within": within,
-        }
-        self.child.stdin.write(json.dumps(trial) + "\n")
-        self.child.stdin.flush()
-        return int(self.line())
+    def run(self, what: str, arguments: list[object], *, within: str, **fault) -> int:
+        places = {name: str(self.directory / name) for name in ("stdout", "stderr", "calls")}
+        trial = {"run": what, "arguments": arguments, "fault": fault, "within": within, **places}
+        self.process.stdin.write(json.dumps(trial) + "\n")
+        self.process.stdin.flush()
+        return int(self.answer())
+
+    def end(self) -> None:
+        self.process.communicate(timeout=60)
 
     @property
     def said(self) -> str:
@@ -84,6 +75,24 @@ class Lab:
     @property
     def calls(self) -> list[list[str]]:
         return json.loads((self.directory / "calls").read_text())
+
+
+class Lab(Child):
+    """Runs of the command line, and what they leave."""
+
+    def __init__(self, directory: Path) -> None:
+        warm = ["reshard.commands.merge.command", "reshard.commands.split.command", "numpy"]
+        super().__init__(directory, warm)
+        torch.manual_seed(0)
+        torch.save({f"l.{i}.w": torch.randn(SHAPE) for i in range(36)}, directory / "x.pt")
+        (directory / "groups.json").write_text('[{"lr": 0.001}]')
+        self.whole = {}
+        for name, command in COMMANDS.items():
+            assert self.run([*command[:2], name, *command[3:]]) == 0, self.said
+            self.whole[name] = contents(directory / name)
+
+    def run(self, arguments, *, within=".out.partial", batch=1, **fault) -> int:
+        return super().run("tests.faults:reshard", [arguments, batch], within=within, **fault)
 
     def beside(self) -> set[str]:
         own = {"x.pt", "groups.json", "stdout", "stderr", "calls", *COMMANDS}
@@ -104,7 +113,7 @@ def shared():
     with TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
         lab = Lab(Path(directory))
         yield lab
-        lab.child.communicate(timeout=60)
+        lab.end()
 
 
 @pytest.fixture
@@ -470,3 +479,34 @@ def test_every_option_is_known_to_shape_the_output_or_not():
     assert {"dtype", "edits", "on_overflow", "replicas", "max_shard_bytes"} <= shaping.keys()
     assert not {"workers", "verify", "resume", "html"} & shaping.keys()
     assert journal.BATCH_BYTES > WINDOW
+
+
+@pytest.fixture(scope="module")
+def saver():
+    """Children that save checkpoints as the trainer does, without training."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+        child = Child(Path(directory), ["tests.trainer.saving", "torch"])
+        yield child
+        child.end()
+
+
+@pytest.mark.parametrize("kind", ["kill", "power"])
+def test_saving_that_died_anywhere_leaves_latest_at_a_whole_checkpoint(saver, kind):
+    from tests.trainer import saving
+
+    place = saver.directory / "run"
+    steps = [str(place), [2, 4, 6, 4], 2]
+    assert saver.run("tests.trainer.saving:save", steps, within="/run") == 0, saver.said
+    calls = len(saver.calls)
+    coin = random.Random(kind)
+    for at in sorted(coin.sample(range(calls), 20)):
+        shutil.rmtree(place)
+        died = saver.run(
+            "tests.trainer.saving:save", steps, within="/run", kind=kind, at=at, seed=at
+        )
+        assert died == -signal.SIGKILL, saver.said
+        saving.check(place)
+        assert saver.run("tests.trainer.saving:save", [str(place), [8], 2], within="/run") == 0
+        assert saving.check(place) == "global_step8"
+        assert not list(place.glob(".global_step*"))
