@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.checksum import crc32
@@ -45,8 +45,8 @@ class Outcome:
     flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
 
     def add(self, other: Outcome) -> None:
-        """Take over what another worker saw, but for windows of which no checksum is wanted."""
-        self.windows |= {at: held for at, held in other.windows.items() if held[1] is not None}
+        """Take over what another worker saw."""
+        self.windows |= other.windows
         self.nbytes += other.nbytes
         self.reads += other.reads
         self.overflowed += other.overflowed
@@ -99,8 +99,8 @@ def execute(  # noqa: PLR0913 - a keyword an option
     def shown(seen: Outcome) -> Outcome:
         after = keep(seen)
         if after is not seen:
-            taken.append(Outcome())
-            taken[-1].add(seen)
+            summed = {at: held for at, held in seen.windows.items() if held[1] is not None}
+            taken.append(replace(seen, windows=summed))  # the others nobody asks for again
         return after
 
     with SourceFiles() as pool, OutputFiles(directory) as files:
