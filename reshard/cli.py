@@ -18,6 +18,7 @@ import click
 
 from reshard import units
 from reshard.errors import ReshardError, UsageError
+from reshard.signals import ENDING
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ _SETTINGS = {
 
 def main() -> NoReturn:
     """Run the command line; every failure is one message and a documented exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _interrupt)
     try:
@@ -58,14 +59,16 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
     if isinstance(error, ReshardError):
         return _fail(str(error), error.exit_code)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return _fail("interrupted; nothing was written", 130)
+        told = error.__cause__ if isinstance(error, click.Abort) else error
+        return _fail("; ".join(["interrupted", *map(str, told.args if told else ())]), 130)
     if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
         return 0
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, MemoryError):
-        return _fail("out of memory; give a smaller --max-memory or fewer --workers", 4)
+        lacking = "out of memory; give a smaller --max-memory or fewer --workers"
+        return _fail("; ".join([lacking, *map(str, error.args)]), 4)
     if isinstance(error, OSError):
         return _fail(f"{error.filename or 'system'}: {error.strerror or error}", 2)
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", 70)
@@ -73,7 +76,7 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
     """End with the cleaning-up done; a second signal must not end that."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -267,6 +270,7 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("-q", "--quiet", is_flag=True, help="No progress, no report."),
         click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
         click.option("--no-verify", is_flag=True, help="Do not read the output back."),
+        click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped."),
         click.option("--overwrite", is_flag=True, help="Replace DESTINATION, and --html's file."),
         _html_option,
         _budget_options,

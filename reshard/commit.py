@@ -1,18 +1,17 @@
-"""Output appears whole or not at all: a temporary place beside the destination, fsync, rename."""
+"""Output appears whole or not at all: a partial place beside the destination, fsync, rename."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from reshard import signals, units
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
+from reshard.partial import Partial, sync
 
-_SYNCS = 16  # at a time
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What a directory may hold to be replaced by --overwrite: the files of a model export.
 _EXPORT_SUFFIXES = frozenset(
@@ -110,39 +109,101 @@ def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterato
     For a file, the block must leave one file of the destination's name in it. On any exception
     the temporary directory goes and the destination is untouched.
     """
-    parent = destination.resolve().parent
-    place = parent / f".{destination.name}.partial-{secrets.token_hex(8)}"
-    try:  # a signal may come at any time: the name is known before the directory is made
-        try:
-            place.mkdir(mode=0o700)
-        except OSError as error:
-            raise ReshardError(parent, f"cannot be written to: {error.strerror}") from error
-        yield place
-        _sync(place)
-        if is_directory:
-            _publish_directory(place, parent / destination.name, overwrite=overwrite)
-        else:
-            _publish_file(place / destination.name, parent / destination.name, overwrite=overwrite)
-        _sync_one(parent)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    with claimed(destination, is_directory=is_directory, overwrite=overwrite) as place:
+        place.clear()
+        yield place.output
 
 
-def _sync(place: Path) -> None:
-    """Make all of it durable, many files at once: a journal takes them together."""
-    with ThreadPoolExecutor(_SYNCS) as threads:
-        for _ in threads.map(_sync_one, [*place.rglob("*"), place]):
-            pass
+@contextlib.contextmanager
+def claimed(
+    destination: Path, *, is_directory: bool, overwrite: bool, resume: bool = False
+) -> Iterator[Partial]:
+    """The partial place, whose output becomes ``destination`` when the block ends well.
 
+    What an earlier process left in it is there still. It stays for a later run where the block
+    says that this is worth it, and only time or the machine was lacking; else it goes.
 
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    Args:
+        resume: whether the user wants what an earlier run left; then even a full disk leaves it.
+
+    Raises:
+        ExistsError: another process is writing there, or the destination is taken.
+    """
+    place = Partial(destination.resolve().parent / destination.name)
+    published = False
+    if resume and place.journals:
+        place.kept_bytes = place.held_bytes  # until they are read
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise ResourceError(path, f"could not be made durable: {error.strerror}") from error
+        place.claim()
+        if not overwrite:
+            _check_free(place.destination)
+        yield place
+        sync([*place.output.rglob("*"), place.output])
+        with signals.deferred():
+            place.end_journals()
+            _publish(place, is_directory=is_directory, overwrite=overwrite)
+            sync([place.path.parent])
+            published = True
+    except BaseException as error:
+        if published:
+            _tell(error, f"{destination} was written before")
+            _remove(place)
+        elif resume and isinstance(error, UsageError):
+            pass  # what cannot be gone on with so may be otherwise
+        elif place.kept_bytes and _is_outside(error, resume=resume):
+            size = units.show_bytes(place.kept_bytes)
+            _tell(
+                error,
+                f"nothing was written to {destination}; {size} that are done stay in"
+                f" {place.path}: --resume goes on with them",
+            )
+        else:
+            _tell(error, f"nothing was written to {destination}")
+            _remove(place)
+        raise
+    else:
+        _remove(place)
     finally:
-        os.close(descriptor)
+        place.release()
+
+
+def _remove(place: Partial) -> None:
+    """Remove it as far as that goes: what stays is met by the next run at this destination."""
+    with contextlib.suppress(OSError):
+        place.remove()
+
+
+def _is_outside(error: BaseException, *, resume: bool) -> bool:
+    """Whether the same run could succeed at another time: nothing is wrong with what it copies."""
+    if isinstance(error, ResourceError):
+        return resume  # a full disk is in the way of others too
+    lacking = isinstance(error, (KeyboardInterrupt, MemoryError, OSError))
+    return lacking or (isinstance(error, ReshardError) and isinstance(error.__cause__, OSError))
+
+
+def _tell(error: BaseException, what: str) -> None:
+    """Let the error's message say what became of the output."""
+    if isinstance(error, ReshardError) and "--resume" in what:
+        error.remedy = f"{error.remedy}; {what}" if error.remedy else what
+    elif isinstance(error, (KeyboardInterrupt, MemoryError)):
+        error.args = (what,)
+
+
+def _check_free(destination: Path) -> None:
+    """As `check_destination`, once nobody else can be writing there."""
+    taken = os.path.lexists(destination)
+    if taken and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ExistsError(
+            destination, "was created by another process meanwhile", "nothing was changed"
+        )
+
+
+def _publish(place: Partial, *, is_directory: bool, overwrite: bool) -> None:
+    if is_directory:
+        _publish_directory(place, overwrite=overwrite)
+    else:
+        made = place.output / place.destination.name
+        _publish_file(made, place.destination, overwrite=overwrite)
 
 
 def _publish_file(made: Path, destination: Path, *, overwrite: bool) -> None:
@@ -159,23 +220,32 @@ def _publish_file(made: Path, destination: Path, *, overwrite: bool) -> None:
         made.rename(destination)
 
 
-def _publish_directory(place: Path, destination: Path, *, overwrite: bool) -> None:
+def _publish_directory(place: Partial, *, overwrite: bool) -> None:
     umask = os.umask(0)
     os.umask(umask)
-    place.chmod(0o777 & ~umask)
-    retired = place.parent / f".{destination.name}.old-{secrets.token_hex(8)}"
+    place.output.chmod(0o777 & ~umask)
+    destination = place.destination
     replacing = overwrite and destination.exists()
+    if replacing and _exchange(place.output, destination):
+        return
     try:
         if replacing:
-            destination.rename(retired)
-        place.rename(destination)
-    except BaseException as error:
-        if replacing and retired.exists() and not destination.exists():
-            retired.rename(destination)
-        if not isinstance(error, OSError):
-            raise
+            destination.rename(place.replaced)
+        place.output.rename(destination)
+    except OSError as error:
+        if replacing and place.replaced.exists() and not destination.exists():
+            place.replaced.rename(destination)
         raise ExistsError(
             destination, f"could not be put in place: {error.strerror}", "nothing was changed"
         ) from error
-    if replacing:
-        shutil.rmtree(retired)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step, where the system can: Linux, on most local file systems."""
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and (
+        rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
+    )

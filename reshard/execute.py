@@ -10,8 +10,8 @@ way through.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard.checksum import crc32
@@ -37,8 +37,29 @@ def unseen(_nbytes: int) -> None:
 class Outcome:
     """What an execution saw; each worker keeps its own, and they are added up."""
 
+    # -> nbytes, and the CRC-32 where the file stores checksums
+    windows: dict[tuple[str, int], tuple[int, int | None]] = field(default_factory=dict)
+    nbytes: int = 0  # of the windows
+    reads: list[ReadSpan] = field(default_factory=list)  # of files that have stored checksums
     overflowed: Counter[str] = field(default_factory=Counter)  # fqn -> finite values made infinite
     flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
+
+    def add(self, other: Outcome) -> None:
+        """Take over what another worker saw."""
+        self.windows |= other.windows
+        self.nbytes += other.nbytes
+        self.reads += other.reads
+        self.overflowed += other.overflowed
+        self.flushed += other.flushed
+
+
+Keep = Callable[[Outcome], Outcome]
+"""Shown what a worker saw so far; takes it, and gives a new one, when that is to be journaled."""
+
+
+def unkept(seen: Outcome) -> Outcome:
+    """Of a run that leaves no journal."""
+    return seen
 
 
 def execute(  # noqa: PLR0913 - a keyword an option
@@ -52,6 +73,8 @@ def execute(  # noqa: PLR0913 - a keyword an option
     clamp: bool = False,
     verify: bool = True,
     progress: Progress = unseen,
+    done: Outcome | None = None,
+    keep: Keep = unkept,
 ) -> Outcome:
     """Create the skeleton's files in ``directory`` and fill them.
 
@@ -60,6 +83,8 @@ def execute(  # noqa: PLR0913 - a keyword an option
         clamp: see `cast.cast`.
         verify: read every byte back.
         progress: called with the bytes of every finished window.
+        done: what an earlier run saw of windows that are in the files already.
+        keep: called by each worker after each batch.
 
     Raises:
         CorruptError: a source record does not match its stored checksum, or a file is short.
@@ -69,25 +94,54 @@ def execute(  # noqa: PLR0913 - a keyword an option
     job = _Job(sources, skeleton)
     outcome = Outcome()
     team: list[_Worker] = []
+    taken: list[Outcome] = []
+
+    def shown(seen: Outcome) -> Outcome:
+        after = keep(seen)
+        if after is not seen:
+            summed = {at: held for at, held in seen.windows.items() if held[1] is not None}
+            taken.append(replace(seen, windows=summed))  # the others nobody asks for again
+        return after
+
     with SourceFiles() as pool, OutputFiles(directory) as files:
         writer = Writer(files, verify=verify)
         for file in skeleton.files:
-            files.create(file)
+            files.create(file, anew=done is None)
             for offset, data in file.literals:
                 writer.write(file.name, offset, memoryview(data))
 
         def hire() -> _Worker:
             filler = Filler(pool, clamp=clamp, read_bytes=read_bytes, summed=job.sums_source)
-            team.append(_Worker(filler, Writer(files, verify=verify), job, read_bytes))
+            team.append(_Worker(filler, Writer(files, verify=verify), job, read_bytes, shown))
             return team[-1]
 
-        spread(plan.batches(), hire, workers, lambda batch: progress(sum(w.nbytes for w in batch)))
-        for worker in team:
-            outcome.overflowed += worker.filler.overflowed
-            outcome.flushed += worker.filler.flushed
-        _check_records([span for w in team for span in w.filler.reads], sources, pool, workers)
-        _store_checksums(skeleton, [span for w in team for span in w.written], files, writer)
+        batches = plan.batches() if done is None else _undone(plan, done, files)
+        spread(batches, hire, workers, lambda batch: progress(sum(w.nbytes for w in batch)))
+        for seen in (*taken, *(worker.seen for worker in team), *([done] if done else [])):
+            outcome.add(seen)
+        _check_records(outcome.reads, sources, pool, workers)
+        _store_checksums(skeleton, outcome, files, writer)
     return outcome
+
+
+def _undone(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[tuple[Window, ...]]:
+    """The plan's batches, without windows that an earlier run has filled."""
+    filled = _spans(done, files)
+    for batch in plan.batches():
+        left = tuple(
+            window
+            for window in batch
+            if not filled.cover(files.path(window.file), window.byte_offset, window.nbytes)
+        )
+        if left:
+            yield left
+
+
+def _spans(outcome: Outcome, files: OutputFiles) -> Spans:
+    return Spans(
+        (files.path(name), offset, nbytes, crc or 0)
+        for (name, offset), (nbytes, crc) in outcome.windows.items()
+    )
 
 
 class _Job:
@@ -113,9 +167,14 @@ class _Job:
 class _Worker:
     """One thread: fills a window and writes it."""
 
-    def __init__(self, filler: Filler, writer: Writer, job: _Job, read_bytes: int) -> None:
+    def __init__(
+        self, filler: Filler, writer: Writer, job: _Job, read_bytes: int, keep: Keep
+    ) -> None:
         self.filler = filler
-        self.written: list[ReadSpan] = []  # of files that store checksums
+        self.seen = Outcome()
+        self._see(self.seen)
+        self._keep = keep
+        self._crc: int | None = None  # of the window at hand, if its file stores checksums
         self._writer = writer
         self._job = job
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), _WIDEST)))
@@ -126,17 +185,24 @@ class _Worker:
             self.filler.hold(copy for window in batch for copy in window.copies)
         for window in batch:
             self._fill(window)
+        self._see(self._keep(self.seen))
+
+    def _see(self, seen: Outcome) -> None:
+        """What is seen from now on goes there."""
+        self.seen, filler = seen, self.filler
+        filler.reads, filler.overflowed, filler.flushed = seen.reads, seen.overflowed, seen.flushed
 
     def _fill(self, window: Window) -> None:
         filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
         if filled != window.nbytes:  # the coverage proof makes this impossible
             raise AssertionError(f"{filled} of {window.nbytes} bytes of a window are filled")
-        if self._job.sums_target(window.file):
-            self.written.append((window.file, window.byte_offset, 0, 0))
+        self._crc = 0 if self._job.sums_target(window.file) else None
         if all(copy.is_run for copy in window.copies):
             self._stream(window)
         else:
             self._weave(window)
+        self.seen.windows[window.file, window.byte_offset] = window.nbytes, self._crc
+        self.seen.nbytes += window.nbytes
 
     def _stream(self, window: Window) -> None:
         """Runs that lie one after the other, block by block."""
@@ -165,9 +231,8 @@ class _Worker:
 
     def _write(self, name: str, offset: int, data: memoryview) -> None:
         self._writer.write(name, offset, data)
-        if self._job.sums_target(name):
-            _, start, nbytes, crc = self.written[-1]
-            self.written[-1] = (name, start, nbytes + len(data), crc32(data, crc))
+        if self._crc is not None:
+            self._crc = crc32(data, self._crc)
 
 
 def _check_records(
@@ -193,10 +258,10 @@ def _check_records(
 
 
 def _store_checksums(
-    skeleton: Skeleton, spans: list[ReadSpan], files: OutputFiles, writer: Writer
+    skeleton: Skeleton, outcome: Outcome, files: OutputFiles, writer: Writer
 ) -> None:
     """Write the CRCs that the output format keeps of its own records."""
-    written = Spans((files.path(name), offset, nbytes, crc) for name, offset, nbytes, crc in spans)
+    written = _spans(outcome, files)
     for stored in skeleton.checksums:
         path = files.path(stored.file)
         crc = record_crc(files, path, stored.byte_offset, stored.nbytes, written)

@@ -110,6 +110,7 @@ class SourceFile:
     path: str
     nbytes: int
     records: tuple[Record, ...] = ()
+    lasting: bool = True  # False: made for one run, and gone with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
-from reshard.errors import DifferentError, ReshardError, ResourceError
+from reshard.errors import DifferentError
 from reshard.files import OpenFiles
 from reshard.manifest import OutputFile
+from reshard.partial import disk_error
 
 BLOCK_BYTES = 256 << 10  # written and read back while it is in a core's cache
 
@@ -20,19 +20,23 @@ class OutputFiles(OpenFiles):
         super().__init__(os.O_RDWR)
         self.directory = directory
 
-    def create(self, file: OutputFile) -> None:
-        """A file at its full size, all zeros.
+    def create(self, file: OutputFile, *, anew: bool = True) -> None:
+        """A file at its full size, all zeros; one that an earlier run left is taken on as it is.
 
         Raises:
             ResourceError: the disk is full.
         """
         path = self.directory / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if anew else 0)
         try:
-            with path.open("xb", buffering=0) as created:
-                created.truncate(file.nbytes)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                os.ftruncate(descriptor, file.nbytes)
+            finally:
+                os.close(descriptor)
         except OSError as error:
-            raise _disk_error(path, error) from error
+            raise disk_error(path, error) from error
 
     def write(self, name: str, byte_offset: int, data: memoryview) -> None:
         """Write bytes at an offset.
@@ -47,7 +51,7 @@ class OutputFiles(OpenFiles):
                 count = os.pwrite(descriptor.number, data, byte_offset)
                 data, byte_offset = data[count:], byte_offset + count
         except OSError as error:
-            raise _disk_error(Path(path), error) from error
+            raise disk_error(Path(path), error) from error
 
     def path(self, name: str) -> str:
         """Where a file of the output lies."""
@@ -88,11 +92,3 @@ class Writer:
                 " written",
                 "the disk or its file system is at fault: nothing was kept",
             )
-
-
-def _disk_error(path: Path, error: OSError) -> ReshardError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ResourceError(
-            path.parent, f"the disk is full ({error.strerror})", "free space, or write elsewhere"
-        )
-    return ReshardError(path, f"cannot be written: {error.strerror}")

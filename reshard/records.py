@@ -42,6 +42,17 @@ class Spans:
         last = bisect_left(self.starts[file], offset + nbytes)
         return [s for s in self.by_file[file][first:last] if s[0] + s[1] > offset]
 
+    def cover(self, file: str, offset: int, nbytes: int) -> bool:
+        """Whether every byte of a range is in one of them."""
+        if file not in self.by_file:
+            return False
+        reach = offset
+        for start, size, _ in self.touching(file, offset, nbytes):
+            if start > reach:
+                return False
+            reach = max(reach, start + size)
+        return reach >= offset + nbytes
+
     def within(self, file: str, offset: int, nbytes: int) -> list[Span]:
         """Those that lie inside a range."""
         if file not in self.by_file:

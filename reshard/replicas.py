@@ -144,7 +144,10 @@ def averaged(
                     entries.append(replace(entry, chunks=chunks))
                 else:
                     entries.append(entry)
-        files = {**manifest.files, str(path): SourceFile(str(path), path.stat().st_size)}
+        files = {
+            **manifest.files,
+            str(path): SourceFile(str(path), path.stat().st_size, lasting=False),
+        }
         if not notes:
             yield manifest, []
             return

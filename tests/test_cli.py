@@ -20,7 +20,7 @@ SOURCE_OPTIONS = {
 }
 OUTPUT_OPTIONS = {
     *("--on-overflow", "--allow-pickle", "--workers", "--max-memory", "--overwrite"),
-    *("--no-verify", "--dry-run", "-q", "--quiet", "--html"),
+    *("--no-verify", "--dry-run", "-q", "--quiet", "--html", "--resume"),
 }
 SPLIT_OPTIONS = {
     *("--to", "--world-size", "--num-shards", "--zero-stage", "--dtype", "--weights-only"),
@@ -71,7 +71,7 @@ MERGE_KEYS = set(
     "schema command source format destination done verified files tensors parameters dtypes"
     " trained_in from_master from_copy buffers kept_fp32 dropped_aliases written_aliases stripped"
     " renamed excluded optimizer_tensors_left overflowed flushed changes warnings bytes_read"
-    " bytes_written peak_buffer_bytes seconds".split()
+    " bytes_written resumed_bytes peak_buffer_bytes seconds".split()
 )
 INSPECT_KEYS = set(
     "schema command path format detail versions precision mesh step parameters kinds files"

@@ -137,7 +137,7 @@ def test_a_signal_ends_a_merge_with_a_message_and_nothing_written(tmp_path, numb
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, preexec_fn=default) as child:  # noqa: PLW1509
         deadline = time.monotonic() + 30
-        while not list(tmp_path.glob(".out.safetensors.partial-*")):
+        while not list(tmp_path.glob(".out.safetensors.partial/output/*")):
             assert time.monotonic() < deadline
             assert child.poll() is None
             time.sleep(0.001)

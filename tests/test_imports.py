@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspeed"}
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
-    ("errors", "dtypes", "box", "version", "checksum"),
-    ("manifest", "files", "trust", "units", "cast"),
+    ("errors", "dtypes", "box", "version", "checksum", "signals"),
+    ("manifest", "files", "trust", "units", "cast", "partial"),
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("runs", "extents"),
     ("model_parallel",),
     ("formats", "copies", "plan"),
     ("records", "workers", "fill", "outputs"),
     ("execute",),
-    ("commit", "tensors", "weights", "replicas"),
+    ("commit", "journal", "tensors", "weights", "replicas"),
     ("proof",),
     ("html",),
     ("commands", "dcp"),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import torch
 
 from trainer import tokenizer
-from trainer.checkpoint import files
+from trainer.checkpoint import directory, files
 from trainer.engines.base import Engine
 from trainer.model import configuration
 from trainer.ranks import Ranks
@@ -30,27 +29,26 @@ def save_16bit(engine: Engine, settings: Settings, ranks: Ranks, target: Path) -
     with ranks.together("write the 16-bit model"):
         if ranks.first:
             partial = target.with_name(f".{target.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
+            aside = target.with_name(f".{target.name}.old")
+            for left_over in (partial, aside):
+                shutil.rmtree(left_over, ignore_errors=True)
             partial.mkdir(parents=True)
             _write(partial, tensors, settings, dtype)
-            if target.exists():
-                shutil.rmtree(target)
-            partial.rename(target)
-            files.sync_directory(target.parent)
+            directory.replace(partial, target, aside)
+            files.sync(target.parent)
+            shutil.rmtree(aside, ignore_errors=True)
     return target
 
 
 def _write(
-    directory: Path, tensors: dict[str, torch.Tensor], settings: Settings, dtype: torch.dtype
+    place: Path, tensors: dict[str, torch.Tensor], settings: Settings, dtype: torch.dtype
 ) -> None:
     from safetensors.torch import save_file
 
-    path = directory / "model.safetensors"
-    save_file(tensors, path, metadata={"format": "pt"})
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
     config = configuration(settings)
     config.dtype = dtype
-    config.save_pretrained(directory)
-    tokenizer.save(directory)
-    files.sync_directory(directory)
+    config.save_pretrained(place)
+    tokenizer.save(place)
+    for path in (*place.rglob("*"), place):
+        files.sync(path)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from reshard import commit, execute
+from reshard import commit, execute, journal, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
 from reshard.extents import by_file
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
+from reshard.partial import Partial
 from reshard.plan import Plan
 from reshard.replicas import Replicas
 
@@ -22,6 +23,25 @@ if TYPE_CHECKING:
 
 OnOverflow = Literal["error", "clamp", "allow"]
 Check = Callable[[Path], None]
+
+# Options that leave the output's bytes as they are: a run may go on with others.
+_AS_YOU_LIKE = frozenset(
+    "workers max_memory_bytes html overwrite verify dry_run resume allow_pickle".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What came of writing an output.
+
+    Args:
+        resumed_bytes: what an interrupted run had done of it.
+        notes: what else a user should know.
+    """
+
+    outcome: execute.Outcome
+    resumed_bytes: int
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +52,7 @@ class OutputOptions(ReadOptions):
     replicas: Replicas = "error"
     verify: bool = True
     dry_run: bool = False
+    resume: bool = False  # go on where an interrupted run stopped, if there is one
 
     def __post_init__(self) -> None:
         """Refuse a choice that there is not.
@@ -98,8 +119,8 @@ def write(
     is_directory: bool,
     look: Check,
     meter: Meter | None = None,
-) -> execute.Outcome:
-    """Write the skeleton's files to a temporary place, check them, and move them to theirs.
+) -> Written:
+    """Write the skeleton's files to a partial place, check them, and move them to theirs.
 
     Args:
         look: reads the written files' own headers, as a stranger would.
@@ -108,28 +129,66 @@ def write(
         ReshardError: nothing is left at the destination then.
     """
     workers, window_bytes = options.budget()
-    total = sum(file.nbytes for file in skeleton.files)
-    place = commit.staged(destination, is_directory=is_directory, overwrite=options.overwrite)
-    with place as staging, metered(meter, total) as progress:
-        outcome = execute.execute(
-            plan,
-            skeleton,
-            manifest.files,
-            staging,
-            workers=workers,
-            read_bytes=window_bytes,
-            clamp=options.on_overflow == "clamp",
-            verify=options.verify,
-            progress=progress,
-        )
+    nbytes = sum(file.nbytes for file in skeleton.files)
+    claimed = commit.claimed(
+        destination, is_directory=is_directory, overwrite=options.overwrite, resume=options.resume
+    )
+    with (
+        claimed as place,
+        metered(meter, nbytes) as progress,
+    ):
+        job = journal.describe(manifest.files.values(), _shaping(options), skeleton)
+        done, notes = _begun(place, job, skeleton, options)
+        if done is not None:
+            progress(done.nbytes)
+        commit.check_space(destination, nbytes - place.held_bytes)
+        with journal.Journal(place, job, manifest.files).writing() as kept:
+            outcome = execute.execute(
+                plan,
+                skeleton,
+                manifest.files,
+                place.output,
+                workers=workers,
+                read_bytes=window_bytes,
+                clamp=options.on_overflow == "clamp",
+                verify=options.verify,
+                progress=progress,
+                done=done,
+                keep=kept.keep,
+            )
         if outcome.overflowed and options.on_overflow == "error":
             _refuse_overflow(outcome, skeleton)
         if options.verify:
             for file in skeleton.files:
-                if file.nbytes != (staging / file.name).stat().st_size:
+                if file.nbytes != (place.output / file.name).stat().st_size:
                     raise DifferentError(file.name, "has another size than planned")
-            look(staging)
-    return outcome
+            look(place.output)
+    return Written(outcome, done.nbytes if done else 0, notes)
+
+
+def _shaping(options: OutputOptions) -> dict[str, object]:
+    given = {each.name: getattr(options, each.name) for each in fields(options)}
+    return {name: value for name, value in given.items() if name not in _AS_YOU_LIKE}
+
+
+def _begun(
+    place: Partial,
+    job: journal.Job,
+    skeleton: Skeleton,
+    options: OutputOptions,
+) -> tuple[execute.Outcome | None, list[str]]:
+    """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
+    left = journal.left(place, job) if options.resume else None
+    if left is None:
+        size = place.held_bytes
+        place.clear()
+        gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
+        return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
+    workers, _ = options.budget()
+    done = journal.intact(left, place, skeleton, verify=options.verify, workers=workers)
+    lost = left.nbytes - done.nbytes
+    again = f"{units.show_bytes(lost)} of it were not as they had been written: done again"
+    return done, [again] if lost else []
 
 
 def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:

@@ -1,11 +1,14 @@
 """A run directory: ``<tag>/`` for each checkpoint, and ``latest``, which names one that is whole.
 
 A checkpoint is written under a hidden name, flushed, and renamed when every rank is done; only then
-does ``latest`` name it. A kill at any moment leaves the checkpoint before, and ``latest`` true.
+does ``latest`` name it. A kill at any moment leaves the checkpoint before, and ``latest`` true; a
+name that is seen is of a whole checkpoint: what is to go loses its name first.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -52,12 +55,16 @@ def find(path: Path, tag: str | None) -> Path:
     if tag is None and not (path / LATEST).exists():
         if (path / STATE).exists() or layout(path):
             return path
+        ours = [name for name in tags_in(path) if (path / name / STATE).exists()]
+        if ours:  # the run died between the two names of its first checkpoint
+            return path / ours[-1]
         tags = ", ".join(tags_in(path)) or "none"
         raise CheckpointError(
             f"{path} has no file 'latest', and is no checkpoint itself (tags in it: {tags})",
             "give --tag, or the checkpoint directory",
         )
     name = tag or _latest(path)
+    _bring_back(path)
     if "/" in name or name in {"", ".", ".."} or not (path / name).is_dir():
         tags = ", ".join(tags_in(path)) or "none"
         said = "asked for" if tag else "named by 'latest'"
@@ -86,6 +93,34 @@ def tags_in(path: Path) -> list[str]:
         (int(match[1]), match[0]) for p in path.glob("*") if (match := _STEP.fullmatch(p.name))
     ]
     return [name for _, name in sorted(found)]
+
+
+def replace(made: Path, final: Path, aside: Path) -> None:
+    """Give a directory its name; what has the name goes aside, in the same step if that can be."""
+    if final.exists() and _exchange(made, final):
+        made.rename(aside)
+        return
+    if final.exists():
+        final.rename(aside)
+    made.rename(final)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step, where the system can: Linux, on most local file systems."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return rename is not None and (
+        rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
+    )
+
+
+def _bring_back(path: Path) -> None:
+    """A checkpoint that was put aside has its name again, if its successor never got it."""
+    for aside in path.glob(".global_step*.old"):
+        name = path / aside.name[1 : -len(".old")]
+        if not name.exists():
+            with contextlib.suppress(OSError):  # another rank has done it, or none may
+                aside.rename(name)
 
 
 class RunDirectory:
@@ -140,6 +175,7 @@ class RunDirectory:
         """Make an empty hidden directory for the checkpoint (rank 0)."""
         partial = self.partial(step)
         self.path.mkdir(parents=True, exist_ok=True)
+        _bring_back(self.path)
         for left_over in self.path.glob(".global_step*"):
             shutil.rmtree(left_over)
         partial.mkdir()
@@ -154,29 +190,35 @@ class RunDirectory:
     ) -> Path:
         """Give the finished checkpoint its name, then let ``latest`` say so (rank 0)."""
         partial, final = self.partial(step), self.path / tag_of(step)
-        for directory in (partial, *(p for p in partial.rglob("*") if p.is_dir())):
-            sync(directory)
-        if final.exists():
-            # A run that went back to an earlier tag writes this one again. Never let ``latest``
-            # name what is about to go.
-            if self._good and self._good != final.name:
-                write(self.path / LATEST, self._good)
-            final.rename(self.path / f".{final.name}.old")
-        partial.rename(final)
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        if final.exists() and self._good and self._good != final.name:
+            # A run that went back to an earlier tag writes this one again. Where the swap takes
+            # two steps, ``latest`` must not name what has no name between them.
+            write(self.path / LATEST, self._good)
+        replace(partial, final, self.path / f".{final.name}.old")
         sync(self.path)
         write(self.path / LATEST, final.name)
         self._good = final.name
-        self._prune(final.name)
+        self._prune(final.name, sync)
         return final
 
-    def _prune(self, newest: str) -> None:
+    def _prune(self, newest: str, sync: Callable[[Path], None]) -> None:
         """Remove what is replaced, and all but the newest ``keep``."""
-        doomed = [self.path / name for name in self._stale if name != newest]
+        self._remove("old")  # first: without its successor it would be brought back
+        doomed = [name for name in self._stale if name != newest]
         self._stale = []
-        doomed += list(self.path.glob(".global_step*.old"))
         if self._keep:
             kept = tags_in(self.path)
             # By step, but never the one just written, which a run that went back may number lower.
-            doomed += [self.path / n for n in kept[: -self._keep] if n != newest]
-        for directory in doomed:
-            shutil.rmtree(directory, ignore_errors=not directory.exists())
+            doomed += [name for name in kept[: -self._keep] if name != newest]
+        for name in dict.fromkeys(doomed):
+            if (self.path / name).exists():
+                (self.path / name).rename(self.path / f".{name}.gone")
+        if doomed:
+            sync(self.path)
+        self._remove("gone")
+
+    def _remove(self, what: str) -> None:
+        for hidden in self.path.glob(f".global_step*.{what}"):
+            shutil.rmtree(hidden)

@@ -45,7 +45,7 @@ def save(
             files.write_json(partial / directory.STATE, document)
     with ranks.together("give the checkpoint its name"):
         if ranks.first:
-            run.publish(progress.step, files.sync_directory, files.write_text)
+            run.publish(progress.step, files.sync, files.write_text)
     return run.path / directory.tag_of(progress.step)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
-from reshard import commit, formats, keys, replicas, weights
+from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import (
@@ -102,8 +102,7 @@ def _written(
     report.changes = job.changes
     if options.dry_run:
         return
-    commit.check_space(destination, report.bytes_written)
-    outcome = write(
+    made = write(
         job.plan,
         job.skeleton,
         job.edited.manifest,
@@ -113,8 +112,10 @@ def _written(
         look=lambda staging: _look(job, staging),
         meter=meter,
     )
-    report.overflowed = dict(outcome.overflowed)
-    report.flushed = dict(outcome.flushed)
+    report.overflowed = dict(made.outcome.overflowed)
+    report.flushed = dict(made.outcome.flushed)
+    report.resumed_bytes = made.resumed_bytes
+    report.warnings += made.notes
     report.verified = options.verify
     report.done = True
 

@@ -45,6 +45,7 @@ class MergeReport:
     warnings: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_written: int = 0
+    resumed_bytes: int = 0  # of those, what an interrupted run had done
     peak_buffer_bytes: int = 0
     seconds: float = 0.0
 
@@ -70,6 +71,9 @@ class MergeReport:
         yield from self._drops()
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
+        if self.resumed_bytes:
+            size = units.show_bytes(self.resumed_bytes)
+            yield f"resumed     {size} of an interrupted run"
         if self.done:
             yield written(self.bytes_written, self.seconds, verified=self.verified)
 

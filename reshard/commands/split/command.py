@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from reshard import commit, formats, keys, replicas, weights
+from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
@@ -111,8 +111,7 @@ def _split(
     if options.dry_run:
         write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
         return report
-    commit.check_space(destination, report.bytes_written)
-    outcome = write(
+    output = write(
         planned,
         held,
         manifest,
@@ -122,7 +121,9 @@ def _split(
         look=lambda staging: _look(staging, skeleton, state, named, options),
         meter=meter,
     )
-    report.overflowed = dict(outcome.overflowed)
+    report.overflowed = dict(output.outcome.overflowed)
+    report.resumed_bytes = output.resumed_bytes
+    report.warnings += output.notes
     report.verified = options.verify
     report.done = True
     report.seconds = time.perf_counter() - begun.began

@@ -42,6 +42,7 @@ class SplitReport:
     warnings: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_written: int = 0
+    resumed_bytes: int = 0  # of those, what an interrupted run had done
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -67,6 +68,9 @@ class SplitReport:
             ("warning", self.warnings),
         ):
             yield from listed(label, items)
+        if self.resumed_bytes:
+            size = units.show_bytes(self.resumed_bytes)
+            yield f"resumed     {size} of an interrupted run"
         if self.done:
             yield written(self.bytes_written, self.seconds, verified=self.verified)
 

@@ -1,0 +1,308 @@
+"""What of an unfinished output is on the disk for good, so that another run can go on from it.
+
+A journal is lines of JSON, each behind its own CRC-32. The first says which job it is of; every
+other is what was seen of a batch of windows, whose bytes were made durable before the line was
+written. A line that is cut off or damaged ends the journal: what it told of is done again.
+
+Each process of a run appends to a journal of its own, and all that lie in the place are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from stat import S_ISREG
+from typing import Any
+
+from reshard.checksum import crc32
+from reshard.errors import UsageError
+from reshard.execute import Outcome, Progress, unseen
+from reshard.files import SourceFiles
+from reshard.manifest import Skeleton, SourceFile
+from reshard.partial import Partial, disk_error, sync
+from reshard.records import crc_of
+from reshard.version import __version__
+from reshard.workers import spread
+
+BATCH_BYTES = 256 << 20
+"""What a worker writes between two lines, so what a kill can cost it."""
+
+NAME = "journal"
+
+_CRC = 8  # characters
+
+Job = Mapping[str, Any]
+_Windows = dict[tuple[str, int], tuple[int, int | None]]
+
+
+def describe(
+    sources: Iterable[SourceFile], options: Mapping[str, object], skeleton: Skeleton
+) -> Job:
+    """What must be the same for a run to go on where another stopped.
+
+    Args:
+        options: those that have a say in the output's bytes; where one names a file, that counts.
+    """
+    laid_out = hashlib.sha256()
+    for file in skeleton.files:
+        laid_out.update(repr((file.name, file.nbytes, len(file.literals))).encode())
+        for offset, data in file.literals:
+            laid_out.update(repr((offset, len(data))).encode() + data)
+    return {
+        "reshard": __version__,
+        "options": {name: _stamped(value) for name, value in options.items()},
+        "output": laid_out.hexdigest(),
+        "sources": {
+            file.path: [file.nbytes, *_stamp(file.path)] for file in sources if file.lasting
+        },
+    }
+
+
+def _stamped(value: object) -> str:
+    named = isinstance(value, (str, Path)) and str(value)
+    return repr((value, *_stamp(str(value)))) if named else repr(value)
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    """When and at what size a file was written; nothing where there is none."""
+    try:
+        status = Path(path).stat()
+    except (OSError, ValueError):
+        return ()
+    return status.st_size, status.st_mtime_ns
+
+
+class Journal:
+    """The journal of one process: a thread of its own makes batches durable and writes them down.
+
+    Args:
+        place: claimed; an earlier run's journal of this name is gone on with.
+        job: see `describe`.
+        sources: reads of those that have checksums of their own are kept too, to be compared.
+    """
+
+    def __init__(
+        self, place: Partial, job: Job, sources: Mapping[str, SourceFile], name: str = NAME
+    ) -> None:
+        self._place = place
+        self._path = place.path / name
+        self._job = job
+        self._checked = {
+            path for path, file in sources.items() if any(r.crc32 is not None for r in file.records)
+        }
+        self._batches: SimpleQueue[Outcome | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._stopped = False
+        self._end: int | None = None  # where the next line goes; None: nothing is written yet
+
+    def keep(self, seen: Outcome) -> Outcome:
+        """Take over a batch once it is worth a line; see `execute.Keep`.
+
+        Raises:
+            ReshardError: an earlier batch could not be made durable.
+        """
+        if self._error is not None:
+            raise self._error
+        if seen.nbytes < BATCH_BYTES:
+            return seen
+        self._batches.put(seen)
+        return Outcome()
+
+    @contextmanager
+    def writing(self) -> Iterator[Journal]:
+        """Write down what `keep` takes, until the end of the block; an exception does not wait.
+
+        Raises:
+            ReshardError: a batch could not be made durable.
+        """
+        thread = threading.Thread(target=self._work, name="journal")
+        thread.start()
+        try:
+            yield self
+        except BaseException:
+            self._stopped = True
+            raise
+        finally:
+            self._batches.put(None)
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        try:
+            while (seen := self._batches.get()) is not None and not self._stopped:
+                self._append(seen)
+        except Exception as error:  # noqa: BLE001 - raised again in the threads that ask
+            self._error = error
+
+    def _append(self, seen: Outcome) -> None:
+        """The files first, then the line that vouches for them."""
+        output, line = self._place.output, _line(_to_json(seen, self._checked))
+        sync({output / name for name, _ in seen.windows})
+        first = self._end is None
+        if first:
+            sync([output, *(path for path in output.rglob("*") if path.is_dir())])
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if self._end is None:
+                    self._end = sum(len(line) for line in _whole_lines(self._path))
+                    os.ftruncate(descriptor, self._end)  # a tail that was cut off
+                if not self._end:
+                    line = _line(self._job) + line
+                written = 0
+                while written < len(line):
+                    written += os.pwrite(descriptor, line[written:], self._end + written)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise disk_error(self._path, error) from error
+        self._end += len(line)
+        if first:
+            sync([self._place.path, self._place.path.parent])
+        self._place.kept_bytes += seen.nbytes
+
+
+def left(place: Partial, job: Job) -> Outcome | None:
+    """What the journals of earlier runs say is there; None where there is no journal.
+
+    Where the cut of the windows has changed since, a value that was counted as made infinite or
+    zero may be counted again.
+
+    Raises:
+        UsageError: they are of another job; the message says what is different.
+    """
+    seen, found = Outcome(), False
+    for path in place.journals:
+        lines = (json.loads(line[_CRC + 1 :]) for line in _whole_lines(path))
+        begun_as = next(lines, None)
+        if begun_as is None:
+            continue
+        if begun_as != job:
+            raise UsageError(
+                place.destination,
+                f"the run that was interrupted cannot be gone on with: {_change(begun_as, job)}",
+                "run what was run then, or leave out --resume to begin anew",
+            )
+        found = True
+        for document in lines:
+            seen.add(_from_json(document))
+    place.kept_bytes = seen.nbytes
+    return seen if found else None
+
+
+def intact(
+    seen: Outcome,
+    place: Partial,
+    skeleton: Skeleton,
+    *,
+    verify: bool,
+    workers: int,
+    progress: Progress = unseen,
+) -> Outcome:
+    """The same without windows that are not as they were written.
+
+    Args:
+        verify: read those that have a checksum; of others it is enough that the file is there at
+            its size: what was read back when it was written, and flushed, is trusted.
+    """
+    good: set[str] = set()
+    for file in skeleton.files:
+        path = place.output / file.name
+        status = path.lstat() if os.path.lexists(path) else None
+        if (
+            status
+            and S_ISREG(status.st_mode)
+            and (status.st_size, status.st_nlink)
+            == (
+                file.nbytes,
+                1,
+            )
+        ):
+            good.add(file.name)
+        elif status:
+            path.unlink()
+    there = {at: is_so for at, is_so in seen.windows.items() if at[0] in good}
+    if verify:
+        there = _as_written(there, place.output, workers, progress)
+    return replace(seen, windows=there, nbytes=sum(nbytes for nbytes, _ in there.values()))
+
+
+def _as_written(windows: _Windows, directory: Path, workers: int, progress: Progress) -> _Windows:
+    same: _Windows = {}
+    with SourceFiles() as pool:
+
+        def check(item: tuple[tuple[str, int], tuple[int, int | None]]) -> None:
+            (name, offset), (nbytes, crc) = item
+            if crc is None or crc == crc_of(pool, str(directory / name), offset, nbytes):
+                same[name, offset] = nbytes, crc
+
+        def done(item: tuple[tuple[str, int], tuple[int, int | None]]) -> None:
+            progress(item[1][0])
+
+        spread(sorted(windows.items()), lambda: check, workers, done)
+    return same
+
+
+def _line(document: object) -> bytes:
+    text = json.dumps(document, separators=(",", ":")).encode()
+    return b"%08x %b\n" % (crc32(text), text)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines before the first that is cut off or damaged."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            text = line[_CRC + 1 : -1]
+            if line != b"%08x %b\n" % (crc32(text), text):
+                return
+            yield line
+
+
+def _to_json(seen: Outcome, checked: Collection[str]) -> dict[str, Any]:
+    windows: dict[str, list[tuple[int, int, int | None]]] = defaultdict(list)
+    for (name, offset), (nbytes, crc) in seen.windows.items():
+        windows[name].append((offset, nbytes, crc))
+    reads: dict[str, list[list[int]]] = defaultdict(list)
+    for name, offset, nbytes, crc in seen.reads:
+        if name in checked:
+            reads[name].append([offset, nbytes, crc])
+    counts = {"overflowed": seen.overflowed, "flushed": seen.flushed}
+    return {"windows": windows, "reads": reads, **counts}
+
+
+def _from_json(document: Mapping[str, Any]) -> Outcome:
+    windows = {
+        (name, offset): (nbytes, crc)
+        for name, held in document["windows"].items()
+        for offset, nbytes, crc in held
+    }
+    return Outcome(
+        windows,
+        sum(nbytes for nbytes, _ in windows.values()),
+        [(name, *read) for name, held in document["reads"].items() for read in held],
+        Counter(document["overflowed"]),
+        Counter(document["flushed"]),
+    )
+
+
+def _change(before: Job, now: Job) -> str:
+    """The first thing in which two jobs differ."""
+    if before["reshard"] != now["reshard"]:
+        return f"it was of reshard {before['reshard']}, this is {now['reshard']}"
+    for what in ("sources", "options"):
+        for name in {**before[what], **now[what]}:
+            if before[what].get(name) != now[what].get(name):
+                return f"{name} is not as it was then"
+    return "its output was laid out in another way"
