@@ -56,19 +56,19 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
         error.show()
         return 2
     if isinstance(error, ReshardError):
-        return _fail(str(error), error.exit_code)
+        return _fail(*error.lines, code=error.exit_code)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        return _fail("interrupted; nothing was written", 130)
+        return _fail("interrupted; nothing was written", code=130)
     if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
         return 0
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, MemoryError):
-        return _fail("out of memory; give a smaller --max-memory or fewer --workers", 4)
+        return _fail("out of memory; give a smaller --max-memory or fewer --workers", code=4)
     if isinstance(error, OSError):
-        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", 2)
-    return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", 70)
+        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
+    return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
@@ -78,8 +78,9 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _fail(message: str, code: int) -> int:
-    click.echo(f"reshard: {message}", err=True)
+def _fail(first: str, *more: str, code: int) -> int:
+    for line in (f"reshard: {first}", *more):
+        _say(line)
     return code
 
 
@@ -648,7 +649,13 @@ def resume_check(source: Path, **options: Any) -> None:
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    _show(line, err=True)
+
+
+def _show(line: str, *, err: bool = False) -> None:
+    from reshard.commands.lines import printable
+
+    click.echo(printable(line), err=err)
 
 
 @cli.command()
@@ -723,7 +730,7 @@ def _print(result: Any, *, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json(), indent=2, default=str))
         return
     for line in result.lines():
-        click.echo(line)
+        _show(line)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspe
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
     ("errors", "dtypes", "box", "version", "checksum"),
-    ("manifest", "files", "trust", "units", "cast"),
+    ("manifest", "files", "trust", "units", "counts", "cast"),
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("runs", "extents"),
     ("model_parallel",),
