@@ -188,7 +188,7 @@ class Cuts:
             UnsupportedError: ranks hold other than one block each.
         """
         maps = (self._info.get("affine_map") or {}).get("params") or {}
-        found = next((value for text, value in maps.items() if re.match(text, fqn)), None)
+        found = next((value for text, value in maps.items() if _finds(text, fqn)), None)
         if found is None:
             return None
         split = affine.split(found)
