@@ -57,10 +57,10 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
         error.show()
         return 2
     if isinstance(error, ReshardError):
-        return _fail(str(error), error.exit_code)
+        return _fail(*error.lines, code=error.exit_code)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         told = error.__cause__ if isinstance(error, click.Abort) else error
-        return _fail("; ".join(["interrupted", *map(str, told.args if told else ())]), 130)
+        return _fail("; ".join(["interrupted", *map(str, told.args if told else ())]), code=130)
     if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
         return 0
     if isinstance(error, BrokenPipeError):
@@ -68,10 +68,10 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
         return 0
     if isinstance(error, MemoryError):
         lacking = "out of memory; give a smaller --max-memory or fewer --workers"
-        return _fail("; ".join([lacking, *map(str, error.args)]), 4)
+        return _fail("; ".join([lacking, *map(str, error.args)]), code=4)
     if isinstance(error, OSError):
-        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", 2)
-    return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", 70)
+        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
+    return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:
@@ -81,8 +81,9 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _fail(message: str, code: int) -> int:
-    click.echo(f"reshard: {message}", err=True)
+def _fail(first: str, *more: str, code: int) -> int:
+    for line in (f"reshard: {first}", *more):
+        _say(line)
     return code
 
 
@@ -652,7 +653,13 @@ def resume_check(source: Path, **options: Any) -> None:
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    _show(line, err=True)
+
+
+def _show(line: str, *, err: bool = False) -> None:
+    from reshard.commands.lines import printable
+
+    click.echo(printable(line), err=err)
 
 
 @cli.command()
@@ -727,7 +734,7 @@ def _print(result: Any, *, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json(), indent=2, default=str))
         return
     for line in result.lines():
-        click.echo(line)
+        _show(line)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ ReshardError
 
 from __future__ import annotations
 
+import contextlib
+import struct
+from collections.abc import Iterable, Iterator
+
+_MOST_SHOWN = 2000  # letters
+
 
 class ReshardError(Exception):
     """Base of every error that reshard raises on purpose.
@@ -23,19 +29,39 @@ class ReshardError(Exception):
         where: the file or directory (or tensor) that the message is about.
         problem: what was expected and what was found.
         remedy: what to do next; printed on a line of its own.
+        output: the last lines of a program that failed.
     """
 
     exit_code = 2
 
-    def __init__(self, where: object, problem: str, remedy: str = "") -> None:
+    def __init__(
+        self, where: object, problem: str, remedy: str = "", *, output: Iterable[str] = ()
+    ) -> None:
         self.where = str(where)
         self.problem = problem
         self.remedy = remedy
+        self.output = tuple(output)
         super().__init__(where, problem, remedy)
 
+    @property
+    def lines(self) -> list[str]:
+        """The message, a line each; what came from a file may hold more line breaks."""
+        shown = [
+            f"{_shortened(self.where)}: {_shortened(self.problem)}",
+            *(f"  {line}" for line in self.output),
+        ]
+        return [*shown, f"  -> {_shortened(self.remedy)}"] if self.remedy else shown
+
     def __str__(self) -> str:
-        text = f"{self.where}: {self.problem}"
-        return f"{text}\n  -> {self.remedy}" if self.remedy else text
+        return "\n".join(self.lines)
+
+
+def _shortened(text: str) -> str:
+    """Names come from files, and may have a million letters."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    half = _MOST_SHOWN // 2
+    return f"{text[:half]} [{len(text) - 2 * half} more letters] {text[-half:]}"
 
 
 class IncompleteError(ReshardError):
@@ -88,3 +114,28 @@ class UnsafeError(ReshardError):
     """The input would run code or reach outside its directory."""
 
     exit_code = 5
+
+
+@contextlib.contextmanager
+def understood(where: object) -> Iterator[None]:
+    """What a reader trips over is a file of another structure than its format's.
+
+    Readers say what they expect where damage is likely. Any value of a pickle or a JSON file can
+    be of any type, though, and what follows from that is no bug.
+
+    Raises:
+        CorruptError: with what went wrong as its cause.
+    """
+    try:
+        yield
+    except RecursionError as error:
+        raise CorruptError(where, "its files or folders are nested too deep") from error
+    except (
+        *(ArithmeticError, AttributeError, LookupError, TypeError),
+        *(ValueError, struct.error),
+    ) as error:
+        raise CorruptError(
+            where,
+            f"a file is not of the structure that its format has ({type(error).__name__}: {error})",
+            "it was altered, or written by a version that reshard does not know; -v shows where",
+        ) from error

@@ -16,6 +16,8 @@ from reshard.errors import CorruptError, IncompleteError, ReshardError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+MAX_DOCUMENT = 256 << 20  # bytes: the index of a million tensors is a third of it
+MAX_POINTER = 4096  # bytes of a file that names a directory
 _MAX_OPEN = 512  # descriptors of a pool
 
 
@@ -177,5 +179,25 @@ def size_of(path: str | Path) -> int:
         return Path(path).stat().st_size
     except FileNotFoundError as error:
         raise IncompleteError(path, "is not there") from error
+    except OSError as error:
+        raise ReshardError(path, f"cannot be read: {error.strerror}") from error
+
+
+def small(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
+    """The content of a file that is read as a whole: a pointer, a document, a tokenizer.
+
+    Raises:
+        IncompleteError: there is no such file.
+        CorruptError: it is larger than any such file.
+    """
+    nbytes = size_of(path)
+    if nbytes > most:
+        raise CorruptError(
+            path,
+            f"has {nbytes} bytes; a file of its name has at most {most}",
+            "it is another file, or was altered",
+        )
+    try:
+        return Path(path).read_bytes()
     except OSError as error:
         raise ReshardError(path, f"cannot be read: {error.strerror}") from error

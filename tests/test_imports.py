@@ -16,7 +16,7 @@ HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspe
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
     ("errors", "dtypes", "box", "version", "checksum", "signals"),
-    ("manifest", "files", "trust", "units", "cast", "partial"),
+    ("manifest", "files", "trust", "units", "counts", "cast", "partial"),
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("runs", "extents"),
     ("model_parallel",),

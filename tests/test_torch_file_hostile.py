@@ -109,6 +109,13 @@ def repacked(path, parts, *, method=zipfile.ZIP_STORED, zip64=False):
     return path
 
 
+def test_an_archive_without_members_is_refused(tmp_path):
+    path = tmp_path / "x.pt"
+    path.write_bytes(b"PK\x03\x04" + bytes(12) + b"PK\x05\x06" + bytes(18))
+    with pytest.raises(CorruptError, match=r"x\.pt: a zip archive with 0 data\.pkl"):
+        torch_file.read(path)
+
+
 @pytest.mark.parametrize("zip64", [False, True])
 def test_an_archive_that_python_packed_is_read(tmp_path, saved, zip64):
     path = repacked(tmp_path / "x.pt", members(saved["zip"], tmp_path), zip64=zip64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from reshard.files import small
 from reshard.formats import hf_trainer, huggingface
 from reshard.formats.place import directory
 from reshard.manifest import Manifest, OutputFile, Skeleton
@@ -29,7 +30,7 @@ def with_companions(
         for path in _beside(folder):
             name = f"{below}/{path.name}" if below else path.name
             if name not in taken and name not in added:
-                data = _progress(path, manifest) if path.name == _PROGRESS else path.read_bytes()
+                data = _progress(path, manifest) if path.name == _PROGRESS else small(path)
                 added[name] = OutputFile(name, len(data), ((0, data),))
         if added and not beside:
             break
@@ -49,7 +50,7 @@ def config_beside(manifest: Manifest) -> Path | None:
 
 def _progress(path: Path, manifest: Manifest) -> bytes:
     """The account of the run, with the batch of a rank that the manifest has."""
-    data = path.read_bytes()
+    data = small(path)
     wanted = (manifest.train.trainer_state or {}).get(hf_trainer.BATCH)
     held = json.loads(data) if wanted is not None else {}
     if held.get(hf_trainer.BATCH) == wanted:

@@ -80,7 +80,7 @@ def _train(arguments: list[str], place: Path, tell: Tell) -> None:
     tell(f"$ python {shlex.join(arguments)}")
     ended = programs.run([sys.executable, *arguments], place, _LIMIT_S)
     if ended.failed:
-        raise DifferentError("the trainer", f"{ended.why()}\n  " + "\n  ".join(ended.said))
+        raise DifferentError("the trainer", ended.why(), output=ended.said)
     tell((place / "stdout.txt").read_text().rstrip())
 
 

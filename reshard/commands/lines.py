@@ -9,6 +9,23 @@ from reshard import units
 LISTED = 8  # of many; all of them with --json
 
 
+def printable(text: str) -> str:
+    r"""A line as a terminal may have it: names come from files, and may hold what it would obey.
+
+    Line breaks, escape sequences, what turns the direction of writing, and halves of surrogate
+    pairs (a file name that is no UTF-8 has such) are shown as Python writes them.
+
+    >>> printable("w\x1b[31m")
+    'w\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
 def row(label: str, text: str) -> str:
     """One line: a label, and what there is to say."""
     return f"{label:<12}{text}"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from reshard.box import Box
 from reshard.commands.companions import config_beside
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import UnsupportedError, UsageError, understood
 from reshard.files import SourceFiles
 from reshard.formats import deepspeed, huggingface, megatron, meta
 from reshard.formats.deepspeed import neox
@@ -190,7 +190,9 @@ def _of_config(manifest: Manifest, asked: Asked, model: str | None) -> tuple[Fam
             "nothing says which of Hugging Face's models it is",
             "give its config: --model config.json|DIR",
         )
-    return families.of_config(_filled(path), str(path), asked.family)
+    config = _filled(path)
+    with understood(path):
+        return families.of_config(config, str(path), asked.family)
 
 
 def _filled(path: Path) -> Mapping[str, Any]:
@@ -201,13 +203,18 @@ def _filled(path: Path) -> Mapping[str, Any]:
     try:
         made: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
     except Exception as error:  # each config class has its own ways to refuse
-        problem = str(error).splitlines()[0]
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(path, f"is no config of transformers: {problem}") from error
     return made
 
 
 def traits_of(manifest: Manifest) -> Traits | None:
     """What a source says of its model, where its names are not Hugging Face's."""
+    with understood(manifest.origin.path):
+        return _traits_of(manifest)
+
+
+def _traits_of(manifest: Manifest) -> Traits | None:
     origin, config = manifest.origin, manifest.train.config
     if origin.format == megatron.NAME and isinstance(config, Mapping):
         return of_megatron(config, origin.path)

@@ -12,6 +12,7 @@ from reshard.errors import (
     UnrecognisedError,
     UnsupportedError,
     UsageError,
+    understood,
 )
 from reshard.formats import (
     colossalai,
@@ -78,18 +79,23 @@ def read(
         ReshardError: whatever the format finds wrong.
     """
     place = Place.of(as_paths(paths))
+    with understood(place):
+        manifest = _read_as(place, force, _Choice(tag, key, model, wrap, rules))
+    if prove:
+        check(manifest)
+    return manifest
+
+
+def _read_as(place: Place, force: str | None, choice: _Choice) -> Manifest:
+    """As `read`, without the proof."""
     if force not in (None, *NAMES):
         raise UsageError(f"--from {force}", f"formats are {', '.join(NAMES)}")
     if not force:
         _refuse_one_of_many(place)
     if force and not _is(force, place):
         raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
-    name = force or (_detected(place) if tag is None else None)
-    choice = _Choice(tag, key, model, wrap, rules)
-    manifest = _read(place, name, choice) if name else _read_run(place, choice)
-    if prove:
-        check(manifest)
-    return manifest
+    name = force or (_detected(place) if choice.tag is None else None)
+    return _read(place, name, choice) if name else _read_run(place, choice)
 
 
 def open_alone(path: Path) -> None:

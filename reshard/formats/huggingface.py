@@ -25,6 +25,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
+from reshard.files import small
 from reshard.formats import safetensors, torch_file
 from reshard.formats.place import Place
 from reshard.formats.state_dict import assemble, parts, tree
@@ -101,7 +102,7 @@ def _read_file(path: Path) -> Manifest:
 
 def _read_indexed(place: Place, index: Path) -> Manifest:
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(small(index))["weight_map"]
         names = sorted(set(weight_map.values()))
         safe = all(_is_plain_name(name) for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -273,7 +274,7 @@ def json_object(path: Path) -> dict[str, Any]:
         CorruptError: it holds something else.
     """
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(small(path))
     except (ValueError, RecursionError) as error:
         raise CorruptError(path, f"is not JSON: {error}") from error
     if not isinstance(config, dict):

@@ -51,6 +51,9 @@ class Place:
             if not path.exists():
                 raise UnrecognisedError(path, "there is no such file or directory")
         files = [path for path in paths if not path.is_dir()]
+        for path in files:
+            if not path.is_file():  # a pipe would be waited for
+                raise UsageError(path, "is neither a directory nor a plain file")
         if files and len(paths) > 1:
             raise UsageError(
                 files[0],

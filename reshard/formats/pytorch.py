@@ -20,6 +20,7 @@ from typing import Any
 
 from reshard import trust
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnrecognisedError, UsageError
+from reshard.files import small
 from reshard.formats import huggingface, rng, stages, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
@@ -449,7 +450,7 @@ def _trainer_state(place: Place) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        state = json.loads(path.read_text())
+        state = json.loads(small(path))
     except (ValueError, RecursionError) as error:
         raise CorruptError(path, f"is not JSON: {error}") from error
     return {k: v for k, v in state.items() if k != "log_history"} if isinstance(state, dict) else {}

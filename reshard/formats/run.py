@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 
 from reshard.errors import UnrecognisedError
+from reshard.files import MAX_POINTER, small
 from reshard.formats.place import Place
 
 _NUMBERED = re.compile(r"(?:(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?)?(\d{1,19})")
@@ -88,7 +89,7 @@ def _pointed(place: Place) -> Place | None:
     pointer = next((place.files[name] for name in _POINTERS if name in place.files), None)
     if pointer is None:
         return None
-    named = pointer.read_text(errors="replace").strip()
+    named = small(pointer, MAX_POINTER).decode(errors="replace").strip()
     found = _tagged(place, named)
     if found is None:
         raise UnrecognisedError(

@@ -77,7 +77,7 @@ def read_directory(archive: Section) -> dict[str, Member]:
     start, listed = _listed(archive)
     raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
     members: dict[str, Member] = {}
-    limits = [item[3] for item in raw[1:]] + [start]
+    limits = [*(item[3] for item in raw[1:]), start][: len(raw)]
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
         if name in members or offset > start or offset == limit:
             raise CorruptError(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard import counts
 from reshard.errors import UnsupportedError
 from reshard.model_parallel.architecture import Architecture
 
@@ -65,6 +66,24 @@ class Traits:
     aux_loss: float = 0.0
     tied: bool = False
     odd: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse what no model has.
+
+        Raises:
+            CorruptError: sizes that are no numbers, are zero, or are beyond any.
+        """
+        sizes = {
+            "layers": self.layers or None,
+            "experts": self.experts or None,
+            "heads": self.heads,
+            "heads of keys": self.groups,
+            "elements of a head": self.head_dim,
+            "elements of a position": self.hidden,
+        }
+        for what, size in sizes.items():
+            if size is not None:
+                counts.count(self.source, f"the number of {what}", size)
 
     @property
     def grouped(self) -> bool:

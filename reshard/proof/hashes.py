@@ -17,6 +17,7 @@ from typing import Any
 from reshard.box import Index, as_index
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, UsageError
+from reshard.files import small
 from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.proof import checks, pairs, train
 from reshard.proof.checks import Check, counted, some
@@ -136,7 +137,7 @@ def read(path: Path) -> Contents:
     if not path.is_file():
         raise UsageError(path, "there is no such manifest")
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(small(path))
         if document["kind"] != _KIND or document["schema"] != SCHEMA:
             raise CorruptError(
                 path,

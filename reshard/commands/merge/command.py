@@ -22,7 +22,7 @@ from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
-from reshard.files import SourceFiles
+from reshard.files import SourceFiles, small
 from reshard.formats import huggingface, torch_writer
 from reshard.formats.place import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
@@ -211,7 +211,7 @@ def _lay_out(
         # as safetensors.torch.save_model: the alias, and the name that holds its value
         metadata = {**huggingface.METADATA, **chosen.dropped_aliases}
         return huggingface.single_file(destination.name, chosen.tensors, metadata), []
-    texts = {path.name: path.read_bytes() for path in companions.others}
+    texts = {path.name: small(path) for path in companions.others}
     changes: list[str] = []
     if companions.config is not None:
         config, changes = huggingface.matched_config(

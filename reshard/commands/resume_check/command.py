@@ -214,8 +214,9 @@ class _Check:
         if run.failure:
             raise IncompleteError(
                 "the unbroken run",
-                "\n  ".join([" ".join(run.command), run.failure, *run.said]),
+                f"{' '.join(run.command)}: {run.failure}",
                 "look at what it says, or --keep DIR",
+                output=run.said,
             )
         return run
 
@@ -299,7 +300,7 @@ class _Check:
         try:
             run.series = self._read(log_in(folder))
         except (CorruptError, IncompleteError) as error:
-            run.failure = str(error)
+            run.failure = " ".join(error.lines)
         return run
 
     def _read(self, log: Path) -> Series:

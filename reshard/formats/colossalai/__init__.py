@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reshard import counts
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats import huggingface, torch_file
 from reshard.formats.place import Place
@@ -139,7 +140,8 @@ def _optimizer(place: Place, found: Found) -> dict[str, Any]:
         if not isinstance(held, dict):
             raise CorruptError(shard, "is no shard of an optimizer: it holds no dict")
         state.update(held)
-    lost = [key for key in listed if str(key).isdecimal() and int(key) not in state]
+    numbers = {key: counts.natural(key) for key in listed}
+    lost = [key for key, number in numbers.items() if number is not None and number not in state]
     if lost:
         raise CorruptError(path, f"lists the state of parameter {lost[0]}, which no shard holds")
     groups = _opened(_file(place, path, str(metadata.get("param_groups"))), found)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reshard import counts
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
@@ -170,5 +171,6 @@ def _guessed(key: str) -> tuple[Any, ...]:
     if part == "state" and fqn:
         return (top, part, fqn, leaf)
     if part == "param_groups" and fqn:
-        return (top, part, int(fqn), leaf) if fqn.isdecimal() and len(fqn) < 9 else (top, rest)
+        number = counts.natural(fqn)
+        return (top, rest) if number is None else (top, part, number, leaf)
     return (top, rest)

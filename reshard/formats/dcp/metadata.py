@@ -17,6 +17,7 @@ from reshard import dtypes
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from reshard.files import small
 from reshard.unpickle import Call, loads
 
 _MODULE = "torch.distributed.checkpoint."
@@ -78,9 +79,7 @@ def read(files: Sequence[Path]) -> Metadata:
 
 
 def _add(found: Metadata, path: Path) -> None:
-    if path.stat().st_size > _MAX_BYTES:
-        raise CorruptError(path, f"is {path.stat().st_size} bytes, too large for metadata")
-    done = loads(path.read_bytes(), where=path, builders=_BUILDERS)
+    done = loads(small(path, _MAX_BYTES), where=path, builders=_BUILDERS)
     root = done.value
     if not isinstance(root, Call) or not root.name.endswith(".Metadata"):
         raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from math import gcd
 from pathlib import Path
 from typing import Any
 
+from reshard import counts
 from reshard.box import Index
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.formats.deepspeed import affine, neox
 from reshard.formats.deepspeed.layers import TIED
 from reshard.model_parallel.rules import Table, builtin, with_users
@@ -29,7 +31,11 @@ _ROW = "parameter_with_row_parallelism_patterns"
 _GATED = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _STAGES = "pipeline_replicated_parameter_patterns"
-_QKV = re.compile(r"(?:sequential\.)?(\d+)\.(self_)?attention\.query_key_value\.weight")
+_QKV = re.compile(r"(?:sequential\.)?(\d{1,9})\.(self_)?attention\.query_key_value\.weight")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPEATS = re.compile(r"[*+{]")
+_MOST_REPEATS = 3
+_LONGEST = 512  # letters of a name
 _FIRST_OF_BLOOM = 3  # the layer of its first block; 2 in Megatron-DeepSpeed and GPT-NeoX
 _MLP = (
     ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"),
@@ -121,7 +127,7 @@ class Cuts:
         """
         for key in (*_REPLICATED, _GATED, _ROW, _VOCABULARY):
             for text in self._info.get(key) or ():
-                if not any(re.match(text, name) for name in self._names):
+                if not any(_finds(text, name) for name in self._names):
                     raise UnsupportedError(
                         self._where,
                         f"has {text!r} among its {key}, which finds no parameter, and nothing that"
@@ -132,7 +138,7 @@ class Cuts:
     def fused(self, fqn: str) -> Mapping[str, Any] | None:
         """What the checkpoint says of a parameter that is several in one."""
         for said in self._info.get(_SUB) or ():
-            if any(re.match(text, fqn) for text in said["patterns"]):
+            if any(_finds(text, fqn) for text in said["patterns"]):
                 return dict(said)
         return None
 
@@ -154,11 +160,11 @@ class Cuts:
 
     def _found(self, key: str, fqn: str) -> bool:
         patterns = self._info.get(key) or ()
-        return any(isinstance(text, str) and re.match(text, fqn) for text in patterns)
+        return any(isinstance(text, str) and _finds(text, fqn) for text in patterns)
 
     def _said(self, fqn: str, shape: Index) -> Split | None:
         for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
-            if re.match(text, fqn):
+            if _finds(text, fqn):
                 raise UnsupportedError(self._where, f"says that {fqn!r} cannot be told: {why}")
         if any(self._found(key, fqn) for key in _REPLICATED):
             return REPLICATED
@@ -166,7 +172,7 @@ class Cuts:
             return Split(0, (1, 1))
         fused = self.fused(fqn)
         if fused is not None:
-            text = next(text for text in fused["patterns"] if re.match(text, fqn))
+            text = next(text for text in fused["patterns"] if _finds(text, fqn))
             return self._fused(fqn, shape, fused, text)
         mapped = self._map(fqn)
         if mapped is not None:
@@ -182,7 +188,7 @@ class Cuts:
             UnsupportedError: ranks hold other than one block each.
         """
         maps = (self._info.get("affine_map") or {}).get("params") or {}
-        found = next((value for text, value in maps.items() if re.match(text, fqn)), None)
+        found = next((value for text, value in maps.items() if _finds(text, fqn)), None)
         if found is None:
             return None
         split = affine.split(found)
@@ -202,7 +208,9 @@ class Cuts:
                 self._where, f"cuts {fqn!r} of {shape} along dim {dim} of a view {view}"
             )
         said = view[dim]
-        sizes = [int(size) for size in said] if isinstance(said, (list, tuple)) else [1] * int(said)
+        if not isinstance(said, (list, tuple)):
+            said = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", said)
+        sizes = [int(size) for size in said]
         unit = gcd(*sizes)
         widths = (self._info.get("sub_param_shard_widths") or {}).get(text) or ()
         return Split(
@@ -210,6 +218,30 @@ class Cuts:
             tuple(size // unit for size in sizes),
             widths=tuple(tuple(int(width) for width in each) for each in widths),
         )
+
+
+@cache
+def _compiled(text: str) -> re.Pattern[str]:
+    """A file's regular expression, if it is one that ends: DeepSpeed's are names with numbers.
+
+    Raises:
+        UnsafeError: what is repeated repeats something itself, so that a search can take for ever.
+    """
+    if _REPEATED_GROUP.search(text) or len(_REPEATS.findall(text)) > _MOST_REPEATS:
+        raise UnsafeError(
+            f"universal_checkpoint_info's pattern {text!r}",
+            "repeats what it repeats: a search for it may take for ever",
+            "the checkpoint was tampered with; if it was not, say how parameters are cut in a file:"
+            " --rules FILE",
+        )
+    try:
+        return re.compile(text)
+    except (re.error, RecursionError) as error:
+        raise CorruptError("universal_checkpoint_info", f"holds {text!r}: {error}") from error
+
+
+def _finds(text: str, fqn: str) -> bool:
+    return len(fqn) <= _LONGEST and _compiled(text).match(fqn) is not None
 
 
 def dialect_of(names: Iterable[str]) -> tuple[str | None, int]:

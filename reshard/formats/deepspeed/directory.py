@@ -17,6 +17,7 @@ from reshard.errors import (
     StaleError,
     UnrecognisedError,
 )
+from reshard.files import MAX_POINTER, small
 from reshard.formats.place import Place
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -160,7 +161,7 @@ def _named_in(pointer: Path) -> str:
     Raises:
         CorruptError: it names something else.
     """
-    chosen = pointer.read_text(errors="replace").strip()
+    chosen = small(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):
         return chosen
     raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")

@@ -34,16 +34,18 @@ def open_all(files: Files, first: ModelStates) -> list[Expert]:
     counts = [1 + max(held[layer]) for layer in sorted(held)]
     if isinstance(said, list) and all(isinstance(count, int) for count in said):
         counts = list(said)
-    wanted = {(layer, number) for layer, count in enumerate(counts) for number in range(count)}
-    if missing := sorted(wanted - files.experts.keys()):
-        layer, number = missing[0]
+    wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
+    missing = next((expert for expert in wanted if expert not in files.experts), None)
+    if missing:
+        layer, number = missing
         raise IncompleteError(
             files.place,
             f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt is missing; the model has"
             f" {sum(counts)} experts in {len(counts)} layers",
             "copy it here (a node-local disk may still hold it)",
         )
-    if extra := sorted(files.experts.keys() - wanted):
+    extra = sorted(e for e in files.experts if e[0] >= len(counts) or e[1] >= counts[e[0]])
+    if extra:
         layer, number = extra[0]
         raise StaleError(
             held[layer][number],

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-_NAME = re.compile(r"(.*\.deepspeed_moe\.|deepspeed_moe\.)experts\.deepspeed_experts\.(\d+)\.(.*)")
-_GROUP = re.compile(r"ep_size_(\d+)")
+_NAME = re.compile(
+    r"(.*\.deepspeed_moe\.|deepspeed_moe\.)experts\.deepspeed_experts\.(\d{1,9})\.(.*)"
+)
+_GROUP = re.compile(r"ep_size_(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True)

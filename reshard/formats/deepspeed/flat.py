@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.box import Index
+from reshard.counts import elements
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
 from reshard.formats.torch_file import Tensor
@@ -89,7 +90,9 @@ class _Group:
 
     def _tail(self, rank: OptimizerStates) -> int:
         paddings = rank.root.get("group_paddings") or []
-        return int(paddings[self.index]) if self.index < len(paddings) else 0
+        if self.index >= len(paddings):
+            return 0
+        return elements(rank.file.path, "a group's padding", paddings[self.index])
 
     def _piece_numel(self) -> int:
         """P: the stored pieces are all P long, or all but for their cut tail."""
@@ -130,7 +133,10 @@ class _Group:
                 f" {len(self.members)} parameters",
                 MIXED,
             )
-        return [int(padding) for padding in paddings[self.index]]
+        return [
+            elements(rank.file.path, "a parameter's padding", padding)
+            for padding in paddings[self.index]
+        ]
 
     def _check_tail(self) -> None:
         """The group ends where the declared padding begins; padding is never inferred."""

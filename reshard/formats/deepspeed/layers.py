@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats import torch_file
@@ -113,7 +114,8 @@ def _check_all(files: Files, named: Names, found: Sequence[Module]) -> None:
     lacking = [name for name in named if name not in held]
     if lacking:
         layer = lacking[0].partition(".")[0]
-        where = f"layer_{int(layer):02d}-*" if layer.isdecimal() else "the layer's file"
+        number = counts.natural(layer)
+        where = "the layer's file" if number is None else f"layer_{number:02d}-*"
         raise IncompleteError(
             files.place, f"names {lacking[0]!r}, but {where} is missing", "copy it here"
         )
@@ -123,4 +125,4 @@ def layer_of(path: str) -> int | None:
     """The layer whose file this is; None where it is another file."""
     parts = Path(path).name.removeprefix("layer_").partition("-")
     is_layer = Path(path).name.startswith("layer_") and parts[2].endswith("model_states.pt")
-    return int(parts[0]) if is_layer and parts[0].isdecimal() else None
+    return counts.natural(parts[0]) if is_layer else None

@@ -63,7 +63,7 @@ def read(
         CorruptError: the files contradict each other.
     """
     first = first or first_of(census)
-    world_size = int(first.root.get("dp_world_size") or max(len(census.optim), 1))
+    world_size = first.data_ranks or max(len(census.optim), 1)
     _expect_optimizer(census, first, world_size)
     census.check_ranks(world_size)
     alike = Alike()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reshard import counts
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.deepspeed import layers, native, whole
 from reshard.formats.deepspeed.cuts import Cuts
@@ -64,15 +65,15 @@ def sizes_of(files: Files, firsts: Sequence[ModelStates]) -> tuple[int, int]:
         IncompleteError: model states of a rank are missing.
         CorruptError: a layer has another number of files than the ranks would have.
     """
-    count = len(firsts)
+    count, where = len(firsts), firsts[0].file.path
     said = firsts[0].mapping("checkpoint_parallel_dimensions")
     if files.layers:
         tensor = max(rank for ranks in files.layers.values() for rank in ranks) + 1
     else:
-        tensor = int(said.get("tp_degree") or count)
-    wanted = max(
-        int(firsts[0].root.get("mp_world_size") or 1), int(said.get("pp_degree") or 1) * tensor
-    )
+        tensor = counts.count(where, "tp_degree", said.get("tp_degree"), default=count)
+    stages = counts.count(where, "pp_degree", said.get("pp_degree"), default=1)
+    ranks = counts.count(where, "mp_world_size", firsts[0].root.get("mp_world_size"), default=1)
+    wanted = max(ranks, stages * tensor)
     if count < wanted:
         raise IncompleteError(
             files.place,

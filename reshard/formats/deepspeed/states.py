@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard import counts
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
@@ -46,6 +47,12 @@ class ModelStates:
         """``param_shapes``: before DeepSpeed 0.3.17 one dict, since then a list."""
         shapes = self.root.get("param_shapes") or []
         return [dict(group) for group in ([shapes] if isinstance(shapes, dict) else shapes)]
+
+    @property
+    def data_ranks(self) -> int:
+        """``dp_world_size``; 0 where it is not said."""
+        said = self.root.get("dp_world_size")
+        return counts.count(self.file.path, "dp_world_size", said, default=0)
 
     @property
     def buffers(self) -> frozenset[str]:

@@ -77,7 +77,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     entries += _module_rest(models, ranks, masters, tied)
     places = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: places.get(entry.fqn, len(places)))
-    mesh = {"world": int(model.root.get("dp_world_size") or 1)}
+    mesh = {"world": model.data_ranks or 1}
     return Manifest(
         origin=Origin(
             format="deepspeed-universal",
@@ -216,7 +216,7 @@ def _precision(model: ModelStates) -> str:
 def _warnings(model: ModelStates) -> Iterator[str]:
     if model.root.get("module") is None:
         yield "the model states hold no module (pipeline): buffers and tied names are not known"
-    config, ranks = model.mapping("ds_config"), int(model.root.get("dp_world_size") or 1)
+    config, ranks = model.mapping("ds_config"), model.data_ranks or 1
     stage = order.section(config, "zero_optimization").get("stage", 0)
     if ranks > 1 and order.takes_turns(config, stage, dtypes.parse(_precision(model))):
         yield (

@@ -9,17 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 from typing import Any
 
+from reshard import counts
 from reshard.errors import CorruptError
 from reshard.formats.values import plain
 from reshard.unpickle import Call, Global
 
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
-_MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
+_MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
 _DECODER = "t"
-_MOST_STAGES = 1 << 20
+_PARALLEL = (  # whose product is at most the number of ranks, with the chunks of pipeline ranks
+    *("tensor_model_parallel_size", "model_parallel_size", "pipeline_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "expert_model_parallel_size"),
+    *("expert_tensor_parallel_size", "context_parallel_size"),
+)
+_COUNTS = (
+    *("world_size", "data_parallel_size", "num_layers", "encoder_num_layers", "num_experts"),
+    *("num_moe_experts", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+)
 _BUCKET = 40_000_000  # elements: the smallest default of --ddp-bucket-size
 
 
@@ -209,9 +218,20 @@ class Arguments:
 
 
 def of(value: Any, source: str) -> Arguments:
-    """The arguments that an ``argparse.Namespace``, or a dict, holds."""
+    """The arguments that an ``argparse.Namespace``, or a dict, holds.
+
+    Raises:
+        CorruptError: sizes of a grid or of a model that cannot be.
+    """
     state = value.state if isinstance(value, Call) else value
-    return Arguments(source, state if isinstance(state, dict) else {})
+    args = Arguments(source, state if isinstance(state, dict) else {})
+    for name in (*_PARALLEL, *_COUNTS):
+        if args.number(name) > 0:
+            counts.count(source, name, args.number(name))
+    ranks = prod(max(args.number(name), 1) for name in _PARALLEL)
+    if ranks > counts.MOST:
+        raise CorruptError(source, f"says that {ranks} ranks share the model")
+    return args
 
 
 def _laid_out(layout: Any) -> list[int]:
@@ -219,7 +239,9 @@ def _laid_out(layout: Any) -> list[int]:
     if isinstance(layout, str):
         text = layout.replace(",", "")
         for pattern in _MULTIPLIED:
-            text = pattern.sub(lambda m: m[1] * min(int(m[2]), _MOST_STAGES), text)
+            if sum(len(m[1]) * int(m[2]) for m in pattern.finditer(text)) > counts.MOST:
+                raise ValueError("a pipeline layout without end")
+            text = pattern.sub(lambda m: m[1] * int(m[2]), text)
         return [stage.count(_DECODER) for stage in text.split("|")]
     return [sum(map(_is_decoder, stage)) for stage in layout]
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from reshard import trust
+from reshard import counts, trust
 from reshard.box import Box
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
@@ -51,13 +51,13 @@ from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
-_CHAIN = re.compile(r"(?:chained_(\d+)\.)?(optimizer\..+)")
+_CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)"
+    r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})"
     r"\.(\w+)"
 )
-_GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)")
+_GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
 
@@ -226,11 +226,15 @@ class _Keys:
 def _slices(tensor: Logical) -> Iterator[Logical]:
     """The tensors that are stacked along dim 0."""
     by_index: dict[int, list[Chunk]] = defaultdict(list)
+    where = tensor.chunks[0].file if tensor.chunks else "a tensor of layers without elements"
+    total = counts.count(where, "the number of stacked layers", tensor.shape[0])
     for chunk in tensor.chunks:
+        if not chunk.box.fits(tensor.shape):
+            raise CorruptError(chunk.file, f"{chunk.box} lies outside of {tensor.shape}")
         start, count = chunk.box.origin[0], chunk.box.shape[0]
         for index in range(start, start + count):
             by_index[index] += layer([chunk], index)
-    for index in range(tensor.shape[0]):
+    for index in range(total):
         yield replace(tensor, shape=tensor.shape[1:], chunks=tuple(by_index[index]))
 
 

@@ -20,11 +20,13 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
 LEGACY_OUTPUT = "word_embeddings_for_head.weight"
 
-_LAYER = re.compile(r"((?:^|\.)(?:decoder|encoder|transformer)\.layers\.)(\d+)(?=\.)")
-_EXPERT = re.compile(r"(\.local_experts\.)(\d+)(?=\.)|(\.experts\.linear_fc[12]\.\w+?)(\d+)$")
+_LAYER = re.compile(r"((?:^|\.)(?:decoder|encoder|transformer)\.layers\.)(\d{1,9})(?=\.)")
+_EXPERT = re.compile(
+    r"(\.local_experts\.)(\d{1,9})(?=\.)|(\.experts\.linear_fc[12]\.\w+?)(\d{1,9})$"
+)
 _STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 _DIST_EXPERT = re.compile(
-    r"(.*\.mlp\.experts)\.experts\.(?:(\d+)\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
+    r"(.*\.mlp\.experts)\.experts\.(?:(\d{1,9})\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
 )
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
+from math import prod
 from pathlib import Path
 
+from reshard.box import index_of
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.place import Place
 
@@ -168,8 +169,9 @@ def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[
             )
     there = [axis for axis in axes if axis in first.sizes]
     held = {tuple(file.rank(axis) for axis in there) for file in files}
-    for ranks in product(*(range(first.sizes[axis]) for axis in there)):
-        if ranks not in held:
+    grid = [first.sizes[axis] for axis in there]
+    for number in range(prod(grid)):
+        if (ranks := index_of(number, grid)) not in held:
             missing = ", ".join(f"{axis} {rank}" for axis, rank in zip(there, ranks, strict=True))
             raise IncompleteError(
                 first.path.parent,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from reshard import trust
+from reshard import counts, trust
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, safetensors, torch_file
@@ -179,9 +179,9 @@ def _sizes(place: Place) -> dict[str, int]:
     if not isinstance(held, dict):
         return {}
     return {
-        axis: int(text)
+        axis: size
         for axis, name in _SIZES.items()
-        if isinstance(text := held.get(name), str) and text.isdecimal()
+        if (size := counts.natural(str(held.get(name)))) is not None
     }
 
 
@@ -198,7 +198,8 @@ def _order(
 
 def _natural(fqn: str) -> list[tuple[int, str]]:
     """So that layer 10 follows layer 9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(fqn)]
+    parts = (part.lstrip("0") if part.isdecimal() else part for part in _NUMBER.split(fqn))
+    return [(len(part) if part.isdecimal() or not part else -1, part) for part in parts]
 
 
 def _notes(census: Census, found: Optimizer) -> Iterator[str]:

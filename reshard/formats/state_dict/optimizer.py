@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import SourceFiles
@@ -33,7 +34,6 @@ from reshard.manifest import Entry, ParamGroup
 _STATE, _GROUPS = "state", "param_groups"
 _MEMBERS = ("params", "param_names")
 _LARGEST = 1e300
-_LONGEST = 10  # digits of an index
 _FAIRSCALE = "param_id_map"  # fairscale's consolidated form numbers parameters by unit
 
 
@@ -146,7 +146,8 @@ def _normal(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, 
 def _key(key: Any) -> Any:
     """DCP turns an index into text. What is neither index nor name stands for nothing."""
     if isinstance(key, str):
-        return int(key) if key.isdecimal() and len(key) < _LONGEST else key
+        number = counts.natural(key)
+        return key if number is None else number
     return key if type(key) is int else repr(key)
 
 

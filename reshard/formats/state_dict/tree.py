@@ -167,7 +167,7 @@ def _differs(a: Any, b: Any) -> bool:
 
 
 def _joined_tensor(held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
-    first, first_name = held[0]
+    first, first_name = next((value, name) for value, name in held if is_tensor(value))
     chunks: list[Chunk] = []
     pieces: dict[int, Chunk] = {}
     for value, name in held:

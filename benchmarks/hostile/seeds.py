@@ -1,0 +1,68 @@
+"""The checkpoints that are damaged: real frameworks', kept here or made by a judge."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_BYTES = 6 << 20
+MAX_FILES = 150
+_KEPT = (
+    "examples/llama-zero3-4ranks",
+    "tests/data/colossalai/*/ckpt",
+    "tests/data/fairscale/*/ckpt",
+    "tests/data/megatron/*/torch",
+    "tests/data/megatron/*/torch_dist",
+    "tests/data/megatron/*/ckpt",
+    "tests/data/megatron_deepspeed/*/run",
+    "tests/data/meta/*",
+    "tests/data/nanotron/*/ckpt",
+    "tests/data/torchtitan/*/ckpt",
+    "tests/data/verl/*/ckpt",
+)
+_MADE = ("ckpt", "run", "universal", "torch", "torch_dist*")  # below a judge's folder of a case
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """One checkpoint: its files by relative path, and where below it a user's path points."""
+
+    name: str
+    place: Path
+    files: tuple[str, ...]
+    given: str = "."
+
+
+def kept() -> list[Seed]:
+    """Those in the repository."""
+    found = [place for pattern in _KEPT for place in sorted(ROOT.glob(pattern))]
+    return [seed for place in found for seed in _seeds(place, str(place.relative_to(ROOT)))]
+
+
+def made(checkpoints: Path) -> list[Seed]:
+    """Those that judges made below a directory (``--checkpoints`` of the tests)."""
+    found = [place for name in _MADE for place in sorted(checkpoints.glob(f"**/{name}"))]
+    return [s for place in found for s in _seeds(place, str(place.relative_to(checkpoints)))]
+
+
+def _seeds(place: Path, name: str) -> list[Seed]:
+    """The directory, and by itself one of its files that can be a checkpoint alone."""
+    if not place.is_dir():
+        return []
+    files = tuple(
+        sorted(
+            os.path.relpath(Path(folder, file), place)
+            for folder, _, names in os.walk(place)
+            for file in names
+        )
+    )
+    small = sum((place / file).stat().st_size for file in files) < MAX_BYTES
+    if not files or not small or len(files) > MAX_FILES:
+        return []
+    alone = [f for f in files if f.endswith((".pt", ".bin", ".safetensors", ".pth", ".ckpt"))][:1]
+    return [
+        Seed(name, place, files),
+        *(Seed(f"{name}:{file}", place, (file,), file) for file in alone),
+    ]
