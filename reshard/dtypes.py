@@ -65,6 +65,7 @@ ALL = (  # in the order in which safetensors lays tensors out: widest first
     DType("complex128", 16, "complex", "", "ComplexDoubleStorage"),
 )
 
+WIDEST = max(dtype.itemsize for dtype in ALL)
 BY_NAME = {dtype.name: dtype for dtype in ALL}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in ALL if dtype.safetensors}
 BY_STORAGE = {dtype.storage: dtype for dtype in ALL if dtype.storage}

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from reshard.checksum import crc32
 from reshard.copies import Window
+from reshard.dtypes import WIDEST
 from reshard.files import SourceFiles
 from reshard.fill import READ_BYTES, Filler, ReadSpan
 from reshard.manifest import Skeleton, SourceFile
@@ -23,8 +24,6 @@ from reshard.outputs import BLOCK_BYTES, OutputFiles, Writer
 from reshard.plan import Plan
 from reshard.records import Spans, check_record, record_crc
 from reshard.workers import spread
-
-_WIDEST = 16  # bytes of the widest element: a block holds one at least
 
 Progress = Callable[[int], None]
 
@@ -177,7 +176,7 @@ class _Worker:
         self._crc: int | None = None  # of the window at hand, if its file stores checksums
         self._writer = writer
         self._job = job
-        self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), _WIDEST)))
+        self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
         self._window = bytearray()
 
     def __call__(self, batch: tuple[Window, ...]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
 from reshard.copies import Blocks, Copy, Held, Window, dot, held_by
-from reshard.dtypes import DType
+from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
 from reshard.extents import Extent, by_file
 from reshard.manifest import Entry, Key, Skeleton
@@ -65,10 +65,9 @@ class Plan:
 
     @property
     def window_bytes(self) -> int:
-        """The largest window, or what a batch reads."""
-        sizes = (sum(piece.nbytes for piece in g) for _, groups in self._files() for g in groups)
-        woven = (self._target.entries[number].nbytes for number in self._woven)
-        return max((*sizes, *(min(nbytes, self._limit) for nbytes in woven)), default=0)
+        """No window is larger, and no batch reads more: the limit, or the largest file."""
+        largest = max((file.nbytes for file in self._target.files), default=0)
+        return min(max(self._limit, WIDEST), largest)
 
     def _files(self) -> Iterator[tuple[str, Iterator[list[_Piece]]]]:
         """Each output file, and the pieces of each of its windows."""

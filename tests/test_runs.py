@@ -120,7 +120,7 @@ def test_a_plan_of_runs_moves_what_a_plan_of_their_chunks_moves(window_bytes):
             assert moved(Plan({KEY: expanded(source)}, skeleton(target), window_bytes)) == wanted
             assert len(wanted) == prod(shape)
             assert planned.copied_bytes == 4 * prod(shape)
-            assert planned.window_bytes == max((w.nbytes for w in planned), default=0)
+            assert planned.window_bytes >= max((w.nbytes for w in planned), default=0)
             assert list(planned) == list(planned)
 
 
