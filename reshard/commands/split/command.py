@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -20,12 +21,13 @@ from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested
 from reshard.commands.split.state import is_weights, made_state, stored, told
+from reshard.dtypes import DType
 from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
-from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton
 from reshard.plan import plan
 
 
@@ -158,25 +160,36 @@ def _look(
         DifferentError: it is something else.
     """
     seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
-    planned = {
-        (str(staging / chunk.file), chunk.byte_offset, chunk.dtype): named.own(entry.fqn)
-        for entry in skeleton.entries
-        for chunk in entry.chunks
-        if chunk.box.volume
-    }
-    found = {
-        (chunk.file, chunk.byte_offset, chunk.dtype): named.own(entry.fqn)
-        for entry in seen.entries.values()
-        for chunk in entry.chunks
-        if chunk.box.volume
-    }
+    planned = _by_name(skeleton.entries, named)
     tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
-    for place, fqn in found.items():
-        if planned.get(place) not in (fqn, tied.get(fqn)):
-            raise DifferentError(
-                place[0], f"holds {fqn!r} at byte {place[1]}, where {planned.get(place)!r} was put"
-            )
+    for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
+        wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
+        places = {
+            (f"{staging}/{file}", byte_offset, dtype)
+            for entry in wanted
+            for file, byte_offset, dtype in _places(entry)
+        }
+        for place in (place for entry in found for place in _places(entry)):
+            if place not in places:
+                raise DifferentError(
+                    place[0],
+                    f"holds {fqn!r} at byte {place[1]}, where it was not put: the files of the"
+                    " output do not say what is in them",
+                )
     _check_all(seen, state, named)
+
+
+def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
+    found = defaultdict(list)
+    for entry in entries:
+        found[named.own(entry.fqn)].append(entry)
+    return found
+
+
+def _places(entry: Entry) -> Iterator[tuple[str, int, DType]]:
+    return (
+        (chunk.file, chunk.byte_offset, chunk.dtype) for chunk in entry.chunks if chunk.box.volume
+    )
 
 
 def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
