@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -18,11 +20,18 @@ def checkpoints(request, tmp_path_factory):
     """A judge's ``make_all``, the cases, the folder to keep them in -> where they are."""
 
     def find(make_all, names, folder) -> Path:
-        kept = request.config.getoption("--checkpoints")
-        place = Path(kept, folder) if kept else tmp_path_factory.mktemp("checkpoints")
-        if wanted := [name for name in names if not (place / name).is_dir()]:
-            make_all(place, wanted)
+        place = Path(request.config.getoption("--checkpoints") or shared(), folder)
+        place.mkdir(parents=True, exist_ok=True)
+        with (place / ".lock").open("w") as lock:  # of several test processes one makes them
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if wanted := [name for name in names if not (place / name).is_dir()]:
+                make_all(place, wanted)
         return place
+
+    def shared() -> Path:
+        """The same for all test processes of a run."""
+        own = tmp_path_factory.getbasetemp()
+        return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "checkpoints"
 
     return find
 
