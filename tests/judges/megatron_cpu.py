@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -105,12 +106,20 @@ def _grouped_gemm() -> types.ModuleType:
 
 
 def after_import() -> None:
-    """What Megatron-core leaves to Transformer Engine alone, once it is imported."""
+    """What Megatron-core leaves to Transformer Engine alone, and what costs seconds a rank."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     moe_utils.te_general_gemm = None  # a name that 0.16.1 uses without it
     WrappedTorchNorm.__new__ = _norm
+    filesystem_async._get_write_results_queue = _forked_queue
+
+
+@functools.cache
+def _forked_queue() -> Any:
+    """The queue of a rank's writers; Megatron spawns its process, which imports torch again."""
+    return multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _norm(_cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: Any) -> Any:
