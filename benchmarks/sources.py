@@ -33,6 +33,7 @@ SHAPES = {  # parameters, in millions
     "230": Shape(1024, 3072, 12),
     "460": Shape(1536, 4608, 12),
     "1100": Shape(2048, 5632, 22),
+    "4000": Shape(3072, 8192, 40),
 }
 
 
@@ -52,8 +53,8 @@ class Sources:
 
     def fsdp(self, form: str) -> Path:
         """Weights that FSDP 2 sharded: ``dcp``, ``hf`` or ``verl``."""
-        place = self.place / "fsdp"
-        self._torchrun(place, "make_dcp.py", str(place))
+        place = self.place / f"fsdp-{form}"
+        self._torchrun(place, "make_dcp.py", str(place), "--forms", form)
         return place / {"dcp": "accelerate/pytorch_model_fsdp_0"}.get(form, form)
 
     def converted(self, name: str, source: Path, *options: str) -> Path:
