@@ -14,11 +14,10 @@ from reshard.files import SourceFiles
 from reshard.formats import deepspeed, huggingface, megatron, meta
 from reshard.formats.deepspeed import neox
 from reshard.formats.deepspeed.cuts import dialect_of
-from reshard.formats.megatron.target import Described
-from reshard.formats.meta import target as meta_target
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model_parallel import families, names
 from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.described import Described
 from reshard.model_parallel.families import Family
 from reshard.model_parallel.rules import Table, builtin, with_users
 from reshard.model_parallel.traits import Traits, as_megatron, of_megatron
@@ -158,6 +157,8 @@ def _for_meta(manifest: Manifest, asked: Asked, model: str | None) -> Naming:
         raise UnsupportedError(
             traits.source, f"scales rotations ({traits.rope_scaling}), which params.json cannot say"
         )
+    from reshard.formats.meta import target as meta_target
+
     done = names.from_hf(manifest, table, traits.architecture())
     head = {meta.OUTPUT: meta.EMBEDDING} if traits.tied else {}
     described = Described(table, _numbers(traits, asked), meta_target.params_of(traits))

@@ -14,7 +14,7 @@ from reshard.formats.dcp import target as dcp
 from reshard.formats.deepspeed import target as deepspeed
 from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
 from reshard.formats.megatron import target as megatron
-from reshard.formats.megatron.target.choice import Described, Wanted
+from reshard.formats.megatron.target.choice import Wanted
 from reshard.formats.meta import target as meta
 from reshard.formats.nanotron import target as nanotron
 from reshard.formats.nanotron.choice import Wanted as NanotronWanted
@@ -24,6 +24,7 @@ from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.model_parallel.described import Described
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.tensor_parallel import Plan
 

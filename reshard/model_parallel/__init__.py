@@ -10,6 +10,7 @@
     traits        what kind of model it is
     families      which of Hugging Face's models that is, and its config
     vocabulary    the rows of an embedding that are words, and those that are padding
+    described     a model as a target needs it
     names         a manifest under the other side's names, fused and split as those want it
     sizes         over how many ranks, each way
     stages        which layers each pipeline stage has

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from reshard.formats import skeletons
 from reshard.formats.megatron.target import dist, legacy
-from reshard.formats.megatron.target.choice import Choice, Described, Wanted, choose
+from reshard.formats.megatron.target.choice import Choice, Wanted, choose
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
+from reshard.model_parallel.described import Described
 
-__all__ = ["Described", "Wanted", "lay_out", "notes"]
+__all__ = ["Wanted", "lay_out", "notes"]
 
 
 def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:

@@ -20,6 +20,7 @@ from reshard.formats.values import is_plain
 from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
 
@@ -35,7 +36,6 @@ __all__ = [
     "IMPLS",
     "Adam",
     "Choice",
-    "Described",
     "ExtraState",
     "Form",
     "Impl",
@@ -78,19 +78,6 @@ class Wanted:
     def dialect(self) -> str:
         """The column of names in the tables."""
         return "local" if self.impl == "local" else "te"
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """The model of a training state, as far as its files or the user say.
-
-    Args:
-        args: of the run, under Megatron's names.
-    """
-
-    table: Table
-    architecture: Architecture
-    args: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,23 @@
+"""A model as a target needs it whose files are named and cut by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.rules import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The model of a training state, as far as its files or the user say.
+
+    Args:
+        args: of the run, under the target's names.
+    """
+
+    table: Table
+    architecture: Architecture
+    args: Mapping[str, Any]
