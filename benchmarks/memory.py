@@ -24,11 +24,12 @@ def contenders(source: Path) -> list[Contender]:
     budget = ["--max-memory", MEMORY]
     merge = [*reshard, "merge", str(source)]
     split = [*reshard, "split", str(source)]
+    three = ["--world-size", "3", "--init-optimizer", "none"]
     return [
         Contender("inspect", lambda _: [*reshard, "inspect", str(source)]),
         Contender("merge", lambda out: [*merge, f"{out}.safetensors", *budget]),
         Contender("merge --dtype fp16", lambda out: [*merge, str(out), "--dtype", "fp16", *budget]),
-        Contender("split to 3 ranks", lambda out: [*split, str(out), "--world-size", "3", *budget]),
+        Contender("split to 3 ranks", lambda out: [*split, str(out), *three, *budget]),
         Contender("verify --deep", lambda _: [*reshard, "verify", str(source), "--deep", *budget]),
     ]
 
