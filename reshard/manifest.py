@@ -247,9 +247,15 @@ def check(manifest: Manifest) -> None:
     """Prove that every entry is covered exactly once by chunks that lie inside their files.
 
     Raises:
-        CorruptError: a chunk out of bounds, two chunks that overlap in part, or a hole.
+        CorruptError: a chunk out of bounds, two chunks that overlap in part, or a hole; a name or a
+            slot that is no text (keys of a pickle can be anything).
     """
     for entry in manifest.entries.values():
+        said: tuple[object, object] = (entry.kind, entry.fqn)
+        if not all(isinstance(name, str) for name in said):
+            raise CorruptError(
+                manifest.origin.path, f"names a tensor {said!r:.200}, which is no name"
+            )
         if isinstance(entry.chunks, Partition):
             outside = entry.chunks.outside(manifest.files)
             _check_bounds(entry, (outside,) if outside else (), manifest.files)

@@ -80,6 +80,13 @@ def test_layers_with_gaps_are_not_folded_into_a_range(tmp_path):
     assert "h.{0,1,3}.w" in text
 
 
+def test_numbers_far_apart_cost_nothing_and_long_ones_are_no_index(tmp_path):
+    names = ("h.0.w", "h.999999999.w", f"k.{'1' * 5000}.w", f"k.{'2' * 5000}.w")
+    save_file({name: torch.ones(2) for name in names}, tmp_path / "x.safetensors")
+    text = "\n".join(reshard.inspect(tmp_path / "x.safetensors", tensors=True).lines())
+    assert "h.{0,999999999}.w" in text
+
+
 def test_layers_of_different_shapes_are_listed_apart(tmp_path):
     save_file({"h.0.w": torch.ones(2), "h.1.w": torch.ones(3)}, tmp_path / "x.safetensors")
     text = "\n".join(reshard.inspect(tmp_path / "x.safetensors", tensors=True).lines())

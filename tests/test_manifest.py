@@ -33,6 +33,14 @@ def test_rows_that_cover_are_accepted():
     assert check(manifest((6, 4), [rows(0, 2), rows(2, 5, file="b"), rows(5, 6)])) is None
 
 
+@pytest.mark.parametrize("changed", [{"fqn": 7}, {"kind": ("exp_avg",)}])
+def test_a_name_that_is_no_text_is_refused(changed):
+    made = manifest((6, 4), [rows(0, 6)])
+    entries = keyed([replace(entry, **changed) for entry in made.entries.values()])
+    with pytest.raises(CorruptError, match="no name"):
+        check(replace(made, entries=entries))
+
+
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_hole_is_refused(missing):
     shards = [rows(0, 2), rows(2, 5, file="b"), rows(5, 6)]

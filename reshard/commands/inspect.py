@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 SCHEMA = 1
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)|^\d{1,9}(?=\.)")  # more digits are no index
 _SHOWN = 6
 
 
@@ -242,6 +242,6 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _range(fqns: list[str]) -> str:
     """``{0-31}`` for consecutive numbers, else the list."""
     numbers = sorted(int(match[0]) for fqn in fqns if (match := _NUMBER.search(fqn)))
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+    if len(set(numbers)) == len(numbers) == numbers[-1] - numbers[0] + 1:
         return f"{{{numbers[0]}-{numbers[-1]}}}"
     return "{" + ",".join(map(str, numbers)) + "}"
