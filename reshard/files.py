@@ -48,7 +48,7 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close every descriptor."""
+        """Close every descriptor, once no read runs on it."""
         with self._lock:
             self._descriptors.clear()
 
@@ -164,9 +164,15 @@ class _Descriptor:
         except OSError as error:
             raise ReshardError(path, f"cannot be opened: {error.strerror}") from error
 
+    def close(self) -> None:
+        """Close it now, whoever still holds it."""
+        number, self.number = self.number, -1
+        if number >= 0:
+            os.close(number)
+
     def __del__(self) -> None:
         if hasattr(self, "number"):
-            os.close(self.number)
+            self.close()
 
 
 def size_of(path: str | Path) -> int:

@@ -20,6 +20,12 @@ class OutputFiles(OpenFiles):
         super().__init__(os.O_RDWR)
         self.directory = directory
 
+    def close(self) -> None:
+        """Close every file at once: an error that is on its way out may hold one of them."""
+        for descriptor in self._descriptors.values():
+            descriptor.close()
+        super().close()
+
     def create(self, file: OutputFile, *, anew: bool = True) -> None:
         """A file at its full size, all zeros; one that an earlier run left is taken on as it is.
 

@@ -253,3 +253,21 @@ def test_columns_that_lie_as_they_are_wanted_are_no_batch(tmp_path):
         entries.append(replace(entry, chunks=tuple(chunks)))
     same = Skeleton((), tuple(entries))
     assert {len(batch) for batch in plan(made.entries, same, 64).batches()} == {1}
+
+
+@pytest.mark.parametrize("shape", [(64,), (8, 8)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_factor_of_what_is_stored_reaches_every_copy(shape, ranks):
+    """As of a bias that tensor-parallel ranks add up; by rows and by columns."""
+    stored = replace(contiguous("s", 0, dtypes.FLOAT32, whole(shape), shape), factor=2.0)
+    entry = Entry("w", "param", dtypes.FLOAT32, shape, (stored,))
+    step = shape[-1] // ranks
+    parts = [
+        Box((*(0 for _ in shape[1:]), rank * step), (*shape[:-1], step)) for rank in range(ranks)
+    ]
+    chunks = tuple(contiguous(f"{n}", 0, entry.dtype, b, b.shape) for n, b in enumerate(parts))
+    files = tuple(OutputFile(f"{n}", b.volume * 4) for n, b in enumerate(parts))
+    skeleton = Skeleton(files, (replace(entry, chunks=chunks),))
+    for limit in WINDOWS:
+        windows = list(plan({entry.key: entry}, skeleton, limit))
+        assert {copy.factor for window in windows for copy in window.copies} == {2.0}
