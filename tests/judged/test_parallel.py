@@ -279,6 +279,8 @@ ANY_GRID = [
     ("mpu2_z1", {"tp": 4, "dp": 1}, 2e-2),
     ("mpu2_z2_fp32", {"tp": 1, "dp": 4}, 1e-5),
     ("autotp2_uneven", {}, 0.0),
+    ("autotp2_uneven", {"tp": 4}, 2e-2),  # a rank without a key-value head
+    ("autotp2_uneven", {"tp": 1, "dp": 2}, 2e-2),
 ]
 
 

@@ -30,8 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def model(case: Case) -> nn.Module:
     """Whole, as a user makes it before DeepSpeed takes it over."""
     torch.manual_seed(models.Tp.seed)
-    words = models.PADDED if case.heads[1] % case.tp == 0 else models.WORDS
-    config = llama_config(words, hidden=24, tied=case.tied)
+    config = llama_config(case.words, hidden=24, tied=case.tied)
     config.num_attention_heads, config.num_key_value_heads = case.heads
     made = LlamaForCausalLM(config)
     dtype = DTYPES[case.precision]

@@ -72,9 +72,8 @@ class ModelRank:
 
     def _lifted(self, entry: Entry) -> Entry:
         shape, moves, split = self.whole[entry.fqn]
-        factor = split.factor(entry.kind, self.tensor)
-        chunks = (replace(chunk, factor=factor) for chunk in moved(entry.chunks, moves))
-        return replace(entry, shape=shape, chunks=tuple(chunks))
+        lifted = replace(entry, shape=shape, chunks=tuple(moved(entry.chunks, moves)))
+        return shards.shared(lifted, split, self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
