@@ -98,7 +98,10 @@ def tensors(value, path=""):
 def test_there_and_back_over_one_rank_every_byte_is_the_same(case, tmp_path):
     """The settings go along, and the sizes are those that GPT-NeoX's loader wants."""
     run, stages = KEPT / case / "run", 2 if case.endswith("pp2") else 1
-    split(run, tmp_path / "one", SplitOptions(tp=1, pp=stages, dp=1))
+    report = split(run, tmp_path / "one", SplitOptions(tp=1, pp=stages, dp=1))
+    (told,) = [text for text in report.notes if "GPT-NeoX" in text]
+    assert "model_parallel_size 1, make_vocab_size_divisible_by 16" in told
+    assert "no_load_rng" in told
     split(tmp_path / "one", tmp_path / "two", SplitOptions(tp=2, pp=stages, dp=1))
     reshard.verify(run, write_manifest=tmp_path / "held.json")
     for place, ranks in (("one", 1), ("two", RANKS)):
@@ -123,6 +126,16 @@ def test_there_and_back_over_one_rank_every_byte_is_the_same(case, tmp_path):
         for at, value in after.items():
             assert torch.equal(before.pop(at), value), (path, at)
         assert all("rng" in at for at in before)  # of ranks that are no more
+
+
+def test_a_padding_that_may_become_another_is_told(tmp_path):
+    run = shutil.copytree(KEPT / NEOX[1] / "run", tmp_path / "run")
+    for path in run.rglob("*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        states["args"]["make_vocab_size_divisible_by"] = 1  # times 2 ranks: no multiple of 4
+        torch.save(states, path)
+    report = split(run, tmp_path / "out", SplitOptions(tp=4, dp=1, dry_run=True))
+    assert any("than the 64 rows" in text for text in report.notes)
 
 
 @pytest.mark.parametrize("case", NEOX)

@@ -1,6 +1,6 @@
 """A Llama of transformers that DeepSpeed's AutoTP cuts by itself, and what it is when whole.
 
-DeepSpeed's layers gather their own parameters (``gather_params``), for ``save_16bit_model``; here
+DeepSpeed's layers gather their own parameters (``gather_params``), see `consolidated`; here
 they gather whatever else has the parameters' shapes too: masters and moments.
 """
 
@@ -63,6 +63,9 @@ def gatherer(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
 
 
 def consolidated(engine: Any) -> dict[str, Tensor]:
-    """What ``save_16bit_model`` writes; of the first rank."""
+    """What accelerate and the HF trainer save of the model; of the first rank.
+
+    At stages 0 to 2 ``save_16bit_model`` itself writes the first rank's part (DeepSpeed 0.19.8).
+    """
     found: dict[str, Tensor] = engine._consolidated_16bit_state_dict()
     return {name: value.clone() for name, value in (found or {}).items()}

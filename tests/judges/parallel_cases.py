@@ -87,5 +87,6 @@ CASES = {
         Case("autotp2_z3", "autotp", tied=False, tp=2, dp=2, stage=3),
         Case("autotp2_tied", "autotp", tp=2, groups="one"),
         Case("autotp2_uneven", "autotp", tied=False, tp=2, heads=(6, 3), words=29),
+        Case("autotp4_headless", "autotp", tied=False, tp=4, heads=(6, 3), words=29),
     )
 }

@@ -58,6 +58,8 @@ def make(case: Case, out: Path) -> None:
     engine = start(case)
     losses = [step(engine, case, n) for n in range(STEPS)]
     reference = truth(engine) | {"losses": losses, "groups": _groups(engine)}
+    if case.kind == "autotp":
+        reference["consolidated"] = autotp.consolidated(engine)
     blocks = range(1, 1 + BLOCKS)
     says = case.patterns and case.kind != "autotp"  # DeepSpeed says it there
     client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if says else {}

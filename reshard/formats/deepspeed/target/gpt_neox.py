@@ -8,7 +8,7 @@ which no loader opens, only its tools; ``check_checkpoint_args`` wants the run's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -55,10 +55,10 @@ def of_ranks(state: Training, sizes: Sizes) -> Training:
     return replace(state, manifest=replace(state.manifest, train=train))
 
 
-def notes(state: Training, sizes: Sizes) -> list[str]:
+def notes(state: Training, sizes: Sizes) -> Iterator[str]:
     """With which settings GPT-NeoX loads it, where they are not the source's."""
     if not _is_neox(state):
-        return []
+        return
     before, after = _args(state), _args(of_ranks(state, sizes))
     told: dict[str, Any] = {}
     if before != after or state.manifest.origin.mesh.get("pp", 1) != sizes.pipeline:
@@ -66,16 +66,14 @@ def notes(state: Training, sizes: Sizes) -> list[str]:
         told["pipe_parallel_size"] = sizes.pipeline if layers_of(state.manifest) else 0
     if not carried.carried(state)[0].keys() >= _RANDOM:
         told["no_load_rng"] = "true"
-    shown = ", ".join(f"{name} {value}" for name, value in told.items())
-    found = [f"GPT-NeoX loads it with {shown}; {neox.FOLDER}/ has the source's settings"] * bool(
-        told
-    )
+    if told:
+        shown = ", ".join(f"{name} {value}" for name, value in told.items())
+        yield f"GPT-NeoX loads it with {shown}; the source's settings, if any, stay in configs/"
     if before != after and before.get(_UNIT) == after.get(_UNIT):
-        found.append(
+        yield (
             f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}, which may be others"
             f" than the {after.get('padded_vocab_size')} rows here: it would not load it then"
         )
-    return found
 
 
 def _is_neox(state: Training) -> bool:

@@ -25,6 +25,9 @@ from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
 
 _INFO = "universal_checkpoint_info"
+_ANY_SIZE = (
+    "DeepSpeed cuts it unevenly by itself: write --to ds-universal, which it loads at any size"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +238,13 @@ class _Cutter:
             split = self.splits[fqn]
             if split.widths and len(split.widths[0]) != self.size:
                 split = replace(split, widths=())
-            self._blocks[key] = shards.blocks(fqn, self._shapes[fqn], split, self.size, rank)
+            try:
+                held = shards.blocks(fqn, self._shapes[fqn], split, self.size, rank)
+            except UsageError as error:
+                if split is self.splits[fqn]:
+                    raise
+                raise UsageError(error.where, error.problem, _ANY_SIZE) from error
+            self._blocks[key] = held
         return self._blocks[key]
 
 
