@@ -162,6 +162,7 @@ class Held:
                 at + (low - start) * wide,
                 (wide,),
                 dtype,
+                chunk.factor,
             )
 
 
