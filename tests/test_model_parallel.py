@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from reshard.box import Box, row_major, whole
 from reshard.dtypes import FLOAT32
-from reshard.errors import CorruptError, UsageError
-from reshard.manifest import Chunk, Entry
-from reshard.model_parallel import moves
+from reshard.errors import CorruptError, IncompleteError, UsageError
+from reshard.manifest import Chunk, Entry, Manifest, Origin, keyed
+from reshard.model_parallel import combine, moves
 from reshard.model_parallel.moves import Move
 from reshard.model_parallel.patterns import Pattern
 from reshard.model_parallel.rules import builtin, with_users
@@ -173,3 +173,23 @@ def test_the_rule_of_a_name_is_the_first_that_matches_it(name):
                 )
             )
             assert table.find(made, {"layers": 12}).rule is first
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_rank_may_lack_the_state_of_a_part_that_is_empty_and_of_no_other(rows):
+    """A rank without a key-value head has nothing to optimize there."""
+    full = torch.arange(12.0).reshape(4, 3)
+    parts = {"a": full[: 4 - rows].contiguous(), "b": full[4 - rows :].contiguous()}
+    params = [stored(part, file) for file, part in parts.items()]
+    master = Entry("w", "master", FLOAT32, params[0].shape, params[0].chunks)
+    ranks = [
+        Manifest(Origin("test", "/a"), keyed([params[0], master]), {}),
+        Manifest(Origin("test", "/b"), keyed([params[1]]), {}),
+    ]
+    if rows:
+        with pytest.raises(IncompleteError, match="/b: lacks the master 'w'"):
+            combine.tensor_ranks(ranks, lambda _fqn, _shape: Split(0))
+        return
+    for order in (ranks, ranks[::-1]):
+        made = combine.tensor_ranks(order, lambda _fqn, _shape: Split(0))
+        assert torch.equal(built(made.entries["master", "w"], parts), full)

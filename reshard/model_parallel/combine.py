@@ -30,14 +30,25 @@ def tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
     names = dict.fromkeys(key for rank in ranks for key in rank.entries)
     entries = []
     for key in names:
-        pieces = [rank.entries[key] for rank in ranks if key in rank.entries]
-        if len(pieces) < len(ranks):
-            lacking = next(rank for rank in ranks if key not in rank.entries)
-            raise IncompleteError(
-                lacking.origin.path, f"lacks the {key[0]} {key[1]!r} that other ranks hold", _MIXED
-            )
+        held = next(rank.entries[key] for rank in ranks if key in rank.entries)
+        pieces = [rank.entries.get(key) or _nothing(rank, held) for rank in ranks]
         entries.append(gathered(pieces, split_of(key[1], pieces[0].shape)))
     return joined(ranks, entries)
+
+
+def _nothing(rank: Manifest, held: Entry) -> Entry:
+    """The piece of a rank whose part of the parameter is empty: optimizers leave such parts out.
+
+    Raises:
+        IncompleteError: its part is not known to be empty.
+    """
+    parts = (entry for entry in rank.entries.values() if entry.fqn == held.fqn and not entry.numel)
+    part = next(parts, None)
+    if part is None:
+        raise IncompleteError(
+            rank.origin.path, f"lacks the {held.kind} {held.fqn!r} that other ranks hold", _MIXED
+        )
+    return replace(held, shape=part.shape, chunks=())
 
 
 def stages(ranks: Sequence[Manifest]) -> Manifest:

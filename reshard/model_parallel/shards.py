@@ -64,8 +64,7 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
         held: Sequence[Chunk] = first.chunks
         for piece in pieces[1:]:
             held = side_by_side(held, piece.chunks)
-        factor = split.factor(first.kind, len(pieces))
-        return replace(first, chunks=tuple(replace(c, factor=c.factor * factor) for c in held))
+        return shared(replace(first, chunks=tuple(held)), split, len(pieces))
     extents = [piece.shape[split.dim] for piece in pieces]
     shape = _with(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []
@@ -78,6 +77,14 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
             ],
         )
     return replace(first, shape=shape, chunks=tuple(chunks))
+
+
+def shared(entry: Entry, split: Split, ranks: int) -> Entry:
+    """The entry, whose chunks hold the share of one rank where ranks add theirs up."""
+    factor = split.factor(entry.kind, ranks)
+    if factor == 1.0:
+        return entry
+    return replace(entry, chunks=tuple(replace(c, factor=c.factor * factor) for c in entry.chunks))
 
 
 def blocks(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ SLOTS = ("exp_avg", "exp_avg_sq")
 CASES = ("bloom/tp2pp2", "gpt_neox/tp2pp2", "gpt_neox/tp2pp0")
 SUMMED = re.compile(r".*\.(attention\.dense|mlp\.linear2)\.bias")
 RANKS = 2
+PADDED_TO = 16  # rows of a vocabulary, a multiple: make_vocab_size_divisible_by x ranks
 
 
 def reference_of(case):
@@ -74,6 +76,109 @@ def test_each_rank_gets_its_share_of_a_summed_bias(tmp_path):
         for rank in range(2 if place == "same" else 1):
             found = torch.load(next((tmp_path / place).rglob(file.format(rank)[13:])))
             assert torch.equal(found[name.partition(".")[2]], shown), (place, rank)
+
+
+NEOX = [case for case in CASES if case.startswith("gpt_neox")]
+VALUES = {"kinds": ["weights", "optimizer"]}
+
+
+def tensors(value, path=""):
+    """Every tensor within, by where it stands."""
+    if isinstance(value, torch.Tensor):
+        return {path: value}
+    if not isinstance(value, (dict, list, tuple)):
+        return {}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {
+        key: found for at, each in items for key, found in tensors(each, f"{path}/{at}").items()
+    }
+
+
+@pytest.mark.parametrize("case", NEOX)
+def test_there_and_back_over_one_rank_every_byte_is_the_same(case, tmp_path):
+    """The settings go along, and the sizes are those that GPT-NeoX's loader wants."""
+    run, stages = KEPT / case / "run", 2 if case.endswith("pp2") else 1
+    report = split(run, tmp_path / "one", SplitOptions(tp=1, pp=stages, dp=1))
+    (told,) = [text for text in report.notes if "GPT-NeoX" in text]
+    assert "model_parallel_size 1, make_vocab_size_divisible_by 16" in told
+    assert "no_load_rng" in told
+    split(tmp_path / "one", tmp_path / "two", SplitOptions(tp=2, pp=stages, dp=1))
+    reshard.verify(run, write_manifest=tmp_path / "held.json")
+    for place, ranks in (("one", 1), ("two", RANKS)):
+        copy = tmp_path / place
+        (settings,) = run.glob("*/configs/*.yml")
+        assert (copy / settings.relative_to(run)).read_bytes() == settings.read_bytes()
+        args = torch.load(next(copy.rglob("mp_rank_00_model_states.pt")), weights_only=False)[
+            "args"
+        ]
+        assert args["model_parallel_size"] == ranks
+        assert args["make_vocab_size_divisible_by"] * ranks == PADDED_TO
+        compared = reshard.diff(run, copy, **VALUES)
+        assert compared.same
+        assert compared.equal_by_kind["weight"] == len(reference_of(case)["params"])
+        assert reshard.verify(copy, against=tmp_path / "held.json").exit_code == 0
+    for path in run.rglob("*_states.pt"):
+        before, after = (
+            tensors(torch.load(place / path.relative_to(run), weights_only=False))
+            for place in (run, tmp_path / "two")
+        )
+        assert after or "mp_rank" in path.name
+        for at, value in after.items():
+            assert torch.equal(before.pop(at), value), (path, at)
+        assert all("rng" in at for at in before)  # of ranks that are no more
+
+
+def test_a_padding_that_may_become_another_is_told(tmp_path):
+    run = shutil.copytree(KEPT / NEOX[1] / "run", tmp_path / "run")
+    for path in run.rglob("*model_states.pt"):
+        states = torch.load(path, weights_only=False)
+        states["args"]["make_vocab_size_divisible_by"] = 1  # times 2 ranks: no multiple of 4
+        torch.save(states, path)
+    report = split(run, tmp_path / "out", SplitOptions(tp=4, dp=1, dry_run=True))
+    assert any("than the 64 rows" in text for text in report.notes)
+
+
+@pytest.mark.parametrize("case", NEOX)
+def test_other_values_of_a_sum_are_found(case, tmp_path):
+    """The same files without what says that ranks add up: another state."""
+    copy = shutil.copytree(KEPT / case / "run", tmp_path / "run")
+    shutil.rmtree(next(copy.glob("*/configs")))
+    found = reshard.diff(KEPT / case / "run", copy, **VALUES)
+    names = {name for name in reference_of(case)["params"] if SUMMED.fullmatch(name)}
+    assert {each.fqn for each in found.unequal} == names != set()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_deepspeed_gives_each_rank_its_share_of_the_universal_form(ranks, tmp_path):
+    """Every rank gets what the file holds; the sum over ranks is the same at the size it is for."""
+    case, name = "gpt_neox/tp2pp2", "2.attention.dense.bias"
+    split(KEPT / case / "run", tmp_path / "native", SplitOptions(tp=ranks, pp=2, dp=1))
+    report = split(tmp_path / "native", tmp_path / "out", SplitOptions(to="ds-universal"))
+    told = [text for text in report.notes if "tensor parallel" in text]
+    assert told
+    assert all(f"size of {ranks} alone" in text or ranks == 1 for text in told)
+    reference = reference_of(case)
+    (folder,) = tmp_path.glob(f"out/*/zero/{name}")
+    for kind, factor in (("params", RANKS), *((slot, ranks) for slot in SLOTS)):
+        added = sum(loaded(folder, rank, ranks)[kind] for rank in range(ranks))
+        assert torch.equal(added, factor * reference[kind][name]), kind
+    with reshard.open(tmp_path / "out") as checkpoint:
+        assert torch.equal(checkpoint[name][...], RANKS * reference["params"][name])
+    assert reshard.diff(KEPT / case / "run", tmp_path / "out", **VALUES).same
+
+
+def loaded(folder, rank, ranks):
+    """What DeepSpeed's loader gives one rank of a parameter that each has whole."""
+    from deepspeed.checkpoint import universal_checkpoint
+
+    shape = torch.load(folder / "fp32.pt", weights_only=False)["param"].shape
+    held, param = torch.empty(shape), torch.nn.Parameter(torch.empty(shape))
+    address = SimpleNamespace(start=0, numel=held.numel())
+    param._hp_mapping = SimpleNamespace(
+        lp_fragment_address=address, get_hp_fragment=lambda: held, optim_fragment={}
+    )
+    universal_checkpoint.load_hp_checkpoint_state(param, str(folder), rank, ranks)
+    return {"params": held, **param._hp_mapping.optim_fragment}
 
 
 def test_without_its_settings_the_report_says_what_was_assumed(tmp_path):

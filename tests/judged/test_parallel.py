@@ -84,6 +84,34 @@ def test_megatron_deepspeeds_own_checkpoint_is_read():
     assert "is taken from the first stage" in told
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case].kind == "autotp"])
+def test_the_merge_is_deepspeeds_own_of_autotp(case, made, tmp_path):
+    from safetensors.torch import load_file
+
+    run = made / case / "run"
+    report = reshard.merge(run, tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    wanted = reference_of(made / case)["consolidated"]
+    with reshard.open(run) as checkpoint:
+        assert found.keys() == wanted.keys() - checkpoint.manifest.tied.keys(), report
+    for name, value in found.items():
+        assert value.dtype == wanted[name].dtype
+        assert torch.equal(value, wanted[name]), name
+
+
+def test_dcp_loads_what_autotp_ranks_held(made, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    place = made / "autotp4_headless"
+    reshard.split(place / "run", tmp_path / "out", to="dcp", world_size=3)
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "out.pt")
+    loaded, reference = torch.load(tmp_path / "out.pt"), reference_of(place)
+    for name, value in reference["params"].items():
+        assert torch.equal(loaded["model"][name], value), name
+        for slot in SLOTS:
+            assert torch.equal(loaded["optim"]["state"][name][slot], reference[slot][name]), name
+
+
 RULES = """
 parameters:
   0.word_embeddings.weight: vocab
@@ -173,6 +201,7 @@ GOES_ON = [  # case, the grid to go on with, options; the loss may differ by the
     ("pp2_z0_fp32", {"tp": 2, "pp": 1}, {}, 1e-5),
     ("autotp2_z1", {"tp": 1, "dp": 2}, {}, 2e-2),
     ("autotp2_uneven", {}, {}, 0.0),  # 3 key-value heads and 29 words on 2 ranks
+    ("autotp4_headless", {}, {}, 0.0),  # and on 4: one has no head
 ]
 
 
@@ -279,6 +308,8 @@ ANY_GRID = [
     ("mpu2_z1", {"tp": 4, "dp": 1}, 2e-2),
     ("mpu2_z2_fp32", {"tp": 1, "dp": 4}, 1e-5),
     ("autotp2_uneven", {}, 0.0),
+    ("autotp2_uneven", {"tp": 4, "dp": 1}, 2e-2),  # a rank without a key-value head
+    ("autotp2_uneven", {"tp": 1, "dp": 2}, 2e-2),
 ]
 
 

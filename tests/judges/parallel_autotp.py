@@ -1,6 +1,6 @@
 """A Llama of transformers that DeepSpeed's AutoTP cuts by itself, and what it is when whole.
 
-DeepSpeed's layers gather their own parameters (``gather_params``), for ``save_16bit_model``; here
+DeepSpeed's layers gather their own parameters (``gather_params``), see `consolidated`; here
 they gather whatever else has the parameters' shapes too: masters and moments.
 """
 
@@ -30,8 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def model(case: Case) -> nn.Module:
     """Whole, as a user makes it before DeepSpeed takes it over."""
     torch.manual_seed(models.Tp.seed)
-    words = models.PADDED if case.heads[1] % case.tp == 0 else models.WORDS
-    config = llama_config(words, hidden=24, tied=case.tied)
+    config = llama_config(case.words, hidden=24, tied=case.tied)
     config.num_attention_heads, config.num_key_value_heads = case.heads
     made = LlamaForCausalLM(config)
     dtype = DTYPES[case.precision]
@@ -64,6 +63,9 @@ def gatherer(module: nn.Module) -> Callable[[str, Tensor], Tensor]:
 
 
 def consolidated(engine: Any) -> dict[str, Tensor]:
-    """What ``save_16bit_model`` writes; of the first rank."""
+    """What accelerate and the HF trainer save of the model; of the first rank.
+
+    At stages 0 to 2 ``save_16bit_model`` itself writes the first rank's part (DeepSpeed 0.19.8).
+    """
     found: dict[str, Tensor] = engine._consolidated_16bit_state_dict()
     return {name: value.clone() for name, value in (found or {}).items()}

@@ -24,6 +24,7 @@ class Case:
         universal: whether it loads a universal checkpoint.
         frozen: whether the first block has a frozen parameter.
         heads: of an autotp model: of queries, and of keys and values.
+        words: the rows of its vocabulary.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Case:
     frozen: bool = False
     method: str = "uniform"
     heads: tuple[int, int] = (4, 2)
+    words: int = 32
 
     @property
     def world(self) -> int:
@@ -84,6 +86,7 @@ CASES = {
         Case("autotp2_z2_fp32", "autotp", tied=False, tp=2, dp=2, stage=2, precision="fp32"),
         Case("autotp2_z3", "autotp", tied=False, tp=2, dp=2, stage=3),
         Case("autotp2_tied", "autotp", tp=2, groups="one"),
-        Case("autotp2_uneven", "autotp", tied=False, tp=2, heads=(6, 3)),
+        Case("autotp2_uneven", "autotp", tied=False, tp=2, heads=(6, 3), words=29),
+        Case("autotp4_headless", "autotp", tied=False, tp=4, heads=(6, 3), words=29),
     )
 }

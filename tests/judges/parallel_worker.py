@@ -58,6 +58,8 @@ def make(case: Case, out: Path) -> None:
     engine = start(case)
     losses = [step(engine, case, n) for n in range(STEPS)]
     reference = truth(engine) | {"losses": losses, "groups": _groups(engine)}
+    if case.kind == "autotp":
+        reference["consolidated"] = autotp.consolidated(engine)
     blocks = range(1, 1 + BLOCKS)
     says = case.patterns and case.kind != "autotp"  # DeepSpeed says it there
     client = {INFO: models.patterns(tied=case.tied, blocks=blocks)} if says else {}
@@ -149,10 +151,14 @@ def truth(engine: Any) -> dict[str, Any]:
     first = getattr(engine, "is_first_stage", lambda: True)()
     unused = frozenset() if first else frozenset({POSITIONS})
     now = deepspeed_truth.snapshot(engine, SLOTS, unused)
-    mine = {"params": now.params, "live": deepspeed_truth.live_params(engine.module), **now.slots}
+    nothing = deepspeed_truth.empty_params(engine.module)  # of a rank without a head
+    mine = {
+        name: {**held, **nothing} for name, held in (("params", now.params), *now.slots.items())
+    }
+    mine["live"] = deepspeed_truth.live_params(engine.module)
     gather = _gatherer(engine)
     held = {
-        kind: {name: gather(name, value) for name, value in tensors.items()}
+        kind: {name: gather(name, tensors[name]) for name in sorted(tensors)}
         for kind, tensors in mine.items()
     }
     held["buffers"] = deepspeed_truth.persistent_buffers(engine.module)

@@ -25,23 +25,37 @@ def settings(checkpoint: str) -> dict[str, Any] | None:
     """The settings of a run, of its tag directory; None where they were not saved.
 
     Raises:
-        CorruptError: a file of them is no YAML.
+        CorruptError: a file of them is no YAML, or too large for settings.
     """
     import yaml  # type: ignore[import-untyped]
 
     found: dict[str, Any] = {}
-    folder = Path(checkpoint, FOLDER)
-    paths = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
-    for path in paths:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CorruptError(path, f"is larger than {_MAX_BYTES} bytes: no settings")
+    for path, data in files(checkpoint).items():
         try:
-            root = yaml.safe_load(path.read_text(errors="replace"))
+            root = yaml.safe_load(data.decode(errors="replace"))
         except (yaml.YAMLError, RecursionError) as error:
             raise CorruptError(path, f"is no YAML: {str(error).splitlines()[0]}") from error
         if isinstance(root, dict):
             found |= {str(key).replace("-", "_"): value for key, value in root.items()}
     return found or None
+
+
+def files(checkpoint: str) -> dict[Path, bytes]:
+    """The files of the settings and what they hold.
+
+    Raises:
+        CorruptError: one is no file, or too large for settings.
+    """
+    folder = Path(checkpoint, FOLDER)
+    paths = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
+    found = {}
+    for path in paths:
+        if not path.is_file():
+            raise CorruptError(path, "is no file: GPT-NeoX keeps its settings in files")
+        if path.stat().st_size > _MAX_BYTES:
+            raise CorruptError(path, f"is larger than {_MAX_BYTES} bytes: no settings")
+        found[path] = path.read_bytes()
+    return found
 
 
 def has_summed_biases(said: Mapping[str, Any]) -> bool:

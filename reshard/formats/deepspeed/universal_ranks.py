@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
 from reshard.formats.values import plain
 from reshard.manifest import Entry
-from reshard.model_parallel.shards import Split
+from reshard.model_parallel.shards import Split, shared
 
 _INFO = "universal_checkpoint_info"
 
@@ -43,6 +43,8 @@ class Ranks:
     def checked(self, entry: Entry) -> Entry:
         """The whole tensor; of one that stands there once a rank, the ranks' copies as replicas.
 
+        Of what ranks add up the share of one stands there, which each of them is given.
+
         Raises:
             UnsupportedError: it was joined along another dim than it was cut.
             UsageError: nothing says how it was cut.
@@ -53,7 +55,7 @@ class Ranks:
         split = self.cuts.split(entry.fqn, local)
         joined = (local[0] * self.tensor, *local[1:])
         if entry.shape != joined or entry.shape == _wanted(local, split, self.tensor):
-            return entry
+            return shared(entry, split, self.tensor)
         if split.dim is not None:
             raise UnsupportedError(
                 entry.chunks[0].file,

@@ -18,6 +18,7 @@
     order         flat orders and sub-groups
     scaling       the loss scaler
     carried       plain values beside DeepSpeed's own
+    gpt_neox      the settings and sizes that GPT-NeoX wants of them
     objects       what is pickled by the name of its class
     report        what a user must be told
 
@@ -36,7 +37,14 @@ from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import skeletons
 from reshard.formats.deepspeed.layers import TIED
-from reshard.formats.deepspeed.target import expert_files, experts, files, report, universal
+from reshard.formats.deepspeed.target import (
+    expert_files,
+    experts,
+    files,
+    gpt_neox,
+    report,
+    universal,
+)
 from reshard.formats.deepspeed.target import grid as grids
 from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
 from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
@@ -82,6 +90,7 @@ def lay_out(
         "tag": tag,
         "weights_only": weights_only,
     }
+    state = gpt_neox.of_ranks(state, wanted.sizes)
     mixed = experts.mixture(state, wanted, world_size, weights_only=weights_only)
     if mixed is not None:
         parts = [expert_files.laid(mixed, **asked)]
@@ -90,11 +99,12 @@ def lay_out(
     latest = skeletons.of_bytes("latest", parts[0][0].encode())
     first = skeletons.joined(models for _, models, _ in parts)
     second = skeletons.joined(optimizers for _, _, optimizers in parts)
-    return Skeleton(
+    made = Skeleton(
         latest.files + first.files + second.files,
         first.entries + second.entries,
         first.checksums + second.checksums,
     )
+    return _with_settings(made, state, parts[0][0])
 
 
 def _laid(choice: Choice, rank: ModelRank | None) -> tuple[str, Skeleton, Skeleton]:
@@ -181,7 +191,7 @@ def notes(
     if mixed is not None:
         return (*report.notes(choice), *mixed.notes)
     of_grid = () if grids.is_whole(state, asked) else grids.grid(state, asked).notes
-    return (*report.notes(choice), *of_grid)
+    return (*report.notes(choice), *of_grid, *gpt_neox.notes(state, asked.sizes))
 
 
 def lay_out_universal(
@@ -206,8 +216,10 @@ def lay_out_universal(
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
     wanted = wanted or Wanted()
+    state = gpt_neox.of_ranks(state, wanted.sizes)
     if grids.is_whole(state, wanted):
-        return universal.files(_universal(state, world_size, stage, precision, tag))
+        choice = _universal(state, world_size, stage, precision, tag)
+        return _with_settings(universal.files(choice), state, choice.tag)
     marks = Marks(state, wanted)
     whole = _universal(marks.without_padding(state), world_size, stage, precision, tag)
     models = []
@@ -227,7 +239,12 @@ def lay_out_universal(
     made = universal.files(whole, marks, skeletons.joined(models))
     shapes = {key: entry.shape for key, entry in state.manifest.entries.items()}
     entries = tuple(replace(e, shape=shapes.get(e.key, e.shape)) for e in made.entries)
-    return replace(made, entries=entries)  # the words are rows of what the source has
+    made = replace(made, entries=entries)  # the words are rows of what the source has
+    return _with_settings(made, state, whole.tag)
+
+
+def _with_settings(made: Skeleton, state: Training, tag: str) -> Skeleton:
+    return replace(made, files=made.files + gpt_neox.settings(state, tag).files)
 
 
 def notes_universal(
@@ -241,10 +258,11 @@ def notes_universal(
     """As `notes`, of what `lay_out_universal` makes."""
     choice = _universal(state, world_size, stage, precision)
     wanted = wanted or Wanted()
+    of_settings = gpt_neox.notes(state, wanted.sizes)
     if grids.is_whole(state, wanted):
-        return tuple(report.notes_universal(choice))
+        return (*report.notes_universal(choice), *of_settings)
     marks = Marks(state, wanted)
-    return (*report.notes_universal(choice, marked=True), *marks.notes())
+    return (*report.notes_universal(choice, marked=True), *marks.notes(), *of_settings)
 
 
 def _universal(

@@ -25,6 +25,9 @@ from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
 
 _INFO = "universal_checkpoint_info"
+_ANY_SIZE = (
+    "DeepSpeed cuts it unevenly by itself: write --to ds-universal, which it loads at any size"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +75,8 @@ class ModelRank:
 
     def _lifted(self, entry: Entry) -> Entry:
         shape, moves, split = self.whole[entry.fqn]
-        factor = split.factor(entry.kind, self.tensor)
-        chunks = (replace(chunk, factor=factor) for chunk in moved(entry.chunks, moves))
-        return replace(entry, shape=shape, chunks=tuple(chunks))
+        lifted = replace(entry, shape=shape, chunks=tuple(moved(entry.chunks, moves)))
+        return shards.shared(lifted, split, self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,13 @@ class _Cutter:
             split = self.splits[fqn]
             if split.widths and len(split.widths[0]) != self.size:
                 split = replace(split, widths=())
-            self._blocks[key] = shards.blocks(fqn, self._shapes[fqn], split, self.size, rank)
+            try:
+                held = shards.blocks(fqn, self._shapes[fqn], split, self.size, rank)
+            except UsageError as error:
+                if split is self.splits[fqn]:
+                    raise
+                raise UsageError(error.where, error.problem, _ANY_SIZE) from error
+            self._blocks[key] = held
         return self._blocks[key]
 
 

@@ -6,7 +6,7 @@ and ``checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``), which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from reshard.box import Index
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.target.grid import Wanted
 from reshard.formats.training import Training
-from reshard.manifest import Entry
+from reshard.manifest import Entry, Skeleton
+from reshard.model_parallel import shards
 from reshard.model_parallel.vocabulary import first_rows
 from reshard.unpickle import Call
 
@@ -38,6 +39,7 @@ class Marks:
         self._words = words if isinstance(words, int) else None
         tensor = wanted.sizes.tensor
         self.known = tensor > 1 or len(info) > 1
+        self._tensor = tensor
         self._shapes = {weight.fqn: weight.shape for weight in state.weights}
         self._cuts = Cuts(
             state.manifest.origin.path,
@@ -66,6 +68,15 @@ class Marks:
         if len(split.parts) > 1:
             return {"cat_dim": split.dim, "param_n_sub_params": len(split.parts)}
         return {"cat_dim": split.dim, **({"vocab_tensor": True} if split.padded else {})}
+
+    def shares(self, made: Skeleton) -> Skeleton:
+        """Of what ranks add up the share of one, as DeepSpeed gives each rank the same values."""
+
+        def share(entry: Entry) -> Entry:
+            split = self._cuts.split(entry.fqn, self._shapes[entry.fqn])
+            return shards.shared(entry, split, self._tensor)
+
+        return replace(made, entries=tuple(map(share, made.entries))) if self.known else made
 
     def without_padding(self, state: Training) -> Training:
         """The state whose vocabularies have their words alone, in weights and moments alike."""
@@ -108,10 +119,20 @@ class Marks:
             and shape[:1] > (self._words,)
             and "vocab_tensor" in self.of(fqn)
         ]
+        summed = [fqn for fqn, shape in self._shapes.items() if self._cuts.split(fqn, shape).summed]
         return [
+            *self._of_summed(summed),
             *(f"{fqn!r} is cut to its {self._words} words, without the padding" for fqn in padded),
             *self._cuts.notes,
         ]
+
+    def _of_summed(self, fqns: Sequence[str]) -> Iterator[str]:
+        if fqns:
+            yield (
+                f"load it at a tensor parallel size of {self._tensor} alone: ranks add up"
+                f" {len(fqns)} biases ({fqns[0]!r} ...), of which DeepSpeed gives each rank what"
+                " stands there, the share of one; for another size write --to deepspeed --tp N"
+            )
 
 
 def _sub_params(fused: Mapping[str, Any], shape: Index) -> Call:

@@ -53,6 +53,7 @@ def files(choice: Choice, marks: Marks | None = None, models: Skeleton | None = 
         IncompleteError: a parameter lacks a slot that others have.
     """
     zero = skeletons.joined(_zero(choice, marks))
+    zero = marks.shares(zero) if marks else zero
     models = models or skeletons.joined(
         [_model(choice, _MODEL, weights=True), _model(choice, _MODEL3, weights=False)]
     )
