@@ -118,7 +118,7 @@ class Journal:
 
     @contextmanager
     def writing(self) -> Iterator[Journal]:
-        """Write down what `keep` takes, until the end of the block; an exception does not wait.
+        """Write down what `keep` takes, until the end of the block; a signal does not wait for it.
 
         Raises:
             ReshardError: a batch could not be made durable.
@@ -127,6 +127,8 @@ class Journal:
         thread.start()
         try:
             yield self
+        except Exception:  # what is done already is worth its line all the more
+            raise
         except BaseException:
             self._stopped = True
             raise
