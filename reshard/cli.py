@@ -18,6 +18,7 @@ import click
 
 from reshard import units
 from reshard.errors import ReshardError, UsageError
+from reshard.paths import as_path
 from reshard.signals import ENDING
 from reshard.version import __version__
 
@@ -100,6 +101,19 @@ class _OneOf(_Choice):
             raise AttributeError(name)
         self.choices = tuple(self._words())
         return self.choices
+
+
+class _Where(click.Path):
+    """A path of this machine, or a URL."""
+
+    def convert(
+        self, value: Any, _param: click.Parameter | None, _context: click.Context | None
+    ) -> Any:
+        """As every layer below takes it."""
+        return as_path(value)
+
+
+_PATH = _Where()
 
 
 def _sources_known() -> Sequence[str]:
@@ -185,7 +199,7 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
         click.option(
             "--rules",
-            type=click.Path(path_type=Path),
+            type=_PATH,
             metavar="FILE",
             help="YAML: how parameters are cut that no table knows, and what others call them.",
         ),
@@ -201,16 +215,14 @@ def _source_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-_sources = click.argument(
-    "sources", metavar="SOURCE...", nargs=-1, required=True, type=click.Path(path_type=Path)
-)
+_sources = click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=_PATH)
 
 
 def _html_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Of every command whose report can be a page."""
     return click.option(
         "--html",
-        type=click.Path(path_type=Path),
+        type=_PATH,
         metavar="FILE",
         help="Also write the report as a page that needs only a browser.",
     )(command)
@@ -289,7 +301,7 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
             show_default=True,
             help="When a finite value would become infinite.",
         ),
-        click.argument("destination", type=click.Path(path_type=Path)),
+        click.argument("destination", type=_PATH),
     ):
         command = option(command)
     return command
@@ -301,9 +313,7 @@ def _output_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--dtype", help="bf16, fp16, fp32 or keep (as stored).  [default: as trained]")
 @click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Weights to write as fp32.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a directory's files.")
-@click.option(
-    "--hf-dir", type=click.Path(path_type=Path), help="Model whose config, tokenizer... to copy."
-)
+@click.option("--hf-dir", type=_PATH, help="Model whose config, tokenizer... to copy.")
 @click.option(
     "--names",
     type=click.Choice(["source", "hf"]),
@@ -396,7 +406,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option(
             "--tp-plan",
-            type=click.Path(path_type=Path),
+            type=_PATH,
             metavar="FILE",
             help="JSON, pattern -> colwise|rowwise|replicate|dim.  [default: the model's own plan]",
         ),
@@ -423,7 +433,7 @@ def _layout_options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--param-groups",
-            type=click.Path(path_type=Path),
+            type=_PATH,
             metavar="FILE",
             help="JSON: param groups and hyper-parameters.  [default: as is]",
         ),
@@ -503,8 +513,8 @@ def convert(sources: tuple[Path, ...], destination: Path, **options: Any) -> Non
 
 
 @cli.command()
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
+@click.argument("a", type=_PATH)
+@click.argument("b", type=_PATH)
 @click.option("--atol", default=0.0, help="Absolute distance to allow.")
 @click.option("--rtol", default=0.0, help="Distance to allow, relative to B.")
 @click.option("--ulp", default=0, help="Representable numbers between A and B to allow.")
@@ -539,13 +549,13 @@ def diff(a: Path, b: Path, *, exact: bool, **options: Any) -> None:
 @click.option("--deep/--quick", default=False, help="Read every byte.  [default: headers alone]")
 @click.option(
     "--write-manifest",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="FILE",
     help="Write what every tensor holds (SHA-256), if all checks pass.",
 )
 @click.option(
     "--against",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="FILE",
     help="Compare with a manifest, made from any layout.",
 )
@@ -568,7 +578,7 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
 
 
 @cli.command("resume-check")
-@click.argument("source", type=click.Path(path_type=Path))
+@click.argument("source", type=_PATH)
 @click.option(
     "--world-size",
     "--num-shards",
@@ -602,7 +612,7 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
 )
 @click.option(
     "--unbroken",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="LOG",
     help="Log of the run that saved SOURCE and went on.  [default: go on from SOURCE now]",
 )
@@ -614,7 +624,7 @@ def verify(sources: tuple[Path, ...], **options: Any) -> None:
 )
 @click.option(
     "--keep",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="DIR",
     help="Leave the checkpoints, logs and outputs there.",
 )
@@ -665,7 +675,7 @@ def _show(line: str, *, err: bool = False) -> None:
 @cli.command()
 @click.option(
     "--keep",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="DIR",
     help="Leave everything that is made there.",
 )
@@ -706,9 +716,18 @@ def _write(
     as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
     options["verify"] = not options.pop("no_verify")
     memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
-    chosen = made(max_memory_bytes=memory, **options)
-    report = run(sources, destination, chosen, _bar if _is_watched(quiet=quiet) else None)
-    if not quiet or as_json:
+    from reshard import torchrun
+
+    try:
+        with torchrun.joined() as team:
+            if not team.first:
+                options["html"] = None
+            chosen = made(max_memory_bytes=memory, team=team, **options)
+            watched = team.first and _is_watched(quiet=quiet)
+            report = run(sources, destination, chosen, _bar if watched else None)
+    except torchrun.SaidByFirstError as silent:
+        raise click.exceptions.Exit(silent.exit_code) from silent
+    if team.first and (not quiet or as_json):
         _print(report, as_json=as_json)
 
 

@@ -7,10 +7,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from reshard import signals, units
-from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError
+from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError, is_outside
 from reshard.partial import Partial, sync
+from reshard.paths import is_remote
+from reshard.ranks import ALONE, Team
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What a directory may hold to be replaced by --overwrite: the files of a model export.
@@ -52,15 +55,17 @@ def check_destination(
             )
         if real in inside.parents and overwrite:
             raise ExistsError(destination, f"contains the source {source}", "choose another place")
-    if not real.parent.is_dir():
+    if is_remote(str(real)):
+        _remote().check_bucket(real)
+    elif not real.parent.is_dir():
         raise UsageError(destination, f"there is no directory {real.parent}", "create it first")
     if destination.is_dir() and is_directory:
         _check_directory(destination, overwrite=overwrite)
     elif destination.is_dir():
         raise ExistsError(destination, "is a directory, and the output is one file", "remove it")
-    elif os.path.lexists(destination) and (is_directory or not destination.is_file()):
+    elif _is_there(destination) and (is_directory or not destination.is_file()):
         raise ExistsError(destination, "exists and is no directory", "choose another name")
-    elif os.path.lexists(destination) and not overwrite:
+    elif _is_there(destination) and not overwrite:
         raise ExistsError(destination, "exists already", "remove it, or give --overwrite")
 
 
@@ -83,12 +88,24 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
         )
 
 
+def _remote() -> ModuleType:
+    from reshard.remote import writing
+
+    return writing
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
 def check_space(destination: Path, nbytes: int) -> None:
     """Refuse what cannot fit.
 
     Raises:
         ResourceError: the file system has less free space than ``nbytes``.
     """
+    if is_remote(str(destination)):
+        return  # its store has room; `upload` looks at what it needs here
     free = shutil.disk_usage(destination.resolve().parent).free
     if free < nbytes:
         raise ResourceError(
@@ -109,6 +126,12 @@ def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterato
     For a file, the block must leave one file of the destination's name in it. On any exception
     the temporary directory goes and the destination is untouched.
     """
+    if is_remote(str(destination)):
+        with _remote().staged(
+            destination, is_directory=is_directory, overwrite=overwrite
+        ) as output:
+            yield output
+        return
     with claimed(destination, is_directory=is_directory, overwrite=overwrite) as place:
         place.clear()
         yield place.output
@@ -116,7 +139,12 @@ def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterato
 
 @contextlib.contextmanager
 def claimed(
-    destination: Path, *, is_directory: bool, overwrite: bool, resume: bool = False
+    destination: Path,
+    *,
+    is_directory: bool,
+    overwrite: bool,
+    resume: bool = False,
+    team: Team = ALONE,
 ) -> Iterator[Partial]:
     """The partial place, whose output becomes ``destination`` when the block ends well.
 
@@ -125,11 +153,16 @@ def claimed(
 
     Args:
         resume: whether the user wants what an earlier run left; then even a full disk leaves it.
+        team: the first rank claims it and publishes, the others take part.
 
     Raises:
         ExistsError: another process is writing there, or the destination is taken.
     """
     place = Partial(destination.resolve().parent / destination.name)
+    if not team.first:
+        with _joined(place, team):
+            yield place
+        return
     published = False
     if resume and place.journals:
         place.kept_bytes = place.held_bytes  # until they are read
@@ -137,14 +170,19 @@ def claimed(
         place.claim()
         if not overwrite:
             _check_free(place.destination)
+        team.meet()  # claimed
         yield place
         sync([*place.output.rglob("*"), place.output])
+        team.meet()  # written
         with signals.deferred():
             place.end_journals()
             _publish(place, is_directory=is_directory, overwrite=overwrite)
             sync([place.path.parent])
             published = True
+        team.meet()
     except BaseException as error:
+        if team.size > 1 and place.journals:
+            place.kept_bytes = place.held_bytes  # by the other ranks too
         if published:
             _tell(error, f"{destination} was written before")
             _remove(place)
@@ -167,6 +205,20 @@ def claimed(
         place.release()
 
 
+@contextlib.contextmanager
+def _joined(place: Partial, team: Team) -> Iterator[None]:
+    """The part of any rank but the first."""
+    try:
+        team.meet()  # claimed
+        place.join(team.rank)
+        yield
+        sync([*place.output.rglob("*"), place.output])  # what this machine has in its own cache
+    finally:
+        place.release()
+    team.meet()  # written
+    team.meet()  # published
+
+
 def _remove(place: Partial) -> None:
     """Remove it as far as that goes: what stays is met by the next run at this destination."""
     with contextlib.suppress(OSError):
@@ -174,11 +226,9 @@ def _remove(place: Partial) -> None:
 
 
 def _is_outside(error: BaseException, *, resume: bool) -> bool:
-    """Whether the same run could succeed at another time: nothing is wrong with what it copies."""
-    if isinstance(error, ResourceError):
-        return resume  # a full disk is in the way of others too
-    lacking = isinstance(error, (KeyboardInterrupt, MemoryError, OSError))
-    return lacking or (isinstance(error, ReshardError) and isinstance(error.__cause__, OSError))
+    """As `is_outside`; a full disk is in the way of others too."""
+    full = getattr(error, "exit_code", None) == ResourceError.exit_code
+    return resume if full else is_outside(error)
 
 
 def _tell(error: BaseException, what: str) -> None:

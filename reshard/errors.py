@@ -64,6 +64,12 @@ def _shortened(text: str) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} more letters] {text[-half:]}"
 
 
+def is_outside(error: BaseException) -> bool:
+    """Whether the same run could succeed at another time: nothing is wrong with what it copies."""
+    cause = error.__cause__ if isinstance(error, ReshardError) else error
+    return isinstance(cause, (KeyboardInterrupt, MemoryError, OSError))
+
+
 class IncompleteError(ReshardError):
     """A part of the checkpoint is missing."""
 

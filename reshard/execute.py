@@ -9,9 +9,8 @@ way through.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from reshard.checksum import crc32
@@ -19,46 +18,14 @@ from reshard.copies import Window
 from reshard.dtypes import WIDEST
 from reshard.files import SourceFiles
 from reshard.fill import READ_BYTES, Filler, ReadSpan
-from reshard.manifest import Skeleton, SourceFile
+from reshard.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
+from reshard.outcome import Keep, Outcome, unkept
 from reshard.outputs import BLOCK_BYTES, OutputFiles, Writer
 from reshard.plan import Plan
+from reshard.ranks import ALONE, Progress, Team, own, unseen
 from reshard.records import Spans, check_record, record_crc
+from reshard.share import Batch, Share, pooled
 from reshard.workers import spread
-
-Progress = Callable[[int], None]
-
-
-def unseen(_nbytes: int) -> None:
-    """Progress that nobody watches."""
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What an execution saw; each worker keeps its own, and they are added up."""
-
-    # -> nbytes, and the CRC-32 where the file stores checksums
-    windows: dict[tuple[str, int], tuple[int, int | None]] = field(default_factory=dict)
-    nbytes: int = 0  # of the windows
-    reads: list[ReadSpan] = field(default_factory=list)  # of files that have stored checksums
-    overflowed: Counter[str] = field(default_factory=Counter)  # fqn -> finite values made infinite
-    flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
-
-    def add(self, other: Outcome) -> None:
-        """Take over what another worker saw."""
-        self.windows |= other.windows
-        self.nbytes += other.nbytes
-        self.reads += other.reads
-        self.overflowed += other.overflowed
-        self.flushed += other.flushed
-
-
-Keep = Callable[[Outcome], Outcome]
-"""Shown what a worker saw so far; takes it, and gives a new one, when that is to be journaled."""
-
-
-def unkept(seen: Outcome) -> Outcome:
-    """Of a run that leaves no journal."""
-    return seen
 
 
 def execute(  # noqa: PLR0913 - a keyword an option
@@ -74,6 +41,7 @@ def execute(  # noqa: PLR0913 - a keyword an option
     progress: Progress = unseen,
     done: Outcome | None = None,
     keep: Keep = unkept,
+    team: Team = ALONE,
 ) -> Outcome:
     """Create the skeleton's files in ``directory`` and fill them.
 
@@ -84,46 +52,39 @@ def execute(  # noqa: PLR0913 - a keyword an option
         progress: called with the bytes of every finished window.
         done: what an earlier run saw of windows that are in the files already.
         keep: called by each worker after each batch.
+        team: each rank fills its share of the windows, and learns what all of them saw.
 
     Raises:
         CorruptError: a source record does not match its stored checksum, or a file is short.
         DifferentError: a file does not hold what was written to it.
         ResourceError: the disk is full.
     """
-    job = _Job(sources, skeleton)
-    outcome = Outcome()
-    team: list[_Worker] = []
-    taken: list[Outcome] = []
-
-    def shown(seen: Outcome) -> Outcome:
-        after = keep(seen)
-        if after is not seen:
-            summed = {at: held for at, held in seen.windows.items() if held[1] is not None}
-            taken.append(replace(seen, windows=summed))  # the others nobody asks for again
-        return after
-
+    before = done or Outcome()
+    share = Share(team, sum(file.nbytes for file in skeleton.files) - before.nbytes)
     with SourceFiles() as pool, OutputFiles(directory) as files:
-        writer = Writer(files, verify=verify)
-        for file in skeleton.files:
-            files.create(file, anew=done is None)
-            for offset, data in file.literals:
-                writer.write(file.name, offset, memoryview(data))
-
-        def hire() -> _Worker:
-            filler = Filler(pool, clamp=clamp, read_bytes=read_bytes, summed=job.sums_source)
-            team.append(_Worker(filler, Writer(files, verify=verify), job, read_bytes, shown))
-            return team[-1]
-
-        batches = plan.batches() if done is None else _undone(plan, done, files)
-        spread(batches, hire, workers, lambda batch: progress(sum(w.nbytes for w in batch)))
-        for seen in (*taken, *(worker.seen for worker in team), *([done] if done else [])):
-            outcome.add(seen)
-        _check_records(outcome.reads, sources, pool, workers)
-        _store_checksums(skeleton, outcome, files, writer)
+        run = Run(pool, files, sources, skeleton, verify=verify)
+        if team.first:
+            run.create(skeleton.files, anew=done is None)
+        team.meet()
+        batches = share.of(_undone(plan, before, files) if done else plan.batches())
+        seen = run.fill(
+            batches,
+            workers=workers,
+            read_bytes=read_bytes,
+            clamp=clamp,
+            progress=progress,
+            keep=keep,
+        )
+        share.check()
+        outcome = pooled(team, seen)
+        outcome.add(before)
+        check_records(outcome.reads, sources, pool, workers, team)
+        run.store_checksums(own(team, skeleton.checksums), outcome)
+    team.meet()
     return outcome
 
 
-def _undone(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[tuple[Window, ...]]:
+def _undone(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]:
     """The plan's batches, without windows that an earlier run has filled."""
     filled = _spans(done, files)
     for batch in plan.batches():
@@ -141,6 +102,77 @@ def _spans(outcome: Outcome, files: OutputFiles) -> Spans:
         (files.path(name), offset, nbytes, crc or 0)
         for (name, offset), (nbytes, crc) in outcome.windows.items()
     )
+
+
+class Run:
+    """Output files while they are filled."""
+
+    def __init__(
+        self,
+        pool: SourceFiles,
+        files: OutputFiles,
+        sources: Mapping[str, SourceFile],
+        skeleton: Skeleton,
+        *,
+        verify: bool,
+    ) -> None:
+        self._pool = pool
+        self._files = files
+        self._job = _Job(sources, skeleton)
+        self._verify = verify
+        self._writer = Writer(files, verify=verify)
+
+    def create(self, files: Iterable[OutputFile], *, anew: bool = True) -> None:
+        """Make files of their full size, with their literals; see `OutputFiles.create`."""
+        for file in files:
+            self._files.create(file, anew=anew)
+            for offset, data in file.literals:
+                self._writer.write(file.name, offset, memoryview(data))
+
+    def fill(
+        self,
+        batches: Iterable[Batch],
+        *,
+        workers: int,
+        read_bytes: int,
+        clamp: bool,
+        progress: Progress,
+        keep: Keep = unkept,
+    ) -> Outcome:
+        """Fill windows of files that are there; arguments and errors as in `execute`."""
+        crew: list[_Worker] = []
+        taken: list[Outcome] = []
+
+        def shown(seen: Outcome) -> Outcome:
+            after = keep(seen)
+            if after is not seen:
+                summed = {at: held for at, held in seen.windows.items() if held[1] is not None}
+                taken.append(replace(seen, windows=summed))  # the others nobody asks for again
+            return after
+
+        def hire() -> _Worker:
+            filler = Filler(
+                self._pool, clamp=clamp, read_bytes=read_bytes, summed=self._job.sums_source
+            )
+            writer = Writer(self._files, verify=self._verify)
+            crew.append(_Worker(filler, writer, self._job, read_bytes, shown))
+            return crew[-1]
+
+        spread(batches, hire, workers, lambda batch: progress(sum(w.nbytes for w in batch)))
+        outcome = Outcome()
+        for seen in (*taken, *(worker.seen for worker in crew)):
+            outcome.add(seen)
+        return outcome
+
+    def store_checksums(self, checksums: Iterable[StoredChecksum], seen: Outcome) -> None:
+        """Write the CRCs that the output format keeps of its own records."""
+        files = self._files
+        written = _spans(seen, files)
+        for stored in checksums:
+            path = files.path(stored.file)
+            crc = record_crc(files, path, stored.byte_offset, stored.nbytes, written)
+            for place in stored.places:
+                self._writer.write(stored.file, place, memoryview(crc.to_bytes(4, "little")))
 
 
 class _Job:
@@ -179,7 +211,8 @@ class _Worker:
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
         self._window = bytearray()
 
-    def __call__(self, batch: tuple[Window, ...]) -> None:
+    def __call__(self, batch: Batch) -> None:
+        self.filler.expect(batch)
         if len(batch) > 1:
             self.filler.hold(copy for window in batch for copy in window.copies)
         for window in batch:
@@ -234,8 +267,12 @@ class _Worker:
             self._crc = crc32(data, self._crc)
 
 
-def _check_records(
-    spans: list[ReadSpan], sources: Mapping[str, SourceFile], pool: SourceFiles, workers: int
+def check_records(
+    spans: Iterable[ReadSpan],
+    sources: Mapping[str, SourceFile],
+    pool: SourceFiles,
+    workers: int,
+    team: Team,
 ) -> None:
     """Compare the stored checksum of every record of which a byte was used.
 
@@ -244,25 +281,13 @@ def _check_records(
     reads = Spans(spans)
     touched = [
         (file, record)
-        for file in reads.by_file
+        for file in sorted(reads.by_file)
         for record in sources[file].records
         if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
     ]
     spread(
-        touched,
+        own(team, touched),
         lambda: lambda item: check_record(pool, *item, reads),
         workers,
         lambda _item: None,
     )
-
-
-def _store_checksums(
-    skeleton: Skeleton, outcome: Outcome, files: OutputFiles, writer: Writer
-) -> None:
-    """Write the CRCs that the output format keeps of its own records."""
-    written = _spans(outcome, files)
-    for stored in skeleton.checksums:
-        path = files.path(stored.file)
-        crc = record_crc(files, path, stored.byte_offset, stored.nbytes, written)
-        for place in stored.places:
-            writer.write(stored.file, place, memoryview(crc.to_bytes(4, "little")))

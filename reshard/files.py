@@ -7,14 +7,18 @@ import os
 import resource
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
+from reshard.paths import as_path, is_remote
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from reshard.remote.reading import RemoteFiles  # which imports fsspec, for who has URLs
 
 MAX_DOCUMENT = 256 << 20  # bytes: the index of a million tensors is a third of it
 MAX_POINTER = 4096  # bytes of a file that names a directory
@@ -97,10 +101,49 @@ class OpenFiles:
 
 
 class SourceFiles(OpenFiles):
-    """The files of a checkpoint, which are never written to."""
+    """The files of a checkpoint, which are never written to, here or in an object store."""
 
     def __init__(self) -> None:
         super().__init__(os.O_RDONLY)
+        self._far: RemoteFiles | None = None
+
+    def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at ``byte_offset``; errors as `OpenFiles.read_into`."""
+        if is_remote(path):
+            self._remote().read_into(path, byte_offset, target)
+        else:
+            super().read_into(path, byte_offset, target)
+
+    def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
+        """The bytes at ``byte_offset``; errors as in `read_into`."""
+        if not is_remote(path):
+            return super().read(path, byte_offset, nbytes)
+        buffer = bytearray(nbytes)
+        self.read_into(path, byte_offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+        """Say which (file, byte offset, nbytes) will be read: an object store gives them at once.
+
+        Files of this machine are as quick without.
+
+        Returns:
+            What is kept in memory now, until it is dropped or the pool is closed.
+        """
+        far = [wanted for wanted in ranges if is_remote(wanted[0])]
+        return self._remote().expect(far) if far else []
+
+    def drop(self, kept: Iterable[tuple[str, int, int]]) -> None:
+        """Keep no longer what was expected."""
+        if self._far is not None:
+            self._far.drop(kept)
+
+    def _remote(self) -> RemoteFiles:
+        if self._far is None:
+            from reshard.remote.reading import RemoteFiles
+
+            self._far = RemoteFiles()
+        return self._far
 
 
 def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
@@ -152,6 +195,15 @@ class Section:
             return self._tail[offset - self._tail_offset : stop - self._tail_offset]
         return self._pool.read(self.path, self.start + offset, nbytes)
 
+    def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Say which (offset, nbytes) will be read one by one."""
+        if is_remote(self.path):
+            self._pool.expect(
+                (self.path, self.start + offset, nbytes)
+                for offset, nbytes in ranges
+                if len(self._head) < offset + nbytes and offset < self._tail_offset
+            )
+
 
 class _Descriptor:
     """A descriptor that closes when the pool and the last running read have let go of it."""
@@ -182,7 +234,7 @@ def size_of(path: str | Path) -> int:
         IncompleteError: there is no such file.
     """
     try:
-        return Path(path).stat().st_size
+        return as_path(path).stat().st_size
     except FileNotFoundError as error:
         raise IncompleteError(path, "is not there") from error
     except OSError as error:
@@ -204,6 +256,6 @@ def small(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
             "it is another file, or was altered",
         )
     try:
-        return Path(path).read_bytes()
+        return as_path(path).read_bytes()
     except OSError as error:
         raise ReshardError(path, f"cannot be read: {error.strerror}") from error

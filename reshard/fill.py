@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
 from reshard.checksum import crc32
-from reshard.copies import Copy
+from reshard.copies import Copy, Window
 from reshard.files import SourceFiles
+from reshard.paths import is_remote
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
@@ -70,6 +71,7 @@ class Filler:
         self._summed = summed
         self._buffer = bytearray()
         self._holding = bytearray()
+        self._expected: Sequence[tuple[str, int, int]] = ()
         self._held: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
 
     def fill(self, copy: Copy, window: memoryview) -> None:
@@ -105,6 +107,15 @@ class Filler:
             into, room = room[: stop - start], room[stop - start :]
             self._read(file, start, into)
             self._held.append((file, start, stop, into))
+
+    def expect(self, windows: Iterable[Window]) -> None:
+        """Let an object store give at once what windows will read block by block."""
+        runs = [copy for window in windows for copy in window.copies if copy.is_run]
+        if runs and is_remote(runs[0].file):
+            self._pool.drop(self._expected)
+            self._expected = self._pool.expect(
+                (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize) for copy in runs
+            )
 
     def _take(self, file: str, offset: int, nbytes: int) -> memoryview:
         """A range of a file, which stays until the next one is taken."""

@@ -13,8 +13,7 @@ import hashlib
 import json
 import os
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +23,14 @@ from typing import Any
 
 from reshard.checksum import crc32
 from reshard.errors import UsageError
-from reshard.execute import Outcome, Progress, unseen
 from reshard.files import SourceFiles
 from reshard.manifest import Skeleton, SourceFile
+from reshard.outcome import Outcome, Windows
 from reshard.partial import Partial, disk_error, sync
+from reshard.paths import as_path
+from reshard.ranks import ALONE, Progress, Team, own, unseen
 from reshard.records import crc_of
+from reshard.share import pooled
 from reshard.version import __version__
 from reshard.workers import spread
 
@@ -40,7 +42,6 @@ NAME = "journal"
 _CRC = 8  # characters
 
 Job = Mapping[str, Any]
-_Windows = dict[tuple[str, int], tuple[int, int | None]]
 
 
 def describe(
@@ -74,7 +75,7 @@ def _stamped(value: object) -> str:
 def _stamp(path: str) -> tuple[int, ...]:
     """When and at what size a file was written; nothing where there is none."""
     try:
-        status = Path(path).stat()
+        status = as_path(path).stat()
     except (OSError, ValueError):
         return ()
     return status.st_size, status.st_mtime_ns
@@ -84,16 +85,16 @@ class Journal:
     """The journal of one process: a thread of its own makes batches durable and writes them down.
 
     Args:
-        place: claimed; an earlier run's journal of this name is gone on with.
+        place: claimed; an earlier run's journal of this rank is gone on with.
         job: see `describe`.
         sources: reads of those that have checksums of their own are kept too, to be compared.
     """
 
     def __init__(
-        self, place: Partial, job: Job, sources: Mapping[str, SourceFile], name: str = NAME
+        self, place: Partial, job: Job, sources: Mapping[str, SourceFile], rank: int = 0
     ) -> None:
         self._place = place
-        self._path = place.path / name
+        self._path = place.path / (f"{NAME}-{rank}" if rank else NAME)
         self._job = job
         self._checked = {
             path for path, file in sources.items() if any(r.crc32 is not None for r in file.records)
@@ -104,7 +105,7 @@ class Journal:
         self._end: int | None = None  # where the next line goes; None: nothing is written yet
 
     def keep(self, seen: Outcome) -> Outcome:
-        """Take over a batch once it is worth a line; see `execute.Keep`.
+        """Take over a batch once it is worth a line; see `outcome.Keep`.
 
         Raises:
             ReshardError: an earlier batch could not be made durable.
@@ -147,7 +148,7 @@ class Journal:
 
     def _append(self, seen: Outcome) -> None:
         """The files first, then the line that vouches for them."""
-        output, line = self._place.output, _line(_to_json(seen, self._checked))
+        output, line = self._place.output, _line(seen.to_json(self._checked))
         sync({output / name for name, _ in seen.windows})
         first = self._end is None
         if first:
@@ -197,7 +198,7 @@ def left(place: Partial, job: Job) -> Outcome | None:
             )
         found = True
         for document in lines:
-            seen.add(_from_json(document))
+            seen.add(Outcome.from_json(document))
     place.kept_bytes = seen.nbytes
     return seen if found else None
 
@@ -209,38 +210,43 @@ def intact(
     *,
     verify: bool,
     workers: int,
+    team: Team = ALONE,
     progress: Progress = unseen,
 ) -> Outcome:
     """The same without windows that are not as they were written.
 
     Args:
+        seen: by the first rank, which tells the others.
         verify: read those that have a checksum; of others it is enough that the file is there at
             its size: what was read back when it was written, and flushed, is trusted.
     """
-    good: set[str] = set()
+    whole = _whole_files(place, skeleton) if team.first else set()
+    there = {at: held for at, held in seen.windows.items() if at[0] in whole}
+    seen = pooled(team, replace(seen, windows=there))
+    if verify:
+        mine = dict(own(team, sorted(seen.windows.items())))
+        there = _as_written(mine, place.output, workers, progress)
+        seen = replace(seen, windows=pooled(team, Outcome(there)).windows)
+    return replace(seen, nbytes=sum(nbytes for nbytes, _ in seen.windows.values()))
+
+
+def _whole_files(place: Partial, skeleton: Skeleton) -> set[str]:
+    """Those of the output that are there at their size; any others are removed."""
+    whole: set[str] = set()
     for file in skeleton.files:
         path = place.output / file.name
         status = path.lstat() if os.path.lexists(path) else None
-        if (
-            status
-            and S_ISREG(status.st_mode)
-            and (status.st_size, status.st_nlink)
-            == (
-                file.nbytes,
-                1,
-            )
-        ):
-            good.add(file.name)
-        elif status:
+        if status is None:
+            continue
+        if S_ISREG(status.st_mode) and (status.st_size, status.st_nlink) == (file.nbytes, 1):
+            whole.add(file.name)
+        else:
             path.unlink()
-    there = {at: is_so for at, is_so in seen.windows.items() if at[0] in good}
-    if verify:
-        there = _as_written(there, place.output, workers, progress)
-    return replace(seen, windows=there, nbytes=sum(nbytes for nbytes, _ in there.values()))
+    return whole
 
 
-def _as_written(windows: _Windows, directory: Path, workers: int, progress: Progress) -> _Windows:
-    same: _Windows = {}
+def _as_written(windows: Windows, directory: Path, workers: int, progress: Progress) -> Windows:
+    same: Windows = {}
     with SourceFiles() as pool:
 
         def check(item: tuple[tuple[str, int], tuple[int, int | None]]) -> None:
@@ -270,33 +276,6 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
             if line != b"%08x %b\n" % (crc32(text), text):
                 return
             yield line
-
-
-def _to_json(seen: Outcome, checked: Collection[str]) -> dict[str, Any]:
-    windows: dict[str, list[tuple[int, int, int | None]]] = defaultdict(list)
-    for (name, offset), (nbytes, crc) in seen.windows.items():
-        windows[name].append((offset, nbytes, crc))
-    reads: dict[str, list[list[int]]] = defaultdict(list)
-    for name, offset, nbytes, crc in seen.reads:
-        if name in checked:
-            reads[name].append([offset, nbytes, crc])
-    counts = {"overflowed": seen.overflowed, "flushed": seen.flushed}
-    return {"windows": windows, "reads": reads, **counts}
-
-
-def _from_json(document: Mapping[str, Any]) -> Outcome:
-    windows = {
-        (name, offset): (nbytes, crc)
-        for name, held in document["windows"].items()
-        for offset, nbytes, crc in held
-    }
-    return Outcome(
-        windows,
-        sum(nbytes for nbytes, _ in windows.values()),
-        [(name, *read) for name, held in document["reads"].items() for read in held],
-        Counter(document["overflowed"]),
-        Counter(document["flushed"]),
-    )
 
 
 def _change(before: Job, now: Job) -> str:

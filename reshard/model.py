@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError, UsageError
+from reshard.paths import as_path
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,8 +170,8 @@ def _parse_count(text: str) -> int:
 
 
 def _build(model: str) -> nn.Module:
-    if Path(model).exists():
-        return _from_config(Path(model))
+    if as_path(model).exists():
+        return _from_config(as_path(model))
     if _FACTORY.fullmatch(model):
         return _from_factory(model)
     raise UsageError(

@@ -59,6 +59,11 @@ class OutputFiles(OpenFiles):
         except OSError as error:
             raise disk_error(Path(path), error) from error
 
+    def forget(self, name: str) -> None:
+        """Close a file that is done."""
+        with self._lock:
+            self._descriptors.pop(self.path(name), None)
+
     def path(self, name: str) -> str:
         """Where a file of the output lies."""
         return os.path.join(self.directory, name)  # noqa: PTH118 - a call a block

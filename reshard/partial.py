@@ -2,7 +2,8 @@
 
 ``.NAME.partial/`` of a destination ``NAME`` holds
 
-- ``lock``: locked by the process at work, as long as it lives, and says who that is;
+- ``lock``: locked by the process at work, as long as it lives, and says who that is; ``lock-N`` by
+  rank N of several;
 - ``journal*``: which bytes of the output are there for good, see `journal`;
 - ``output/``: the files;
 - ``replaced``: what ``--overwrite`` has put aside, where it takes two steps to replace it.
@@ -95,6 +96,18 @@ class Partial:
             if self.replaced.exists() and not os.path.lexists(self.destination):
                 self.replaced.rename(self.destination)  # its run died between two steps
 
+    def join(self, rank: int) -> None:
+        """Take part in what the first rank has claimed: nobody claims it while this one lives.
+
+        Raises:
+            ReshardError: the directory cannot be written to.
+        """
+        with signals.deferred():
+            lock = self._opened(f"lock-{rank}")
+            self._lock = lock
+            self._take(lock)
+            _sign(lock, self.path)
+
     def release(self) -> None:
         """Let another process have it."""
         if self._lock is not None:
@@ -111,7 +124,8 @@ class Partial:
         if self._lock is None:
             return
         self._remove_all()
-        (self.path / "lock").unlink(missing_ok=True)
+        for path in (*self._ranks_locks, self.path / "lock"):
+            path.unlink(missing_ok=True)
         try:
             self.path.rmdir()
         except OSError as error:  # another process has come in already
@@ -145,29 +159,45 @@ class Partial:
             raise ReshardError(where, f"cannot be written to: {error.strerror}") from error
         path = self.path / "lock"
         try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            lock = self._opened(path.name)
         except FileNotFoundError:
             return False
-        except OSError as error:
-            with contextlib.suppress(OSError):  # it stays where others have put something in it
-                self.path.rmdir()
-            raise disk_error(path, error) from error
         try:
             self._take(lock)
             if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
                 os.close(lock)
                 return False
+            self._check_ranks()
         except BaseException:
             os.close(lock)
             raise
         self._lock = lock
-        try:
-            os.ftruncate(lock, 0)
-            me = {"pid": os.getpid(), "host": os.uname().nodename}
-            os.pwrite(lock, json.dumps(me).encode(), 0)
-        except OSError as error:
-            raise disk_error(path, error) from error
+        _sign(lock, path)
         return True
+
+    @property
+    def _ranks_locks(self) -> list[Path]:
+        return sorted(self.path.glob("lock-*"))
+
+    def _check_ranks(self) -> None:
+        """A run whose first rank is no more may have others that write still."""
+        for path in self._ranks_locks:
+            lock = self._opened(path.name)
+            try:
+                self._take(lock)
+            finally:
+                os.close(lock)
+
+    def _opened(self, name: str) -> int:
+        path = self.path / name
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            with contextlib.suppress(OSError):  # it stays where others have put something in it
+                self.path.rmdir()
+            raise disk_error(path, error) from error
 
     def _take(self, lock: int) -> None:
         try:
@@ -187,8 +217,18 @@ class Partial:
                     self.path,
                     f"is of process {who['pid']} on {who['host']}, and this file system has no"
                     " locks that say whether it lives",
-                    f"remove {self.path / 'lock'} if it does not",
+                    f"remove {self.path}/lock* if it does not",
                 ) from error
+
+
+def _sign(lock: int, path: Path) -> None:
+    """Write down who has a lock."""
+    try:
+        os.ftruncate(lock, 0)
+        me = {"pid": os.getpid(), "host": os.uname().nodename}
+        os.pwrite(lock, json.dumps(me).encode(), 0)
+    except OSError as error:
+        raise disk_error(path, error) from error
 
 
 def _holder(lock: int) -> dict[str, object] | None:

@@ -8,6 +8,7 @@ Nothing is opened here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
@@ -57,6 +58,12 @@ class Plan:
                 yield (Window(file, start, nbytes, tuple(copies)),)
         for number in sorted(self._woven):
             yield from self._bands(self._target.entries[number], held_by(self._sources[number]))
+
+    def by_file(self) -> Plan:
+        """The same, where a file must be whole before the next: nothing is woven."""
+        made = copy(self)
+        made._woven = set()  # noqa: SLF001 - of this class
+        return made
 
     @property
     def copied_bytes(self) -> int:

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspeed"}
+HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspeed", "fsspec"}
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
-    ("errors", "dtypes", "box", "version", "checksum", "signals"),
+    ("errors", "dtypes", "box", "version", "checksum", "signals", "paths", "ranks", "remote"),
     ("manifest", "files", "trust", "units", "counts", "cast", "partial"),
     ("unpickle", "pickler", "layout", "keys", "model", "flat_param", "tensor_parallel"),
     ("runs", "extents"),
     ("model_parallel",),
     ("formats", "copies", "plan"),
-    ("records", "workers", "fill", "outputs"),
+    ("records", "workers", "fill", "outputs", "outcome", "share", "heartbeat", "torchrun"),
     ("execute",),
+    ("upload",),
     ("commit", "journal", "tensors", "weights", "replicas"),
     ("proof",),
     ("html",),
@@ -195,6 +196,35 @@ def test_no_module_uses_pickle_or_runs_code():
     assert used | calls == asked_for
 
 
+def test_only_one_module_makes_a_path_of_text():
+    """A URL that `pathlib.Path` was made of would be looked for on this machine, and not found."""
+    local = {  # of their own files, or of files that must be of this machine
+        "reshard.paths",
+        "reshard.html.document",
+        "reshard.model_parallel.rules",
+        "reshard.formats.groups",
+        "reshard.html.shards",
+        "reshard.outputs",
+        "reshard.replicas",
+        "reshard.upload",
+        "reshard.proof.control",
+        "reshard.commands.resume_check.command",
+        "reshard.commands.resume_check.program",
+    }
+    pure = ("name", "stem", "suffix")
+    made = {
+        module
+        for module, tree in RESHARD.items()
+        for node in ast.walk(tree)
+        for child in ast.iter_child_nodes(node)
+        if isinstance(child, ast.Call)
+        and isinstance(child.func, ast.Name)
+        and child.func.id == "Path"
+        and not (isinstance(node, ast.Attribute) and node.attr in pure)
+    }
+    assert made - local == set()
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_inspect_imports_neither_torch_nor_numpy(tmp_path, suffix):
     import torch
@@ -205,7 +235,8 @@ def test_inspect_imports_neither_torch_nor_numpy(tmp_path, suffix):
     (torch.save if suffix == ".pt" else save_file)(state, path)
     probe = (
         "import sys, atexit\n"
-        "atexit.register(lambda: print('LOADED', sorted({'torch', 'numpy'} & set(sys.modules))))\n"
+        "names = {'torch', 'numpy', 'fsspec', 'reshard.remote'}\n"
+        "atexit.register(lambda: print('LOADED', sorted(names & set(sys.modules))))\n"
         "from reshard.cli import main\n"
         f"sys.argv = ['reshard', 'inspect', {str(path)!r}]\n"
         "main()\n"

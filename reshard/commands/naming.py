@@ -21,6 +21,7 @@ from reshard.model_parallel.described import Described
 from reshard.model_parallel.families import Family
 from reshard.model_parallel.rules import Table, builtin, with_users
 from reshard.model_parallel.traits import Traits, as_megatron, of_megatron
+from reshard.paths import as_path
 from reshard.tensors import read_block
 
 Whose = Literal["source", "hf"]
@@ -182,7 +183,7 @@ def _numbers(traits: Traits, asked: Asked) -> Architecture:
 
 def _of_config(manifest: Manifest, asked: Asked, model: str | None) -> tuple[Family, Traits]:
     """By the config that the user names, else by the one beside the source."""
-    path = Path(model) if model else config_beside(manifest)
+    path = as_path(model) if model else config_beside(manifest)
     if path is not None and path.is_dir():
         path /= "config.json"
     if path is None or not path.is_file():

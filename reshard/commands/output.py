@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from reshard import commit, execute, journal, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
-from reshard.errors import DifferentError
+from reshard.errors import DifferentError, UsageError
 from reshard.extents import by_file
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
+from reshard.outcome import Outcome
 from reshard.partial import Partial
+from reshard.paths import as_path, is_remote
 from reshard.plan import Plan
+from reshard.ranks import ALONE, Progress, Team, check_same, told
 from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
+    from reshard.remote.path import RemotePath
 
 OnOverflow = Literal["error", "clamp", "allow"]
 Check = Callable[[Path], None]
 
 # Options that leave the output's bytes as they are: a run may go on with others.
 _AS_YOU_LIKE = frozenset(
-    "workers max_memory_bytes html overwrite verify dry_run resume allow_pickle".split()
+    "workers max_memory_bytes html overwrite verify dry_run resume allow_pickle team".split()
 )
 
 
@@ -39,7 +44,7 @@ class Written:
         notes: what else a user should know.
     """
 
-    outcome: execute.Outcome
+    outcome: Outcome
     resumed_bytes: int
     notes: list[str]
 
@@ -53,6 +58,7 @@ class OutputOptions(ReadOptions):
     verify: bool = True
     dry_run: bool = False
     resume: bool = False  # go on where an interrupted run stopped, if there is one
+    team: Team = ALONE  # the processes that share the work
 
     def __post_init__(self) -> None:
         """Refuse a choice that there is not.
@@ -72,10 +78,16 @@ def opened(
     Raises:
         ReshardError: the source cannot be read or trusted, or the destination is taken.
     """
+    if options.resume and is_remote(str(destination)):
+        raise UsageError(
+            destination,
+            "is in an object store, where nothing is left of an interrupted run to --resume",
+            "leave out --resume",
+        )
     manifest = trusted(sources, options)
     commit.check_destination(
         destination,
-        [*sources, Path(manifest.origin.path)],
+        [*sources, as_path(manifest.origin.path)],
         is_directory=is_directory,
         overwrite=options.overwrite,
     )
@@ -128,42 +140,68 @@ def write(
     Raises:
         ReshardError: nothing is left at the destination then.
     """
-    workers, window_bytes = options.budget()
+    team = options.team
     nbytes = sum(file.nbytes for file in skeleton.files)
+    job = journal.describe(manifest.files.values(), _shaping(options), skeleton)
+    check_same(team, manifest.origin.path, json.dumps(job))
+    if is_remote(str(destination)):
+        from reshard import upload
+        from reshard.remote import writing
+
+        staged = writing.staged(
+            cast("RemotePath", destination),
+            is_directory=is_directory,
+            overwrite=options.overwrite,
+            team=team,
+        )
+        with staged as output, metered(meter, nbytes) as bar, team.heeded():
+            how = _how(options, bar)
+            outcome = upload.write(plan, skeleton, manifest.files, output, **how)
+            _check_written(outcome, skeleton, output, options, look)
+        return Written(outcome, 0, [])
     claimed = commit.claimed(
-        destination, is_directory=is_directory, overwrite=options.overwrite, resume=options.resume
+        destination,
+        is_directory=is_directory,
+        overwrite=options.overwrite,
+        resume=options.resume,
+        team=team,
     )
-    with (
-        claimed as place,
-        metered(meter, nbytes) as progress,
-    ):
-        job = journal.describe(manifest.files.values(), _shaping(options), skeleton)
+    with claimed as place, metered(meter, nbytes) as bar, team.heeded():
         done, notes = _begun(place, job, skeleton, options)
         if done is not None:
-            progress(done.nbytes)
-        commit.check_space(destination, nbytes - place.held_bytes)
-        with journal.Journal(place, job, manifest.files).writing() as kept:
-            outcome = execute.execute(
-                plan,
-                skeleton,
-                manifest.files,
-                place.output,
-                workers=workers,
-                read_bytes=window_bytes,
-                clamp=options.on_overflow == "clamp",
-                verify=options.verify,
-                progress=progress,
-                done=done,
-                keep=kept.keep,
-            )
-        if outcome.overflowed and options.on_overflow == "error":
-            _refuse_overflow(outcome, skeleton)
-        if options.verify:
-            for file in skeleton.files:
-                if file.nbytes != (place.output / file.name).stat().st_size:
-                    raise DifferentError(file.name, "has another size than planned")
-            look(place.output)
+            bar(done.nbytes)
+        if team.first:
+            commit.check_space(destination, nbytes - place.held_bytes)
+        with journal.Journal(place, job, manifest.files, team.rank).writing() as kept:
+            more = {"done": done, "keep": kept.keep, **_how(options, bar)}
+            outcome = execute.execute(plan, skeleton, manifest.files, place.output, **more)
+        _check_written(outcome, skeleton, place.output, options, look)
     return Written(outcome, done.nbytes if done else 0, notes)
+
+
+def _how(options: OutputOptions, bar: Progress) -> dict[str, Any]:
+    """What an execution is told, wherever its output lies."""
+    workers, window_bytes = options.budget()
+    return {
+        "workers": workers,
+        "read_bytes": window_bytes,
+        "clamp": options.on_overflow == "clamp",
+        "verify": options.verify,
+        "progress": options.team.watched(bar),
+        "team": options.team,
+    }
+
+
+def _check_written(
+    outcome: Outcome, skeleton: Skeleton, output: Path, options: OutputOptions, look: Check
+) -> None:
+    if outcome.overflowed and options.on_overflow == "error":
+        _refuse_overflow(outcome, skeleton)
+    if options.verify and options.team.first:
+        for file in skeleton.files:
+            if file.nbytes != (output / file.name).stat().st_size:
+                raise DifferentError(file.name, "has another size than planned")
+        look(output)
 
 
 def _shaping(options: OutputOptions) -> dict[str, object]:
@@ -176,16 +214,21 @@ def _begun(
     job: journal.Job,
     skeleton: Skeleton,
     options: OutputOptions,
-) -> tuple[execute.Outcome | None, list[str]]:
+) -> tuple[Outcome | None, list[str]]:
     """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
-    left = journal.left(place, job) if options.resume else None
-    if left is None:
-        size = place.held_bytes
-        place.clear()
+    team = options.team
+    left = journal.left(place, job) if options.resume and team.first else None
+    goes_on = told(team, "on" if left else "")
+    if not goes_on:
+        size = place.held_bytes if team.first else 0
+        if team.first:
+            place.clear()
+        team.meet()
         gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
         return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
     workers, _ = options.budget()
-    done = journal.intact(left, place, skeleton, verify=options.verify, workers=workers)
+    left = left or Outcome()
+    done = journal.intact(left, place, skeleton, verify=options.verify, workers=workers, team=team)
     lost = left.nbytes - done.nbytes
     again = f"{units.show_bytes(lost)} of it were not as they had been written: done again"
     return done, [again] if lost else []
@@ -202,7 +245,7 @@ def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton)
     return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)
 
 
-def _refuse_overflow(outcome: execute.Outcome, skeleton: Skeleton) -> None:
+def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
     names = outcome.overflowed.most_common()
     shown = ", ".join(f"{fqn} ({count})" for fqn, count in names[:LISTED])
     more = f" and {len(names) - LISTED} more tensors" if len(names) > LISTED else ""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from reshard.paths import as_path
+
 if TYPE_CHECKING:  # its imports cost time that only a page is worth
     from reshard.html.page import Page
 
@@ -38,7 +40,7 @@ def check_page(
         from reshard.html import document
 
         document.check(
-            Path(options.html), sources, overwrite=options.overwrite, destination=destination
+            as_path(options.html), sources, overwrite=options.overwrite, destination=destination
         )
 
 
@@ -51,4 +53,4 @@ def write_page(options: PageOptions, make: Callable[[], Page]) -> None:
     if options.html is not None:
         from reshard.html import document
 
-        document.write(make(), Path(options.html), overwrite=options.overwrite)
+        document.write(make(), as_path(options.html), overwrite=options.overwrite)

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard import execute, formats, units
+from reshard import formats, units
 from reshard.errors import ResourceError, UnsafeError, UsageError
 from reshard.manifest import Manifest
 from reshard.plan import WINDOW_BYTES
+from reshard.ranks import Progress, unseen
 
-Meter = Callable[[int], AbstractContextManager[execute.Progress]]
+Meter = Callable[[int], AbstractContextManager[Progress]]
 
 _MIN_WINDOW = 64 << 10
 
@@ -61,9 +62,9 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def metered(meter: Meter | None, nbytes: int) -> AbstractContextManager[execute.Progress]:
+def metered(meter: Meter | None, nbytes: int) -> AbstractContextManager[Progress]:
     """A progress display for a number of bytes; for nobody where there is no meter."""
-    return meter(nbytes) if meter else nullcontext(execute.unseen)
+    return meter(nbytes) if meter else nullcontext(unseen)
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:

@@ -18,6 +18,7 @@ from reshard.errors import CorruptError, UsageError
 from reshard.formats import huggingface
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
+from reshard.paths import as_path
 from reshard.proof import checks, deep, hashes, quick, scan
 from reshard.proof.checks import Check, counted, not_applicable, not_run
 from reshard.proof.opening import opened
@@ -138,9 +139,9 @@ def verify(
     began = time.perf_counter()
     sources = formats.as_paths(source)
     check_page(options, sources)
-    listed = hashes.read(Path(options.against)) if options.against else None
+    listed = hashes.read(as_path(options.against)) if options.against else None
     if options.write_manifest:
-        path = Path(options.write_manifest)
+        path = as_path(options.write_manifest)
         commit.check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
     report = VerifyReport(str(sources[0]), "deep" if options.reads_all else "quick")
     manifest = opened(lambda: _read(sources, options))
@@ -284,7 +285,7 @@ def _config(manifest: Manifest) -> dict[str, Any] | None:
 
 def _write_manifest(made: hashes.Contents, report: VerifyReport, options: VerifyOptions) -> None:
     """Write it where every check passed: a damaged checkpoint gets no manifest to agree with."""
-    path = Path(options.write_manifest or "")
+    path = as_path(options.write_manifest or "")
     if not report.passed:
         report.notes.append(f"{path} is not written: a check failed")
         return

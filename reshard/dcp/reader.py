@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import metadata as torch_metadata
@@ -19,6 +18,7 @@ from reshard.dcp.values import Values
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, Manifest
+from reshard.paths import as_path
 
 
 class StorageReader(storage.StorageReader):
@@ -68,7 +68,7 @@ class StorageReader(storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether there is a file or directory of this name."""
-        return Path(checkpoint_id).exists()
+        return as_path(checkpoint_id).exists()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> torch_metadata.Metadata:
         """What the checkpoint holds, by the keys of a target that this load will show."""

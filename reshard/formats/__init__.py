@@ -30,6 +30,7 @@ from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.manifest import Entry, Manifest, check
 from reshard.model_parallel.rules import builtin, with_users
+from reshard.paths import as_path
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 Paths = str | Path | Sequence[str | Path]
@@ -114,7 +115,7 @@ def open_alone(path: Path) -> None:
 
 def as_paths(paths: Paths) -> list[Path]:
     """One path or several, as a list."""
-    return [Path(paths)] if isinstance(paths, (str, Path)) else [Path(path) for path in paths]
+    return [as_path(paths)] if isinstance(paths, (str, Path)) else [as_path(path) for path in paths]
 
 
 def _deepspeed(place: Place, choice: _Choice) -> Manifest:

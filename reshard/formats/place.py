@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from reshard.errors import CorruptError, ReshardError, UnrecognisedError, UsageError
+from reshard.paths import as_path
 
 _LISTED = 8
 _PARTS = (  # endings of the files that hold a checkpoint; logs and configs of nodes may differ
@@ -20,7 +21,7 @@ _COMPARED = 1 << 20  # bytes at a time
 
 def directory(path: str | Path) -> Path:
     """The directory that a path is, or that its file lies in."""
-    path = Path(path)
+    path = as_path(path)
     return path if path.is_dir() else path.parent
 
 

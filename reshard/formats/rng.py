@@ -16,7 +16,6 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 from reshard import trust
@@ -28,6 +27,7 @@ from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
 from reshard.manifest import Chunk
+from reshard.paths import as_path
 from reshard.unpickle import Call, Global
 
 Policy = Literal["keep", "derive", "drop"]
@@ -104,13 +104,13 @@ def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
     """
     with SourceFiles() as pool:
         return tuple(
-            _read(torch_file.read(Path(path), builders=AS_WRITTEN), pool) for path in paths
+            _read(torch_file.read(as_path(path), builders=AS_WRITTEN), pool) for path in paths
         )
 
 
 def has_states(path: str) -> bool:
     """Whether a file holds more than a step, as those do that were written without states."""
-    return _dialect(torch_file.read(Path(path), builders=AS_WRITTEN)) is not None
+    return _dialect(torch_file.read(as_path(path), builders=AS_WRITTEN)) is not None
 
 
 def _dialect(file: TorchFile) -> Dialect | None:

@@ -332,6 +332,8 @@ def read_archive(
     data = members[pickles[0]].read(archive, checked=checked)
     done, storages = (alike or Alike()).parsed(data, path, builders or {})
     file = TorchFile(path, archive.nbytes, done.value, done.globals)
+    held = (members.get(f"{root}data/{storage.key}") for storage in storages)
+    archive.expect(member.header for member in held if member)
     for storage in storages:
         _place(file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked)
     return file

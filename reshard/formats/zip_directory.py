@@ -36,13 +36,18 @@ class Member:
     header_offset: int
     limit: int
 
+    @property
+    def header(self) -> tuple[int, int]:
+        """Where its local header lies: (offset, nbytes)."""
+        return self.header_offset, min(_LOCAL.size, self.limit)
+
     def data_offset(self, archive: Section) -> int:
         """Byte at which the data begins: the local header's own lengths decide.
 
         Raises:
             CorruptError: no local header there, or the data would run into the next member.
         """
-        head = archive.read(self.header_offset, min(_LOCAL.size, self.limit))
+        head = archive.read(*self.header)
         if len(head) < _LOCAL.size or not head.startswith(b"PK\x03\x04"):
             raise CorruptError(
                 archive.path, f"no member {self.name!r} at {self.header_offset}", _DAMAGED

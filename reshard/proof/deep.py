@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from reshard import units, weights
@@ -14,6 +13,7 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
+from reshard.paths import as_path
 from reshard.proof import checks
 from reshard.proof.checks import Check, counted, not_applicable, some
 from reshard.proof.scan import (
@@ -234,7 +234,7 @@ def _unequal(each: Unequal, what: str) -> str:
 
 def _where(entry: Entry, flat: int) -> str:
     """The file and rank that hold an element."""
-    path = Path(chunk_at(entry, index_of(flat, entry.shape)).file)
+    path = as_path(chunk_at(entry, index_of(flat, entry.shape)).file)
     match = _RANK.search(path.name) or _RANK.search(path.parent.name)
     rank = next((number for number in match.groups() if number), "") if match else ""
     return f"in {path}" + (f" (rank {int(rank)})" if rank else "")

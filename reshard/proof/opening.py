@@ -14,6 +14,7 @@ from reshard.errors import (
     UnsafeError,
 )
 from reshard.manifest import Manifest, check
+from reshard.paths import as_path
 from reshard.proof import checks
 from reshard.proof.checks import Check
 
@@ -55,7 +56,7 @@ def _name(error: ReshardError) -> str:
         return checks.INDEX
     if isinstance(error, IncompleteError):
         return checks.COMPLETE
-    return checks.AGREEMENT if _opens(Path(error.where)) else checks.HEADERS
+    return checks.AGREEMENT if _opens(as_path(error.where)) else checks.HEADERS
 
 
 def _opens(path: Path) -> bool:

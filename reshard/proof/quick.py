@@ -21,6 +21,7 @@ from reshard.formats import huggingface, run
 from reshard.formats.place import Place
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
+from reshard.paths import as_path
 from reshard.proof import checks
 from reshard.proof.checks import Check, counted, not_applicable, some
 
@@ -73,7 +74,7 @@ def agreement(manifest: Manifest) -> Check:
 
 def index(manifest: Manifest) -> Check:
     """An index lists what its files hold, both ways; and says how much that is."""
-    places = {Path(path).parent for path in manifest.files}
+    places = {as_path(path).parent for path in manifest.files}
     of_weights = manifest.origin.format == huggingface.NAME
     found = [path for place in places for path in place.glob("*.index.json") if of_weights]
     metadata = [path for place in places for path in place.glob("*.metadata")]
@@ -139,7 +140,7 @@ def stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
     """Nothing of another save, or of one that was interrupted, lies beside the files."""
     if len(sources) == 1 and sources[0].is_file() and len(manifest.files) == 1:
         return not_applicable(checks.STALE, "one file by itself")
-    places = sorted({Path(path).parent for path in manifest.files})
+    places = sorted({as_path(path).parent for path in manifest.files})
     beside = [path for place in places for path in sorted(place.iterdir()) if path.is_file()]
     found = Check(checks.STALE, f"{counted(len(beside), 'file')} in its directories", exit_code=3)
     found.failures += _unread_siblings(manifest, beside)
@@ -160,8 +161,8 @@ def _unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str
     An empty one is no trace of another save: DCP opens a file for each rank, also for one that has
     nothing to write.
     """
-    read = {(str(Path(p).parent), _masked(Path(p).name)) for p in manifest.files}
-    known = {str(Path(path)) for path in (*manifest.files, *manifest.train.rng_files)}
+    read = {(str(as_path(p).parent), _masked(Path(p).name)) for p in manifest.files}
+    known = {str(as_path(path)) for path in (*manifest.files, *manifest.train.rng_files)}
     for path in beside:
         numbered = _DIGITS.search(path.name) is not None
         alike = numbered and (str(path.parent), _masked(path.name)) in read
@@ -180,7 +181,7 @@ def _passed_over(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
     if len(sources) != 1 or not sources[0].is_dir():
         return
     numbers = run.numbered(Place([sources[0]]))
-    read = {Path(path).parent.resolve() for path in manifest.files}
+    read = {as_path(path).parent.resolve() for path in manifest.files}
     used = [n for n, place in numbers.items() if any(_is_in(r, place.path) for r in read)]
     if used and max(numbers) > max(used):
         newest = numbers[max(numbers)].path
@@ -193,7 +194,7 @@ def _is_in(path: Path, directory: Path) -> bool:
 
 def _ages(manifest: Manifest) -> Iterator[str]:
     """Files written long before or after the others."""
-    times = {path: Path(path).stat().st_mtime for path in manifest.files}
+    times = {path: as_path(path).stat().st_mtime for path in manifest.files}
     if len(times) < 3:
         return
     middle = median(times.values())

@@ -26,6 +26,7 @@ from reshard.files import SourceFiles, small
 from reshard.formats import huggingface, torch_writer
 from reshard.formats.place import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
+from reshard.paths import as_path
 from reshard.plan import Plan, plan
 
 
@@ -76,7 +77,7 @@ def merge(
     began = time.perf_counter()
     report_as, sources = str(destination), formats.as_paths(source)
     is_directory = _is_directory(destination)
-    destination = Path(destination).resolve()  # a link is followed once, here
+    destination = as_path(destination).resolve()  # a link is followed once, here
     check_page(options, sources, destination)
     manifest = opened(sources, destination, options, is_directory=is_directory)
     with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):

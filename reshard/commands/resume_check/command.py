@@ -32,6 +32,7 @@ from reshard.commands.split.request import of_target
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.formats import targets
 from reshard.manifest import Manifest
+from reshard.paths import as_path, is_remote
 from reshard.proof import control, trajectory
 from reshard.proof.trajectory import Series
 
@@ -112,6 +113,10 @@ def resume_check(
     """
     options = options or ResumeCheckOptions()
     began = time.perf_counter()
+    if is_remote(str(as_path(source))):
+        raise UsageError(
+            source, "is in an object store, and programs read files of this machine", "copy it here"
+        )
     check_page(options, [Path(source)], options.keep)
     manifest = comparison.opened(source, options.layout)
     sources = (Path(source), Path(manifest.origin.path))

@@ -28,6 +28,7 @@ from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton
+from reshard.paths import as_path
 from reshard.plan import plan
 
 
@@ -44,7 +45,7 @@ def split(
     """
     options = options or SplitOptions()
     began = time.perf_counter()
-    sources, place = formats.as_paths(source), Path(destination).resolve()
+    sources, place = formats.as_paths(source), as_path(destination).resolve()
     check_page(options, sources, place)
     manifest = opened(sources, place, options, is_directory=True)
     kinds = WEIGHT_KINDS if options.without_optimizer else None

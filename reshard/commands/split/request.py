@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from reshard import dtypes, tensor_parallel
@@ -22,6 +21,7 @@ from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
 from reshard.model_parallel import sizes
 from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.paths import as_path
 from reshard.tensor_parallel import Plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
@@ -207,7 +207,7 @@ def _tensor_plan(
             raise UsageError(f"--tp-plan {options.tp_plan}", "needs --mesh with an axis tp=N")
         return None
     if options.tp_plan is not None:
-        return tensor_parallel.read(Path(options.tp_plan), model)
+        return tensor_parallel.read(as_path(options.tp_plan), model)
     if model is None:
         config = config_beside(manifest)
         model = Told(str(config)).shapes() if config else None

@@ -13,6 +13,7 @@ from typing import Any
 
 from reshard.errors import CorruptError
 from reshard.model_parallel.traits import Traits
+from reshard.paths import as_path
 
 DIALECT = "neox"
 FOLDER = "configs"
@@ -46,7 +47,7 @@ def files(checkpoint: str) -> dict[Path, bytes]:
     Raises:
         CorruptError: one is no file, or too large for settings.
     """
-    folder = Path(checkpoint, FOLDER)
+    folder = as_path(checkpoint) / FOLDER
     paths = sorted(folder.glob("*.y*ml")) if folder.is_dir() else []
     found = {}
     for path in paths:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from reshard import trust
@@ -18,6 +17,7 @@ from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.place import Place
 from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, keyed
 from reshard.model_parallel.rules import Table
+from reshard.paths import as_path
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
@@ -97,7 +97,7 @@ def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
             *((axis, getattr(file.args, axis), getattr(first.args, axis)) for axis in _AXES),
         ):
             if one != other:
-                name = Path(first.path).parent.name
+                name = as_path(first.path).parent.name
                 raise CorruptError(file.path, f"says {what} {one}, {name} {other}", _MIXED)
         count = len(file.chunks())
         if count != len(first.chunks()):
@@ -109,7 +109,7 @@ def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
     lacking = [f for r, f in opened.items() if f.flat is None and r.ep == min(_eps(opened, r))]
     if flat and lacking:
         raise IncompleteError(
-            Path(lacking[0].path).parent,
+            as_path(lacking[0].path).parent,
             f"{directory.OPTIMIZER} is missing, which other ranks have: the distributed"
             " optimizer's states are in it",
             "copy it here; to read the weights alone, move those of all ranks away",

@@ -24,6 +24,7 @@ from reshard.model_parallel.combine import tensor_ranks
 from reshard.model_parallel.rules import Table, builtin
 from reshard.model_parallel.shards import REPLICATED, Split
 from reshard.model_parallel.traits import Traits
+from reshard.paths import as_path
 
 NAME = "meta"
 PARAMS = "params.json"
@@ -150,7 +151,7 @@ def traits(manifest: Manifest) -> Traits:
     theta = float(params.get("rope_theta") or 10000.0)
     odd = ["rotations scaled by a factor that it does not say (use_scaled_rope)"]
     return Traits(
-        source=str(Path(manifest.origin.path) / PARAMS),
+        source=str(as_path(manifest.origin.path) / PARAMS),
         layers=params.get("n_layers"),
         hidden=hidden,
         heads=heads,

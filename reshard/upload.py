@@ -1,0 +1,148 @@
+"""Executing a plan into an object store: each output file is made on this machine, then sent.
+
+Formats keep checksums before the bytes that they are of, so that a file must be whole before its
+first byte can go. One file is sent while the next is filled: the disk holds two of them, however
+many there are.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from reshard.errors import ResourceError
+from reshard.execute import Run, check_records
+from reshard.files import SourceFiles
+from reshard.fill import READ_BYTES
+from reshard.manifest import OutputFile, Skeleton, SourceFile
+from reshard.outcome import Outcome
+from reshard.outputs import OutputFiles
+from reshard.plan import Plan
+from reshard.ranks import ALONE, Progress, Team, unseen
+from reshard.remote.path import RemotePath
+from reshard.remote.writing import check_same, upload
+from reshard.share import Batch, Share, pooled
+
+_FILES_AT_ONCE = 8
+
+
+def write(  # noqa: PLR0913 - by keyword, each with a default that is right alone
+    plan: Plan,
+    skeleton: Skeleton,
+    sources: Mapping[str, SourceFile],
+    directory: RemotePath,
+    *,
+    workers: int,
+    read_bytes: int = READ_BYTES,
+    clamp: bool = False,
+    verify: bool = True,
+    progress: Progress = unseen,
+    team: Team = ALONE,
+) -> Outcome:
+    """As `execute.execute`, into an object store; each rank makes whole files.
+
+    Raises:
+        ReshardError: a file cannot be sent; else as there.
+    """
+    sizes = {file.name: file.nbytes for file in skeleton.files}
+    mine = Share(team, sum(sizes.values())).files(sizes)
+    seen = Outcome()
+    with (
+        SourceFiles() as pool,
+        tempfile.TemporaryDirectory(prefix="reshard-") as here,
+        OutputFiles(Path(here)) as made,
+        ThreadPoolExecutor(_FILES_AT_ONCE) as threads,
+    ):
+        run = Run(pool, made, sources, skeleton, verify=verify)
+        files = {file.name: file for file in skeleton.files if file.name in mine}
+        sending = _Sending(threads, made, directory, files, verify=verify)
+        for file, batches in _by_file(plan.by_file(), files):
+            sending.make_room(file)
+            run.create([file])
+            part = run.fill(
+                batches, workers=workers, read_bytes=read_bytes, clamp=clamp, progress=progress
+            )
+            run.store_checksums(
+                (stored for stored in skeleton.checksums if stored.file == file.name), part
+            )
+            sending.send(file)
+            seen.add(replace(part, windows={}))
+        sending.finish()
+        outcome = pooled(team, seen)
+        check_records(outcome.reads, sources, pool, workers, team)
+    team.meet()
+    return outcome
+
+
+def _by_file(
+    plan: Plan, files: Mapping[str, OutputFile]
+) -> Iterator[tuple[OutputFile, Iterator[Batch]]]:
+    """Every file with its windows; those of literals alone have none."""
+    bare = dict(files)
+    for name, group in groupby(plan.batches(), key=lambda batch: batch[0].file):
+        if name in files:
+            yield bare.pop(name), group
+    yield from ((file, iter(())) for file in bare.values())
+
+
+class _Sending:
+    """Files on their way; what lies on this machine stays below twice the largest."""
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        made: OutputFiles,
+        directory: RemotePath,
+        files: Mapping[str, OutputFile],
+        *,
+        verify: bool,
+    ) -> None:
+        self._made = made
+        self._verify = verify
+        self._threads = threads
+        self._directory = directory
+        self._room = 2 * max((file.nbytes for file in files.values()), default=0)
+        self._under_way: deque[tuple[Future[None], int]] = deque()
+        free = shutil.disk_usage(made.directory).free
+        if free < self._room:
+            raise ResourceError(
+                made.directory,
+                f"{self._room:,} bytes are needed for two output files, {free:,} are free",
+                "free space, set TMPDIR to a larger disk, or ask for smaller files",
+            )
+
+    def make_room(self, file: OutputFile) -> None:
+        """Wait until one more file fits."""
+        while self._under_way and self._nbytes() + file.nbytes > self._room:
+            self._wait()
+
+    def send(self, file: OutputFile) -> None:
+        """Send a finished file in the background."""
+        while len(self._under_way) >= _FILES_AT_ONCE:
+            self._wait()
+        self._under_way.append((self._threads.submit(self._send, file.name), file.nbytes))
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self._under_way:
+            self._wait()
+
+    def _send(self, name: str) -> None:
+        self._made.forget(name)
+        made = self._made.directory / name
+        upload(made, self._directory / name)
+        if self._verify:
+            check_same(made, self._directory / name)
+        made.unlink()
+
+    def _nbytes(self) -> int:
+        return sum(nbytes for _, nbytes in self._under_way)
+
+    def _wait(self) -> None:
+        self._under_way.popleft()[0].result()

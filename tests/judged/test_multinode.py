@@ -1,0 +1,170 @@
+"""One conversion by several processes: the bytes are those of one, and a death ends all of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
+TIMEOUT_S = 120
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MISHAPS = """
+import os, signal, sys
+from reshard import execute, torchrun
+from reshard.cli import main
+from reshard.errors import CorruptError
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def fail(*_, **__):
+    raise CorruptError("file.pt", "is not what it was")
+
+torchrun._PATIENCE = 8.0
+mishap = sys.argv.pop(1)
+if os.environ["RANK"] == "1":
+    execute.Run.fill = {"die": die, "fail": fail}[mishap]
+main()
+"""
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def started(command, **environment):
+    environment = {key: str(value) for key, value in environment.items()}
+    return subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def nodes(count, each, *program):
+    """Start ``torchrun`` once a node; all of them on this machine."""
+    port = free_port()
+    where = ("--master-addr=127.0.0.1", f"--master-port={port}")
+    return [
+        started(
+            [*TORCHRUN, f"--nnodes={count}", f"--nproc-per-node={each}", *where, *more, *program]
+        )
+        for more in ((f"--node-rank={node}",) for node in range(count))
+    ]
+
+
+def ranks(count, *program):
+    """Start processes as any launcher may: nobody watches over them."""
+    port = free_port()
+    return [
+        started(
+            [sys.executable, *program],
+            RANK=rank,
+            WORLD_SIZE=count,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank in range(count)
+    ]
+
+
+def ended(programs):
+    """(exit codes, stdout, stderr) of all."""
+    try:
+        outputs = [program.communicate(timeout=TIMEOUT_S) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    return (
+        [program.returncode for program in programs],
+        "".join(out for out, _ in outputs),
+        "".join(err for _, err in outputs),
+    )
+
+
+def contents(place):
+    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(place)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        # torch archives: the checksums of what several ranks wrote are joined
+        (lambda *program: ranks(3, *program), ("convert", "--to", "dcp")),
+        (lambda *program: nodes(2, 1, *program), ("merge", "--max-shard-size", "20KB")),
+    ],
+    ids=["three ranks", "two nodes"],
+)
+def test_several_processes_write_the_bytes_of_one(tmp_path, start, words):
+    command, *options = words
+    alone = [sys.executable, "-m", "reshard", command, EXAMPLE, tmp_path / "one", *options]
+    subprocess.run([str(word) for word in alone], check=True, timeout=TIMEOUT_S)
+    codes, out, err = ended(
+        start("-m", "reshard", command, EXAMPLE, tmp_path / "many", *options, "--workers", "1")
+    )
+    assert set(codes) == {0}, err
+    assert contents(tmp_path / "many") == contents(tmp_path / "one")
+    assert out.count("every byte read back") == 1  # one report
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "many"}
+
+
+@pytest.fixture
+def mishaps(tmp_path):
+    path = tmp_path / "mishaps.py"
+    path.write_text(MISHAPS)
+    return path
+
+
+def test_a_killed_worker_ends_the_run_and_leaves_nothing(tmp_path, mishaps):
+    words = ("die", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
+    codes, out, err = ended(nodes(1, 3, mishaps, *words))
+    assert codes == [1]  # torchrun's own
+    assert f"rank 1 ({socket.gethostname()}): ended without a word" in err, err
+    assert out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
+
+
+def test_a_machine_that_is_gone_ends_the_run(tmp_path, mishaps):
+    words = ("die", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
+    codes, _, err = ended(ranks(2, mishaps, *words))
+    assert codes == [2, -9]
+    assert f"rank 1 ({socket.gethostname()}): has not been heard of for 8 s" in err, err
+    assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
+
+
+def test_what_one_rank_meets_is_said_once_and_ends_all(tmp_path, mishaps):
+    words = ("fail", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
+    codes, _, err = ended(ranks(3, mishaps, *words))
+    assert codes == [3, 3, 3]  # as one process that meets a corrupt file
+    assert err.count("file.pt: is not what it was") == 1, err
+    assert err.startswith(f"reshard: rank 1 ({socket.gethostname()})")
+    assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
+
+
+def test_ranks_that_were_not_given_the_same_are_refused(tmp_path):
+    start = (sys.executable, "-m", "reshard", "convert", EXAMPLE, tmp_path / "out", "--to")
+    port = free_port()
+    both = [
+        started(
+            [*start, target],
+            RANK=rank,
+            WORLD_SIZE=2,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for rank, target in enumerate(("dcp", "ds-universal"))
+    ]
+    codes, _, err = ended(both)
+    assert set(codes) == {1}
+    assert "rank 1 of 2 sees another than rank 0" in err, err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,98 @@
+"""A real S3-compatible server on loopback, behind a proxy that can be told to misbehave."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock, Thread
+
+DROP, CUT, SLOW = "drop", "cut", "slow"  # or the status to answer with: 500, 503, 403
+Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of the request
+
+
+def none(_method, _path, _number):
+    """A proxy that only passes on."""
+    return
+
+
+class Proxy(ThreadingHTTPServer):
+    """Passes requests on; ``fault`` says which of them fail, and how."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.behind = port
+        self.fault: Fault = none
+        self.seen: list[tuple[str, str]] = []
+        self.lock = Lock()
+        Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def reset(self):
+        self.fault = none
+        self.seen.clear()
+
+    def handle_error(self, request, client_address):
+        """A client that went away is none of the tests' business."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def _pass_on(self):
+        body = self._body()
+        with self.server.lock:
+            self.server.seen.append((self.command, self.path))
+            number = len(self.server.seen)
+        fault = self.server.fault(self.command, self.path, number)
+        if fault == DROP:
+            self.close_connection = True
+            return
+        if fault == SLOW:
+            time.sleep(0.2)
+        if isinstance(fault, int):
+            self.send_response(fault)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        behind = http.client.HTTPConnection("127.0.0.1", self.server.behind)
+        headers = {k: v for k, v in self.headers.items() if k.lower() != "transfer-encoding"}
+        headers["Content-Length"] = str(len(body))
+        behind.request(self.command, self.path, body, headers)
+        answer = behind.getresponse()
+        data = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("content-length", "transfer-encoding", "connection"):
+                self.send_header(name, value)
+        length = answer.getheader("Content-Length") if self.command == "HEAD" else len(data)
+        self.send_header("Content-Length", str(length or 0))
+        self.end_headers()
+        if fault == CUT:
+            self.wfile.write(data[: len(data) // 2])
+            self.close_connection = True
+        else:
+            self.wfile.write(data)
+        behind.close()
+
+    def _body(self):
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass_on  # noqa: N815 - http.server's names
+
+    def log_message(self, *_):
+        """Silence."""
