@@ -112,6 +112,8 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """Fall silent."""
         self._stopped.set()
+        if self.is_alive():
+            self.join(_BEAT)
 
     def run(self) -> None:
         """A beat a second, until stopped."""

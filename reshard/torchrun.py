@@ -57,7 +57,7 @@ def joined() -> Iterator[Team]:
     team = Ranks(*_met_at_store(), _PATIENCE)
     try:
         yield team
-        team.meet()
+        team.part()
     except BaseException as error:
         failure = team.end(error)
         if failure is error:
@@ -116,12 +116,15 @@ class Ranks:
         """
         self._meetings += 1
         name, step = f"met/{self._meetings}", _STEP[0]
-        count = self._store.add(name, 1)
-        while count < self.size:
-            self._watch.check()
-            time.sleep(step)
-            step = min(step * 1.5, _STEP[1])
-            count = self._store.add(name, 0)
+        try:
+            count = self._store.add(name, 1)
+            while count < self.size:
+                self._watch.check()
+                time.sleep(step)
+                step = min(step * 1.5, _STEP[1])
+                count = self._store.add(name, 0)
+        except RuntimeError as error:  # the store died with its machine
+            self._lost(error)
 
     def gathered(self, data: bytes) -> list[bytes]:
         """What every rank gave, in their order."""
@@ -174,6 +177,16 @@ class Ranks:
             elif self._comes("told", _CLEANING):
                 return SaidByFirstError(getattr(failure, "exit_code", 1))
         return failure
+
+    def part(self) -> None:
+        """Meet a last time; the first rank, which may have the store, leaves after the others."""
+        self.meet()
+        self._watch.stop()
+        if not self.first:
+            self._store.set(f"parted/{self.rank}", "")
+            return
+        for rank in range(1, self.size):
+            self._comes(f"parted/{rank}", _LAST_WORDS)
 
     def close(self) -> None:
         """Leave the others."""

@@ -144,33 +144,28 @@ def test_one_file_is_written_to_a_store(files, tmp_path):
     assert contents(files, "bucket/one") == {"model.safetensors": wanted}
 
 
-def every(kind, number, *, of=None):
-    """A fault for every so many requests."""
+def test_what_fails_once_is_asked_again(files, proxy, converted):
+    kinds, struck = [s3.DROP, 500, s3.CUT, 503, s3.SLOW], set()
 
     def fault(method, _path, count):
-        return kind if count % number == 0 and method in (of or method) else None
+        kind = kinds[count // 4 % len(kinds)] if count % 4 == 0 else None
+        if kind == s3.CUT and method != "GET":
+            return None
+        struck.add((kind, method))
+        return kind
 
-    return fault
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        every(s3.DROP, 5),
-        every(500, 4),
-        every(503, 4),
-        every(s3.CUT, 4, of="GET"),
-        every(s3.SLOW, 9),
-    ],
-    ids=["dropped", "500", "503", "cut", "slow"],
-)
-def test_what_fails_once_is_asked_again(files, proxy, converted, fault, request):
-    place = f"bucket/faults/{request.node.callspec.id}"
     proxy.fault = fault
-    reshard.split("s3://bucket/run", f"s3://{place}", to="dcp")
+    reshard.split("s3://bucket/run", "s3://bucket/faults/dcp", to="dcp")
     proxy.reset()
-    assert contents(files, place) == converted
-    assert files.find(place.rpartition("/")[0] + "/.") == []
+    assert {kind for kind, _ in struck} >= set(kinds)
+    assert {method for kind, method in struck if kind} >= {"GET", "PUT"}
+    assert contents(files, "bucket/faults/dcp") == converted
+    assert files.find("bucket/faults") == files.find("bucket/faults/dcp")
+
+
+def test_nothing_is_left_in_a_store_to_resume(files, proxy):
+    with pytest.raises(UsageError, match=r"s3://bucket/again/dcp.*--resume"):
+        reshard.split("s3://bucket/run", "s3://bucket/again/dcp", to="dcp", resume=True)
 
 
 def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_path, monkeypatch):

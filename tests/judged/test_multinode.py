@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ TIMEOUT_S = 120
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MISHAPS = """
 import os, signal, sys
-from reshard import execute, torchrun
+from reshard import execute, journal, torchrun
 from reshard.cli import main
 from reshard.errors import CorruptError
 
@@ -25,9 +26,19 @@ def die(*_, **__):
 def fail(*_, **__):
     raise CorruptError("file.pt", "is not what it was")
 
+def die_late(kept, seen):
+    append(kept, seen)
+    if len(kept._path.read_bytes().splitlines()) > 3:
+        die()
+
+append = journal.Journal._append
 torchrun._PATIENCE = 8.0
 mishap = sys.argv.pop(1)
-if os.environ["RANK"] == "1":
+if mishap == "die late":
+    journal.BATCH_BYTES = 1
+if os.environ["RANK"] == "1" and mishap == "die late":
+    journal.Journal._append = die_late
+elif os.environ["RANK"] == "1":
     execute.Run.fill = {"die": die, "fail": fail}[mishap]
 main()
 """
@@ -123,6 +134,35 @@ def mishaps(tmp_path):
     path = tmp_path / "mishaps.py"
     path.write_text(MISHAPS)
     return path
+
+
+def test_another_run_goes_on_where_a_killed_worker_ended_one(tmp_path, mishaps):
+    words = ("--to", "dcp", "--max-memory", "128KiB", "--workers", "1")
+    codes, _, err = ended(
+        nodes(1, 3, mishaps, "die late", "convert", EXAMPLE, tmp_path / "out", *words)
+    )
+    assert codes == [1]
+    assert f"rank 1 ({socket.gethostname()}): ended without a word" in err, err
+    assert "--resume goes on with them" in err, err
+    left = tmp_path / ".out.partial"
+    assert not (tmp_path / "out").exists()
+    assert (left / "journal-1").exists()
+    for name in ("by-two", "by-three"):
+        shutil.copytree(left, tmp_path / f".{name}.partial")
+    again = ("-m", "reshard", "convert", EXAMPLE)
+    runs = {
+        "by-two": ranks(2, *again, tmp_path / "by-two", *words, "--resume"),
+        "by-three": nodes(1, 3, *again, tmp_path / "by-three", *words, "--resume"),
+        "out": [started([sys.executable, *again, tmp_path / "out", *words, "--resume"])],
+        "unbroken": [started([sys.executable, *again, tmp_path / "unbroken", *words])],
+    }
+    for name, programs in runs.items():
+        codes, out, err = ended(programs)
+        assert set(codes) == {0}, err
+        assert ("of an interrupted run" in out) == (name != "unbroken"), out
+    wanted = contents(tmp_path / "unbroken")
+    assert all(contents(tmp_path / name) == wanted for name in runs)
+    assert {path.name for path in tmp_path.iterdir()} == {*runs, mishaps.name}
 
 
 def test_a_killed_worker_ends_the_run_and_leaves_nothing(tmp_path, mishaps):
