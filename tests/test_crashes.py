@@ -514,3 +514,17 @@ def test_saving_that_died_anywhere_leaves_latest_at_a_whole_checkpoint(saver, ki
         assert saver.run("tests.trainer.saving:save", [str(place), [8], 2], within="/run") == 0
         assert saving.check(place) == "global_step8"
         assert not list(place.glob(".global_step*"))
+
+
+def test_a_rank_that_outlives_the_first_keeps_others_out(tmp_path):
+    first, other, late = (Partial(tmp_path / "out") for _ in range(3))
+    first.claim()
+    other.join(1)
+    first.release()  # as its death does
+    with pytest.raises(ExistsError, match=f"being written by process {os.getpid()}"):
+        late.claim()
+    other.release()
+    late.claim()
+    late.remove()
+    late.release()
+    assert list(tmp_path.iterdir()) == []
