@@ -9,7 +9,7 @@ from math import prod
 import pytest
 
 from reshard import dtypes
-from reshard.box import whole
+from reshard.box import Box, whole
 from reshard.copies import block
 from reshard.errors import CorruptError
 from reshard.extents import by_file
@@ -105,6 +105,50 @@ def test_a_run_that_lies_outside_its_file_is_found():
     for file, lost in (("s00", -1), ("s01", -1), ("s02", -9)):
         with pytest.raises(CorruptError, match=r"'w' would lie at bytes"):
             proof({file: lost})
+
+
+def test_a_run_before_the_first_byte_of_its_file_is_found():
+    files = {"a": SourceFile("a", 99), "b": SourceFile("b", 12)}  # the last rank holds 3 of 4
+    for at, outside in (((0, 0), None), ((-1, 5), "a"), ((-2, 5), "a"), ((5, -1), "b")):
+        held = Runs(Places(("a", "b"), at), dtypes.FLOAT32, (7,), 0)
+        found = held.outside(files)
+        assert (found and found.file) == outside, at
+
+
+def test_what_follows_runs_in_a_manifest_is_checked_too():
+    held = runs((16,), 2)
+    files = {file: SourceFile(file, 99) for file in held.places.files}
+    hole = replace(entry(held), fqn="v", chunks=(*held[1:],))
+    with pytest.raises(CorruptError, match="'v'"):
+        check(Manifest(Origin("test", ""), {KEY: entry(held), hole.key: hole}, files))
+
+
+def test_runs_are_as_many_as_they_say():
+    for shape in (*SHAPES, (3, 6, 2), (2, 3, 12), (9, 2), (5, 7)):
+        for ranks in range(1, 33):
+            held = runs(shape, ranks)
+            chunks = tuple(held)
+            assert len(held) == len(chunks), (shape, ranks)
+            assert [held[n] for n in range(len(chunks))] == list(chunks)
+            assert not held.ranks(1, 1)
+
+
+def test_extents_of_a_file_are_those_of_all_its_tensors():
+    held = Runs(Places(("a", "b", "c"), (0, 0, 0)), dtypes.FLOAT32, (4,), 0)  # "c" holds none
+    column = contiguous("a", 40, dtypes.FLOAT32, Box((0, 2), (2, 3)), (2, 3))
+    row = contiguous("a", 64, dtypes.FLOAT32, Box((1, 0), (1, 5)), (5,))
+    row = replace(row, byte_strides=(20, 4))
+    mixed = Entry("v", "master", dtypes.FLOAT32, (2, 5), (row, column))
+    of = Skeleton((), (entry(held), mixed))
+    found = {
+        file: [(e.byte_offset, e.start, e.stop, e.numel, e.nbytes, e.is_run) for e in extents]
+        for file, extents in by_file(of)
+    }
+    assert found == {
+        "a": [(0, 0, 2, 2, 8, True), (40, 2, 10, 6, 24, False), (64, 5, 10, 5, 20, True)],
+        "b": [(0, 2, 4, 2, 8, True)],
+        "c": [],
+    }
 
 
 @pytest.mark.parametrize("window_bytes", [4, 20, 1 << 20])
