@@ -108,11 +108,11 @@ def test_a_run_that_lies_outside_its_file_is_found():
 
 
 def test_a_run_before_the_first_byte_of_its_file_is_found():
-    files = {"a": SourceFile("a", 99), "b": SourceFile("b", 12)}  # the last rank holds 3 of 4
-    for at, outside in (((0, 0), None), ((-1, 5), "a"), ((-2, 5), "a"), ((5, -1), "b")):
+    for at, outside in (((0, 0), None), ((-1, 0), "a"), ((-2, 0), "a"), ((0, -1), "b")):
         held = Runs(Places(("a", "b"), at), dtypes.FLOAT32, (7,), 0)
-        found = held.outside(files)
-        assert (found and found.file) == outside, at
+        for last in (12, 99):  # the last rank holds 3 of 4 elements
+            found = held.outside({"a": SourceFile("a", 99), "b": SourceFile("b", last)})
+            assert (found and found.file) == outside, (at, last)
 
 
 def test_what_follows_runs_in_a_manifest_is_checked_too():

@@ -146,7 +146,8 @@ def _of_update(node: ast.AugAssign) -> Iterator[Change]:
 
 @_of.register(ast.Return)
 def _of_return(node: ast.Return) -> Iterator[Change]:
-    yield node, ast.Return(ast.Constant(None))
+    if node.value is not None and ast.unparse(node.value) != "None":
+        yield node, ast.Return(ast.Constant(None))
 
 
 @_of.register(ast.Continue)
