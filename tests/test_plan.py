@@ -375,3 +375,32 @@ def test_a_factor_of_what_is_stored_reaches_every_copy(shape, ranks):
     for limit in WINDOWS:
         windows = list(plan({entry.key: entry}, skeleton, limit))
         assert {copy.factor for window in windows for copy in window.copies} == {2.0}
+
+
+def test_every_block_of_nested_chunks_is_filled_whatever_lies_between_its_ends():
+    rows, columns = 5, 6
+    parts = [  # a frame around a frame: the flat spans of the first ones hold those of others
+        Box((0, 0), (5, 1)),
+        Box((0, 5), (5, 1)),
+        Box((0, 1), (1, 4)),
+        Box((4, 1), (1, 4)),
+        Box((1, 1), (3, 1)),
+        Box((1, 2), (1, 3)),
+        Box((2, 2), (2, 3)),
+    ]
+    chunks = tuple(contiguous(f"s{n}", 0, F32, box, box.shape) for n, box in enumerate(parts))
+    source = Entry("w", "param", F32, (rows, columns), chunks)
+    for top, left in product(range(rows), range(columns)):
+        for height, width in product(range(1, rows - top + 1), range(1, columns - left + 1)):
+            window = block(source, Box((top, left), (height, width)), F32)
+            assert (painted(window) == 1).all()
+            places = [copy.target_offset for copy in window.copies]
+            assert places == sorted(places)
+
+
+def test_a_copy_has_as_few_dims_as_it_can():
+    whole_tensor = contiguous("s", 0, F32, whole((4, 1, 3, 2)), (4, 1, 3, 2))
+    source = Entry("w", "param", F32, (4, 1, 3, 2), (whole_tensor,))
+    for shape, dims in (((4, 1, 3, 2), (24,)), ((4, 1, 2, 2), (4, 4)), ((4, 1, 2, 1), (4, 2))):
+        (copy,) = block(source, Box((0, 0, 0, 0), shape), F32).copies
+        assert copy.shape == dims

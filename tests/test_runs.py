@@ -168,6 +168,19 @@ def test_a_plan_of_runs_moves_what_a_plan_of_their_chunks_moves(window_bytes):
             assert list(planned) == list(planned)
 
 
+@pytest.mark.parametrize("window_bytes", [4, 20, 1 << 20])
+def test_columns_become_runs_as_they_become_the_chunks_of_runs(window_bytes):
+    boxes = [Box((0, 0), (6, 3)), Box((0, 3), (6, 5))]
+    chunks = tuple(
+        contiguous(f"s{n}", 8, dtypes.FLOAT32, box, box.shape) for n, box in enumerate(boxes)
+    )
+    source, target = entry(runs((6, 8), 1)), entry(runs((6, 8), 5, "o", 12))
+    source = replace(source, chunks=chunks)
+    found = moved(Plan({KEY: source}, skeleton(target), window_bytes))
+    assert found == moved(Plan({KEY: source}, skeleton(expanded(target)), window_bytes))
+    assert len(found) == 48
+
+
 def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
     source = entry(runs((6, 8), 5))
     for box in (
