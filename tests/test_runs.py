@@ -217,3 +217,10 @@ def test_files_alike_hold_each_rank_s_run_where_the_first_has_its_own():
         skeletons.a_rank_each(
             replace(first, entries=(replace(first.entries[0], chunks=tuple(held)),)), "abc"
         )
+
+
+def test_two_rows_that_lie_turned_are_no_run():
+    turned = replace(contiguous("s", 0, dtypes.FLOAT32, whole((2, 3)), (2, 3)), byte_strides=(4, 8))
+    source = Entry("w", "master", dtypes.FLOAT32, (2, 3), (turned,))
+    found = moved(Plan({KEY: source}, skeleton(entry(runs((2, 3), 1, "o", 0)))))
+    assert found["o00", 4] == ("s", 8)
