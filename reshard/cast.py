@@ -27,7 +27,11 @@ Array = NDArray[Any]
 
 
 def numpy_dtype(dtype: DType, *, casting: bool) -> str:
-    """How numpy sees the elements: as numbers for a cast, as bits for a copy."""
+    """How numpy sees the elements: as numbers for a cast, as bits for a copy.
+
+    Raises:
+        UnsupportedError: a cast of a dtype that is never cast.
+    """
     if not casting:
         return _BITS[dtype.itemsize]
     if dtype not in _NUMPY:

@@ -25,16 +25,12 @@ _ONE = 1 << 31  # x^0, bits are reflected
 def _multiply(a: int, b: int) -> int:
     """``a * b`` modulo the polynomial."""
     product = 0
-    mask = _ONE
-    while True:
-        if a & mask:
+    while a:
+        if a & _ONE:
             product ^= b
-            if not a & (mask - 1):
-                return product
-        mask >>= 1
-        if not mask:
-            return product
+        a = a << 1 & 0xFFFFFFFF
         b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
 
 
 @cache

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from operator import itemgetter
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
 from reshard.dtypes import DType
@@ -102,9 +103,7 @@ class Held:
         for chunk in entry.chunks:
             if chunk.box.volume:
                 distinct.setdefault(chunk.box, chunk)
-        spans = sorted(
-            ((*flat_span(box, entry.shape), box) for box in distinct), key=lambda item: item[:2]
-        )
+        spans = sorted(((*flat_span(box, entry.shape), box) for box in distinct), key=itemgetter(0))
         self._starts = [start for start, _, _ in spans]
         self._stops = [stop for _, stop, _ in spans]
         # the furthest element that this chunk or one before it reaches

@@ -73,6 +73,7 @@ class OpenFiles:
         Raises:
             CorruptError: the file ends before the target is full.
             IncompleteError: the file is not there.
+            ReshardError: it cannot be read.
         """
         descriptor = self._open(path)
         done = 0
@@ -232,6 +233,7 @@ def size_of(path: str | Path) -> int:
 
     Raises:
         IncompleteError: there is no such file.
+        ReshardError: it cannot be looked at.
     """
     try:
         return as_path(path).stat().st_size
@@ -247,6 +249,7 @@ def small(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
     Raises:
         IncompleteError: there is no such file.
         CorruptError: it is larger than any such file.
+        ReshardError: it cannot be read.
     """
     nbytes = size_of(path)
     if nbytes > most:

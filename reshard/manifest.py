@@ -296,8 +296,8 @@ def _check_coverage(entry: Entry) -> None:
             "a shard is missing or belongs to another checkpoint",
         )
     pair = first_overlap(distinct, entry.shape)
-    if pair or held > entry.numel:
-        a, b = (distinct[i] for i in pair or (0, -1))
+    if pair:
+        a, b = (distinct[i] for i in pair)
         raise CorruptError(
             where,
             f"{entry.fqn!r} ({entry.kind}): shards {a.origin}+{a.shape} and {b.origin}+{b.shape}"

@@ -1,4 +1,7 @@
-"""docs/formats.md names every case of the judges' tables, once, in the table of its test file."""
+"""docs/formats.md names every case of the judges' tables, once, in the table of its test file.
+
+And the commands that the documents show exist, with the options that they show.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.cli import cli
 from tests.judges import (
     deepspeed_cases,
     library_cases,
@@ -16,7 +20,8 @@ from tests.judges import (
     torch_cases,
 )
 
-TEXT = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "formats.md").read_text()
 CASES = {
     "test_deepspeed.py": deepspeed_cases.CASES,
     "test_parallel.py": parallel_cases.CASES,
@@ -79,6 +84,27 @@ def test_the_errors_of_what_cannot_be_written_are_quoted():
 
 
 def test_the_test_files_named_in_it_exist():
-    root = Path(__file__).parents[1]
     files = set(re.findall(r"(?:tests|docs|examples)/[\w./-]+", TEXT))
-    assert {path for path in files if not (root / path.rstrip(".")).exists()} == set()
+    assert {path for path in files if not (ROOT / path.rstrip(".")).exists()} == set()
+
+
+def shown(text):
+    """The commands of a document that a reader would type, each with its options."""
+    text = re.sub(r"\\\n", " ", text)
+    for line in re.findall(r"^\$ reshard (.+)", text, re.MULTILINE):
+        typed = re.sub(r'"[^"]*"?', "", line.split("  #")[0])  # not another program's options
+        yield typed.split()[0], re.findall(r"(?<!\S)(--[a-z][\w-]*)", typed)
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def test_every_command_shown_exists_with_its_options(path):
+    for command, options in shown(path.read_text()):
+        if command in ("--help", "--version"):
+            continue
+        known = {name for param in cli.commands[command].params for name in param.opts}
+        known |= {name for p in cli.commands[command].params for name in p.secondary_opts}
+        assert set(options) <= known | {"--help"}, command
+
+
+def test_the_documents_do_show_commands():
+    assert len(list(shown((ROOT / "README.md").read_text()))) >= 9

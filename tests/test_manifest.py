@@ -122,6 +122,22 @@ def test_negative_stride_is_refused():
         check(manifest((3,), [chunk]))
 
 
+def test_a_stride_of_one_byte_backwards_is_refused():
+    chunk = Chunk(whole((3,)), "a", 8, (-1,), dtypes.UINT8)
+    with pytest.raises(CorruptError):
+        check(manifest((3,), [chunk]))
+
+
+def test_what_does_not_cover_is_said_of_the_first_file():
+    with pytest.raises(CorruptError) as hole:
+        check(manifest((6, 4), [rows(0, 2), rows(3, 6, file="b")]))
+    with pytest.raises(CorruptError) as overlap:
+        check(manifest((6, 4), [rows(0, 4), rows(3, 6, file="b")]))
+    with pytest.raises(CorruptError) as twice:
+        keyed(2 * list(manifest((6, 4), [rows(0, 3), rows(3, 6, file="b")]).entries.values()))
+    assert [error.value.where for error in (hole, overlap, twice)] == ["a"] * 3
+
+
 def test_scalar_is_one_element_and_never_optional():
     scalar = contiguous("a", 0, F32, whole(()), ())
     assert check(manifest((), [scalar, replace(scalar, file="b")])) is None

@@ -27,8 +27,10 @@ from reshard.manifest import (
     contiguous,
 )
 from reshard.plan import plan
-from tests.scenes import scene, sharded_target, whole_target
+from reshard.runs import Places, Runs
+from tests.scenes import expected, scene, sharded_target, whole_target
 
+F32 = dtypes.FLOAT32
 WINDOWS = (1, 64, 1 << 10, 4 << 20)
 
 
@@ -83,6 +85,108 @@ def test_copies_paint_every_byte_of_their_window_once(tmp_path, window_bytes):
         for target in targets(made, seed):
             for window in plan(made.entries, target, window_bytes):
                 assert (painted(window) == 1).all()
+
+
+def values(content, offset, shape, strides, size):
+    """Elements that lie in a file with byte strides, as a view of it."""
+    return np.ndarray(shape, f"V{size}", content, offset, strides)
+
+
+@pytest.mark.parametrize("window_bytes", WINDOWS)
+def test_what_is_copied_is_the_target_byte_for_byte(tmp_path, window_bytes):
+    for seed in range(6):
+        made = scene(tmp_path, seed)
+        for target in targets(made, seed):
+            outputs = {file.name: bytearray(file.nbytes) for file in target.files}
+            for file in target.files:
+                for offset, data in file.literals:
+                    outputs[file.name][offset : offset + len(data)] = data
+            for window in plan(made.entries, target, window_bytes):
+                for copy in window.copies:
+                    size, start = copy.dtype.itemsize, window.byte_offset + copy.target_offset
+                    held = values(
+                        made.contents[copy.file],
+                        copy.byte_offset,
+                        copy.shape,
+                        copy.byte_strides,
+                        size,
+                    )
+                    filled = outputs[window.file]
+                    values(filled, start, copy.shape, copy.target_strides, size)[...] = held
+            assert {name: bytes(data) for name, data in outputs.items()} == expected(made, target)
+
+
+def test_copies_hold_to_the_limit_of_the_wider_side():
+    narrow, wide = (
+        contiguous("s", 64 * n, dtype, Box((4 * n,), (4,)), (4,))
+        for n, dtype in enumerate((dtypes.BFLOAT16, dtypes.FLOAT64))
+    )
+    source = Entry("w", "param", dtypes.BFLOAT16, (8,), (narrow, wide))
+    target = contiguous("o", 0, dtypes.BFLOAT16, whole((8,)), (8,))
+    skeleton = Skeleton((OutputFile("o", 16),), (replace(source, chunks=(target,)),))
+    planned = plan({source.key: source}, skeleton, 16)
+    (window,) = planned
+    assert [c.numel * c.dtype.itemsize for c in window.copies] == [4, 4, 16, 16]
+    assert planned.copied_bytes == 4 * 2 + 4 * 8
+
+
+def halves(name, shape=(4, 4), dtype=dtypes.FLOAT32):
+    """A tensor whose columns lie in two files."""
+    rows, columns = shape
+    boxes = [Box((0, at), (rows, columns // 2)) for at in (0, columns // 2)]
+    chunks = tuple(contiguous(f"{name}{n}", 0, dtype, b, b.shape) for n, b in enumerate(boxes))
+    return Entry("w", "param", dtype, shape, chunks)
+
+
+def test_a_tensor_no_larger_than_a_window_is_taken_file_by_file():
+    source, target = halves("s"), halves("o", shape=(4, 4))
+    moved = Box((0, 1), (4, 2))
+    source = replace(
+        source,
+        chunks=(
+            contiguous("s0", 0, F32, Box((0, 0), (4, 1)), (4, 1)),
+            contiguous("s1", 0, F32, moved, moved.shape),
+            contiguous("s2", 0, F32, Box((0, 3), (4, 1)), (4, 1)),
+        ),
+    )
+    skeleton = Skeleton((OutputFile("o0", 32), OutputFile("o1", 32)), (target,))
+    for limit, together in ((63, 2), (64, 1), (65, 1)):
+        batches = list(plan({source.key: source}, skeleton, limit).batches())
+        assert max(map(len, batches)) == together
+
+
+def test_columns_become_equal_runs_file_by_file():
+    source = halves("s", shape=(8, 8))
+    places = Places(("o0", "o1", "o2"), (0, 0, 0))
+    target = replace(source, chunks=Runs(places, F32, (8, 8), 0))
+    skeleton = Skeleton(tuple(OutputFile(file, 88) for file in places.files), (target,))
+    batches = list(plan({source.key: source}, skeleton, 16).batches())
+    assert {len(batch) for batch in batches} == {1}
+    assert sum(window.nbytes for (window,) in batches) == source.nbytes
+
+
+def test_factors_of_both_sides_are_one_factor_of_the_copy():
+    source = halves("s")
+    source = replace(source, chunks=tuple(replace(c, factor=6.0) for c in source.chunks))
+    for wanted, factor in ((1.0, 6.0), (2.0, 3.0)):
+        target = halves("o")
+        target = replace(target, chunks=tuple(replace(c, factor=wanted) for c in target.chunks))
+        skeleton = Skeleton((OutputFile("o0", 32), OutputFile("o1", 32)), (target,))
+        planned = plan({source.key: source}, skeleton)
+        assert {copy.factor for window in planned for copy in window.copies} == {factor}
+
+
+def test_neighbours_share_a_window_that_they_just_fill():
+    made = [Entry(name, "param", F32, (2,), ()) for name in ("a", "b")]
+    box = whole((2,))
+    held = {e.key: replace(e, chunks=(contiguous(e.fqn, 0, F32, box, (2,)),)) for e in made}
+    placed = [
+        replace(e, chunks=(contiguous("o", 100 + 8 * n, F32, box, (2,)),))
+        for n, e in enumerate(made)
+    ]
+    skeleton = Skeleton((OutputFile("o", 116),), tuple(placed))
+    for limit, sizes in ((15, [8, 8]), (16, [16])):
+        assert [window.nbytes for window in plan(held, skeleton, limit)] == sizes
 
 
 @pytest.mark.parametrize("window_bytes", WINDOWS)
@@ -271,3 +375,32 @@ def test_a_factor_of_what_is_stored_reaches_every_copy(shape, ranks):
     for limit in WINDOWS:
         windows = list(plan({entry.key: entry}, skeleton, limit))
         assert {copy.factor for window in windows for copy in window.copies} == {2.0}
+
+
+def test_every_block_of_nested_chunks_is_filled_whatever_lies_between_its_ends():
+    rows, columns = 5, 6
+    parts = [  # a frame around a frame: the flat spans of the first ones hold those of others
+        Box((0, 0), (5, 1)),
+        Box((0, 5), (5, 1)),
+        Box((0, 1), (1, 4)),
+        Box((4, 1), (1, 4)),
+        Box((1, 1), (3, 1)),
+        Box((1, 2), (1, 3)),
+        Box((2, 2), (2, 3)),
+    ]
+    chunks = tuple(contiguous(f"s{n}", 0, F32, box, box.shape) for n, box in enumerate(parts))
+    source = Entry("w", "param", F32, (rows, columns), chunks)
+    for top, left in product(range(rows), range(columns)):
+        for height, width in product(range(1, rows - top + 1), range(1, columns - left + 1)):
+            window = block(source, Box((top, left), (height, width)), F32)
+            assert (painted(window) == 1).all()
+            places = [copy.target_offset for copy in window.copies]
+            assert places == sorted(places)
+
+
+def test_a_copy_has_as_few_dims_as_it_can():
+    whole_tensor = contiguous("s", 0, F32, whole((4, 1, 3, 2)), (4, 1, 3, 2))
+    source = Entry("w", "param", F32, (4, 1, 3, 2), (whole_tensor,))
+    for shape, dims in (((4, 1, 3, 2), (24,)), ((4, 1, 2, 2), (4, 4)), ((4, 1, 2, 1), (4, 2))):
+        (copy,) = block(source, Box((0, 0, 0, 0), shape), F32).copies
+        assert copy.shape == dims

@@ -9,7 +9,7 @@ from math import prod
 import pytest
 
 from reshard import dtypes
-from reshard.box import whole
+from reshard.box import Box, whole
 from reshard.copies import block
 from reshard.errors import CorruptError
 from reshard.extents import by_file
@@ -107,6 +107,50 @@ def test_a_run_that_lies_outside_its_file_is_found():
             proof({file: lost})
 
 
+def test_a_run_before_the_first_byte_of_its_file_is_found():
+    for at, outside in (((0, 0), None), ((-1, 0), "a"), ((-2, 0), "a"), ((0, -1), "b")):
+        held = Runs(Places(("a", "b"), at), dtypes.FLOAT32, (7,), 0)
+        for last in (12, 99):  # the last rank holds 3 of 4 elements
+            found = held.outside({"a": SourceFile("a", 99), "b": SourceFile("b", last)})
+            assert (found and found.file) == outside, (at, last)
+
+
+def test_what_follows_runs_in_a_manifest_is_checked_too():
+    held = runs((16,), 2)
+    files = {file: SourceFile(file, 99) for file in held.places.files}
+    hole = replace(entry(held), fqn="v", chunks=(*held[1:],))
+    with pytest.raises(CorruptError, match="'v'"):
+        check(Manifest(Origin("test", ""), {KEY: entry(held), hole.key: hole}, files))
+
+
+def test_runs_are_as_many_as_they_say():
+    for shape in (*SHAPES, (3, 6, 2), (2, 3, 12), (9, 2), (5, 7)):
+        for ranks in range(1, 33):
+            held = runs(shape, ranks)
+            chunks = tuple(held)
+            assert len(held) == len(chunks), (shape, ranks)
+            assert [held[n] for n in range(len(chunks))] == list(chunks)
+            assert not held.ranks(1, 1)
+
+
+def test_extents_of_a_file_are_those_of_all_its_tensors():
+    held = Runs(Places(("a", "b", "c"), (0, 0, 0)), dtypes.FLOAT32, (4,), 0)  # "c" holds none
+    column = contiguous("a", 40, dtypes.FLOAT32, Box((0, 2), (2, 3)), (2, 3))
+    row = contiguous("a", 64, dtypes.FLOAT32, Box((1, 0), (1, 5)), (5,))
+    row = replace(row, byte_strides=(20, 4))
+    mixed = Entry("v", "master", dtypes.FLOAT32, (2, 5), (row, column))
+    of = Skeleton((), (entry(held), mixed))
+    found = {
+        file: [(e.byte_offset, e.start, e.stop, e.numel, e.nbytes, e.is_run) for e in extents]
+        for file, extents in by_file(of)
+    }
+    assert found == {
+        "a": [(0, 0, 2, 2, 8, True), (40, 2, 10, 6, 24, False), (64, 5, 10, 5, 20, True)],
+        "b": [(0, 2, 4, 2, 8, True)],
+        "c": [],
+    }
+
+
 @pytest.mark.parametrize("window_bytes", [4, 20, 1 << 20])
 def test_a_plan_of_runs_moves_what_a_plan_of_their_chunks_moves(window_bytes):
     chance = random.Random(3)
@@ -122,6 +166,19 @@ def test_a_plan_of_runs_moves_what_a_plan_of_their_chunks_moves(window_bytes):
             assert planned.copied_bytes == 4 * prod(shape)
             assert planned.window_bytes >= max((w.nbytes for w in planned), default=0)
             assert list(planned) == list(planned)
+
+
+@pytest.mark.parametrize("window_bytes", [4, 20, 1 << 20])
+def test_columns_become_runs_as_they_become_the_chunks_of_runs(window_bytes):
+    boxes = [Box((0, 0), (6, 3)), Box((0, 3), (6, 5))]
+    chunks = tuple(
+        contiguous(f"s{n}", 8, dtypes.FLOAT32, box, box.shape) for n, box in enumerate(boxes)
+    )
+    source, target = entry(runs((6, 8), 1)), entry(runs((6, 8), 5, "o", 12))
+    source = replace(source, chunks=chunks)
+    found = moved(Plan({KEY: source}, skeleton(target), window_bytes))
+    assert found == moved(Plan({KEY: source}, skeleton(expanded(target)), window_bytes))
+    assert len(found) == 48
 
 
 def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
@@ -160,3 +217,10 @@ def test_files_alike_hold_each_rank_s_run_where_the_first_has_its_own():
         skeletons.a_rank_each(
             replace(first, entries=(replace(first.entries[0], chunks=tuple(held)),)), "abc"
         )
+
+
+def test_two_rows_that_lie_turned_are_no_run():
+    turned = replace(contiguous("s", 0, dtypes.FLOAT32, whole((2, 3)), (2, 3)), byte_strides=(4, 8))
+    source = Entry("w", "master", dtypes.FLOAT32, (2, 3), (turned,))
+    found = moved(Plan({KEY: source}, skeleton(entry(runs((2, 3), 1, "o", 0)))))
+    assert found["o00", 4] == ("s", 8)

@@ -130,6 +130,9 @@ def lay_out(
 
     Args:
         metadata: its strings; an empty mapping is written as such, as `save_file` does.
+
+    Raises:
+        UnsupportedError: a name or a dtype that safetensors does not have.
     """
     tensors = list(tensors)
     _check_names(entry.fqn for entry, _ in tensors)

@@ -64,7 +64,11 @@ class Member:
         return int(start)
 
     def read(self, archive: Section, *, checked: bool) -> bytes:
-        """The member's bytes, compared with its CRC when ``checked``."""
+        """The member's bytes, compared with its CRC when ``checked``.
+
+        Raises:
+            CorruptError: the CRC is another.
+        """
         data = archive.read(self.data_offset(archive), self.nbytes)
         if checked and crc32(data) != self.crc32:
             raise CorruptError(
