@@ -219,8 +219,21 @@ def test_files_alike_hold_each_rank_s_run_where_the_first_has_its_own():
         )
 
 
-def test_two_rows_that_lie_turned_are_no_run():
-    turned = replace(contiguous("s", 0, dtypes.FLOAT32, whole((2, 3)), (2, 3)), byte_strides=(4, 8))
-    source = Entry("w", "master", dtypes.FLOAT32, (2, 3), (turned,))
+@pytest.mark.parametrize("strides", [(4, 8), (16, 4)])
+def test_two_rows_that_lie_turned_or_apart_are_no_run(strides):
+    stored = replace(
+        contiguous("s", 0, dtypes.FLOAT32, whole((2, 3)), (2, 3)), byte_strides=strides
+    )
+    source = Entry("w", "master", dtypes.FLOAT32, (2, 3), (stored,))
     found = moved(Plan({KEY: source}, skeleton(entry(runs((2, 3), 1, "o", 0)))))
-    assert found["o00", 4] == ("s", 8)
+    assert found["o00", 4] == ("s", strides[1])
+    assert found["o00", 12] == ("s", strides[0])
+
+
+def test_runs_of_the_output_are_multiplied_by_nothing():
+    """Unlike chunks, runs of a target have no factor: what is stored keeps its own."""
+    stored = contiguous("s", 0, dtypes.FLOAT32, whole((12,)), (12,))
+    for factor in (1.0, 2.0):
+        source = Entry("w", "master", dtypes.FLOAT32, (12,), (replace(stored, factor=factor),))
+        planned = Plan({KEY: source}, skeleton(entry(runs((12,), 3, "o", 0))))
+        assert {copy.factor for window in planned for copy in window.copies} == {factor}
