@@ -16,7 +16,9 @@ pytestmark = pytest.mark.judge
 
 WINDOW = 5
 MODEL = "tests.judges.library_models:net_frozen"
-HISTORY = st.lists(st.booleans(), max_size=30)
+HISTORY = st.lists(st.booleans(), max_size=30).filter(
+    lambda overflows: sum(overflows) < 20  # after 20 DeepSpeed is at its least scale and gives up
+)
 
 
 class Torch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -27,7 +27,7 @@ from reshard.files import SourceFiles
 from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Manifest, Skeleton
 from reshard.paths import as_path
 from reshard.plan import plan
 
@@ -165,17 +165,13 @@ def _look(
     tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
     for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
         wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
-        places = {
-            (f"{staging}/{file}", byte_offset, dtype)
-            for entry in wanted
-            for file, byte_offset, dtype in _places(entry)
-        }
-        for place in (place for entry in found for place in _places(entry)):
-            if place not in places:
+        places = {_place(chunk, f"{staging}/") for entry in wanted for chunk in entry.chunks}
+        for chunk in (chunk for entry in found for chunk in entry.chunks if chunk.box.volume):
+            if _place(chunk) not in places and not _is_padding(chunk, wanted):
                 raise DifferentError(
-                    place[0],
-                    f"holds {fqn!r} at byte {place[1]}, where it was not put: the files of the"
-                    " output do not say what is in them",
+                    chunk.file,
+                    f"holds {fqn!r} at byte {chunk.byte_offset}, where it was not put: the files of"
+                    " the output do not say what is in them",
                 )
     _check_all(seen, state, named)
 
@@ -187,10 +183,14 @@ def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
     return found
 
 
-def _places(entry: Entry) -> Iterator[tuple[str, int, DType]]:
-    return (
-        (chunk.file, chunk.byte_offset, chunk.dtype) for chunk in entry.chunks if chunk.box.volume
-    )
+def _place(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
+    return staging + chunk.file, chunk.byte_offset, chunk.dtype
+
+
+def _is_padding(chunk: Chunk, wanted: Sequence[Entry]) -> bool:
+    """Whether it begins behind the tensor: a rank's part that is all rows of no word."""
+    ends = (zip(chunk.box.origin, entry.shape, strict=False) for entry in wanted)
+    return any(at >= size for dims in ends for at, size in dims)
 
 
 def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
