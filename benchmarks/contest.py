@@ -15,6 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PYTHON = sys.executable
+THREADS = len(os.sched_getaffinity(0))
 
 
 @dataclass
@@ -32,7 +33,6 @@ class Contender:
 def limits(spans: Path, *, shrink: int = 1) -> list[Contender]:
     """The bare loop that reads and writes the same bytes, with one thread and with one a core."""
     loop = [PYTHON, str(HERE / "bare_loop.py"), str(spans)]
-    threads = len(os.sched_getaffinity(0))
     return [
         Contender(
             f"bare loop, {count} thread{'s' * (count > 1)}",
@@ -41,7 +41,7 @@ def limits(spans: Path, *, shrink: int = 1) -> list[Contender]:
                 *("--threads", str(count), "--shrink", str(shrink)),
             ],
         )
-        for count in dict.fromkeys((1, threads))
+        for count in dict.fromkeys((1, THREADS))
     ]
 
 

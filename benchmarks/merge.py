@@ -6,12 +6,10 @@ import json
 import os
 from pathlib import Path
 
-from contest import HERE, PYTHON, Contender, limits
+from contest import HERE, PYTHON, THREADS, Contender, limits
 
 import reshard
 from reshard.manifest import MASTER, PARAM
-
-THREADS = len(os.sched_getaffinity(0))
 
 
 def needed_spans(run: Path, *, masters: bool) -> list[tuple[str, int, int]]:

@@ -19,6 +19,7 @@ import merge
 import proof
 import split
 from contest import Contender, compete, report
+from equal import check
 from sources import RANKS, SHAPES, Sources
 
 Case = Callable[[Sources, Path], list[Contender]]
@@ -79,15 +80,9 @@ def main() -> None:
         made = Sources(place / f"of-{args.size}-{args.ranks}", SHAPES[args.size], args.ranks)
         for name in args.only:
             field_of = CASES[name](made, place / "spans.json")
-            compare = merge_check if name.startswith("merge") else None
+            compare = check if name.startswith("merge") else None
             compete(field_of, place / "out" / "x", args.rounds, compare)
             report(f"{name}: {args.size} million parameters, {args.ranks} ranks", field_of)
-
-
-def merge_check(made: Path, reference: Path) -> None:
-    from equal import check
-
-    check(made, reference)
 
 
 if __name__ == "__main__":

@@ -179,11 +179,7 @@ class _Job:
     """Of which files anyone wants checksums."""
 
     def __init__(self, sources: Mapping[str, SourceFile], skeleton: Skeleton) -> None:
-        self._sources = {
-            path
-            for path, file in sources.items()
-            if any(record.crc32 is not None for record in file.records)
-        }
+        self._sources = {path for path, file in sources.items() if file.has_checksums}
         self._targets = {stored.file for stored in skeleton.checksums}
 
     def sums_source(self, path: str) -> bool:

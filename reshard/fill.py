@@ -194,13 +194,13 @@ def _reach(copy: Copy) -> int:
 def _shared(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
     """Ranges of files (start, stop) that several copies read with gaps, each within the limit."""
     spans = sorted(
-        (copy.file, copy.byte_offset, copy.byte_offset + _reach(copy), copy.numel)
+        (copy.file, copy.byte_offset, copy.byte_offset + _reach(copy))
         for copy in copies
         if not copy.is_run
     )
     found: list[tuple[str, int, int]] = []
     joined = 0
-    for file, start, stop, _ in spans:
+    for file, start, stop in spans:
         if found and found[-1][0] == file and start < found[-1][2]:
             found[-1] = (file, found[-1][1], max(stop, found[-1][2]))
             joined += 1

@@ -96,9 +96,7 @@ class Journal:
         self._place = place
         self._path = place.path / (f"{NAME}-{rank}" if rank else NAME)
         self._job = job
-        self._checked = {
-            path for path, file in sources.items() if any(r.crc32 is not None for r in file.records)
-        }
+        self._checked = {path for path, file in sources.items() if file.has_checksums}
         self._batches: SimpleQueue[Outcome | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._stopped = False

@@ -112,6 +112,11 @@ class SourceFile:
     records: tuple[Record, ...] = ()
     lasting: bool = True  # False: made for one run, and gone with it
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether it stores a checksum of any of its records."""
+        return any(record.crc32 is not None for record in self.records)
+
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:

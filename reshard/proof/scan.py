@@ -160,11 +160,7 @@ class _Reader:
         self.reads: list[ReadSpan] = []
         self._pool = pool
         self._block_bytes = block_bytes
-        self._summed = {
-            path
-            for path, file in files.items()
-            if any(record.crc32 is not None for record in file.records)
-        }
+        self._summed = {path for path, file in files.items() if file.has_checksums}
         self.lock = threading.Lock()
 
     def fill(self, window: Window, buffer: bytearray) -> None:
