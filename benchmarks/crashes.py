@@ -39,7 +39,7 @@ TRAIN += ["--steps", "6", "--save-every", "2", "--keep", "2", "--threads", "1"]
 
 def serve() -> None:
     """Fork for each trial of stdin: everything is imported once."""
-    from reshard import journal
+    from reshard.move import journal
     from trainer import model, tokenizer
     from trainer.settings import resolve
 

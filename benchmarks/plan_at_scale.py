@@ -50,7 +50,7 @@ from reshard.manifest import (
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.sizes import Sizes
-from reshard.plan import plan
+from reshard.plan.planner import plan
 
 Shapes = dict[str, tuple[int, ...]]
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -10,7 +10,7 @@ from contest import HERE, PYTHON, Contender, limits
 from reshard import formats, keys
 from reshard.formats import targets
 from reshard.formats.training import training
-from reshard.plan import plan
+from reshard.plan.planner import plan
 
 
 def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]]:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from reshard import dtypes
 from reshard.box import Box
-from reshard.execute import execute
 from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile, contiguous
-from reshard.plan import plan
+from reshard.move.execute import execute
+from reshard.plan.planner import plan
 
 ROWS, COLUMNS, MATRICES, ROUNDS = 4096, 11008, 6, 3
 

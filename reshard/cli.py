@@ -716,7 +716,7 @@ def _write(
     as_json, quiet, _ = (options.pop(name) for name in ("as_json", "quiet", "verbose"))
     options["verify"] = not options.pop("no_verify")
     memory = units.parse_bytes(options.pop("max_memory"), "--max-memory")
-    from reshard import torchrun
+    from reshard.ranks import torchrun
 
     try:
         with torchrun.joined() as team:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from reshard.box import Box, Index, contiguous_cuts
-from reshard.copies import block
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
-from reshard.fill import fill
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
+from reshard.move.fill import fill
+from reshard.plan.copies import block
 
 if TYPE_CHECKING:
     import torch

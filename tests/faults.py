@@ -156,8 +156,8 @@ def _named(arguments: tuple) -> str:
 
 def reshard(arguments: list[str], batch_bytes: int) -> None:
     """The command line, with a line in the journal more often."""
-    from reshard import journal
     from reshard.cli import main
+    from reshard.move import journal
 
     journal.BATCH_BYTES = batch_bytes
     sys.argv = ["reshard", *arguments]

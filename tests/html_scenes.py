@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from reshard import dtypes
 from reshard.box import Box, row_major
-from reshard.layout import equal_piece, run_chunks
+from reshard.layout.partition import equal_piece, run_chunks
 from reshard.manifest import (
     Chunk,
     Entry,

@@ -13,11 +13,11 @@ import numpy as np
 
 from reshard import dtypes
 from reshard.box import Box, row_major, run_boxes, whole
-from reshard.execute import execute
 from reshard.formats import safetensors
-from reshard.layout import run_chunks
+from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk, Entry, OutputFile, Record, Skeleton, SourceFile, contiguous
-from reshard.plan import plan
+from reshard.move.execute import execute
+from reshard.plan.planner import plan
 
 BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 LAYOUTS = ("flat", "equal", "rows", "columns", "grid", "replicas", "whole")

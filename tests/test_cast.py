@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from reshard import dtypes
-from reshard.cast import cast, numpy_dtype
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from reshard.errors import UnsupportedError
+from reshard.move.cast import cast, numpy_dtype
 
 UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
 SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}

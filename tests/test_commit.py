@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from reshard import commit
 from reshard.errors import ExistsError, UsageError
+from reshard.output import commit
 
 
 def stage(destination, *, is_directory, overwrite=False, content=b"new"):

@@ -18,9 +18,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from reshard import commit, journal
 from reshard.errors import ExistsError
-from reshard.partial import Partial
+from reshard.move import journal
+from reshard.output import commit
+from reshard.output.partial import Partial
 from tests.test_cli import run
 
 pytestmark = pytest.mark.skipif(

@@ -29,7 +29,7 @@ from reshard.manifest import (
     contiguous,
     keyed,
 )
-from reshard.plan import plan
+from reshard.plan.planner import plan
 
 ADAM = {"lr": 0.1, "capturable": False}
 SHAPES = ((), (1,), (2,), (7,), (13,), (3, 5), (0, 5), (2, 3, 4), (31, 3), (1, 1))

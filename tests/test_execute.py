@@ -12,13 +12,13 @@ import pytest
 from reshard import dtypes
 from reshard.box import whole
 from reshard.errors import CorruptError, DifferentError, IncompleteError
-from reshard.execute import execute
 from reshard.manifest import (
     Chunk,
     Entry,
     SourceFile,
 )
-from reshard.plan import plan
+from reshard.move.execute import execute
+from reshard.plan.planner import plan
 from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
 
 F32 = dtypes.FLOAT32

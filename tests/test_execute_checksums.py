@@ -13,9 +13,9 @@ import pytest
 from reshard import dtypes
 from reshard.box import Box, whole
 from reshard.errors import CorruptError
-from reshard.execute import execute
 from reshard.manifest import Chunk, Entry, Record, SourceFile, StoredChecksum, contiguous
-from reshard.plan import plan
+from reshard.move.execute import execute
+from reshard.plan.planner import plan
 from tests.scenes import contents, expected, run, scene, single, whole_target
 
 F32 = dtypes.FLOAT32

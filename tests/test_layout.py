@@ -11,7 +11,7 @@ import numpy as np
 from reshard import dtypes
 from reshard.box import Box, flat_span, whole
 from reshard.dtypes import FLOAT32
-from reshard.layout import Cut, Member, equal_piece, flat_chunks, mesh_box, run_chunks
+from reshard.layout.partition import Cut, Member, equal_piece, flat_chunks, mesh_box, run_chunks
 from reshard.manifest import contiguous
 
 

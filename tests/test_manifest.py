@@ -12,7 +12,7 @@ import pytest
 from reshard import dtypes
 from reshard.box import Box, first_overlap, row_major, whole
 from reshard.errors import CorruptError
-from reshard.layout import run_chunks
+from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk, Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
 
 F32 = dtypes.FLOAT32

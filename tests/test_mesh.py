@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.state_dict.mesh import ROLES, Grid, Placing, parse
-from reshard.layout import Cut
+from reshard.layout.partition import Cut
 
 NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "tensor": "tp"}
 ORDERS = (("shard",), ("tensor",), ("replicate", "shard"), ("shard", "tensor"), tuple(NAMES))

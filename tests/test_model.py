@@ -16,8 +16,8 @@ from torch import nn
 
 from reshard import dtypes
 from reshard.errors import UnsupportedError, UsageError
-from reshard.flat_param import alignment, place
-from reshard.layout import equal_piece
+from reshard.layout.flat_param import alignment, place
+from reshard.layout.partition import equal_piece
 from reshard.model import Unit, describe, shapes_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # FSDP1 is deprecated, and says so in many ways

@@ -11,10 +11,9 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, whole
-from reshard.copies import block
 from reshard.errors import ReshardError
-from reshard.execute import execute
 from reshard.files import SourceFiles
+from reshard.layout.runs import Places, Runs
 from reshard.manifest import (
     Chunk,
     Entry,
@@ -26,8 +25,9 @@ from reshard.manifest import (
     check,
     contiguous,
 )
-from reshard.plan import plan
-from reshard.runs import Places, Runs
+from reshard.move.execute import execute
+from reshard.plan.copies import block
+from reshard.plan.planner import plan
 from tests.scenes import expected, scene, sharded_target, whole_target
 
 F32 = dtypes.FLOAT32

@@ -10,11 +10,10 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, whole
-from reshard.copies import block
 from reshard.errors import CorruptError
-from reshard.extents import by_file
 from reshard.formats import skeletons
-from reshard.layout import equal_piece, run_chunks
+from reshard.layout.partition import equal_piece, run_chunks
+from reshard.layout.runs import Places, Runs
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -25,8 +24,9 @@ from reshard.manifest import (
     check,
     contiguous,
 )
-from reshard.plan import Plan
-from reshard.runs import Places, Runs
+from reshard.plan.copies import block
+from reshard.plan.extents import by_file
+from reshard.plan.planner import Plan
 
 SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))
 KEY = ("master", "w")

@@ -17,10 +17,10 @@ import reshard
 from reshard import dtypes
 from reshard.box import whole
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
-from reshard.execute import execute
 from reshard.formats import safetensors
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
-from reshard.plan import plan
+from reshard.move.execute import execute
+from reshard.plan.planner import plan
 from tests.menagerie import menagerie, raw, same
 
 ZOO = {name: tensor.clone().contiguous() for name, tensor in menagerie().items()}

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from reshard import model as models
-from reshard import tensor_parallel
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout import Cut
-from reshard.tensor_parallel import Plan, cuts
+from reshard.layout import tensor_parallel
+from reshard.layout.partition import Cut
+from reshard.layout.tensor_parallel import Plan, cuts
 
 LAYER = {
     "layers.0.up.weight": (6, 4),

@@ -16,13 +16,13 @@ from reshard import dtypes
 from reshard.box import Box, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
-from reshard.execute import execute
 from reshard.files import Section, SourceFiles
 from reshard.formats import torch_file, torch_writer, zip_directory
 from reshard.formats.torch_writer import AS_WRITTEN, Part, Slot, Storage, lay_out, lay_out_object
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
-from reshard.plan import plan
-from reshard.unpickle import Call, Global
+from reshard.move.execute import execute
+from reshard.pickles.unpickle import Call, Global
+from reshard.plan.planner import plan
 from tests.menagerie import menagerie, raw, same
 
 

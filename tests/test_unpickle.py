@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import CorruptError, ReshardError, UnsafeError
-from reshard.unpickle import Call, Global, loads
+from reshard.pickles.unpickle import Call, Global, loads
 
 PROTOCOLS = range(6)
 

@@ -15,7 +15,7 @@ import pytest
 
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats import torch_file
-from reshard.unpickle import Call, Global, loads
+from reshard.pickles.unpickle import Call, Global, loads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,7 +112,7 @@ def limited(data, *, seconds=3, megabytes=3000):
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "from reshard.errors import ReshardError\n"
         "from reshard.formats.torch_file import TORCH_BUILDERS, _Storages\n"
-        "from reshard.unpickle import loads\n"
+        "from reshard.pickles.unpickle import loads\n"
         "try:\n"
         "    loads(sys.stdin.buffer.read(), where='x', builders=TORCH_BUILDERS,\n"
         "          persistent=_Storages('x'))\n"

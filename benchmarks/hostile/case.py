@@ -25,8 +25,9 @@ import click
 
 from benchmarks.hostile import damage
 from benchmarks.hostile.seeds import ROOT, Seed
-from reshard import cli, execute, formats
+from reshard import cli, formats
 from reshard.errors import ReshardError
+from reshard.move import execute
 
 CPU_SECONDS = 10.0
 MEMORY_MB = 400  # above what the process held before

@@ -25,7 +25,7 @@ with atheris.instrument_imports(include=["reshard"]):
     from reshard.formats import huggingface, safetensors, torch_file
     from reshard.formats.dcp import metadata
     from reshard.formats.place import Place
-    from reshard.unpickle import loads
+    from reshard.pickles.unpickle import loads
 
 from benchmarks.hostile import archives, damage
 from benchmarks.hostile.seeds import Seed, kept, made

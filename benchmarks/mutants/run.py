@@ -1,6 +1,6 @@
 """Which small wrong changes of reshard's geometry do the tests not notice?
 
-    python benchmarks/mutants/run.py            # or some modules: box plan
+    python benchmarks/mutants/run.py            # or some modules: box plan.planner
 
 Every mutant (changes.py) is tried in a forked process: the code of the changed function replaces
 that of the one imported, and the tests that call the function run until one fails. A mutant is
@@ -31,7 +31,8 @@ from changes import Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-MODULES = ["box", "manifest", "runs", "extents", "copies", "plan", "layout", "checksum"]
+MODULES = """box manifest layout.runs plan.extents plan.copies plan.planner layout.partition
+checksum""".split()
 TESTS = """affine box checksum layout manifest mesh order plan runs
     split_sizes tensors""".split()
 CPU_S, WALL_S, MEMORY = 20, 120, 4 << 30  # of a mutant: beyond them it is stuck
@@ -197,7 +198,7 @@ def main() -> int:
     args = parser.parse_args()
     session = Session(args.modules, args.workers)
     tests = [str(ROOT / "tests" / f"test_{name}.py") for name in TESTS]
-    sources = [str(ROOT / "reshard" / f"{name}.py") for name in MODULES]  # their doctests
+    sources = [str(ROOT / "reshard" / f"{name.replace('.', '/')}.py") for name in MODULES]
     sys.path.insert(0, str(ROOT))  # this tree, whatever is installed
     options = ["-q", "-s", "-p", "no:cacheprovider", f"--hypothesis-profile={PROFILE}"]
     options += ["--rootdir", str(ROOT)]
@@ -219,7 +220,8 @@ def main() -> int:
         for mutant in new:
             print(f"  line {mutant.line}: {name}.{mutant}")
         fresh += len(new)
-    stale = [key for key in listed if key.split(".")[0] in args.modules and key not in met]
+    asked = tuple(f"{name}." for name in args.modules)
+    stale = [key for key in listed if key.startswith(asked) and key not in met]
     for key in stale:
         print(f"no survivor, though listed: {key}")
     return 1 if fresh or stale else 0

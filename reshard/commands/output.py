@@ -8,18 +8,20 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from reshard import commit, execute, journal, units
+from reshard import units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError, UsageError
-from reshard.extents import by_file
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
-from reshard.outcome import Outcome
-from reshard.partial import Partial
+from reshard.move import execute, journal
+from reshard.move.outcome import Outcome
+from reshard.output import commit
+from reshard.output.partial import Partial
 from reshard.paths import as_path, is_remote
-from reshard.plan import Plan
-from reshard.ranks import ALONE, Progress, Team, check_same, told
+from reshard.plan.extents import by_file
+from reshard.plan.planner import Plan
+from reshard.ranks.team import ALONE, Progress, Team, check_same, told
 from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ def write(
     job = journal.describe(manifest.files.values(), _shaping(options), skeleton)
     check_same(team, manifest.origin.path, json.dumps(job))
     if is_remote(str(destination)):
-        from reshard import upload
+        from reshard.move import upload
         from reshard.remote import writing
 
         staged = writing.staged(

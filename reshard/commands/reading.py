@@ -11,8 +11,8 @@ from pathlib import Path
 from reshard import formats, units
 from reshard.errors import ResourceError, UnsafeError, UsageError
 from reshard.manifest import Manifest
-from reshard.plan import WINDOW_BYTES
-from reshard.ranks import Progress, unseen
+from reshard.plan.planner import WINDOW_BYTES
+from reshard.ranks.team import Progress, unseen
 
 Meter = Callable[[int], AbstractContextManager[Progress]]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import commit, formats, keys, units
+from reshard import formats, keys, units
 from reshard.commands.companions import config_beside
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
@@ -18,6 +18,7 @@ from reshard.errors import CorruptError, UsageError
 from reshard.formats import huggingface
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
+from reshard.output import commit
 from reshard.paths import as_path
 from reshard.proof import checks, deep, hashes, quick, scan
 from reshard.proof.checks import Check, counted, not_applicable, not_run

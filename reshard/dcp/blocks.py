@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from reshard import dtypes
 from reshard.box import Box, contiguous_cuts, flat_span
-from reshard.copies import Copy, block
 from reshard.dcp.values import memory_of
 from reshard.dtypes import DType
 from reshard.errors import DifferentError
 from reshard.files import SourceFiles
-from reshard.fill import fill
 from reshard.manifest import BUFFER, Entry
+from reshard.move.fill import fill
+from reshard.plan.copies import Copy, block
 
 _STAGED_BYTES = 4 << 20  # of a tensor on another device, or not contiguous
 _BATCH_BYTES = 64 << 20  # of targets held at a time: a planner may make a temporary for each

@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from reshard import trust
 from reshard.dtypes import DType
 from reshard.errors import (
     CorruptError,
@@ -41,6 +40,7 @@ from reshard.manifest import (
     keyed,
 )
 from reshard.model import ModelShapes
+from reshard.pickles import trust
 
 NAME = "huggingface"
 METADATA = {"format": "pt"}

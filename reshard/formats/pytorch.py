@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from reshard import trust
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnrecognisedError, UsageError
 from reshard.files import small
 from reshard.formats import huggingface, rng, stages, torch_file
@@ -32,6 +31,7 @@ from reshard.formats.torch_file import TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import Manifest, Origin
 from reshard.model import Told
+from reshard.pickles import trust
 
 NAME = "torch"
 SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any, Literal
 
-from reshard import trust
 from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.files import SourceFiles
@@ -28,7 +27,8 @@ from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
 from reshard.manifest import Chunk
 from reshard.paths import as_path
-from reshard.unpickle import Call, Global
+from reshard.pickles import trust
+from reshard.pickles.unpickle import Call, Global
 
 Policy = Literal["keep", "derive", "drop"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from reshard.layout.runs import Places, Runs
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
-from reshard.runs import Places, Runs
 
 
 def joined(parts: Iterable[Skeleton]) -> Skeleton:

@@ -22,11 +22,11 @@ from reshard.formats.state_dict import flat_target, written
 from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.training import Training
+from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.sizes import ONE, Sizes
-from reshard.tensor_parallel import Plan
 
 StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)

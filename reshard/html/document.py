@@ -16,10 +16,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from reshard import commit
 from reshard.errors import ExistsError
 from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, Table
+from reshard.output import commit
 from reshard.version import __version__
 
 _ASSETS = Path(__file__).parent / "assets"

@@ -14,8 +14,8 @@ from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
+from reshard.move.workers import spread
 from reshard.tensors import read_block
-from reshard.workers import spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _numbers(side: bytearray, at: Any, dtype: DType) -> Any:
     """Those elements as numbers wide enough for their distance."""
     import numpy as np
 
-    from reshard import cast
+    from reshard.move import cast
 
     if dtype.family == "float8":
         import torch  # numpy has none

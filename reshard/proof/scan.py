@@ -17,15 +17,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
-from reshard.copies import Blocks, Window
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
-from reshard.fill import ReadSpan, fill
 from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
+from reshard.move.fill import ReadSpan, fill
+from reshard.move.records import Spans, record_crc
+from reshard.move.workers import spread
+from reshard.plan.copies import Blocks, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
-from reshard.records import Spans, record_crc
-from reshard.workers import spread
 
 _EXACT = Tolerance()
 _BUFFERS = 4  # a worker holds a block, one to compare with, a cast of the first, and what is read
@@ -270,7 +270,7 @@ def cast_into(made: bytearray, block: bytearray, dtype: DType, target: DType) ->
     """
     import numpy as np
 
-    from reshard import cast
+    from reshard.move import cast
 
     source: Any = np.frombuffer(block, cast.numpy_dtype(dtype, casting=True))
     filled: Any = np.frombuffer(made, cast.numpy_dtype(target, casting=True))

@@ -67,7 +67,7 @@ def look(block: bytearray, dtype: DType, start: int, *, signs: bool) -> Facts:
     """
     import numpy as np
 
-    from reshard import cast
+    from reshard.move import cast
 
     step: str
     see: Callable[[Any, DType, bool], tuple[Any, ...]]

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from reshard.errors import DifferentError, ExistsError, ReshardError, UsageError
-from reshard.ranks import ALONE, Team, told
+from reshard.ranks.team import ALONE, Team, told
 from reshard.remote.path import RemotePath
 from reshard.remote.reading import fetch
 from reshard.remote.store import Store, attempt

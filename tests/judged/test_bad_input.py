@@ -362,7 +362,7 @@ def tiny_disk(tmp_path):
 
 def test_disk_that_fills_up_midway(copied, tiny_disk, monkeypatch):
     import reshard
-    from reshard import commit
+    from reshard.output import commit
 
     monkeypatch.setattr(commit, "check_space", lambda *_: None)
     with pytest.raises(reshard.errors.ResourceError, match="disk is full"):

@@ -16,7 +16,9 @@ TIMEOUT_S = 120
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MISHAPS = """
 import os, signal, sys
-from reshard import execute, journal, torchrun
+from reshard.move import execute
+from reshard.move import journal
+from reshard.ranks import torchrun
 from reshard.cli import main
 from reshard.errors import CorruptError
 

@@ -17,17 +17,17 @@ from reshard.box import whole
 from reshard.commands.output import check_places, check_skeleton
 from reshard.dtypes import BFLOAT16
 from reshard.errors import IncompleteError
-from reshard.execute import execute
 from reshard.files import SourceFiles
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import target
 from reshard.formats.torch_file import Tensor
 from reshard.formats.torch_writer import AS_WRITTEN
 from reshard.formats.training import training
-from reshard.layout import equal_piece
-from reshard.plan import plan
+from reshard.layout.partition import equal_piece
+from reshard.move.execute import execute
+from reshard.pickles.unpickle import Call
+from reshard.plan.planner import plan
 from reshard.tensors import read_block
-from reshard.unpickle import Call
 from tests.judges import deepspeed_judge
 
 pytestmark = pytest.mark.judge

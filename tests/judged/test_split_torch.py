@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard
-from reshard import dtypes, execute, formats, keys
+from reshard import dtypes, formats, keys
 from reshard import model as models
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.dcp import target as dcp
@@ -20,7 +20,8 @@ from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.state_dict.written import Value
 from reshard.formats.training import training
 from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
-from reshard.plan import plan
+from reshard.move import execute
+from reshard.plan.planner import plan
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker

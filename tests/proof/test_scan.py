@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reshard import dtypes
 from reshard.box import index_of, whole
 from reshard.files import SourceFiles
-from reshard.layout import run_chunks
+from reshard.layout.partition import run_chunks
 from reshard.manifest import Entry, Record, SourceFile, contiguous
 from reshard.proof.scan import Rival, Task, chunk_at, count_other, gaps, replicas, scan
 from tests import scenes

@@ -27,7 +27,7 @@ from reshard.formats import huggingface, torch_writer
 from reshard.formats.place import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.paths import as_path
-from reshard.plan import Plan, plan
+from reshard.plan.planner import Plan, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from reshard import keys, units
 from reshard.commands.lines import LISTED, listed, written
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
-from reshard.plan import Plan
+from reshard.plan.planner import Plan
 from reshard.weights import Weights
 
 SCHEMA = 1

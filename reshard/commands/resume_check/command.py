@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard import commit, formats
+from reshard import formats
 from reshard.commands import diff as comparison
 from reshard.commands import programs
 from reshard.commands.diff import DiffOptions
@@ -32,6 +32,7 @@ from reshard.commands.split.request import of_target
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.formats import targets
 from reshard.manifest import Manifest
+from reshard.output import commit
 from reshard.paths import as_path, is_remote
 from reshard.proof import control, trajectory
 from reshard.proof.trajectory import Series

@@ -29,7 +29,7 @@ from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Manifest, Skeleton
 from reshard.paths import as_path
-from reshard.plan import plan
+from reshard.plan.planner import plan
 
 
 def split(

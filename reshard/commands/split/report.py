@@ -12,7 +12,7 @@ from reshard.commands.lines import listed, written
 from reshard.formats.targets import Request, Target
 from reshard.formats.training import Training
 from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
-from reshard.plan import Plan
+from reshard.plan.planner import Plan
 
 SCHEMA = 1
 _OF_FORMS = ("deepspeed", "fsdp", "hf-trainer", "megatron")

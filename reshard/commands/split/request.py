@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from reshard import dtypes, tensor_parallel
+from reshard import dtypes
 from reshard.commands.companions import config_beside
 from reshard.commands.split import for_megatron
 from reshard.commands.split.options import SplitOptions
@@ -17,12 +17,13 @@ from reshard.formats.deepspeed.target import grid as deepspeed_grid
 from reshard.formats.state_dict import mesh
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Request, Target
+from reshard.layout import tensor_parallel
+from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
 from reshard.model_parallel import sizes
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.paths import as_path
-from reshard.tensor_parallel import Plan
 
 _FAMILY = {  # what a source is written as, where the user names no target
     "deepspeed": "deepspeed",

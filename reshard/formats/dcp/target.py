@@ -24,10 +24,10 @@ from reshard.formats.state_dict.written import Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training
 from reshard.formats.zip_writer import ALIGNMENT
-from reshard.layout import equal_piece
+from reshard.layout.partition import equal_piece
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
-from reshard.pickler import Pickler
-from reshard.unpickle import Call, Global
+from reshard.pickles.pickler import Pickler
+from reshard.pickles.unpickle import Call, Global
 
 _VERSION = "1.0.0"
 _DCP = "torch.distributed.checkpoint"

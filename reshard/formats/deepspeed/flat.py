@@ -17,7 +17,7 @@ from reshard.counts import elements
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
 from reshard.formats.torch_file import Tensor
-from reshard.layout import Member, flat_chunks
+from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Entry
 
 Slots = dict[str, Tensor]  # slot name -> this rank's flat piece

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard import trust
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
@@ -36,6 +35,7 @@ from reshard.manifest import (
     TrainState,
     keyed,
 )
+from reshard.pickles import trust
 
 
 def first_of(census: Census) -> ModelStates:

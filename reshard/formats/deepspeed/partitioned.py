@@ -24,8 +24,8 @@ from reshard.formats.deepspeed.states import (
     piece_of,
 )
 from reshard.formats.torch_file import Tensor
+from reshard.layout.runs import Places, Runs
 from reshard.manifest import MASTER, PARAM, Entry
-from reshard.runs import Places, Runs
 
 Swapped = Mapping[tuple[int, int, str], Piece]  # (rank, sub-group, kind) -> its place
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard import dtypes, trust
+from reshard import dtypes
 from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
@@ -40,6 +40,7 @@ from reshard.manifest import (
     keyed,
 )
 from reshard.model_parallel import shards
+from reshard.pickles import trust
 
 
 def read(place: Place, rules: Path | None = None) -> Manifest:

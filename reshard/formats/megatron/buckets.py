@@ -17,7 +17,7 @@ from itertools import accumulate
 from math import prod
 
 from reshard.box import Index
-from reshard.layout import Member
+from reshard.layout.partition import Member
 
 ALIGNMENT = 64  # elements
 

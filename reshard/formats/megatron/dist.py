@@ -22,7 +22,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from reshard import counts, trust
+from reshard import counts
 from reshard.box import Box
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
@@ -45,10 +45,11 @@ from reshard.formats.megatron.optimizer import Held
 from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Logical
-from reshard.layout import Member
+from reshard.layout.partition import Member
 from reshard.manifest import BUFFER, PARAM, Chunk, Entry, Manifest, Origin, SourceFile, keyed
 from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
+from reshard.pickles import trust
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")

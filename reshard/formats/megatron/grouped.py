@@ -16,7 +16,7 @@ from dataclasses import replace
 from reshard.box import Box, Index, flat_span
 from reshard.errors import CorruptError
 from reshard.formats.megatron.arguments import Arguments
-from reshard.layout import Member, flat_chunks
+from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import Chunk, Entry
 from reshard.model_parallel.moves import Move, moved, row_moves, transposed
 

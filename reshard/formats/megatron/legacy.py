@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from reshard import trust
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.megatron import directory, grid, grouped, names, optimizer, own, train
 from reshard.formats.megatron.arguments import Arguments
@@ -18,6 +17,7 @@ from reshard.formats.place import Place
 from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, keyed
 from reshard.model_parallel.rules import Table
 from reshard.paths import as_path
+from reshard.pickles import trust
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 

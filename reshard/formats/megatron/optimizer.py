@@ -25,7 +25,7 @@ from reshard.formats.megatron.buckets import Bucket, Param
 from reshard.formats.state_dict.order import AmbiguousError, name_groups
 from reshard.formats.state_dict.tree import Logical, logical
 from reshard.formats.torch_file import number_at
-from reshard.layout import Member, flat_chunks
+from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
 
 _FULL = "float32"

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard import trust
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats import huggingface, torch_file
@@ -25,6 +24,7 @@ from reshard.model_parallel.rules import Table, builtin
 from reshard.model_parallel.shards import REPLICATED, Split
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
+from reshard.pickles import trust
 
 NAME = "meta"
 PARAMS = "params.json"

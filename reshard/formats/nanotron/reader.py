@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from reshard import counts, trust
+from reshard import counts
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats import huggingface, safetensors, torch_file
@@ -31,6 +31,7 @@ from reshard.manifest import (
     TrainState,
     keyed,
 )
+from reshard.pickles import trust
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}

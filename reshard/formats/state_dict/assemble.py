@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from reshard import trust
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
@@ -32,6 +31,7 @@ from reshard.manifest import (
     keyed,
 )
 from reshard.model import ModelShapes, Told
+from reshard.pickles import trust
 
 _LISTED = 6
 _FAIRSCALE = "shard_metadata"

@@ -18,8 +18,8 @@ from reshard.box import Index, row_major
 from reshard.dtypes import DType
 from reshard.formats.state_dict.mesh import Cuts, Grid, Placed
 from reshard.formats.torch_writer import Slot, Storage
-from reshard.layout import Cut
-from reshard.unpickle import Call, Global
+from reshard.layout.partition import Cut
+from reshard.pickles.unpickle import Call, Global
 
 _DTENSOR = "torch.distributed.tensor.DTensor"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"

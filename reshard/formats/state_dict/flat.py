@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from reshard import flat_param
 from reshard.box import Box, Index, as_index
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.state_dict.tree import Local, Logical
-from reshard.layout import Member, flat_chunks, run_chunks
+from reshard.layout import flat_param
+from reshard.layout.partition import Member, flat_chunks, run_chunks
 from reshard.manifest import Chunk
 from reshard.model import ModelShapes
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
-from reshard import flat_param
 from reshard.box import flat_span, run_boxes
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
@@ -38,10 +37,11 @@ from reshard.formats.state_dict.target import (
 from reshard.formats.state_dict.written import Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Trained, Training, Weight
-from reshard.layout import equal_piece
+from reshard.layout import flat_param
+from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry, Skeleton
 from reshard.model import ModelShapes, Unit
-from reshard.unpickle import Call
+from reshard.pickles.unpickle import Call
 
 
 def fsdp1_local(

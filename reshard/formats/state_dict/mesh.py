@@ -23,7 +23,7 @@ from typing import Literal
 
 from reshard.box import Box, Index, row_major
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout import Cut, mesh_box
+from reshard.layout.partition import Cut, mesh_box
 
 Role = Literal["replicate", "shard", "tensor"]
 Cuts = Sequence[Cut | None]  # one a mesh axis; None replicates

@@ -17,9 +17,9 @@ from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.torch_file import Tensor, TorchFile
-from reshard.layout import Cut, mesh_box
+from reshard.layout.partition import Cut, mesh_box
 from reshard.manifest import Chunk
-from reshard.unpickle import Call
+from reshard.pickles.unpickle import Call
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"

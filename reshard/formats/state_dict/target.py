@@ -31,10 +31,10 @@ from reshard.formats.state_dict.parts import TRAIN_STATE
 from reshard.formats.state_dict.written import Keyed, Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
-from reshard.layout import Cut
+from reshard.layout.partition import Cut
+from reshard.layout.tensor_parallel import Plan, cuts
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
-from reshard.tensor_parallel import Plan, cuts
 
 _SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
 

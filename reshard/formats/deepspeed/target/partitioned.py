@@ -24,7 +24,7 @@ from reshard.formats.deepspeed.target.slots import (
 )
 from reshard.formats.torch_writer import Slot, Storage
 from reshard.formats.training import Group, Trained
-from reshard.layout import equal_piece
+from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
 
 _Pieces = tuple[list[Piece], int]  # of one sub-group, and the elements that they take

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.fill import ReadSpan
+from reshard.move.fill import ReadSpan
 
 Windows = dict[tuple[str, int], tuple[int, int | None]]
 """(file, byte offset) -> nbytes, and the CRC-32 where the file stores checksums."""

@@ -10,7 +10,7 @@ from typing import overload
 
 from reshard.box import Index, run_boxes
 from reshard.dtypes import DType
-from reshard.layout import equal_piece
+from reshard.layout.partition import equal_piece
 from reshard.manifest import Chunk, Partition, SourceFile, contiguous
 
 

@@ -15,8 +15,8 @@ from operator import itemgetter
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
 from reshard.dtypes import DType
+from reshard.layout.runs import Runs
 from reshard.manifest import Chunk, Entry
-from reshard.runs import Runs
 
 
 @dataclass(frozen=True, slots=True)

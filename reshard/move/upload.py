@@ -17,17 +17,17 @@ from itertools import groupby
 from pathlib import Path
 
 from reshard.errors import ResourceError
-from reshard.execute import Run, check_records
 from reshard.files import SourceFiles
-from reshard.fill import READ_BYTES
 from reshard.manifest import OutputFile, Skeleton, SourceFile
-from reshard.outcome import Outcome
-from reshard.outputs import OutputFiles
-from reshard.plan import Plan
-from reshard.ranks import ALONE, Progress, Team, unseen
+from reshard.move.execute import Run, check_records
+from reshard.move.fill import READ_BYTES
+from reshard.move.outcome import Outcome
+from reshard.move.outputs import OutputFiles
+from reshard.move.share import Batch, Share, pooled
+from reshard.plan.planner import Plan
+from reshard.ranks.team import ALONE, Progress, Team, unseen
 from reshard.remote.path import RemotePath
 from reshard.remote.writing import check_same, upload
-from reshard.share import Batch, Share, pooled
 
 _FILES_AT_ONCE = 8
 

@@ -2,7 +2,7 @@
 
 Every process reads the same headers and makes the same plan; each fills the windows that fall to
 it, and the first one commits. A process alone is a team of one, so that there is one way through
-`execute`; `torchrun` has the team of several, and `share` says what falls to each.
+`move.execute`; `torchrun` has the team of several, and `move.share` says what falls to each.
 """
 
 from __future__ import annotations

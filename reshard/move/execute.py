@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.checksum import crc32
-from reshard.copies import Window
 from reshard.dtypes import WIDEST
 from reshard.files import SourceFiles
-from reshard.fill import READ_BYTES, Filler, ReadSpan
 from reshard.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
-from reshard.outcome import Keep, Outcome, unkept
-from reshard.outputs import BLOCK_BYTES, OutputFiles, Writer
-from reshard.plan import Plan
-from reshard.ranks import ALONE, Progress, Team, own, unseen
-from reshard.records import Spans, check_record, record_crc
-from reshard.share import Batch, Share, pooled
-from reshard.workers import spread
+from reshard.move.fill import READ_BYTES, Filler, ReadSpan
+from reshard.move.outcome import Keep, Outcome, unkept
+from reshard.move.outputs import BLOCK_BYTES, OutputFiles, Writer
+from reshard.move.records import Spans, check_record, record_crc
+from reshard.move.share import Batch, Share, pooled
+from reshard.move.workers import spread
+from reshard.plan.copies import Window
+from reshard.plan.planner import Plan
+from reshard.ranks.team import ALONE, Progress, Team, own, unseen
 
 
 def execute(  # noqa: PLR0913 - a keyword an option

@@ -14,12 +14,12 @@ from itertools import chain
 from typing import NamedTuple
 
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
-from reshard.copies import Blocks, Copy, Held, Window, dot, held_by
 from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
-from reshard.extents import Extent, by_file
+from reshard.layout.runs import Runs
 from reshard.manifest import Entry, Key, Skeleton
-from reshard.runs import Runs
+from reshard.plan.copies import Blocks, Copy, Held, Window, dot, held_by
+from reshard.plan.extents import Extent, by_file
 
 WINDOW_BYTES = 4 << 20
 _SMALL = 256 << 10  # bytes of a tensor that may as well be read again for every rank

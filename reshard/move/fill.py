@@ -9,9 +9,9 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.checksum import crc32
-from reshard.copies import Copy, Window
 from reshard.files import SourceFiles
 from reshard.paths import is_remote
+from reshard.plan.copies import Copy, Window
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
@@ -147,7 +147,7 @@ class Filler:
     ) -> None:
         import numpy as np
 
-        from reshard import cast
+        from reshard.move import cast
 
         casting = not copy.is_plain
         dtype = cast.numpy_dtype(copy.dtype, casting=casting)

@@ -8,7 +8,7 @@ from pathlib import Path
 from reshard.errors import DifferentError
 from reshard.files import OpenFiles
 from reshard.manifest import OutputFile
-from reshard.partial import disk_error
+from reshard.output.partial import disk_error
 
 BLOCK_BYTES = 256 << 10  # written and read back while it is in a core's cache
 

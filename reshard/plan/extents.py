@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from reshard.box import Box, flat_span
 from reshard.dtypes import DType
+from reshard.layout.runs import Runs
 from reshard.manifest import Chunk, Skeleton
-from reshard.runs import Runs
 
 
 class Extent(NamedTuple):

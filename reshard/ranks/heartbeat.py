@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError, is_outside
-from reshard.ranks import Progress
+from reshard.ranks.team import Progress
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 
-from reshard.copies import Window
-from reshard.outcome import Outcome
-from reshard.ranks import Team, check_same
+from reshard.move.outcome import Outcome
+from reshard.plan.copies import Window
+from reshard.ranks.team import Team, check_same
 
 Batch = tuple[Window, ...]
 

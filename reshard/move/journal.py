@@ -25,14 +25,14 @@ from reshard.checksum import crc32
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Skeleton, SourceFile
-from reshard.outcome import Outcome, Windows
-from reshard.partial import Partial, disk_error, sync
+from reshard.move.outcome import Outcome, Windows
+from reshard.move.records import crc_of
+from reshard.move.share import pooled
+from reshard.move.workers import spread
+from reshard.output.partial import Partial, disk_error, sync
 from reshard.paths import as_path
-from reshard.ranks import ALONE, Progress, Team, own, unseen
-from reshard.records import crc_of
-from reshard.share import pooled
+from reshard.ranks.team import ALONE, Progress, Team, own, unseen
 from reshard.version import __version__
-from reshard.workers import spread
 
 BATCH_BYTES = 256 << 20
 """What a worker writes between two lines, so what a kill can cost it."""

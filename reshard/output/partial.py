@@ -4,7 +4,7 @@
 
 - ``lock``: locked by the process at work, as long as it lives, and says who that is; ``lock-N`` by
   rank N of several;
-- ``journal*``: which bytes of the output are there for good, see `journal`;
+- ``journal*``: which bytes of the output are there for good, see `move.journal`;
 - ``output/``: the files;
 - ``replaced``: what ``--overwrite`` has put aside, where it takes two steps to replace it.
 """

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from reshard.box import Index
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout import Cut
+from reshard.layout.partition import Cut
 from reshard.model import ModelShapes
 
 Style = str | int

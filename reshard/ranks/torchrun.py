@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import ReshardError
-from reshard.heartbeat import Watch, dead, gone, said, tell
-from reshard.ranks import ALONE, Progress, Team
+from reshard.ranks.heartbeat import Watch, dead, gone, said, tell
+from reshard.ranks.team import ALONE, Progress, Team
 from reshard.signals import ENDING
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard import trust
 from reshard.errors import CorruptError, ReshardError, UnsafeError
+from reshard.pickles import trust
 
 Builder = Callable[..., Any]
 

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 from typing import Any
 
-from reshard import trust
 from reshard.errors import UnsupportedError
-from reshard.unpickle import Call, Global
+from reshard.pickles import trust
+from reshard.pickles.unpickle import Call, Global
 
 _BATCH = 1000
 _MAX_DEPTH = 100  # checkpoints nest some ten deep; each level is up to five frames of Python

@@ -11,9 +11,9 @@ from types import ModuleType
 
 from reshard import signals, units
 from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError, is_outside
-from reshard.partial import Partial, sync
+from reshard.output.partial import Partial, sync
 from reshard.paths import is_remote
-from reshard.ranks import ALONE, Team
+from reshard.ranks.team import ALONE, Team
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # What a directory may hold to be replaced by --overwrite: the files of a model export.
@@ -105,7 +105,7 @@ def check_space(destination: Path, nbytes: int) -> None:
         ResourceError: the file system has less free space than ``nbytes``.
     """
     if is_remote(str(destination)):
-        return  # its store has room; `upload` looks at what it needs here
+        return  # its store has room; `move.upload` looks at what it needs here
     free = shutil.disk_usage(destination.resolve().parent).free
     if free < nbytes:
         raise ResourceError(

@@ -1,0 +1,1 @@
+"""A plan carried out: the only place where bytes of tensors move."""

@@ -1,0 +1,1 @@
+"""Pickles as data: read without running a byte of them, written as Python writes them."""

@@ -1,0 +1,1 @@
+"""Processes that share one conversion: what they tell one another, and whether they live."""
