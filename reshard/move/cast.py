@@ -83,14 +83,32 @@ def cast(
 def _cast_block(
     numbers: Array, target: Array, dtype: DType, target_dtype: DType, clamp: bool
 ) -> tuple[int, int]:
+    narrower = _EXPONENT_BITS[target_dtype] < _EXPONENT_BITS[dtype]
     if target_dtype == BFLOAT16:
-        narrow = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
+        special = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
     else:
         target[...] = numbers
-        narrow = False
-    if narrow or _EXPONENT_BITS[target_dtype] < _EXPONENT_BITS[dtype]:
+        special = narrower and _has_special(target)
+    if special:
         return _narrowed(numbers, target, target_dtype, clamp)
+    if narrower:
+        return 0, int(np.count_nonzero(numbers != 0)) - _nonzeros(target)
     return 0, 0
+
+
+def _has_special(target: Array) -> bool:
+    """Whether an infinity or a NaN is among floats; by their bits, of which numpy is quicker."""
+    bits = target.view(_BITS[target.itemsize])
+    sign = 1 << (8 * target.itemsize - 1)
+    infinity = int(np.asarray(np.inf, target.dtype).view(bits.dtype))
+    signed = bits.view(f"<i{target.itemsize}")
+    return bool(signed.max(initial=0) >= infinity or bits.max(initial=0) >= sign | infinity)
+
+
+def _nonzeros(target: Array) -> int:
+    """How many floats are neither 0 nor -0."""
+    bits = target.view(_BITS[target.itemsize])
+    return int(np.count_nonzero(bits << 1))  # without the sign
 
 
 def as_numbers(source: Array, dtype: DType) -> Array:
