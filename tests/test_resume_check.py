@@ -233,10 +233,15 @@ def test_an_interrupt_ends_the_program_and_leaves_nothing(source, program, tmp_p
     pid, temporary = tmp_path / "pid", tmp_path / "tmp"
     temporary.mkdir()
     arguments = ["resume-check", source, "--to", "dcp", "--command", program("stuck")]
+
+    def default() -> None:  # a runner in the background hands the signal down as ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     process = subprocess.Popen(
         [sys.executable, "-m", "reshard", *map(str, arguments)],
         env={**os.environ, "PID_FILE": str(pid), "TMPDIR": str(temporary)},
         stderr=subprocess.PIPE,
+        preexec_fn=default,  # noqa: PLW1509
     )
     until = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()) and time.monotonic() < until:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reshard import signals
 from reshard.errors import UsageError
 
 _GRACE_S = 35.0  # torchrun stops its ranks itself, and gives them 30
@@ -93,37 +94,39 @@ def run(command: Sequence[str], place: Path, timeout_s: float) -> Ended:
     """
     began = time.monotonic()
     timed_out = False
+    process: subprocess.Popen[bytes] | None = None
     with (place / "stdout.txt").open("wb") as out, (place / "stderr.txt").open("wb") as err:
         try:
-            process = subprocess.Popen(  # noqa: S603 - what the user asked for, without a shell
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            with signals.deferred():  # until there is something to end
+                process = subprocess.Popen(  # noqa: S603 - what the user asked for, without a shell
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+            process.wait(timeout_s)
         except OSError as error:
             raise UsageError(command[0], f"cannot be started: {error.strerror}") from error
-        try:
-            process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             timed_out = True
         finally:
-            if process.returncode is None:
-                _end(process)
+            code = _end(process) if process is not None else 0
     seconds = time.monotonic() - began
     said = _last_lines(place / "stderr.txt") or _last_lines(place / "stdout.txt")
-    return Ended(process.returncode, seconds, timed_out, said)
+    return Ended(code, seconds, timed_out, said)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, and make it."""
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Ask the group to end, and make it, if the program has not ended; its exit code."""
+    if process.returncode is not None:
+        return process.returncode
     os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    return process.wait()
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:

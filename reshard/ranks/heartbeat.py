@@ -20,6 +20,7 @@ from reshard.ranks.team import Progress
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+INTERRUPTED = 130  # the exit code
 _BEAT = 1.0  # seconds between two signs of life
 _STEP = 0.02
 
@@ -38,7 +39,7 @@ def tell(store: Store, where: str, failure: BaseException) -> None:
             told["where"] = failure.where
         told |= {"problem": failure.problem, "remedy": failure.remedy, "code": failure.exit_code}
     elif isinstance(failure, KeyboardInterrupt):
-        told |= {"problem": "was interrupted", "code": 130}
+        told |= {"problem": "was interrupted", "code": INTERRUPTED}
     store.compare_set("failed", "", json.dumps({**told, "outside": is_outside(failure)}))
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import ReshardError
-from reshard.ranks.heartbeat import Watch, dead, gone, said, tell
+from reshard.ranks.heartbeat import INTERRUPTED, Watch, dead, gone, said, tell
 from reshard.ranks.team import ALONE, Progress, Team
 from reshard.signals import ENDING
 
@@ -242,9 +242,12 @@ class Ranks:
         with contextlib.suppress(RuntimeError):  # the store died with its machine
             tell(self._store, f"rank {self.rank} ({socket.gethostname()})", failure)
             silent = self._silent() if self.first else []
-            if silent and isinstance(failure, KeyboardInterrupt):  # a launcher that lost a rank
+            interrupted = getattr(failure, "exit_code", None) == INTERRUPTED
+            interrupted |= isinstance(failure, KeyboardInterrupt)
+            if silent and interrupted:  # this rank or another, by a launcher that lost one
                 told = dead(self._store, silent, "ended without a word")
-                told.remedy = "; ".join([told.remedy, *map(str, failure.args)])
+                more = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
+                told.remedy = "; ".join([told.remedy, *(str(each) for each in more if each)])
                 return told
         return failure
 
