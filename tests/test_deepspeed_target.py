@@ -13,8 +13,8 @@ from reshard.box import whole
 from reshard.commands.output import check_places, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
-from reshard.formats.deepspeed import target
-from reshard.formats.deepspeed.target import carried, order, scaling, universal
+from reshard.formats.deepspeed import order, target
+from reshard.formats.deepspeed.target import carried, scaling, universal
 from reshard.formats.deepspeed.target.choice import choose
 from reshard.formats.deepspeed.target.flat import Flat
 from reshard.formats.training import training

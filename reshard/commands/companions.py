@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from reshard.files import small
-from reshard.formats import hf_trainer, huggingface
+from reshard.formats import huggingface
 from reshard.formats.place import directory
 from reshard.manifest import Manifest, OutputFile, Skeleton
 
@@ -50,6 +50,8 @@ def config_beside(manifest: Manifest) -> Path | None:
 
 def _progress(path: Path, manifest: Manifest) -> bytes:
     """The account of the run, with the batch of a rank that the manifest has."""
+    from reshard.formats import hf_trainer
+
     data = small(path)
     wanted = (manifest.train.trainer_state or {}).get(hf_trainer.BATCH)
     held = json.loads(data) if wanted is not None else {}

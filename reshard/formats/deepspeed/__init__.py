@@ -13,6 +13,7 @@
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
     flat        stages 1 and 2: one flat tensor a group, in equal pieces
+    order       in which order parameters stand in flat tensors
     partitioned stage 3: every parameter in equal pieces
     whole       stage 0: whole tensors under an index
     universal   one directory a parameter
@@ -51,14 +52,22 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
         CorruptError: files of different steps, world sizes or runs are mixed.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
-    from reshard.formats.deepspeed import experts, native, parallel, universal
-
     place = directory.locate(place, tag)
     if "zero" in place.folders:
+        from reshard.formats.deepspeed import universal
+
         return universal.read(place, rules)
     files = directory.census(place)
     mixed = bool(files.experts or files.expert_optim)
     if files.is_parallel and not mixed:
+        from reshard.formats.deepspeed import parallel
+
         return parallel.read(files, rules)
     with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
-    return experts.read(files) if mixed else native.read(files.ranks[0])
+    if mixed:
+        from reshard.formats.deepspeed import experts
+
+        return experts.read(files)
+    from reshard.formats.deepspeed import native
+
+    return native.read(files.ranks[0])

@@ -14,11 +14,10 @@ from dataclasses import replace
 
 from reshard import dtypes
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import expert_names, expert_optimizers, native
+from reshard.formats.deepspeed import expert_names, expert_optimizers, native, order
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of, open_all
 from reshard.formats.deepspeed.states import MIXED, ModelStates
-from reshard.formats.deepspeed.target import order
 from reshard.manifest import Manifest, ParamGroup
 
 

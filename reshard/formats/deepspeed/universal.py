@@ -16,7 +16,7 @@ from reshard import dtypes
 from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
-from reshard.formats.deepspeed import partitioned, train
+from reshard.formats.deepspeed import order, partitioned, train
 from reshard.formats.deepspeed.states import (
     BUILDERS,
     ModelStates,
@@ -24,7 +24,6 @@ from reshard.formats.deepspeed.states import (
     open_model,
     whole_entry,
 )
-from reshard.formats.deepspeed.target import order
 from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
 from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile

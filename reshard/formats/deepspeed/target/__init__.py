@@ -15,7 +15,6 @@
     marks         how it says that ranks share each parameter
     pieces        runs of parameters in a flat tensor
     slots         the optimizer state of one flat tensor's members
-    order         flat orders and sub-groups
     scaling       the loss scaler
     carried       plain values beside DeepSpeed's own
     gpt_neox      the settings and sizes that GPT-NeoX wants of them

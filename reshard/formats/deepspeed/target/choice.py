@@ -9,8 +9,8 @@ from typing import Any
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
-from reshard.formats.deepspeed import expert_ranks
-from reshard.formats.deepspeed.target import carried, order, scaling
+from reshard.formats.deepspeed import expert_ranks, order
+from reshard.formats.deepspeed.target import carried, scaling
 from reshard.formats.training import (
     Group,
     Trained,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_names, expert_ranks
-from reshard.formats.deepspeed.target import expert_groups, order
+from reshard.formats.deepspeed import expert_names, expert_ranks, order
+from reshard.formats.deepspeed.target import expert_groups
 from reshard.formats.deepspeed.target.grid import Wanted
 from reshard.formats.training import Training, changed
 from reshard.manifest import Entry, Skeleton

@@ -17,7 +17,7 @@ from math import gcd, prod
 from typing import Any
 
 from reshard.dtypes import FLOAT32
-from reshard.formats.deepspeed.target import order
+from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import (
     WRITTEN_AS,

@@ -13,9 +13,9 @@ from typing import Any
 
 from reshard.box import Box, Index, intersect, whole
 from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.layers import TIED
-from reshard.formats.deepspeed.target import order
 from reshard.formats.deepspeed.target.pipeline import Layer, layers_of, stages
 from reshard.formats.training import Group, Training, changed
 from reshard.manifest import Entry, Key, Skeleton
