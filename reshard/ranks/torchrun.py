@@ -240,6 +240,7 @@ class Ranks:
         ours = isinstance(error, ReshardError)
         failure = error if ours or self._watch.failure is None else self._watch.failure
         with contextlib.suppress(RuntimeError):  # the store died with its machine
+            self._store.set(f"ending/{self.rank}", "")
             tell(self._store, f"rank {self.rank} ({socket.gethostname()})", failure)
             silent = self._silent() if self.first else []
             interrupted = getattr(failure, "exit_code", None) == INTERRUPTED
@@ -252,13 +253,13 @@ class Ranks:
         return failure
 
     def _silent(self) -> list[int]:
-        """Ranks that do not end although they are told to."""
+        """Ranks that neither end nor set about it, although they are told to."""
         until = time.monotonic() + _LAST_WORDS
         silent = list(range(1, self.size))
         while silent and time.monotonic() < until:
             time.sleep(_STEP[0])
             silent = [rank for rank in silent if not self._store.check([f"ended/{rank}"])]
-        return silent
+        return [rank for rank in silent if not self._store.check([f"ending/{rank}"])]
 
     def _comes(self, key: str, seconds: float) -> bool:
         until = time.monotonic() + seconds
