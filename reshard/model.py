@@ -80,11 +80,14 @@ class Told:
     wrap: str | None = None
 
     def shapes(self, units: Iterable[str] = ()) -> ModelShapes:
-        """What the model would hold; errors as in `describe`.
+        """What the model would hold.
 
         Args:
             units: the flat parameters that there are. Whether FSDP had a ``MixedPrecision`` is not
                 told; batch norms that are units of their own show it.
+
+        Raises:
+            UsageError, UnsupportedError: as `describe`.
         """
         plain = describe(self.model, self.wrap)
         wanted = set(units)
@@ -120,7 +123,11 @@ def describe(model: str, wrap: str | None = None, *, mixed_precision: bool = Fal
 def shapes_of(
     root: nn.Module, wrap: str | None = None, *, mixed_precision: bool = False
 ) -> ModelShapes:
-    """``describe`` for a module that is there; its values are not looked at."""
+    """``describe`` for a module that is there; its values are not looked at.
+
+    Raises:
+        UsageError, UnsupportedError: as `describe`.
+    """
     policy = None if wrap is None else _parse(wrap)
     return _shapes(root, "model", policy, mixed_precision=mixed_precision)
 

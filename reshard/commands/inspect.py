@@ -165,10 +165,13 @@ def inspect(  # noqa: PLR0913 - a keyword an option
     html: str | Path | None = None,
     overwrite: bool = False,
 ) -> Inspection:
-    """Read the headers of a checkpoint; errors and arguments as in `formats.read`.
+    """Read the headers of a checkpoint; arguments as in `formats.read`.
 
     Args:
         html: where to write the report as a page; ``overwrite`` replaces what is there.
+
+    Raises:
+        ReshardError: as `formats.read`; or there is no place for the page.
     """
     options = ReadOptions(html=html, overwrite=overwrite)
     check_page(options, formats.as_paths(path))

@@ -74,7 +74,11 @@ def detect(place: Place) -> bool:
 
 
 def detect_loosely(place: Place) -> bool:
-    """Whether any ``torch.save`` file lies at a place that nothing else recognises."""
+    """Whether any ``torch.save`` file lies at a place that nothing else recognises.
+
+    Raises:
+        CorruptError: a file that is by its name a part of the checkpoint is none.
+    """
     if place.chosen:
         return torch_file.is_torch_file(place.path)
     return bool(_torch_files(place))
@@ -103,6 +107,7 @@ def read(
         IncompleteError: a rank's file is missing.
         CorruptError: files contradict each other.
         UnrecognisedError: no weights among the parts, or several models.
+        UsageError: a way to wrap, and no model.
     """
     if place.chosen and not is_rank_file(place.chosen):
         saved, trainer = [(Ranks.open({0: place.path}).joined(place), list[str]())], {}
@@ -141,7 +146,11 @@ def read(
 
 
 def with_companions(manifest: Manifest, place: Place) -> Manifest:
-    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it."""
+    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
+
+    Raises:
+        CorruptError: one of them is damaged.
+    """
     for near in (Place(place.directories), place.above()):
         trainer = _trainer_state(near)
         held = {

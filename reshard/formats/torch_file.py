@@ -153,6 +153,7 @@ def read(
 
     Raises:
         CorruptError: truncated, altered, or not a ``torch.save`` file.
+        UnsupportedError: its tensors are big-endian.
     """
     path = str(path)
     size = size_of(path)
@@ -314,7 +315,10 @@ def read_archive(
 ) -> TorchFile:
     """Read the structure of one zip archive, which may lie inside a larger file.
 
-    Storages' offsets count from the start of that file. Errors as in `read`.
+    Storages' offsets count from the start of that file.
+
+    Raises:
+        CorruptError, UnsupportedError: as `read`.
     """
     path = archive.path
     members = read_directory(archive)

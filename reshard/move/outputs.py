@@ -31,6 +31,7 @@ class OutputFiles(OpenFiles):
 
         Raises:
             ResourceError: the disk is full.
+            ReshardError: it cannot be written.
         """
         path = self.directory / file.name
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if anew else 0)
@@ -49,6 +50,7 @@ class OutputFiles(OpenFiles):
 
         Raises:
             ResourceError: the disk is full.
+            ReshardError: it cannot be written.
         """
         path = self.path(name)
         descriptor = self._open(path)

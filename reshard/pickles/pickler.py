@@ -100,7 +100,11 @@ class Pickler:
         self.out += b"q%c" % index if index < 256 else _LONG_MEMO(b"r", index)
 
     def named(self, name: str) -> None:
-        """Write a class or function by its dotted name."""
+        """Write a class or function by its dotted name.
+
+        Raises:
+            UnsupportedError: it is no name that a pickle can have.
+        """
         index = self._names.get(name)
         if index is not None:
             self._fetch(index)

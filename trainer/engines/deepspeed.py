@@ -80,7 +80,11 @@ class DeepSpeedEngine:
         return loss.detach()
 
     def step(self, lr: float) -> Update:
-        """See Engine."""
+        """See Engine.
+
+        Raises:
+            TrainingError: fp16 gradients overflow at the smallest loss scale.
+        """
         with self.timer("step"), torch.no_grad():
             # Its scheduler has set the same rate; this holds for a constant one, and after a load.
             for group in self.live.basic_optimizer.param_groups:
@@ -118,7 +122,11 @@ class DeepSpeedEngine:
             yield name, self._whole(parameter).detach().cpu()
 
     def save(self, directory: Path, progress: dict[str, Any]) -> None:
-        """See Engine: DeepSpeed saves, into files that are flushed."""
+        """See Engine: DeepSpeed saves, into files that are flushed.
+
+        Raises:
+            TrainingError: a rank could not write its part, or has counted other steps.
+        """
         if self.live.global_steps != progress["step"]:
             raise TrainingError(
                 f"DeepSpeed has counted {self.live.global_steps} steps, the loop {progress['step']}"
@@ -137,6 +145,9 @@ class DeepSpeedEngine:
 
         What the settings say holds, also where DeepSpeed would take it from the checkpoint:
         clipping, hyper-parameters of AdamW, form and bounds of the loss scale.
+
+        Raises:
+            CheckpointError: DeepSpeed cannot load it into this run.
         """
         with self.ranks.together("read the checkpoint"):
             self._check_loadable(directory)

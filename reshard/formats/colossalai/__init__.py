@@ -56,6 +56,7 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
     Raises:
         IncompleteError: a shard, or the weights, are missing.
         CorruptError: shards and index contradict each other.
+        UnsupportedError: it was saved asynchronously.
     """
     if place.chosen:
         place = Place(place.directories)

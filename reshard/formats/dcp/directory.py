@@ -49,7 +49,11 @@ def read(place: Place) -> Found:
 
 
 def read_flat(place: Place) -> Found:
-    """The same, each tensor and object under its own key, for one who knows what keys mean."""
+    """The same, each tensor and object under its own key, for one who knows what keys mean.
+
+    Raises:
+        ReshardError: as `read`.
+    """
     _, found = _stored(place)
     return found
 

@@ -64,6 +64,7 @@ def read(files: Sequence[Path]) -> Metadata:
         CorruptError: a file is no DCP metadata, or two contradict each other.
         IncompleteError: a chunk is announced and stored nowhere.
         UnsafeError: a file outside the directory is named.
+        UnsupportedError: a dtype that is not known, or a stream extension.
     """
     found = Metadata()
     for path in files:

@@ -114,12 +114,15 @@ def choose(
     weights_only: bool = False,
     trained: DType | None = None,
 ) -> Choice:
-    """Decide everything; errors as `lay_out`.
+    """Decide everything.
 
     Args:
         universal: for a universal checkpoint. It has no flat tensors, so each group is listed as it
             is; and an optimizer without hyper-parameters keeps those that it has when it loads.
         trained: the precision of the run, where the state is a part of it; None: that of the state.
+
+    Raises:
+        IncompleteError, UnsupportedError, UsageError: as `lay_out`.
     """
     _check_request(world_size, stage, precision, tag)
     if weights_only:

@@ -24,7 +24,11 @@ __all__ = ["Wanted", "lay_out", "notes"]
 
 
 def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:
-    """The run directory; errors as `choice.choose`."""
+    """The run directory.
+
+    Raises:
+        IncompleteError, UnsupportedError, UsageError: as `choice.choose`.
+    """
     choice = choose(state, wanted, described)
     inside = legacy.directory(choice)
     if wanted.form == "torch_dist":
