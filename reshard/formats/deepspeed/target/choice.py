@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed import expert_ranks, order
 from reshard.formats.deepspeed.target import carried, scaling
@@ -17,6 +17,7 @@ from reshard.formats.training import (
     Training,
     Weight,
     dtype_of_most,
+    refuse_odd_slots,
     refuse_without_optimizer,
 )
 from reshard.manifest import Entry
@@ -136,6 +137,7 @@ def choose(
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
     bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
+    refuse_odd_slots(state, "DeepSpeed has a place for state by element only")
     groups = _groups(state, keep_empty=bare)
     flats, flats_of = order.flats(groups, config, world_size, 2 if universal else stage, of_run)
     owned = {member.fqn for group in groups for member in group.members}
@@ -225,20 +227,8 @@ def _groups(state: Training, *, keep_empty: bool) -> tuple[Group, ...]:
     groups = []
     for group in state.groups:
         members = [m for m in put(group) if m.weight.value.numel or keep_empty]
-        for member in members:
-            _check_slots(state, member)
         groups.append(replace(group, members=tuple(members)))
     return tuple(groups)
-
-
-def _check_slots(state: Training, member: Trained) -> None:
-    for slot, entry in member.slots.items():
-        if entry.shape != member.weight.shape:
-            raise UnsupportedError(
-                state.manifest.origin.path,
-                f"the optimizer keeps a {slot} of {entry.shape} for {member.fqn!r} of"
-                f" {member.weight.shape}: DeepSpeed has a place for state by element only",
-            )
 
 
 def _kept_scaler(
