@@ -15,7 +15,7 @@ from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, target
 from reshard.formats.deepspeed.target import carried, scaling, universal
-from reshard.formats.deepspeed.target.choice import choose
+from reshard.formats.deepspeed.target.choice import choose, precision_of
 from reshard.formats.deepspeed.target.flat import Flat
 from reshard.formats.training import training
 from reshard.manifest import (
@@ -242,6 +242,12 @@ def test_requests_that_cannot_be(asked):
     state = training(manifest([[("a", (2,))]]))
     with pytest.raises(UsageError):
         target.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
+
+
+def test_weights_alone_are_of_the_precision_of_the_run():
+    source = manifest([[("a", (2,))]])
+    assert precision_of(training(source, weights_only=True)) == BFLOAT16
+    assert precision_of(training(source)) == BFLOAT16
 
 
 def test_client_values_are_carried_only_as_what_they_are():

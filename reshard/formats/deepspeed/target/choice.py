@@ -207,8 +207,9 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
 
 
 def precision_of(state: Training) -> DType:
-    """The dtype of most trained elements."""
-    return dtype_of_most(member.weight for group in state.groups for member in group.members)
+    """The dtype of most trained elements; without an optimizer, of those that could be trained."""
+    groups = state.groups or _without_optimizer(state).groups
+    return dtype_of_most(member.weight for group in groups for member in group.members)
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
