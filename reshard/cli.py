@@ -129,9 +129,9 @@ def _targets_known() -> Sequence[str]:
 
 
 def _state_dict_types() -> Sequence[str]:
-    from reshard.formats import targets
+    from reshard.formats.targets import request
 
-    return targets.STATE_DICT_TYPES
+    return request.STATE_DICT_TYPES
 
 
 def _beginnings() -> Sequence[str]:

@@ -8,7 +8,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import groups, huggingface, megatron
 from reshard.formats.place import directory
-from reshard.formats.targets import Request
+from reshard.formats.targets.request import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelShapes, Told

@@ -16,14 +16,14 @@ from __future__ import annotations
 from reshard.formats import skeletons
 from reshard.formats.megatron.target import dist, legacy
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
+from reshard.formats.skeletons import Laid
 from reshard.formats.training import Training
-from reshard.manifest import Skeleton
 from reshard.model_parallel.described import Described
 
-__all__ = ["Wanted", "lay_out", "notes"]
+__all__ = ["Wanted", "lay_out"]
 
 
-def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:
+def lay_out(state: Training, wanted: Wanted, described: Described) -> Laid:
     """The run directory.
 
     Raises:
@@ -35,12 +35,7 @@ def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:
         held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
     else:
         held = legacy.files(choice, inside)
-    return skeletons.joined([legacy.tracker(choice), *held])
-
-
-def notes(state: Training, wanted: Wanted, described: Described) -> tuple[str, ...]:
-    """What a user must be told of what `lay_out` makes: derived and dropped."""
-    return tuple(_notes(choose(state, wanted, described)))
+    return Laid(skeletons.joined([legacy.tracker(choice), *held]), tuple(_notes(choice)))
 
 
 def _notes(choice: Choice) -> list[str]:
