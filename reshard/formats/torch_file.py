@@ -24,7 +24,8 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
 from reshard.formats.zip_directory import Member, read_directory
 from reshard.manifest import Chunk, Record, SourceFile
-from reshard.pickles.unpickle import Builder, Call, Global, Unpickled, loads
+from reshard.pickles.unpickle import Unpickled, loads
+from reshard.pickles.values import Builder, Call, Global
 
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63

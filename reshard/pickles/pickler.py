@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.pickles import trust
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 _BATCH = 1000
 _MAX_DEPTH = 100  # checkpoints nest some ten deep; each level is up to five frames of Python

@@ -25,7 +25,7 @@ from reshard.formats.torch_writer import AS_WRITTEN
 from reshard.formats.training import training
 from reshard.layout.partition import equal_piece
 from reshard.move.execute import execute
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 from reshard.plan.planner import plan
 from reshard.tensors import read_block
 from tests.judges import deepspeed_judge

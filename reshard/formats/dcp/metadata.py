@@ -18,7 +18,8 @@ from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from reshard.files import small
-from reshard.pickles.unpickle import Call, loads
+from reshard.pickles.unpickle import loads
+from reshard.pickles.values import Call
 
 _MODULE = "torch.distributed.checkpoint."
 _BUILDERS = {"torch.Size": lambda dims=(): tuple(dims)}

@@ -41,7 +41,7 @@ from reshard.layout import flat_param
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry, Skeleton
 from reshard.model import ModelShapes, Unit
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 
 def fsdp1_local(
