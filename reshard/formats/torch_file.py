@@ -27,6 +27,8 @@ from reshard.manifest import Chunk, Record, SourceFile
 from reshard.pickles.unpickle import Unpickled, loads
 from reshard.pickles.values import Builder, Call, Global
 
+SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # that such files have
+
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
