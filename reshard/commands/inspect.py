@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
+from reshard.commands.lines import row
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import ReadOptions
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
@@ -190,7 +191,7 @@ def _page(inspection: Inspection) -> Page:
 
 
 def _row(label: str, text: str) -> str:
-    return f"  {label:<12}{text}"
+    return f"  {row(label, text)}"
 
 
 def _weights(manifest: Manifest) -> Iterator[Entry]:
