@@ -230,7 +230,7 @@ layout = together(
     click.option("--weights-only", is_flag=True, help="Leave the optimizer out."),
     click.option(
         "--init-optimizer",
-        type=OneOf("reshard.formats.groups", "InitOptimizer"),
+        type=OneOf("reshard.formats.fresh_adam", "InitOptimizer"),
         help="Where SOURCE has no optimizer: none, or an Adam of zeros at step 0.",
     ),
     click.option(

@@ -11,7 +11,7 @@ from reshard.commands.output import OutputOptions
 from reshard.commands.reading import one_of
 from reshard.errors import UsageError
 from reshard.formats import targets
-from reshard.formats.groups import InitOptimizer
+from reshard.formats.fresh_adam import InitOptimizer
 from reshard.formats.megatron.target import choice as megatron
 from reshard.formats.rng import Policy
 from reshard.formats.targets.request import (
