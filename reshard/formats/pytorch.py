@@ -26,7 +26,7 @@ from reshard.formats.dcp import hf_shards
 from reshard.formats.place import Place
 from reshard.formats.rank_files import Ranks
 from reshard.formats.state_dict import assemble, parts, tree
-from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.formats.values import plain
 from reshard.manifest import Manifest, Origin

@@ -15,7 +15,7 @@ from reshard.errors import CorruptError, IncompleteError, StaleError
 from reshard.formats import torch_file
 from reshard.formats.place import Place, missing_ranks
 from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.found import Found
 from reshard.formats.torch_file import TorchFile
 
 # Between these words and the suffix stands the rank.
