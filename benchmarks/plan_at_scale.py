@@ -32,8 +32,9 @@ from reshard import dtypes, formats
 from reshard.box import whole
 from reshard.commands.output import check_places
 from reshard.dtypes import DType
-from reshard.formats import targets
 from reshard.formats.megatron.target.choice import Described, Wanted
+from reshard.formats.targets import TARGETS
+from reshard.formats.targets.request import Request
 from reshard.formats.training import training
 from reshard.manifest import (
     Entry,
@@ -68,7 +69,7 @@ class Case:
 
     target: str
     whole: Callable[[], Manifest]
-    request: Callable[[int, bool], targets.Request]
+    request: Callable[[int, bool], Request]
 
 
 def state(
@@ -124,9 +125,9 @@ def zero3_state() -> Manifest:
     return state("deepspeed", llama(), kinds, config, {"bias_correction": True})
 
 
-def zero3(ranks: int, is_source: bool) -> targets.Request:
+def zero3(ranks: int, is_source: bool) -> Request:
     world = ranks if is_source else max(ranks // 4, 1)
-    return targets.Request(world_size=world, zero_stage=3, deepspeed=True)
+    return Request(world_size=world, zero_stage=3, deepspeed=True)
 
 
 # A mixture of experts: 64 layers of 256 experts, 1.03 trillion parameters
@@ -182,7 +183,7 @@ def moe_state() -> Manifest:
     return state("megatron", mixture(), kinds, ARGS, {"bias_correction": True, "step": 10})
 
 
-def moe(ranks: int, is_source: bool) -> targets.Request:
+def moe(ranks: int, is_source: bool) -> Request:
     tensor, pipeline, expert, data = GRIDS[ranks][0 if is_source else 1]
     sizes = Sizes(tensor=tensor, pipeline=pipeline, expert=expert, expert_tensor=1)
     known = Architecture(
@@ -195,7 +196,7 @@ def moe(ranks: int, is_source: bool) -> targets.Request:
         experts=EXPERTS,
         tied=False,
     )
-    return targets.Request(
+    return Request(
         world_size=ranks,
         parallel=sizes,
         megatron=Wanted(sizes=sizes, data=data, distributed=True),
@@ -222,10 +223,8 @@ def write_headers(skeleton: Skeleton, directory: Path) -> None:
 
 
 def make(case: Case, ranks: int, directory: Path) -> None:
-    skeleton = targets.TARGETS[case.target].lay_out(
-        training(case.whole()), case.request(ranks, True)
-    )
-    write_headers(skeleton, directory)
+    laid = TARGETS[case.target].lay_out(training(case.whole()), case.request(ranks, True))
+    write_headers(laid.skeleton, directory)
 
 
 def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
@@ -241,9 +240,8 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     manifest = timed("read", lambda: formats.read([directory]))
     timed("prove", lambda: check(manifest))
     request = case.request(ranks, False)
-    skeleton = timed(
-        "lay out", lambda: targets.TARGETS[case.target].lay_out(training(manifest), request)
-    )
+    laid = timed("lay out", lambda: TARGETS[case.target].lay_out(training(manifest), request))
+    skeleton = laid.skeleton
     timed("prove target", lambda: check_places(skeleton))
     planned = plan(manifest.entries, skeleton)
     found["copies"] = timed("plan", lambda: sum(len(window.copies) for window in planned))

@@ -8,7 +8,8 @@ from pathlib import Path
 from contest import HERE, PYTHON, Contender, limits
 
 from reshard import formats, keys
-from reshard.formats import targets
+from reshard.formats.targets import TARGETS
+from reshard.formats.targets.request import Request
 from reshard.formats.training import training
 from reshard.plan.planner import plan
 
@@ -16,8 +17,8 @@ from reshard.plan.planner import plan
 def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]]:
     """(file, byte offset, nbytes) of every run that the plan of a split copies."""
     manifest = keys.edit(formats.read([run]), keys.Edits()).manifest
-    asked = targets.Request(world_size=ranks, zero_stage=stage)
-    skeleton = targets.TARGETS["deepspeed"].lay_out(training(manifest), asked)
+    asked = Request(world_size=ranks, zero_stage=stage)
+    skeleton = TARGETS["deepspeed"].lay_out(training(manifest), asked).skeleton
     return [
         (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
         for window in plan(manifest.entries, skeleton)

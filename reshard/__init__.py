@@ -182,12 +182,7 @@ def resume_check(source: str | Path, **options: Any) -> ResumeReport:
     Raises:
         ReshardError: nothing could be compared; a run that goes on otherwise is no error.
     """
-    from dataclasses import fields
-
     from reshard.commands.resume_check.command import ResumeCheckOptions
     from reshard.commands.resume_check.command import resume_check as run
-    from reshard.commands.split.options import SplitOptions
 
-    own = {field.name for field in fields(ResumeCheckOptions)} & options.keys()
-    chosen = {name: options.pop(name) for name in own}
-    return run(source, ResumeCheckOptions(layout=SplitOptions(**options), **chosen))
+    return run(source, ResumeCheckOptions.of(**options))

@@ -91,7 +91,11 @@ class OpenFiles:
             done += count
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """The bytes at ``byte_offset``; errors as in `read_into`."""
+        """The bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as `read_into`.
+        """
         with contextlib.suppress(OSError):  # which read_into meets again and explains
             data = os.pread(self._open(path).number, nbytes, byte_offset)
             if len(data) == nbytes:
@@ -109,14 +113,22 @@ class SourceFiles(OpenFiles):
         self._far: RemoteFiles | None = None
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes at ``byte_offset``; errors as `OpenFiles.read_into`."""
+        """Fill ``target`` with the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as `OpenFiles.read_into`.
+        """
         if is_remote(path):
             self._remote().read_into(path, byte_offset, target)
         else:
             super().read_into(path, byte_offset, target)
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """The bytes at ``byte_offset``; errors as in `read_into`."""
+        """The bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as `read_into`.
+        """
         if not is_remote(path):
             return super().read(path, byte_offset, nbytes)
         buffer = bytearray(nbytes)

@@ -21,7 +21,11 @@ _COMPARE_ELEMENTS = 1 << 20
 
 
 def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = None) -> bytearray:
-    """The bytes of a box, row-major, in ``dtype`` (the stored one by default)."""
+    """The bytes of a box, row-major, in ``dtype`` (the stored one by default).
+
+    Raises:
+        ReshardError: a file cannot be read, or a dtype that is never cast.
+    """
     window = block(entry, box, dtype or entry.dtype)
     buffer = bytearray(window.nbytes)
     fill(pool, window.copies, memoryview(buffer))
@@ -32,6 +36,9 @@ def first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
     """The first flat element at which two tensors of equal shape and dtype differ, or None.
 
     Streams both; equal means bitwise equal.
+
+    Raises:
+        ReshardError: a file cannot be read.
     """
     start = 0
     for box in contiguous_cuts(a.shape, _COMPARE_ELEMENTS):
@@ -67,7 +74,14 @@ class LazyTensor:
         return f"LazyTensor({self._entry.fqn!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The indexed block as a torch tensor; ints, slices of any positive step, and ``...``."""
+        """The indexed block as a torch tensor; ints, slices of any positive step, and ``...``.
+
+        It is on the CPU, in the stored dtype, and has its own memory.
+
+        Raises:
+            IndexError: it is out of range, or no such index.
+            ReshardError: a file cannot be read.
+        """
         import torch
 
         origin, shape, steps, dropped = _resolve(index, self.shape)

@@ -110,6 +110,7 @@ def settle_ties(
 
     Raises:
         DifferentError: the config ties two weights whose values differ.
+        IncompleteError: a weight is listed, and no rank holds a value for it.
     """
     declared = config.get("tie_word_embeddings") if config else None
     by_name = {entry.fqn: (entry, dtype) for entry, dtype in weights.tensors}

@@ -146,7 +146,8 @@ def test_a_rank_has_its_experts_under_its_own_names():
 @pytest.mark.parametrize(("world", "ranks"), [(1, 1), (2, 2), (4, 2), (8, 4), (12, 4), (6, 1)])
 def test_every_part_has_its_place(world, ranks, stage):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
-    skeleton = target.lay_out(made, world_size=world, stage=stage, wanted=Wanted(experts=ranks))
+    laid = target.lay_out(made, world_size=world, stage=stage, wanted=Wanted(experts=ranks))
+    skeleton = laid.skeleton
     check_skeleton(skeleton)
     check_places(skeleton)
     optimizers = [file for file in skeleton.files if file.name.endswith("optim_states.pt")]

@@ -15,7 +15,7 @@ from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, target
 from reshard.formats.deepspeed.target import carried, scaling, universal
-from reshard.formats.deepspeed.target.choice import choose
+from reshard.formats.deepspeed.target.choice import choose, precision_of
 from reshard.formats.deepspeed.target.flat import Flat
 from reshard.formats.training import training
 from reshard.manifest import (
@@ -97,7 +97,9 @@ def test_every_layout_covers_every_tensor_once():
         state = training(source)
         stage, ranks = chance.randint(0, 3), chance.choice((1, 2, 3, 5, 8, 33))
         precision = chance.choice((None, FLOAT32, BFLOAT16, FLOAT16))
-        skeleton = target.lay_out(state, world_size=ranks, stage=stage, precision=precision)
+        skeleton = target.lay_out(
+            state, world_size=ranks, stage=stage, precision=precision
+        ).skeleton
         check_skeleton(skeleton)
         check_places(skeleton)
         plan(source.entries, skeleton)
@@ -196,11 +198,10 @@ def test_what_was_never_stepped_begins_with_zeros_and_is_named():
     source = manifest([[("a", (2,)), ("b", (2,))]])
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = training(source.with_entries(kept))
-    target.lay_out(state, world_size=2, stage=2)
-    assert target.notes(state, world_size=2, stage=2) == (
+    assert target.lay_out(state, world_size=2, stage=2).notes == (
         "never stepped, and begins with zeros: b",
     )
-    assert target.notes(state, world_size=2, stage=0) == ()
+    assert target.lay_out(state, world_size=2, stage=0).notes == ()
 
 
 @pytest.mark.parametrize("missing", ["slot", "step", "hyper", "absent", "factored"])
@@ -244,6 +245,12 @@ def test_requests_that_cannot_be(asked):
         target.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
 
 
+def test_weights_alone_are_of_the_precision_of_the_run():
+    source = manifest([[("a", (2,))]])
+    assert precision_of(training(source, weights_only=True)) == BFLOAT16
+    assert precision_of(training(source)) == BFLOAT16
+
+
 def test_client_values_are_carried_only_as_what_they_are():
     client = {
         "epoch": 3,
@@ -256,7 +263,7 @@ def test_client_values_are_carried_only_as_what_they_are():
     kept, lost = carried.carried(state)
     assert kept == {"epoch": 3, "nested": {"a": [1, (2, None)]}}
     assert lost == ["numbers", "object", "module"]
-    assert len(target.notes(state, world_size=1, stage=1)) == 3
+    assert len(target.lay_out(state, world_size=1, stage=1).notes) == 3
 
 
 def test_a_scaler_begins_where_training_was_not_scaled():
@@ -265,7 +272,7 @@ def test_a_scaler_begins_where_training_was_not_scaled():
     assert choice.scaler_is_new
     assert choice.scaler["cur_scale"] == 65536
     assert choice.scaler["dynamic"] is True
-    assert "65536" in target.notes(state, world_size=1, stage=2, precision=FLOAT16)[0]
+    assert "65536" in target.lay_out(state, world_size=1, stage=2, precision=FLOAT16).notes[0]
     assert choose(state, world_size=1, stage=2).scaler == scaling.none()
 
 
@@ -288,7 +295,7 @@ def test_every_universal_layout_covers_every_tensor_once():
         source = random_manifest(chance)
         state = training(source)
         asked = {"world_size": chance.choice((1, 3, 33)), "stage": chance.randint(0, 3)}
-        skeleton = target.lay_out_universal(state, **asked)
+        skeleton = target.lay_out_universal(state, **asked).skeleton
         check_skeleton(skeleton)
         check_places(skeleton)
         plan(source.entries, skeleton)
@@ -297,7 +304,8 @@ def test_every_universal_layout_covers_every_tensor_once():
         trained = sum(kind == "master" for kind, _ in held)
         assert len(skeleton.files) == 4 * trained + 4
         assert {file.name for file in skeleton.files} == {
-            file.name for file in target.lay_out_universal(state, world_size=7, stage=2).files
+            file.name
+            for file in target.lay_out_universal(state, world_size=7, stage=2).skeleton.files
         }
 
 
@@ -314,9 +322,11 @@ def test_a_universal_group_that_was_never_stepped_is_named():
     train = replace(source.train, optimizer_step={"a": 4.0})
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = training(replace(source.with_entries(kept), train=train))
-    names = {file.name for file in target.lay_out_universal(state, world_size=1, stage=1).files}
+    names = {
+        file.name for file in target.lay_out_universal(state, world_size=1, stage=1).skeleton.files
+    }
     assert "global_step4_universal/zero/b/exp_avg.pt" in names
-    notes = target.notes_universal(state, world_size=1, stage=1)
+    notes = target.lay_out_universal(state, world_size=1, stage=1).notes
     assert any("groups were updated 0, 4 times" in note for note in notes)
 
 

@@ -27,7 +27,7 @@ from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Local
 from reshard.manifest import contiguous
 from reshard.model_parallel.traits import Traits
-from reshard.pickles.unpickle import Global
+from reshard.pickles.values import Global
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"

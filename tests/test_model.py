@@ -593,7 +593,7 @@ def test_a_way_to_wrap_that_is_none(wrap):
     [("26", 26), ("2.6e1", 26), ("0.026K", 26), ("1e8", 10**8), ("100M", 10**8), ("0.1b", 10**8)],
 )
 def test_a_number_of_parameters(text, count):
-    from reshard.model import _parse_count
+    from reshard.model.wrap import _parse_count
 
     assert _parse_count(text) == count
 

@@ -21,7 +21,7 @@ from reshard.formats import torch_file, torch_writer, zip_directory
 from reshard.formats.torch_writer import AS_WRITTEN, Part, Slot, Storage, lay_out, lay_out_object
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
 from reshard.move.execute import execute
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 from reshard.plan.planner import plan
 from tests.menagerie import menagerie, raw, same
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import CorruptError, ReshardError, UnsafeError
-from reshard.pickles.unpickle import Call, Global, loads
+from reshard.pickles.unpickle import loads
+from reshard.pickles.values import Call, Global
 
 PROTOCOLS = range(6)
 

@@ -15,7 +15,8 @@ import pytest
 
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats import torch_file
-from reshard.pickles.unpickle import Call, Global, loads
+from reshard.pickles.unpickle import loads
+from reshard.pickles.values import Call, Global
 
 ROOT = Path(__file__).resolve().parent.parent
 

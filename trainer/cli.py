@@ -20,7 +20,8 @@ from click.core import ParameterSource
 from trainer import environment, launch
 from trainer.config.choices import Choices
 from trainer.errors import SettingsError, TrainerError
-from trainer.settings import Settings, resolve, without_effect
+from trainer.resolve import resolve, without_effect
+from trainer.settings import Settings
 
 # Where a heading of the help begins: the first field under it, in the order of the fields
 _HEADINGS = {

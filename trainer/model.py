@@ -85,7 +85,11 @@ def build(settings: Settings, *, meta: bool = False) -> nn.Module:
 
 
 def configuration(settings: Settings) -> Any:
-    """The ``transformers`` configuration that the settings describe."""
+    """The ``transformers`` configuration that the settings describe.
+
+    Raises:
+        SettingsError: there is no such model, or it cannot be trained here.
+    """
     from transformers import AutoConfig
 
     if settings.model in TINY:

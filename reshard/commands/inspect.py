@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
+from reshard.commands.lines import row
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import ReadOptions
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
@@ -165,10 +166,13 @@ def inspect(  # noqa: PLR0913 - a keyword an option
     html: str | Path | None = None,
     overwrite: bool = False,
 ) -> Inspection:
-    """Read the headers of a checkpoint; errors and arguments as in `formats.read`.
+    """Read the headers of a checkpoint; arguments as in `formats.read`.
 
     Args:
         html: where to write the report as a page; ``overwrite`` replaces what is there.
+
+    Raises:
+        ReshardError: as `formats.read`; or there is no place for the page.
     """
     options = ReadOptions(html=html, overwrite=overwrite)
     check_page(options, formats.as_paths(path))
@@ -187,7 +191,7 @@ def _page(inspection: Inspection) -> Page:
 
 
 def _row(label: str, text: str) -> str:
-    return f"  {label:<12}{text}"
+    return f"  {row(label, text)}"
 
 
 def _weights(manifest: Manifest) -> Iterator[Entry]:

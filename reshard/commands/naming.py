@@ -19,8 +19,9 @@ from reshard.model_parallel import families, names
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.families import Family
+from reshard.model_parallel.megatron_traits import as_megatron, of_megatron
 from reshard.model_parallel.rules import Table, builtin, with_users
-from reshard.model_parallel.traits import Traits, as_megatron, of_megatron
+from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
 from reshard.tensors import read_block
 

@@ -50,6 +50,7 @@ class Values:
         Raises:
             IncompleteError: something is missing.
             UsageError: the target's keys or groups do not match the checkpoint's.
+            DifferentError: a value does not fit the target's dtype.
         """
         loaded = [(item, self._hyper(item, hyper)) for item, hyper in self.hypers]
         self._refuse_missing()

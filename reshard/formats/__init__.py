@@ -107,7 +107,7 @@ def open_alone(path: Path) -> None:
     """
     if path.suffix == ".safetensors":
         safetensors.read(path)
-    elif path.suffix in pytorch.SUFFIXES:
+    elif path.suffix in torch_file.SUFFIXES:
         torch_file.read(path)
     elif path.suffix == ".json":
         huggingface.json_object(path)

@@ -75,6 +75,7 @@ def read(place: Place) -> Manifest:
         UnsafeError: the index names a file outside its directory.
         IncompleteError: a shard, or a tensor that the index promises, is missing.
         CorruptError: shards and index contradict each other.
+        UnrecognisedError: several files and no index.
     """
     if place.chosen and place.chosen not in _INDEXES:
         return _read_file(place.path)

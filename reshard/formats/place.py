@@ -89,6 +89,7 @@ class Place:
 
         Raises:
             CorruptError: two directories hold different parts of a checkpoint under one name.
+            ReshardError: a directory cannot be listed.
         """
         found: dict[str, Path] = {}
         for child in self._children():
@@ -100,7 +101,11 @@ class Place:
 
     @cached_property
     def folders(self) -> dict[str, Place]:
-        """Every subdirectory by name, in order of names."""
+        """Every subdirectory by name, in order of names.
+
+        Raises:
+            ReshardError: a directory cannot be listed.
+        """
         found: dict[str, list[Path]] = {}
         for child in self._children():
             if child.is_dir():

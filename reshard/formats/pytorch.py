@@ -13,41 +13,30 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError, IncompleteError, StaleError, UnrecognisedError, UsageError
+from reshard.errors import CorruptError, UnrecognisedError, UsageError
 from reshard.files import small
-from reshard.formats import huggingface, rng, stages, torch_file
+from reshard.formats import huggingface, rank_files, rng, stages, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
-from reshard.formats.place import Place, missing_ranks
+from reshard.formats.place import Place
+from reshard.formats.rank_files import Ranks
 from reshard.formats.state_dict import assemble, parts, tree
-from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
-from reshard.formats.torch_file import TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import Manifest, Origin
 from reshard.model import Told
 from reshard.pickles import trust
 
 NAME = "torch"
-SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")
-
-# Between these words and the suffix stands the rank.
-_RANK = re.compile(r"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)+)$")
 _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
-_NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
-_WORLD = re.compile(r"world_size_(\d+)")
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
-_STRONG = re.compile(  # beside a model, these make a directory a training checkpoint
-    r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
-    r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
-)
-_HF_SHARD = re.compile(r"-\d+-of-\d+\.bin$")
 _COPY = "{} is taken to be the same model as {}; it is not read"
 _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
 _COMPANIONS = {
@@ -58,7 +47,6 @@ _COMPANIONS = {
     "random_states_0.pkl": "rng",
 }
 _TRAINER_STATE = "trainer_state.json"
-_ARGUMENTS = "training_args"
 
 
 def detect(place: Place) -> bool:
@@ -68,21 +56,25 @@ def detect(place: Place) -> bool:
     return (
         dcp.detect(place)
         or any(map(hf_shards.is_shard, place.files))
-        or any(_STRONG.fullmatch(name) or _RANK.fullmatch(name) for name in place.files)
+        or any(map(rank_files.is_part, place.files))
         or any(_is_dcp_part(name, folder) for name, folder in place.folders.items())
     )
 
 
 def detect_loosely(place: Place) -> bool:
-    """Whether any ``torch.save`` file lies at a place that nothing else recognises."""
+    """Whether any ``torch.save`` file lies at a place that nothing else recognises.
+
+    Raises:
+        CorruptError: a file that is by its name a part of the checkpoint is none.
+    """
     if place.chosen:
         return torch_file.is_torch_file(place.path)
-    return bool(_torch_files(place))
+    return bool(rank_files.torch_files(place))
 
 
 def is_rank_file(name: str) -> bool:
     """Whether a file's name says that it is one rank's, or one of DCP's."""
-    return dcp.is_part(name) or hf_shards.is_shard(name) or _RANK.fullmatch(name) is not None
+    return dcp.is_part(name) or hf_shards.is_shard(name) or rank_files.is_of_rank(name)
 
 
 def read(
@@ -103,6 +95,7 @@ def read(
         IncompleteError: a rank's file is missing.
         CorruptError: files contradict each other.
         UnrecognisedError: no weights among the parts, or several models.
+        UsageError: a way to wrap, and no model.
     """
     if place.chosen and not is_rank_file(place.chosen):
         saved, trainer = [(Ranks.open({0: place.path}).joined(place), list[str]())], {}
@@ -141,7 +134,11 @@ def read(
 
 
 def with_companions(manifest: Manifest, place: Place) -> Manifest:
-    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it."""
+    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
+
+    Raises:
+        CorruptError: one of them is damaged.
+    """
     for near in (Place(place.directories), place.above()):
         trainer = _trainer_state(near)
         held = {
@@ -169,49 +166,10 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
     return manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The files of one name that ranks saved, opened."""
-
-    files: Mapping[int, TorchFile]
-    trees: Mapping[int, Any]
-
-    @classmethod
-    def open(cls, files: Mapping[int, Path]) -> Ranks:
-        """Read the headers, in rank order.
-
-        Raises:
-            CorruptError: a file is damaged.
-        """
-        opened = {rank: torch_file.read(path) for rank, path in sorted(files.items())}
-        return cls(opened, {rank: tree.of_file(file, rank) for rank, file in opened.items()})
-
-    def only(self, ranks: Container[int]) -> Ranks:
-        """Those of some ranks."""
-        held = {rank: file for rank, file in self.files.items() if rank in ranks}
-        return Ranks(held, {rank: self.trees[rank] for rank in held})
-
-    def joined(self, place: object) -> Found:
-        """One tree of all.
-
-        Raises:
-            CorruptError: the ranks contradict each other.
-        """
-        opened = list(self.files.values())
-        joined = tree.join([*self.trees.values()], [file.path for file in opened])
-        return Found(
-            root=joined.root,
-            where=str(place),
-            files={file.path: file.source() for file in opened},
-            world=len(opened),
-            globals=set().union(*(file.globals for file in opened)),
-            differing=joined.differing,
-        )
-
-
 def _by_stage(place: Place, key: str | None) -> list[tuple[Found, list[str]]]:
     """What each pipeline stage saved, as `_collected` has it; one where there is no pipeline."""
-    families = {stem: Ranks.open(held) for stem, held in _families(_torch_files(place)).items()}
+    named = rank_files.families(rank_files.torch_files(place))
+    families = {stem: Ranks.open(held) for stem, held in named.items()}
     found = _stages(families.values(), key)
     if not found:
         return [_collected(place, families)]
@@ -313,99 +271,6 @@ def _is_dcp_part(name: str, folder: Place) -> bool:
     return _FOLDER.fullmatch(name) is not None and dcp.detect(folder)
 
 
-def _torch_files(place: Place) -> dict[str, Path]:
-    """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
-
-    Raises:
-        CorruptError: one that is by its name a part of the checkpoint is none.
-    """
-    found = {}
-    for name, path in place.files.items():
-        if path.suffix not in SUFFIXES or _HF_SHARD.search(name) or path.stem == _ARGUMENTS:
-            continue
-        if torch_file.is_torch_file(path):
-            found[name] = path
-        elif _STRONG.fullmatch(name) or _RANK.fullmatch(name):
-            size = path.stat().st_size
-            raise CorruptError(
-                path,
-                f"is no file of torch.save ({size} bytes)" if size else "is empty",
-                "fetch it again; a node-local disk may still hold it",
-            )
-    return found
-
-
-def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
-    """Whether numbers in names are ranks without a word that says so: shards lie in the files.
-
-    ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
-    """
-    found = [match for name in files if (match := _NUMBERED.fullmatch(name))]
-    if not found or any(map(_RANK.fullmatch, files)):
-        return False
-    names = torch_file.read(files[found[0].string]).globals
-    return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
-
-
-def _families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
-    """Rank -> file, by what the files' names have in common; a file by itself is rank 0's.
-
-    Raises:
-        IncompleteError: a rank between others, or of a stated world size, has no file.
-        CorruptError: two files are of one rank.
-    """
-    families: dict[str, dict[int, Path]] = {}
-    pattern = _NUMBERED if _is_numbered_by_rank(files) else _RANK
-    for name, path in files.items():
-        match = pattern.fullmatch(name)
-        common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1]) if match else path.stem
-        rank = int(match[2]) if match else 0
-        ranks = families.setdefault(common.strip("_-.") or "rank", {})
-        if rank in ranks:
-            raise StaleError(
-                path,
-                f"and {ranks[rank].name} are both rank {rank}'s",
-                "files of two runs are mixed: move those of the other away",
-            )
-        ranks[rank] = path
-    for ranks in families.values():
-        _check_ranks(ranks)
-    sizes = {len(ranks) for ranks in families.values()} - {1}
-    if len(sizes) > 1:
-        most = max(sizes)
-        stem, ranks = next((s, r) for s, r in families.items() if 1 < len(r) < most)
-        raise IncompleteError(
-            next(iter(ranks.values())).parent,
-            f"holds {stem} files of {len(ranks)} ranks, others of {most}",
-            "copy the missing files here (a node-local disk may still hold them)",
-        )
-    return families
-
-
-def _check_ranks(ranks: Mapping[int, Path]) -> None:
-    first = next(iter(ranks.values()))
-    stated = {match[1] for path in ranks.values() if (match := _WORLD.search(path.name))}
-    if len(stated) > 1:
-        raise StaleError(
-            first.parent,
-            f"holds files of worlds of {' and '.join(sorted(stated))} ranks",
-            "files of two runs are mixed: move those of the other away",
-        )
-    wanted = int(stated.pop()) if stated else max(ranks) + 1
-    missing = missing_ranks(ranks, wanted)
-    if missing:
-        raise IncompleteError(
-            first.parent,
-            f"holds {first.name}, but no such file of rank {', '.join(map(str, missing))}",
-            "copy the missing files here (a node-local disk may still hold them), or give that"
-            " node's directory as a second source",
-        )
-    if max(ranks) >= wanted:
-        raise StaleError(
-            ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {wanted} ranks"
-        )
-
-
 def _weights_beside(place: Place) -> dict[str, Path]:
     """Full weights in safetensors, by the name of their model."""
     found = {
@@ -482,7 +347,7 @@ def _detail(place: Place) -> str:
     kinds = []
     if dcp.detect(place) or any(dcp.detect(f) for f in place.folders.values()):
         kinds.append("DCP")
-    if any(_RANK.fullmatch(name) and not _RANDOM.match(name) for name in place.files):
+    if any(rank_files.is_of_rank(name) and not _RANDOM.match(name) for name in place.files):
         kinds.append("rank files")
     return ", ".join(kinds) or "state dict"
 

@@ -28,7 +28,7 @@ from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
 from reshard.manifest import Chunk
 from reshard.paths import as_path
 from reshard.pickles import trust
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 Policy = Literal["keep", "derive", "drop"]
 

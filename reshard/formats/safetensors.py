@@ -42,13 +42,18 @@ def read(path: str | Path) -> SafetensorsFile:
 
     Raises:
         CorruptError: the header is not JSON, or claims other bytes than the file has.
+        UnsupportedError: a dtype that is not known.
     """
     with SourceFiles() as files:
         return read_section(Section(files, str(path), 0, size_of(path)))
 
 
 def read_section(section: Section) -> SafetensorsFile:
-    """Read one header that may lie inside a larger file, up to its end; errors as in `read`."""
+    """Read one header that may lie inside a larger file, up to its end.
+
+    Raises:
+        CorruptError, UnsupportedError: as `read`.
+    """
     path, size = section.path, section.nbytes
     length = struct.unpack("<Q", section.read(0, 8))[0] if size >= 8 else size + 1
     if length > min(size - 8, _MAX_HEADER):

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from reshard.layout.runs import Places, Runs
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
+
+
+class Laid(NamedTuple):
+    """What a target lays out, and what a user must be told of it: derived, or not carried."""
+
+    skeleton: Skeleton
+    notes: tuple[str, ...]
 
 
 def joined(parts: Iterable[Skeleton]) -> Skeleton:

@@ -24,7 +24,10 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
 from reshard.formats.zip_directory import Member, read_directory
 from reshard.manifest import Chunk, Record, SourceFile
-from reshard.pickles.unpickle import Builder, Call, Global, Unpickled, loads
+from reshard.pickles.unpickle import Unpickled, loads
+from reshard.pickles.values import Builder, Call, Global
+
+SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # that such files have
 
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
@@ -153,6 +156,7 @@ def read(
 
     Raises:
         CorruptError: truncated, altered, or not a ``torch.save`` file.
+        UnsupportedError: its tensors are big-endian.
     """
     path = str(path)
     size = size_of(path)
@@ -314,7 +318,10 @@ def read_archive(
 ) -> TorchFile:
     """Read the structure of one zip archive, which may lie inside a larger file.
 
-    Storages' offsets count from the start of that file. Errors as in `read`.
+    Storages' offsets count from the start of that file.
+
+    Raises:
+        CorruptError, UnsupportedError: as `read`.
     """
     path = archive.path
     members = read_directory(archive)

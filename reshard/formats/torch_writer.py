@@ -25,7 +25,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.zip_writer import ALIGNMENT, ZipLayout
 from reshard.manifest import Entry, Key, Skeleton, contiguous
 from reshard.pickles.pickler import Pickler
-from reshard.pickles.unpickle import Builder, Call, Global
+from reshard.pickles.values import Builder, Call, Global
 
 _ARCHIVE = "archive"  # the member prefix; torch takes the file's stem, which must not leak a path
 _TYPED = "torch._tensor._rebuild_from_type_v2"

@@ -14,7 +14,7 @@ from typing import Any
 from reshard import dtypes
 from reshard.box import Index
 from reshard.dtypes import DType
-from reshard.errors import IncompleteError
+from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.rng import RankRng
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
 
@@ -226,3 +226,23 @@ def refuse_without_optimizer(state: Training) -> None:
             "write the weights alone with --init-optimizer none, or with an Adam that begins:"
             " --init-optimizer zeros --param-groups FILE",
         )
+
+
+def refuse_odd_slots(state: Training, why: str, remedy: str = "") -> None:
+    """Refuse optimizer state that is not by element, as a factored one, where it has no place.
+
+    Args:
+        why: what the layout has no place for, or cannot know.
+
+    Raises:
+        UnsupportedError: naming the first slot whose shape is not its parameter's.
+    """
+    for member in (member for group in state.groups for member in group.members):
+        for slot, entry in member.slots.items():
+            if entry.shape != member.weight.shape:
+                raise UnsupportedError(
+                    state.manifest.origin.path,
+                    f"the {slot} of {member.fqn!r} has shape {entry.shape}, the parameter"
+                    f" {member.weight.shape}: {why}",
+                    remedy,
+                )

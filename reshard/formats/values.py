@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.formats.state_dict.tree import Local, Logical
 from reshard.formats.torch_file import Tensor
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 _MAX_DEPTH = 100
 _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places

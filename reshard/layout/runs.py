@@ -26,7 +26,7 @@ class Places:
 
 
 class Runs(Partition):
-    """A tensor in ``ceil(numel / ranks)`` elements a rank (see `layout.equal_piece`).
+    """A tensor in ``ceil(numel / ranks)`` elements a rank (see `partition.equal_piece`).
 
     Args:
         places: where each rank's flat tensor begins.

@@ -94,6 +94,7 @@ def blocks(
 
     Raises:
         UsageError: the tensor does not divide evenly, which the frameworks require.
+        CorruptError: the ranks' widths are not those of its fused parts.
     """
     if split.dim is None:
         return tuple(shape), ((whole(shape), whole(shape)),)

@@ -51,6 +51,8 @@ def cast(
     """Fill ``target`` with ``source`` in another float dtype; arrays of equal shape.
 
     Args:
+        source, target: as numpy sees ``dtype`` and ``target_dtype`` (`numpy_dtype`): bfloat16 as
+            its bits, uint16.
         factor: what the numbers are multiplied by, before they are rounded.
         clamp: write the largest finite value where the result would be infinite.
 

@@ -139,7 +139,11 @@ class Run:
         progress: Progress,
         keep: Keep = unkept,
     ) -> Outcome:
-        """Fill windows of files that are there; arguments and errors as in `execute`."""
+        """Fill windows of files that are there; arguments as in `execute`.
+
+        Raises:
+            CorruptError, DifferentError, ResourceError: as `execute`.
+        """
         crew: list[_Worker] = []
         taken: list[Outcome] = []
 

@@ -31,6 +31,7 @@ def fill(
     """Fill a buffer in memory; the copies' target offsets count from its start.
 
     Args:
+        buffer: bytes, in the copies' target dtypes.
         read_bytes: an upper limit of one read that needs a cast or has gaps.
         reads: gets every range of a file that is read, with its checksum.
 
@@ -75,7 +76,7 @@ class Filler:
         self._held: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
 
     def fill(self, copy: Copy, window: memoryview) -> None:
-        """Fill the copy's place in a window."""
+        """Fill the copy's place in a window, given as its bytes."""
         if copy.is_run and copy.is_plain:
             nbytes = copy.numel * copy.dtype.itemsize
             self._read(copy.file, copy.byte_offset, window[copy.target_offset :][:nbytes])
@@ -84,7 +85,11 @@ class Filler:
             self._convert(part, window)
 
     def fill_run(self, copy: Copy, first: int, into: memoryview) -> None:
-        """Fill ``into`` with elements of a run, from number ``first`` on."""
+        """Fill ``into`` with elements of a run, from number ``first`` on, in the target's dtype.
+
+        Args:
+            into: bytes; its length says how many elements.
+        """
         offset = copy.byte_offset + first * copy.dtype.itemsize
         if copy.is_plain:
             self._read(copy.file, offset, into, more=first > 0)

@@ -26,6 +26,7 @@ from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Skeleton, SourceFile
 from reshard.move.outcome import Outcome, Windows
+from reshard.move.outputs import write_at
 from reshard.move.records import crc_of
 from reshard.move.share import pooled
 from reshard.move.workers import spread
@@ -159,9 +160,7 @@ class Journal:
                     os.ftruncate(descriptor, self._end)  # a tail that was cut off
                 if not self._end:
                     line = _line(self._job) + line
-                written = 0
-                while written < len(line):
-                    written += os.pwrite(descriptor, line[written:], self._end + written)
+                write_at(descriptor, memoryview(line), self._end)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -13,6 +13,13 @@ from reshard.output.partial import disk_error
 BLOCK_BYTES = 256 << 10  # written and read back while it is in a core's cache
 
 
+def write_at(descriptor: int, data: memoryview, byte_offset: int) -> None:
+    """Write all of it: one call of the system may write less."""
+    while data:
+        count = os.pwrite(descriptor, data, byte_offset)
+        data, byte_offset = data[count:], byte_offset + count
+
+
 class OutputFiles(OpenFiles):
     """Files of a directory, opened to write and to read."""
 
@@ -31,6 +38,7 @@ class OutputFiles(OpenFiles):
 
         Raises:
             ResourceError: the disk is full.
+            ReshardError: it cannot be written.
         """
         path = self.directory / file.name
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if anew else 0)
@@ -49,13 +57,12 @@ class OutputFiles(OpenFiles):
 
         Raises:
             ResourceError: the disk is full.
+            ReshardError: it cannot be written.
         """
         path = self.path(name)
         descriptor = self._open(path)
         try:
-            while data:
-                count = os.pwrite(descriptor.number, data, byte_offset)
-                data, byte_offset = data[count:], byte_offset + count
+            write_at(descriptor.number, data, byte_offset)
         except OSError as error:
             raise disk_error(Path(path), error) from error
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.pickles import trust
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 _BATCH = 1000
 _MAX_DEPTH = 100  # checkpoints nest some ten deep; each level is up to five frames of Python
@@ -100,7 +100,11 @@ class Pickler:
         self.out += b"q%c" % index if index < 256 else _LONG_MEMO(b"r", index)
 
     def named(self, name: str) -> None:
-        """Write a class or function by its dotted name."""
+        """Write a class or function by its dotted name.
+
+        Raises:
+            UnsupportedError: it is no name that a pickle can have.
+        """
         index = self._names.get(name)
         if index is not None:
             self._fetch(index)

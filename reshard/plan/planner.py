@@ -120,6 +120,9 @@ def plan(source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WIND
         source: entries by key; both sides' coverage has been proved (`manifest.check`).
         target: the skeleton; each of its entries must be in the source, with the same shape.
         window_bytes: an upper limit of what a worker holds of each side at a time.
+
+    Raises:
+        ReshardError: the target asks for what the source lacks.
     """
     return Plan(source, target, window_bytes)
 

@@ -16,17 +16,8 @@ from reshard.model import ModelShapes
 from reshard.paths import as_path
 from reshard.proof import checks
 from reshard.proof.checks import Check, counted, not_applicable, some
-from reshard.proof.scan import (
-    Rival,
-    Scan,
-    Task,
-    Unequal,
-    cast_into,
-    chunk_at,
-    count_other,
-    gaps,
-    replicas,
-)
+from reshard.proof.gaps import count_other, gaps
+from reshard.proof.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, replicas
 from reshard.proof.values import Facts
 
 # Slots that are sums, means or maxima of squares or magnitudes: torch.optim's Adam, Adagrad,

@@ -29,7 +29,11 @@ class RemotePath(PosixPath):
 
     @property
     def store(self) -> Store:
-        """Where it lies."""
+        """Where it lies.
+
+        Raises:
+            UsageError: it is none of an object store, or its library is not installed.
+        """
         scheme = self.parts[0] if self.parts else ""
         if not scheme.endswith(":"):
             raise UsageError(self, "is a path of this machine, joined to one of an object store")
@@ -97,7 +101,11 @@ class RemotePath(PosixPath):
             yield child
 
     def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
-        """Children whose names match; deeper patterns are not needed here."""
+        """Children whose names match; deeper patterns are not needed here.
+
+        Raises:
+            UsageError: a pattern over several folders.
+        """
         if "/" in pattern:
             raise UsageError(self, f"no pattern over several folders: {pattern!r}")
         return (child for child in self.iterdir() if fnmatchcase(child.name, pattern))

@@ -65,7 +65,7 @@ class RemoteFile:
         self._version = tuple(str(info.get(key)) for key in _VERSION)
 
     def pread(self, target: memoryview, byte_offset: int) -> int:
-        """Fill the target as far as the object goes; how many bytes came."""
+        """Fill the target from an offset on, as far as the object goes; how many bytes came."""
         nbytes = max(0, min(len(target), self.nbytes - byte_offset))
         if nbytes >= _SMALL:
             target[:nbytes] = fetch(self._store, self.url, byte_offset, nbytes)
@@ -100,7 +100,11 @@ def fetch(store: Store, url: str, byte_offset: int, nbytes: int) -> bytes:
 
 
 def fetched(store: Store, ranges: Sequence[Range]) -> list[bytes]:
-    """Several ranges side by side, each exactly; errors as `fetch`."""
+    """Several ranges side by side, each exactly.
+
+    Raises:
+        CorruptError, ReshardError: as `fetch`.
+    """
     found: dict[int, bytes] = {}
     url = ranges[0][0]
 
@@ -154,7 +158,11 @@ class RemoteFiles:
         self._lock = threading.Lock()
 
     def read_into(self, url: str, byte_offset: int, target: memoryview) -> None:
-        """Fill the target; errors as `files.OpenFiles.read_into`."""
+        """Fill the target with the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, IncompleteError, ReshardError: as `files.OpenFiles.read_into`.
+        """
         if url in self._kept and self._take(url, byte_offset, target):
             return
         file = self._files.get(url)

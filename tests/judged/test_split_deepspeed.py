@@ -25,7 +25,7 @@ from reshard.formats.torch_writer import AS_WRITTEN
 from reshard.formats.training import training
 from reshard.layout.partition import equal_piece
 from reshard.move.execute import execute
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 from reshard.plan.planner import plan
 from reshard.tensors import read_block
 from tests.judges import deepspeed_judge
@@ -57,7 +57,7 @@ def read(path):
 def split(source, directory, **options):
     """What the command does, without its checks of the result."""
     manifest = read(source)
-    skeleton = target.lay_out(training(manifest), **options)
+    skeleton = target.lay_out(training(manifest), **options).skeleton
     check_skeleton(skeleton)
     check_places(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
@@ -351,7 +351,7 @@ def test_fsdp_becomes_zero_2(torch_made, tmp_path):
             wanted = truth["params"] if kind == "params" else None
             expected = wanted[name] if wanted else truth["optimizer"][name][kind]
             assert torch.equal(value, expected), (kind, name)
-    notes = target.notes(state, stage=2, world_size=3, precision=BFLOAT16)
+    notes = target.lay_out(state, stage=2, world_size=3, precision=BFLOAT16).notes
     assert any("torch_adam" in note for note in notes)
 
 

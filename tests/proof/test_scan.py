@@ -17,7 +17,8 @@ from reshard.box import index_of, whole
 from reshard.files import SourceFiles
 from reshard.layout.partition import run_chunks
 from reshard.manifest import Entry, Record, SourceFile, contiguous
-from reshard.proof.scan import Rival, Task, chunk_at, count_other, gaps, replicas, scan
+from reshard.proof.gaps import count_other, gaps
+from reshard.proof.scan import Rival, Task, chunk_at, replicas, scan
 from tests import scenes
 
 

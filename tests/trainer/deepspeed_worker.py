@@ -23,7 +23,7 @@ from trainer import engines
 from trainer.checkpoint import saving
 from trainer.data import Corpus
 from trainer.errors import TrainerError
-from trainer.settings import resolve
+from trainer.resolve import resolve
 
 PRELOAD = [
     "torch._dynamo",

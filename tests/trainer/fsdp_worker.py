@@ -34,7 +34,7 @@ from trainer.engines.fsdp import FsdpEngine
 from trainer.engines.fsdp2 import Fsdp2Engine
 from trainer.errors import TrainerError
 from trainer.ranks import Ranks
-from trainer.settings import resolve
+from trainer.resolve import resolve
 
 ENGINES = {"fsdp": FsdpEngine, "fsdp2": Fsdp2Engine}
 FORMS = {

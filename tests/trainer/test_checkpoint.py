@@ -353,7 +353,7 @@ def sixteen_bits(ranks, job):
     worlds.train(ranks, [job])
     from trainer import engines
     from trainer.checkpoint import saving
-    from trainer.settings import resolve
+    from trainer.resolve import resolve
 
     settings = resolve({**job, "resume": job["save"]}, ranks.world)
     engine = engines.build(settings, ranks)
@@ -385,7 +385,7 @@ def test_the_16_bit_model_loads_in_transformers(tmp_path):
 
 def memory(ranks, strategies):
     from trainer import memory
-    from trainer.settings import resolve
+    from trainer.resolve import resolve
 
     common = {"precision": "bf16", "grad_dtype": "bf16"}
     return [

@@ -15,7 +15,8 @@ from trainer.config import accelerate, deepspeed
 from trainer.config.choices import Choices
 from trainer.config.rules import NoEffect, Only
 from trainer.errors import SettingsError
-from trainer.settings import Settings, resolve
+from trainer.resolve import resolve
+from trainer.settings import Settings
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "configs"
 BATCH = {"train_micro_batch_size_per_gpu": 1}

@@ -15,7 +15,7 @@ import torch
 from tests.trainer import worlds
 from trainer.checkpoint import foreign, megatron_read, megatron_rules
 from trainer.errors import CheckpointError, SettingsError
-from trainer.settings import resolve
+from trainer.resolve import resolve
 
 REAL = Path(__file__).resolve().parents[1] / "data" / "megatron" / "llama_tp2pp2"
 MODEL = {  # of the real checkpoint, but for its vocabulary

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.trainer import worlds
 from trainer.data import Corpus
 from trainer.errors import SettingsError
-from trainer.settings import resolve
+from trainer.resolve import resolve
 
 HALF, END = 2, 4
 COMMON = {

@@ -17,9 +17,10 @@ from trainer.data import Corpus, counter_seed
 from trainer.errors import SettingsError, TrainingError
 from trainer.model import build
 from trainer.optimizer import adamw, hyperparameters
+from trainer.resolve import resolve, without_effect
 from trainer.scaling import LossScaler, loss_scaler
 from trainer.schedule import learning_rate
-from trainer.settings import Settings, resolve, without_effect
+from trainer.settings import Settings
 from trainer.zero.norm import norm
 from trainer.zero.offload import Home
 from trainer.zero.partition import by_parameter, contiguous

@@ -137,7 +137,7 @@ def train(ranks, jobs):
 def _train(ranks, chosen):
     from trainer import loop
     from trainer.checkpoint import state
-    from trainer.settings import resolve
+    from trainer.resolve import resolve
 
     if "resume" in chosen:
         chosen = {**state.inherited(chosen["resume"], chosen.get("tag")), **chosen}

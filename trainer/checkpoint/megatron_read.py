@@ -88,7 +88,11 @@ class Saved:
         self.steps: set[float] = set()
 
     def tensors(self, wanted: set[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(name in transformers, ``param`` as fp32, moments and ``step``), of those ``wanted``."""
+        """(name in transformers, ``param`` as fp32, moments and ``step``), of those ``wanted``.
+
+        Raises:
+            CheckpointError: the optimizer has no state of a weight.
+        """
         for stage in range(self._grid.pp):
             for rule in stage_rules(self._sizes, stage, self._grid.pp):
                 if wanted.intersection(rule.names):

@@ -1,19 +1,15 @@
 """The real DeepSpeed, driven by our loop: same model, data and files, its arithmetic (0.19.8).
 
-DeepSpeed is an optional extra. Where it does not do what a setting says, this file refuses the
-setting, or names the difference where it is made good.
+DeepSpeed is an optional extra. Where it does not do what a setting says, `deepspeed_setup` refuses
+it, or this file names the difference where it is made good.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import math
-import os
-import pickle
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +19,10 @@ from torch import Tensor, nn
 from trainer import model
 from trainer.checkpoint import files, foreign
 from trainer.checkpoint.deepspeed import model_file, optimizer_file
+from trainer.engines import deepspeed_setup as setup
 from trainer.engines.base import ModelState, Update
 from trainer.engines.deepspeed_config import ds_config
-from trainer.errors import CheckpointError, SettingsError, TrainingError, first_line
+from trainer.errors import CheckpointError, SettingsError, TrainingError
 from trainer.optimizer import hyperparameters, param_groups, trainable
 from trainer.ranks import Ranks
 from trainer.scaling import LossScaler, loss_scaler
@@ -37,10 +34,10 @@ class DeepSpeedEngine:
     """Implements Engine; what DeepSpeed calls its engine is ``live`` here."""
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
-        _check(settings)
-        deepspeed = _imported(ranks)
+        setup.check(settings)
+        deepspeed = setup.imported(ranks)
         if "nvme" in (settings.offload_optimizer, settings.offload_param):
-            _check_disk_operation()
+            setup.check_disk_operation()
         self.settings = settings
         self.ranks = ranks
         self.timer = Timer(synchronize=ranks.device.type == "cuda")
@@ -61,8 +58,8 @@ class DeepSpeedEngine:
             )
         except (ValueError, NotImplementedError) as error:
             raise SettingsError(f"DeepSpeed refuses these settings: {error}") from error
-        self.live.checkpoint_engine = self._files = _files()
-        self.live._copy_recovery_script = _leave_out  # noqa: SLF001  (beside the checkpoint, unflushed)
+        self.live.checkpoint_engine = self._files = setup.checkpoint_files()
+        self.live._copy_recovery_script = setup.leave_out  # noqa: SLF001  (beside the checkpoint, unflushed)
         self._mirror_scaler()
 
     # The Engine protocol
@@ -80,7 +77,11 @@ class DeepSpeedEngine:
         return loss.detach()
 
     def step(self, lr: float) -> Update:
-        """See Engine."""
+        """See Engine.
+
+        Raises:
+            TrainingError: fp16 gradients overflow at the smallest loss scale.
+        """
         with self.timer("step"), torch.no_grad():
             # Its scheduler has set the same rate; this holds for a constant one, and after a load.
             for group in self.live.basic_optimizer.param_groups:
@@ -109,7 +110,7 @@ class DeepSpeedEngine:
         return Update(norm, skipped=False)
 
     def discard(self) -> None:
-        """Clear what autograd left; for an engine that takes no further step (see ``_check``)."""
+        """Clear what autograd left; for an engine that takes no further step (`setup.check`)."""
         self.live.zero_grad()
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -118,7 +119,11 @@ class DeepSpeedEngine:
             yield name, self._whole(parameter).detach().cpu()
 
     def save(self, directory: Path, progress: dict[str, Any]) -> None:
-        """See Engine: DeepSpeed saves, into files that are flushed."""
+        """See Engine: DeepSpeed saves, into files that are flushed.
+
+        Raises:
+            TrainingError: a rank could not write its part, or has counted other steps.
+        """
         if self.live.global_steps != progress["step"]:
             raise TrainingError(
                 f"DeepSpeed has counted {self.live.global_steps} steps, the loop {progress['step']}"
@@ -137,6 +142,9 @@ class DeepSpeedEngine:
 
         What the settings say holds, also where DeepSpeed would take it from the checkpoint:
         clipping, hyper-parameters of AdamW, form and bounds of the loss scale.
+
+        Raises:
+            CheckpointError: DeepSpeed cannot load it into this run.
         """
         with self.ranks.together("read the checkpoint"):
             self._check_loadable(directory)
@@ -322,114 +330,6 @@ _GRADIENTS = (
     "fp32_groups_gradients_flat",  # BF16_Optimizer
 )
 """Where DeepSpeed's optimizers keep gradients between backward pass and step."""
-
-
-def _check(settings: Settings) -> None:
-    if settings.on_nan == "skip":
-        raise SettingsError(
-            "on_nan skip with the DeepSpeed engine: DeepSpeed cannot forget a backward pass",
-            "use --on-nan stop, or --engine native",
-        )
-    if settings.resume and settings.offload_optimizer == "nvme":
-        raise SettingsError(
-            "DeepSpeed does not restore an optimizer that is offloaded to nvme",
-            "resume with --offload-optimizer cpu, or with --engine native",
-        )
-    if settings.zero_stage == 0 and settings.grad_dtype != settings.precision:
-        raise SettingsError(
-            f"DeepSpeed's stage 0 adds {settings.precision} gradients up in {settings.precision}, "
-            f"and grad_dtype is {settings.grad_dtype}",
-            f"give --grad-dtype {settings.precision}, or another --strategy",
-        )
-
-
-def _check_disk_operation() -> None:
-    """DeepSpeed compiles its disk operation at first use.
-
-    Raises:
-        SettingsError: it is not there and cannot be compiled.
-    """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    try:
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise RuntimeError("libaio is not installed")  # noqa: TRY301
-        AsyncIOBuilder().load(verbose=False)
-    except Exception as error:  # a compiler's failure has no type of its own
-        reason = first_line(error)
-        raise SettingsError(
-            f"offload to nvme needs DeepSpeed's aio operation: {reason}",
-            "install libaio (libaio-dev), ninja and a C++ compiler, or offload to cpu",
-        ) from error
-
-
-def _imported(ranks: Ranks) -> Any:
-    """DeepSpeed, quiet, on the device that the ranks use.
-
-    Raises:
-        SettingsError: it is not installed.
-    """
-    on_cpu = ranks.device.type == "cpu"
-    if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("LOCAL_RANK", "0")  # without a launcher
-    try:
-        import deepspeed
-        import torch._dynamo  # noqa: F401  (later, stage 3's patches of torch.nn break it)
-        from deepspeed.accelerator import get_accelerator
-    except ImportError as error:
-        raise SettingsError(
-            f"--engine deepspeed needs DeepSpeed, which cannot be imported: {error}",
-            "pip install deepspeed",
-        ) from error
-    # Warnings are about rates before the first step and overflows, which the log tells.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    if on_cpu:
-        # It asks before it trains in fp16, and CPUs usually deny; torch computes it all the same.
-        type(get_accelerator()).is_fp16_supported = lambda _: True
-        # Collectives in shared memory would be compiled now, and spin.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
-
-
-def _leave_out(path: str) -> None:
-    """Instead of copying zero_to_fp32.py, which ``python -m deepspeed.utils.zero_to_fp32`` runs."""
-
-
-def _files() -> Any:
-    """DeepSpeed's way to write and read files: flushed, and without running what they contain."""
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    classes: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-        DynamicLossScaler,
-        StaticLossScaler,
-        ZeroStageEnum,
-        fragment_address,
-    ]
-
-    class Files(TorchCheckpointEngine):  # type: ignore[misc]
-        problem: Exception | None = None
-        """What went wrong in a save. Raised only when all ranks are through with it."""
-
-        def save(self, state_dict: Any, path: str) -> None:
-            try:
-                files.save(state_dict, Path(path))
-            except (OSError, RuntimeError) as error:
-                self.problem = error
-
-        def load(self, path: str, map_location: Any = None) -> Any:
-            try:
-                with torch.serialization.safe_globals(classes):
-                    return torch.load(path, map_location=map_location, weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-                raise files.unreadable(path, error) from error
-
-    return Files()
 
 
 def _dynamic(scale: Any) -> bool:

@@ -146,7 +146,11 @@ class ShardedEngine(NativeEngine):
             files.save(directory, form, self.model, self.optimizer, self.ranks)
 
     def load(self, directory: Path) -> dict[str, Any] | None:
-        """See Engine: any form of Accelerate's files or Megatron-LM's, whatever this run writes."""
+        """See Engine: any form of Accelerate's files or Megatron-LM's, whatever this run writes.
+
+        Raises:
+            CheckpointError: it does not fit this run.
+        """
         if layout(directory) == "Megatron-LM":
             return self._load_megatron(directory)
         with quiet():

@@ -48,7 +48,11 @@ class Reducer:
         self._collective = self._exchange if canonical else self._reduce
 
     def add(self, gradients: Gradients) -> None:
-        """Add this rank's micro batch gradients, full tensors by name; all ranks name the same."""
+        """Add this rank's micro batch gradients, full tensors by name; all ranks name the same.
+
+        Raises:
+            TrainingError: ranks name other gradients.
+        """
         if not gradients:
             return
         with self._timer("reduce"), torch.no_grad():

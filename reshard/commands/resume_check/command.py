@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,17 @@ class ResumeCheckOptions:
     html: str | Path | None = None  # where to write the report as a page
     overwrite: bool = False  # replace what is there
     layout: SplitOptions = field(default_factory=SplitOptions)  # the rest of it; and the source's
+
+    @classmethod
+    def of(cls, **options: Any) -> ResumeCheckOptions:
+        """Those of such names; others are of the layout.
+
+        Raises:
+            UsageError: as both.
+        """
+        own = {each.name for each in fields(cls)} & options.keys()
+        chosen = {name: options.pop(name) for name in own}
+        return cls(layout=SplitOptions(**options), **chosen)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be.

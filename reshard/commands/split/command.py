@@ -98,7 +98,8 @@ def _split(
     request, own = own_states.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=tuple(rank for each in own for rank in each.states))
-    skeleton = _with_companions(target.lay_out(state, request), state, target)
+    laid = target.lay_out(state, request)
+    skeleton = _with_companions(laid.skeleton, state, target)
     check_places(skeleton)
     held = stored(skeleton, state)
     if request.megatron is not None:
@@ -106,7 +107,7 @@ def _split(
             [*manifest.entries.values(), *request.megatron.carried.entries]
         )
     planned = plan(manifest.entries, held, options.budget()[1])
-    report = describe(state, request, target, skeleton, planned)
+    report = describe(state, request, target, laid._replace(skeleton=skeleton), planned)
     report.destination = begun.report_as
     report.derived += [*begun.means, *named.notes, *made, *batch_notes, *differing]
     for each in own:

@@ -11,9 +11,15 @@ from reshard.commands.output import OutputOptions
 from reshard.commands.reading import one_of
 from reshard.errors import UsageError
 from reshard.formats import targets
-from reshard.formats.groups import InitOptimizer
+from reshard.formats.fresh_adam import InitOptimizer
 from reshard.formats.megatron.target import choice as megatron
 from reshard.formats.rng import Policy
+from reshard.formats.targets.request import (
+    FSDP_VERSIONS,
+    STATE_DICT_TYPES,
+    FsdpVersion,
+    StateDictType,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +35,9 @@ class SplitOptions(OutputOptions):
     stage_layers: str | None = None  # N,N,...: layers of each stage; None: as many in each
     to: str | None = None  # one of `targets.NAMES`; None: as the source
     zero_stage: int | None = None  # None: the source's, else 2
-    state_dict_type: targets.StateDictType | None = None  # None: the source's, else sharded
+    state_dict_type: StateDictType | None = None  # None: the source's, else sharded
     rank_files: bool = False  # of FSDP: a file a rank instead of DCP
-    fsdp_version: targets.FsdpVersion = 2  # of verl's files
+    fsdp_version: FsdpVersion = 2  # of verl's files
     use_orig_params: str | None = None  # FSDP 1: the dtype of the forward pass; None: flat
     ckpt_format: megatron.Form | None = None  # Megatron's; None: the source's, else torch
     distributed_optimizer: bool | None = None  # whether Megatron's will load it; None: as there
@@ -68,8 +74,8 @@ class SplitOptions(OutputOptions):
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise UsageError(f"--{name} {size}", "at least one rank is needed")
-        one_of("state_dict_type", self.state_dict_type, (None, *targets.STATE_DICT_TYPES))
-        one_of("fsdp_version", self.fsdp_version, targets.FSDP_VERSIONS)
+        one_of("state_dict_type", self.state_dict_type, (None, *STATE_DICT_TYPES))
+        one_of("fsdp_version", self.fsdp_version, FSDP_VERSIONS)
         one_of("rng", self.rng, (None, *get_args(Policy)))
         one_of("names", self.names, (None, *get_args(naming.Whose)))
         if self.to is not None:

@@ -13,7 +13,8 @@ from reshard.formats.megatron.own import Own
 from reshard.formats.megatron.target import Wanted
 from reshard.formats.megatron.target import carried as carry
 from reshard.formats.megatron.target.carried import Carried
-from reshard.formats.targets import Request, Target
+from reshard.formats.targets import Target
+from reshard.formats.targets.request import Request
 from reshard.manifest import Manifest
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from reshard import units
 from reshard.commands.lines import listed, written
-from reshard.formats.targets import Request, Target
+from reshard.formats.skeletons import Laid
+from reshard.formats.targets import Target
+from reshard.formats.targets.request import Request
 from reshard.formats.training import Training
-from reshard.manifest import MASTER, WEIGHT_KINDS, Skeleton
+from reshard.manifest import MASTER, WEIGHT_KINDS
 from reshard.plan.planner import Plan
 
 SCHEMA = 1
@@ -82,9 +84,10 @@ def _form(target: Target, request: Request) -> str:
 
 
 def describe(
-    state: Training, request: Request, target: Target, skeleton: Skeleton, plan: Plan
+    state: Training, request: Request, target: Target, laid: Laid, plan: Plan
 ) -> SplitReport:
     """The part of a report that is known before the first byte moves."""
+    skeleton = laid.skeleton
     manifest = state.manifest
     out = {e.key for e in skeleton.entries if e.kind not in WEIGHT_KINDS}
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
@@ -98,6 +101,7 @@ def describe(
         weights=len(state.weights),
         optimizer_tensors_in=len(held),
         optimizer_tensors_out=len(out),
+        notes=list(laid.notes),
         warnings=list(manifest.warnings),
         bytes_read=plan.copied_bytes,
         bytes_written=sum(file.nbytes for file in skeleton.files),
@@ -113,7 +117,6 @@ def describe(
         report.dropped.append(f"{len(held)} optimizer tensors ({why})")
     if state.made:
         report.derived += _masters(state, request)
-    report.notes = list(target.notes(state, request))
     return report
 
 

@@ -16,7 +16,8 @@ from reshard.formats import targets
 from reshard.formats.deepspeed.target import grid as deepspeed_grid
 from reshard.formats.state_dict import mesh
 from reshard.formats.state_dict.mesh import Grid
-from reshard.formats.targets import Request, Target
+from reshard.formats.targets import Target
+from reshard.formats.targets.request import Request, StateDictType
 from reshard.layout import tensor_parallel
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Manifest
@@ -119,9 +120,7 @@ def _holds_deepspeed(manifest: Manifest, options: SplitOptions) -> bool:
     return options.state_dict_type is None and manifest.origin.format.startswith("deepspeed")
 
 
-def _state_dict_type(
-    target: str, manifest: Manifest, options: SplitOptions
-) -> targets.StateDictType:
+def _state_dict_type(target: str, manifest: Manifest, options: SplitOptions) -> StateDictType:
     """What was asked for, else the source's: whole files become whole files."""
     if options.state_dict_type is not None:
         return options.state_dict_type

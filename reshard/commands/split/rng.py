@@ -9,7 +9,8 @@ from reshard.commands.split.report import SplitReport
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import rng
 from reshard.formats.rng import RankRng
-from reshard.formats.targets import Request, Target
+from reshard.formats.targets import Target
+from reshard.formats.targets.request import Request
 from reshard.manifest import Manifest
 
 
@@ -60,7 +61,7 @@ def _obstacle(
 ) -> IncompleteError | UnsupportedError | UsageError | None:
     """Why the states cannot be kept or made."""
     files, where = manifest.train.rng_files, manifest.origin.path
-    if not target.keeps_rng(request):
+    if not target.keeps_rng:
         return UnsupportedError(f"--to {target.name}", "has no place for the states of ranks")
     if not files or not rng.has_states(files[0]):
         return IncompleteError(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import groups, huggingface, megatron
+from reshard.formats import fresh_adam, groups, huggingface, megatron
 from reshard.formats.place import directory
-from reshard.formats.targets import Request
+from reshard.formats.targets.request import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelShapes, Told
@@ -68,7 +68,7 @@ def made_state(
         made, notes = groups.regrouped(made, given)
         said += notes
     if fresh:
-        made, notes = groups.with_fresh_adam(made, request.master)
+        made, notes = fresh_adam.begun(made, request.master)
         said += notes
     return made, said
 

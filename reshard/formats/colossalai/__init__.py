@@ -28,7 +28,7 @@ from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats import huggingface, torch_file
 from reshard.formats.place import Place
 from reshard.formats.state_dict import assemble, tree
-from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import Told
@@ -56,6 +56,7 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
     Raises:
         IncompleteError: a shard, or the weights, are missing.
         CorruptError: shards and index contradict each other.
+        UnsupportedError: it was saved asynchronously.
     """
     if place.chosen:
         place = Place(place.directories)

@@ -16,7 +16,7 @@ from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
 from reshard.formats.place import Place, missing_ranks
 from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 
 _METADATA = ".metadata"
@@ -49,7 +49,11 @@ def read(place: Place) -> Found:
 
 
 def read_flat(place: Place) -> Found:
-    """The same, each tensor and object under its own key, for one who knows what keys mean."""
+    """The same, each tensor and object under its own key, for one who knows what keys mean.
+
+    Raises:
+        ReshardError: as `read`.
+    """
     _, found = _stored(place)
     return found
 

@@ -22,7 +22,7 @@ from reshard.box import Box, as_index
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import safetensors
 from reshard.formats.place import Place, missing_ranks
-from reshard.formats.state_dict.assemble import Found
+from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.manifest import Chunk, SourceFile
 

@@ -78,6 +78,7 @@ class Items:
 
         Raises:
             UnsupportedError: it was saved in another way than by ``torch.save``.
+            CorruptError: it is damaged.
         """
         section = self._section(str(path), block)
         if section is None:

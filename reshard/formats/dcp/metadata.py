@@ -18,7 +18,8 @@ from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
 from reshard.files import small
-from reshard.pickles.unpickle import Call, loads
+from reshard.pickles.unpickle import loads
+from reshard.pickles.values import Call
 
 _MODULE = "torch.distributed.checkpoint."
 _BUILDERS = {"torch.Size": lambda dims=(): tuple(dims)}
@@ -64,6 +65,7 @@ def read(files: Sequence[Path]) -> Metadata:
         CorruptError: a file is no DCP metadata, or two contradict each other.
         IncompleteError: a chunk is announced and stored nowhere.
         UnsafeError: a file outside the directory is named.
+        UnsupportedError: a dtype that is not known, or a stream extension.
     """
     found = Metadata()
     for path in files:

@@ -27,7 +27,7 @@ from reshard.formats.zip_writer import ALIGNMENT
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
 from reshard.pickles.pickler import Pickler
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 _VERSION = "1.0.0"
 _DCP = "torch.distributed.checkpoint"

@@ -98,6 +98,8 @@ class Cuts:
         Raises:
             UsageError: nothing says it.
             UnsupportedError: the checkpoint says that it cannot be told.
+            CorruptError, UnsafeError: a pattern of the checkpoint is none, or takes for ever to
+                search for.
         """
         if self._ranks == 1 or fqn in self._buffers or not shape:
             return REPLICATED
@@ -136,7 +138,11 @@ class Cuts:
                     )
 
     def fused(self, fqn: str) -> Mapping[str, Any] | None:
-        """What the checkpoint says of a parameter that is several in one."""
+        """What the checkpoint says of a parameter that is several in one.
+
+        Raises:
+            CorruptError, UnsafeError: as `split`.
+        """
         for said in self._info.get(_SUB) or ():
             if any(_finds(text, fqn) for text in said["patterns"]):
                 return dict(said)
@@ -147,6 +153,9 @@ class Cuts:
 
         A tied embedding is a whole module on the last stage as well, of which the output layer
         uses the vocabulary alone; the rest there has its first values.
+
+        Raises:
+            CorruptError, UnsafeError: as `split`.
         """
         if not (self._found(_STAGES, fqn) or (fqn.startswith(TIED) and self._known(fqn))):
             return False

@@ -119,7 +119,11 @@ def _tags(place: Place) -> list[str]:
 
 
 def detect(place: Place) -> bool:
-    """Whether the place is a run directory, a tag directory, or a rank file of DeepSpeed."""
+    """Whether the place is a run directory, a tag directory, or a rank file of DeepSpeed.
+
+    Raises:
+        CorruptError: the file that names the latest tag is no text.
+    """
     if place.chosen:
         return _is_state_file(place.chosen) or place.chosen in _POINTERS
     if _is_tag(place) or _tags(place) or (place.name == "zero" and _is_zero(place)):
@@ -133,6 +137,7 @@ def locate(place: Place, tag: str | None = None) -> Place:
 
     Raises:
         UnrecognisedError: no tag was given where several, or none, are possible.
+        CorruptError: the file that names the latest tag is no text.
     """
     place = Place(place.directories)
     if place.name == "zero":

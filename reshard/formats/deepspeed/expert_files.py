@@ -26,7 +26,13 @@ class Expert:
 
 
 def open_all(files: Files, first: ModelStates) -> list[Expert]:
-    """Every expert of every layer, in order; ``num_experts`` lists how many each layer has."""
+    """Every expert of every layer, in order; ``num_experts`` lists how many each layer has.
+
+    Raises:
+        IncompleteError: an expert's file is missing.
+        StaleError: there are files of more experts than the model has, or of another step.
+        CorruptError: a file holds not its expert alone, or another part of it than the others.
+    """
     held: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):
         held.setdefault(layer, {})[number] = ranks[0]

@@ -20,7 +20,14 @@ from reshard.model_parallel import combine
 def read(
     files: Files, first: ModelStates, experts: Sequence[Expert], place: Mapping[str, int]
 ) -> tuple[Manifest, Mapping[str, int]]:
-    """Each expert-parallel rank has an optimizer of its own, under indices: read one by one."""
+    """Each expert-parallel rank has an optimizer of its own, under indices: read one by one.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        StaleError: files of two runs are mixed.
+        UnsupportedError: a run without ZeRO whose layers of experts are shared by different numbers
+            of ranks.
+    """
     count = 1 + max(rank for rank, _ in files.expert_optim)
     optimizers = []
     for rank in range(count):

@@ -51,6 +51,8 @@ def modules(files: Files, tensor: int, stages: Sequence[Said]) -> list[Module]:
 
     Raises:
         IncompleteError: a layer's file is missing.
+        CorruptError: a file is no layer's.
+        UnsupportedError: one may be any of several tied modules.
     """
     named = {name: shape for said in stages for name, shape in said.names.items()}
     found = [Module({}, []) for _ in stages]

@@ -61,6 +61,7 @@ def read(
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: the files contradict each other.
+        UnsupportedError: optimizer states of an unknown form.
     """
     first = first or first_of(census)
     world_size = first.data_ranks or max(len(census.optim), 1)

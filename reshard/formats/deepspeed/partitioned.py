@@ -111,7 +111,11 @@ def _split(kind: str, members: Mapping[str, Index], held: Sequence[Piece]) -> It
 
 
 def frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
-    """Frozen parameters: the ranks' fragments one after the other, cut to numel."""
+    """Frozen parameters: the ranks' fragments one after the other, cut to numel.
+
+    Raises:
+        CorruptError: the fragments are not the parameter.
+    """
     shapes: dict[str, Index] = models[0].mapping("frozen_param_shapes")
     for fqn, shape in shapes.items():
         fragments = [_fragment(model, fqn) for model in models]

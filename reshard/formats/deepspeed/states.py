@@ -154,7 +154,11 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
 
 
 def open_optimizer(path: Path, rank: int) -> OptimizerStates:
-    """Open one optimizer states file; errors as in `open_model`."""
+    """Open one optimizer states file.
+
+    Raises:
+        CorruptError: it is none.
+    """
     file = torch_file.read(path, builders=BUILDERS)
     inner = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
     if not isinstance(inner, dict):

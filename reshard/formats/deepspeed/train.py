@@ -16,7 +16,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import ParamGroup, TrainState
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
 _ENGINE_KEYS = frozenset(

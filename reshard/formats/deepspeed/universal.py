@@ -51,6 +51,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     Raises:
         IncompleteError: a parameter without its weights, or no model states beside ``zero``.
         UnsupportedError: a parameter that ds_to_universal put together wrongly.
+        CorruptError: a file holds no tensor, or not its parameter's.
     """
     models = _model_states(place)
     model = models[0]

@@ -96,7 +96,11 @@ def _named(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[str
 
 
 def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator[Entry]:
-    """Master weights and slots of every named parameter."""
+    """Master weights and slots of every named parameter.
+
+    Raises:
+        CorruptError: a flat tensor is not as long as its parameters.
+    """
     shapes = {name: tensor.shape for name, tensor in model.module.items()}
     optimizer = model.mapping("optimizer")
     for names, masters in zip(groups, optimizer.get("fp32_groups") or [], strict=False):

@@ -12,6 +12,7 @@
     model       what a rank holds, where no file lists it
     legacy      the torch format: a folder a rank
     dist        the torch_dist format: DCP with Megatron's keys
+    dist_flat   the distributed optimizer's buffers there
     grid        the ranks' parts made one
     train       what is no tensor
 

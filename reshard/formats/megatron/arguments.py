@@ -15,7 +15,7 @@ from typing import Any
 from reshard import counts
 from reshard.errors import CorruptError
 from reshard.formats.values import plain
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")

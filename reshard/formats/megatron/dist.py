@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from reshard import counts
@@ -29,36 +28,27 @@ from reshard.formats import torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.megatron import (
     arguments,
-    buckets,
     directory,
+    dist_flat,
     grid,
-    grouped,
-    model,
     names,
     optimizer,
     own,
     train,
 )
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import Rank
+from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Logical
-from reshard.layout.partition import Member
 from reshard.manifest import BUFFER, PARAM, Chunk, Entry, Manifest, Origin, SourceFile, keyed
 from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
-_CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
-_BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.gbuf_idx_(\d{1,9})\.dtype_(.+)\.bucket_idx_(\d{1,9})"
-    r"\.(\w+)"
-)
-_GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
 
@@ -80,7 +70,7 @@ def read(place: Place, table: Table) -> Manifest:
     weights = [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
         for key, tensor in stored.items()
-        if not _CHAIN.fullmatch(key)
+        if not CHAIN.fullmatch(key)
         for entry in keys.entries(key, PARAM, tensor)
     ]
     if not weights:
@@ -88,14 +78,14 @@ def read(place: Place, table: Table) -> Manifest:
     slots = [
         entry
         for key, tensor in stored.items()
-        if (match := _CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
+        if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
         for entry in keys.entries(slot[2], optimizer.kind_of(slot[1]), tensor)
     ]
     whole = keyed(grid.in_model_order(weights))
     held = [Held(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
-    chained = _own_optimizers(objects)
+    chained = dist_flat.own_states(objects)
     state = optimizer.read(chained or common.get("optimizer"), held, args, str(place))
-    flat = list(_Flat(stored, objects, whole, args, table, str(place)).entries())
+    flat = dist_flat.Flat(stored, objects, whole, args, table, str(place)).entries()
     form = _form(common, flat, slots)
     made = Manifest(
         origin=Origin("megatron", str(place)),
@@ -171,17 +161,6 @@ def _first(objects: Mapping[str, list[Any]], key: str) -> Any:
     return next(iter(objects.get(key, ())), None)
 
 
-def _own_optimizers(objects: Mapping[str, list[Any]]) -> list[Any]:
-    """The states of the chain that model-parallel groups keep by themselves: the first group's."""
-    found: dict[int, dict[str, Any]] = {}
-    for key in sorted(objects):
-        chain = _CHAIN.fullmatch(key)
-        match = _GROUP.fullmatch(chain[2]) if chain else None
-        if chain and match and match[2] in ("optimizer", "grad_scaler"):
-            found.setdefault(int(chain[1] or 0), {}).setdefault(match[2], objects[key][0])
-    return [found[number] for number in sorted(found)]
-
-
 def _form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
     """What is said of the format: how a distributed optimizer is kept."""
     about = common.get("content_metadata")
@@ -237,113 +216,3 @@ def _slices(tensor: Logical) -> Iterator[Logical]:
             by_index[index] += layer([chunk], index)
     for index in range(total):
         yield replace(tensor, shape=tensor.shape[1:], chunks=tuple(by_index[index]))
-
-
-class _Flat:
-    """The distributed optimizer's buffers, kept by each model-parallel group as they are."""
-
-    def __init__(
-        self,
-        stored: Mapping[str, Logical],
-        objects: Mapping[str, list[Any]],
-        whole: Mapping[tuple[str, str], Entry],
-        args: Arguments,
-        table: Table,
-        path: str,
-    ) -> None:
-        self._args = args
-        self._table = table
-        self._path = path
-        self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
-        self._model = model.model(self._whole)
-        # (optimizer, group) -> buffer -> slot -> buckets; and what gather_scatter keeps
-        self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, Logical]]]] = {}
-        self._states: dict[tuple[int, int], Any] = {}
-        for key, tensor in stored.items():
-            chain = _CHAIN.fullmatch(key)
-            match = _BUCKET.fullmatch(chain[2]) if chain else None
-            if chain and match:
-                place = int(chain[1] or 0), int(match[1])
-                held = self._buckets.setdefault(place, {}).setdefault(int(match[2]), {})
-                held.setdefault(match[5], {})[int(match[4])] = tensor
-        for key, values in objects.items():
-            chain = _CHAIN.fullmatch(key)
-            match = _GROUP.fullmatch(chain[2]) if chain else None
-            if chain and match and match[2] == "param_state":
-                self._states[int(chain[1] or 0), int(match[1])] = values[0]
-
-    def entries(self) -> list[Entry]:
-        """Every slot of the whole model."""
-        if not self._buckets and not self._states:
-            return []
-        places = directory.saving(self._args)
-        ranks = {
-            rank: self._manifest(rank)
-            for pp in range(self._args.pp)
-            for tp, ep in places
-            for rank in [Rank(pp, ep, tp)]
-        }
-        return list(grid.joined(ranks, self._args, self._table).entries.values())
-
-    def _manifest(self, rank: Rank) -> Manifest:
-        params = model.of_rank(rank, self._model, self._whole, self._args, self._table)
-        chain = [number for number, _ in (*self._buckets, *self._states)]
-        shared = optimizer.parts(max(chain) + 1, params, self._args)
-        found: list[Entry] = []
-        for number, mine in enumerate(shared):
-            place = number, self._group(rank, experts=number > 0 and number == len(shared) - 1)
-            if place in self._buckets and self._saves(rank, number):
-                found += self._unpacked(place, mine)
-            elif place in self._states and self._saves(rank, number):
-                found += optimizer.flat_entries(
-                    self._states[place], 1, mine, self._args, self._path, stage=rank.pp
-                )
-        experts = self._args.experts // self._args.ep
-        restated = grouped.separate(found, experts, rank.ep * experts)
-        return Manifest(Origin("megatron", self._path), keyed(restated), {})
-
-    def _saves(self, rank: Rank, number: int) -> bool:
-        """Dense buffers are kept once, by the ranks of the first experts."""
-        return number > 0 or rank.ep == self._first_ep(rank.tp)
-
-    def _first_ep(self, tp: int) -> int:
-        return min(ep for at, ep in directory.saving(self._args) if at == tp)
-
-    def _group(self, rank: Rank, *, experts: bool) -> int:
-        """The number of a model-parallel group: tensor, then expert, then pipeline ranks.
-
-        ``dp_group_idx`` (get_megatron_optimizer).
-        """
-        args = self._args
-        if not experts:
-            return rank.tp + args.tp * rank.pp
-        return args.expert_place(rank.tp, rank.ep) + args.etp * (rank.ep + args.ep * rank.pp)
-
-    def _unpacked(self, place: tuple[int, int], params: Sequence[Held]) -> Iterator[Entry]:
-        buffers = optimizer.buffers_of(params, self._args)
-        held = self._buckets[place]
-        for number, (_, members) in enumerate(buffers):
-            if number not in held:
-                raise CorruptError(
-                    self._path,
-                    f"holds no flat buffer {number} of group {place[1]}, which {len(members)}"
-                    " parameters fill",
-                )
-            for slot, tensors in held[number].items():
-                ordered = [tensors[index] for index in sorted(tensors)]
-                numels = [prod(tensor.shape) for tensor in ordered]
-                found = buckets.fitted(members, numels)
-                what = f"buffer {number} of group {place[1]}"
-                if found is None:
-                    raise optimizer.unplaced(self._path, what, members, sum(numels))
-                for bucket, tensor in zip(found, ordered, strict=True):
-                    pieces = [(chunk.box.origin[0], chunk) for chunk in tensor.chunks]
-                    if not _on_edges(bucket.members, pieces):
-                        raise optimizer.unplaced(self._path, what, members, sum(numels))
-                    yield from optimizer.split(slot, bucket.members, pieces)
-
-
-def _on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
-    """Whether no stored piece reaches over the edge of a parameter: each is of one, or padding."""
-    edges = sorted({edge for member in members for edge in (member.start, member.stop)})
-    return not any(start < edge < start + c.box.volume for start, c in pieces for edge in edges)

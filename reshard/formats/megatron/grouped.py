@@ -37,6 +37,9 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
     Args:
         count: experts of the rank.
         first: the number of its first.
+
+    Raises:
+        CorruptError: the experts do not share a matrix evenly, or it is not dense.
     """
     for entry in entries:
         match = _GROUPED.fullmatch(entry.fqn)

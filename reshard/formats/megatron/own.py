@@ -19,7 +19,7 @@ from typing import Any
 from reshard.formats.megatron import names
 from reshard.formats.state_dict.tree import logical
 from reshard.manifest import Manifest
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 _KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
 RNG = "rng_state"

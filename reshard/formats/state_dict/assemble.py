@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from reshard.files import SourceFiles
 from reshard.formats.place import directory
 from reshard.formats.state_dict import flat, optimizer, parts, tree
 from reshard.formats.state_dict.forms import Parameters
+from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.optimizer import Optimizer
 from reshard.formats.state_dict.tree import Local, Logical, dotted, is_tensor, logical
 from reshard.formats.values import plain
@@ -26,7 +27,6 @@ from reshard.manifest import (
     Entry,
     Manifest,
     Origin,
-    SourceFile,
     TrainState,
     keyed,
 )
@@ -40,22 +40,6 @@ _OPEN_END = (
     " make them; --model config.json has the shapes checked"
 )
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
-
-
-@dataclass(slots=True)
-class Found:
-    """What a format has read, before it is known what is what."""
-
-    root: Any  # the tree of all ranks
-    where: str
-    files: dict[str, SourceFile]
-    world: int = 1
-    globals: set[str] = field(default_factory=set)
-    differing: Sequence[tuple[Any, ...]] = ()
-    plain_is_buffer: bool = True  # beside sharded tensors, what is not sharded is a buffer
-    ordered: bool = True  # whether weights stand in the model's order
-    proved: bool = True  # whether the files say how large each tensor is
-    notes: list[str] = field(default_factory=list)
 
 
 def manifest(

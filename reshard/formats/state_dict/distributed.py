@@ -19,7 +19,7 @@ from reshard.dtypes import DType
 from reshard.formats.state_dict.mesh import Cuts, Grid, Placed
 from reshard.formats.torch_writer import Slot, Storage
 from reshard.layout.partition import Cut
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 _DTENSOR = "torch.distributed.tensor.DTensor"
 _PLACEMENTS = "torch.distributed.tensor.placement_types"

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 from reshard.box import flat_span, run_boxes
 from reshard.dtypes import DType
@@ -36,12 +36,12 @@ from reshard.formats.state_dict.target import (
 )
 from reshard.formats.state_dict.written import Value
 from reshard.formats.torch_writer import Part, Slot, Storage
-from reshard.formats.training import Trained, Training, Weight
+from reshard.formats.training import Trained, Training, Weight, refuse_odd_slots
 from reshard.layout import flat_param
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry, Skeleton
 from reshard.model import ModelShapes, Unit
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 
 def fsdp1_local(
@@ -247,6 +247,13 @@ def _buffers(state: Training, model: ModelShapes) -> dict[str, Value]:
     return {name: every[model.tied.get(name, name)] for name in names}
 
 
+def _optimizer(state: Training) -> dict[str, Any]:
+    """The optimizer by names, where flat parameters have a place for all of it."""
+    why = "it has no place in a flat parameter"
+    refuse_odd_slots(state, why, "write DCP or whole files")
+    return written.optimizer(state, "fqn")  # refuses what is missing
+
+
 @dataclass(frozen=True, slots=True)
 class _FlatState:
     """The optimizer's state of one flat parameter; without slots it was never stepped."""
@@ -271,7 +278,7 @@ _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
 
 def _flat_groups(state: Training, flats: Sequence[_Flat]) -> list[_FlatGroup]:
     """Hyper-parameters and flat parameters of each group, in the model's order."""
-    optimizer = written.optimizer(state, "fqn")  # refuses what is missing
+    optimizer = _optimizer(state)
     group_of = {
         member.fqn: (number, member)
         for number, group in enumerate(state.groups)
@@ -321,13 +328,10 @@ def _flat_state(flat: _Flat, members: Sequence[Trained]) -> _FlatState:
     slots = {}
     for name in dict.fromkeys(name for member in stepped for name in member.slots):
         entries = []
-        for at, (start, weight) in enumerate(flat.members):
-            entry = members[at].slots.get(name)
-            if entry is None:
-                continue  # never stepped: zero, as FSDP 1 itself has it
-            if entry.shape != weight.shape:
-                _refuse_shape(weight.fqn, name, entry)
-            entries.append((start, entry))
+        for (start, _), member in zip(flat.members, members, strict=True):
+            entry = member.slots.get(name)
+            if entry is not None:  # else never stepped: zero, as FSDP 1 itself has it
+                entries.append((start, entry))
         widest = max((entry.dtype for _, entry in entries), key=lambda dtype: dtype.itemsize)
         slots[name] = (widest, tuple(entries))
     return _FlatState(flat, slots, steps.pop())
@@ -363,7 +367,7 @@ class _OrigOptimizer:
                 state.groups, written.numbered(state, "index", model), strict=True
             )
         ]
-        written.optimizer(state, "fqn")  # refuses what is missing
+        _optimizer(state)  # refuses what has no place
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
         """One rank's; a parameter of which it has no element is listed and has no state."""
@@ -396,16 +400,6 @@ def _slices(member: Trained, start: int, stop: int) -> dict[str, Slot]:
         return {}
     made = {} if member.step is None else {"step": whole_slot(written.counter(member.step))}
     for name, entry in member.slots.items():
-        if entry.shape != member.weight.shape:
-            _refuse_shape(member.fqn, name, entry)
         parts = tuple(_run([(0, entry)], start, stop))
         made[name] = Slot(Storage(entry.dtype, stop - start, parts), (stop - start,))
     return made
-
-
-def _refuse_shape(fqn: str, name: str, entry: Entry) -> NoReturn:
-    raise UnsupportedError(
-        fqn,
-        f"its {name} has shape {entry.shape}, which has no place in a flat parameter",
-        "write DCP or whole files",
-    )

@@ -120,7 +120,11 @@ class Grid:
         return tuple(names)
 
     def box(self, shape: Index, placed: Placed, rank: int) -> Box:
-        """The block of a tensor that a rank holds."""
+        """The block of a tensor that a rank holds.
+
+        Raises:
+            UnsupportedError: it cannot be cut so.
+        """
         at = self.coordinate(rank)
         sizes = [self.sizes[axis] for axis in placed.axes]
         box = mesh_box(shape, placed.cuts, sizes, [at[axis] for axis in placed.axes])

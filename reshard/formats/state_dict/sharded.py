@@ -19,7 +19,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.layout.partition import Cut, mesh_box
 from reshard.manifest import Chunk
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"

@@ -12,7 +12,7 @@ from reshard.errors import CorruptError
 from reshard.formats.state_dict import sharded
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import Chunk
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 _SHOWN = 60  # characters of a value in a message

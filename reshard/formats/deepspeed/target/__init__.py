@@ -48,6 +48,7 @@ from reshard.formats.deepspeed.target import grid as grids
 from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
 from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
 from reshard.formats.deepspeed.target.marks import Marks
+from reshard.formats.skeletons import Laid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 
@@ -61,7 +62,7 @@ def lay_out(
     tag: str | None = None,
     weights_only: bool = False,
     wanted: Wanted | None = None,
-) -> Skeleton:
+) -> Laid:
     """The run directory: ``latest``, and the files of every rank in the tag's directory.
 
     An entry stands twice in the skeleton where both the module's copy and the fp32 master come from
@@ -89,45 +90,47 @@ def lay_out(
         "tag": tag,
         "weights_only": weights_only,
     }
+    of_settings = tuple(gpt_neox.notes(state, wanted.sizes))
     state = gpt_neox.of_ranks(state, wanted.sizes)
     mixed = experts.mixture(state, wanted, world_size, weights_only=weights_only)
     if mixed is not None:
-        parts = [expert_files.laid(mixed, **asked)]
+        choice, models, optimizers = expert_files.laid(mixed, **asked)
+        parts, said = [(models, optimizers)], mixed.notes
+    elif grids.is_whole(state, wanted):
+        choice = choose(state, **asked)
+        parts, said = [_laid(choice)], of_settings
     else:
-        parts = [_laid(choice, rank) for choice, rank in _choices(state, wanted, **asked)]
-    latest = skeletons.of_bytes("latest", parts[0][0].encode())
-    first = skeletons.joined(models for _, models, _ in parts)
-    second = skeletons.joined(optimizers for _, _, optimizers in parts)
+        grid = grids.grid(state, wanted)
+        parts = [_laid(own, rank) for own, rank in _of_ranks(state, grid, wanted, **asked)]
+        choice, said = choose(state, **asked), (*grid.notes, *of_settings)
+    latest = skeletons.of_bytes("latest", choice.tag.encode())
+    first = skeletons.joined(models for models, _ in parts)
+    second = skeletons.joined(optimizers for _, optimizers in parts)
     made = Skeleton(
         latest.files + first.files + second.files,
         first.entries + second.entries,
         first.checksums + second.checksums,
     )
-    return _with_settings(made, state, parts[0][0])
+    return Laid(_with_settings(made, state, choice.tag), (*report.notes(choice), *said))
 
 
-def _laid(choice: Choice, rank: ModelRank | None) -> tuple[str, Skeleton, Skeleton]:
-    """The tag, the model states and the optimizer states of a model-parallel rank."""
+def _laid(choice: Choice, rank: ModelRank | None = None) -> tuple[Skeleton, Skeleton]:
+    """The model states and the optimizer states of a model-parallel rank; None: of the only one."""
     module = skeletons.joined([*files.model_states(choice), *files.layers(choice, rank)])
     optimizer = skeletons.joined(files.optimizer_states(choice))
-    if rank is None:
-        return choice.tag, module, optimizer
-    return choice.tag, rank.lifted(module), rank.lifted(optimizer)
+    return (rank.lifted(module), rank.lifted(optimizer)) if rank else (module, optimizer)
 
 
-def _choices(
+def _of_ranks(
     state: Training,
+    grid: Grid,
     wanted: Wanted,
     *,
     stage: int,
     weights_only: bool,
     **asked: Any,
-) -> Iterator[tuple[Choice, ModelRank | None]]:
+) -> Iterator[tuple[Choice, ModelRank]]:
     """What is to be written of each model-parallel rank."""
-    if grids.is_whole(state, wanted):
-        yield choose(state, stage=stage, weights_only=weights_only, **asked), None
-        return
-    grid = grids.grid(state, wanted)
     trained = precision_of(state)
     _refuse_stage(grid, stage, asked["precision"] or trained, weights_only=weights_only)
     for rank in grid.ranks:
@@ -164,35 +167,6 @@ def _refuse_stage(grid: Grid, stage: int, precision: DType, *, weights_only: boo
         )
 
 
-def notes(
-    state: Training,
-    *,
-    world_size: int,
-    stage: int,
-    precision: DType | None = None,
-    weights_only: bool = False,
-    wanted: Wanted | None = None,
-) -> tuple[str, ...]:
-    """What a user must be told about the directory that `lay_out` makes: derived and dropped.
-
-    Raises:
-        ReshardError: as `lay_out`.
-    """
-    asked = wanted or Wanted()
-    mixed = experts.mixture(state, asked, world_size, weights_only=weights_only)
-    choice = choose(
-        mixed.state if mixed else state,
-        world_size=world_size,
-        stage=stage,
-        precision=precision,
-        weights_only=weights_only,
-    )
-    if mixed is not None:
-        return (*report.notes(choice), *mixed.notes)
-    of_grid = () if grids.is_whole(state, asked) else grids.grid(state, asked).notes
-    return (*report.notes(choice), *of_grid, *gpt_neox.notes(state, asked.sizes))
-
-
 def lay_out_universal(
     state: Training,
     *,
@@ -201,7 +175,7 @@ def lay_out_universal(
     precision: DType | None = None,
     tag: str | None = None,
     wanted: Wanted | None = None,
-) -> Skeleton:
+) -> Laid:
     """A universal checkpoint: ``latest_universal``, and a file a tensor in the tag's directory.
 
     Args:
@@ -215,15 +189,17 @@ def lay_out_universal(
         ReshardError: as `lay_out`; and UnsafeError for a parameter that cannot name a directory.
     """
     wanted = wanted or Wanted()
+    of_settings = tuple(gpt_neox.notes(state, wanted.sizes))
     state = gpt_neox.of_ranks(state, wanted.sizes)
     if grids.is_whole(state, wanted):
         choice = _universal(state, world_size, stage, precision, tag)
-        return _with_settings(universal.files(choice), state, choice.tag)
+        made = _with_settings(universal.files(choice), state, choice.tag)
+        return Laid(made, (*report.notes_universal(choice), *of_settings))
     marks = Marks(state, wanted)
     whole = _universal(marks.without_padding(state), world_size, stage, precision, tag)
-    models = []
-    ranks = _choices(
+    ranks = _of_ranks(
         state,
+        grids.grid(state, wanted),
         wanted,
         world_size=world_size,
         stage=whole.stage,
@@ -232,40 +208,21 @@ def lay_out_universal(
         weights_only=False,
         universal=True,
     )
-    for choice, rank in ranks:
-        model = universal.model_file(choice)
-        models.append(rank.lifted(model) if rank else model)
+    models = [rank.lifted(universal.model_file(choice)) for choice, rank in ranks]
     made = universal.files(whole, marks, skeletons.joined(models))
     shapes = {key: entry.shape for key, entry in state.manifest.entries.items()}
     entries = tuple(replace(e, shape=shapes.get(e.key, e.shape)) for e in made.entries)
     made = replace(made, entries=entries)  # the words are rows of what the source has
-    return _with_settings(made, state, whole.tag)
+    notes = (*report.notes_universal(whole, marked=True), *marks.notes(), *of_settings)
+    return Laid(_with_settings(made, state, whole.tag), notes)
 
 
 def _with_settings(made: Skeleton, state: Training, tag: str) -> Skeleton:
     return replace(made, files=made.files + gpt_neox.settings(state, tag).files)
 
 
-def notes_universal(
-    state: Training,
-    *,
-    world_size: int,
-    stage: int,
-    precision: DType | None = None,
-    wanted: Wanted | None = None,
-) -> tuple[str, ...]:
-    """As `notes`, of what `lay_out_universal` makes."""
-    choice = _universal(state, world_size, stage, precision)
-    wanted = wanted or Wanted()
-    of_settings = gpt_neox.notes(state, wanted.sizes)
-    if grids.is_whole(state, wanted):
-        return (*report.notes_universal(choice), *of_settings)
-    marks = Marks(state, wanted)
-    return (*report.notes_universal(choice, marked=True), *marks.notes(), *of_settings)
-
-
 def _universal(
-    state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None = None
+    state: Training, world_size: int, stage: int, precision: DType | None, tag: str | None
 ) -> Choice:
     experts.refuse_universal(state)
     return choose(

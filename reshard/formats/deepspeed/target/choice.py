@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed import expert_ranks, order
 from reshard.formats.deepspeed.target import carried, scaling
@@ -17,6 +17,7 @@ from reshard.formats.training import (
     Training,
     Weight,
     dtype_of_most,
+    refuse_odd_slots,
     refuse_without_optimizer,
 )
 from reshard.manifest import Entry
@@ -114,12 +115,15 @@ def choose(
     weights_only: bool = False,
     trained: DType | None = None,
 ) -> Choice:
-    """Decide everything; errors as `lay_out`.
+    """Decide everything.
 
     Args:
         universal: for a universal checkpoint. It has no flat tensors, so each group is listed as it
             is; and an optimizer without hyper-parameters keeps those that it has when it loads.
         trained: the precision of the run, where the state is a part of it; None: that of the state.
+
+    Raises:
+        IncompleteError, UnsupportedError, UsageError: as `lay_out`.
     """
     _check_request(world_size, stage, precision, tag)
     if weights_only:
@@ -133,6 +137,7 @@ def choose(
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
     bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
+    refuse_odd_slots(state, "DeepSpeed has a place for state by element only")
     groups = _groups(state, keep_empty=bare)
     flats, flats_of = order.flats(groups, config, world_size, 2 if universal else stage, of_run)
     owned = {member.fqn for group in groups for member in group.members}
@@ -202,8 +207,9 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
 
 
 def precision_of(state: Training) -> DType:
-    """The dtype of most trained elements."""
-    return dtype_of_most(member.weight for group in state.groups for member in group.members)
+    """The dtype of most trained elements; without an optimizer, of those that could be trained."""
+    groups = state.groups or _without_optimizer(state).groups
+    return dtype_of_most(member.weight for group in groups for member in group.members)
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
@@ -222,20 +228,8 @@ def _groups(state: Training, *, keep_empty: bool) -> tuple[Group, ...]:
     groups = []
     for group in state.groups:
         members = [m for m in put(group) if m.weight.value.numel or keep_empty]
-        for member in members:
-            _check_slots(state, member)
         groups.append(replace(group, members=tuple(members)))
     return tuple(groups)
-
-
-def _check_slots(state: Training, member: Trained) -> None:
-    for slot, entry in member.slots.items():
-        if entry.shape != member.weight.shape:
-            raise UnsupportedError(
-                state.manifest.origin.path,
-                f"the optimizer keeps a {slot} of {entry.shape} for {member.fqn!r} of"
-                f" {member.weight.shape}: DeepSpeed has a place for state by element only",
-            )
 
 
 def _kept_scaler(

@@ -20,8 +20,8 @@ from reshard.manifest import Skeleton
 
 def laid(
     mixed: Mixture, *, stage: int, weights_only: bool, **asked: Any
-) -> tuple[str, Skeleton, Skeleton]:
-    """The tag, the model states with every expert's, and the optimizer states.
+) -> tuple[Choice, Skeleton, Skeleton]:
+    """The choice for the whole model, the model states with every expert's, the optimizer states.
 
     Raises:
         ReshardError: as `deepspeed.target.lay_out`.
@@ -47,7 +47,7 @@ def laid(
             name = f"{whole_model.tag}/expp_rank_{number}_mp_rank_00_optim_states.pt"
             root = {"optimizer": None if weights_only else whole.optimizer(choice_of(held.state))}
             optimizers.append(held.lifted(torch_writer.lay_out_object(name, root)))
-    return whole_model.tag, models, skeletons.joined(optimizers)
+    return whole_model, models, skeletons.joined(optimizers)
 
 
 def _experts(mixed: Mixture, choice: Choice) -> Iterator[Skeleton]:

@@ -169,7 +169,11 @@ def _unsure_order(sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def refuse_stage(mixed: Mixture, stage: int, *, weights_only: bool) -> None:
-    """What DeepSpeed has not of experts (0.19.8 ``_validate_zero3_moe_compatibility``)."""
+    """What DeepSpeed has not of experts (0.19.8 ``_validate_zero3_moe_compatibility``).
+
+    Raises:
+        UnsupportedError: naming the stage, and another that can be written.
+    """
     if stage == _PARTITIONED:
         raise UnsupportedError(
             "--zero-stage 3",
@@ -192,6 +196,9 @@ def refuse_universal(state: Training) -> None:
 
     DeepSpeed's converter overwrites one rank's with another's (0.19.8 ``ds_to_universal.py``, which
     knows AutoEP's experts alone).
+
+    Raises:
+        UnsupportedError: there are experts.
     """
     found = next((w.fqn for w in state.weights if expert_names.parse(w.fqn)), None)
     if found is not None:

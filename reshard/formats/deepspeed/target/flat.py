@@ -36,7 +36,7 @@ from reshard.formats.deepspeed.target.slots import (
 )
 from reshard.formats.torch_writer import Slot
 from reshard.formats.training import Group, Trained
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 ALIGNMENT = 2  # nccl_start_alignment_factor
 _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.target.pipeline import Layer, layers_of, stages
-from reshard.formats.training import Group, Training, changed
+from reshard.formats.training import Group, Training, changed, refuse_odd_slots
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.moves import Move, moved
@@ -109,7 +109,7 @@ def grid(state: Training, wanted: Wanted) -> Grid:
             "leave it out",
         )
     _refuse_turns(state)
-    _refuse_odd_slots(state)
+    refuse_odd_slots(state, "nothing says how model-parallel ranks share it")
     layers = layers_of(manifest)
     if sizes.pipeline > 1 and not layers:
         raise UsageError(
@@ -153,17 +153,6 @@ def _refuse_turns(state: Training) -> None:
             " order of its own",
             "save it once without",
         )
-
-
-def _refuse_odd_slots(state: Training) -> None:
-    for member in (member for group in state.groups for member in group.members):
-        for slot, entry in member.slots.items():
-            if entry.shape != member.weight.shape:
-                raise UnsupportedError(
-                    f"{member.fqn!r}",
-                    f"has a {slot} of {entry.shape}, not of its own shape {member.weight.shape}:"
-                    " nothing says how ranks share it",
-                )
 
 
 def _of_stage(state: Training, layers: Sequence[Layer]) -> Training:

@@ -17,7 +17,7 @@ from reshard.formats.training import Training
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.vocabulary import first_rows
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 _INFO = "universal_checkpoint_info"
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"

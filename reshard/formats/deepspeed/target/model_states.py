@@ -16,7 +16,7 @@ from reshard.formats.deepspeed.target.objects import UNIVERSAL_VERSION, WRITTEN_
 from reshard.formats.deepspeed.target.partitioned import fragment
 from reshard.formats.deepspeed.target.pipeline import Layer
 from reshard.formats.torch_writer import Slot, Storage, whole_tensor
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 
 def whole_file(choice: Choice) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.formats.torch_writer import Slot, number
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
 UNIVERSAL_VERSION = 0.4  # of its universal_checkpoint_info (``checkpoint/constants.py``)

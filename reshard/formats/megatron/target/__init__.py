@@ -16,27 +16,26 @@ from __future__ import annotations
 from reshard.formats import skeletons
 from reshard.formats.megatron.target import dist, legacy
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
+from reshard.formats.skeletons import Laid
 from reshard.formats.training import Training
-from reshard.manifest import Skeleton
 from reshard.model_parallel.described import Described
 
-__all__ = ["Wanted", "lay_out", "notes"]
+__all__ = ["Wanted", "lay_out"]
 
 
-def lay_out(state: Training, wanted: Wanted, described: Described) -> Skeleton:
-    """The run directory; errors as `choice.choose`."""
+def lay_out(state: Training, wanted: Wanted, described: Described) -> Laid:
+    """The run directory.
+
+    Raises:
+        IncompleteError, UnsupportedError, UsageError: as `choice.choose`.
+    """
     choice = choose(state, wanted, described)
     inside = legacy.directory(choice)
     if wanted.form == "torch_dist":
         held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
     else:
         held = legacy.files(choice, inside)
-    return skeletons.joined([legacy.tracker(choice), *held])
-
-
-def notes(state: Training, wanted: Wanted, described: Described) -> tuple[str, ...]:
-    """What a user must be told of what `lay_out` makes: derived and dropped."""
-    return tuple(_notes(choose(state, wanted, described)))
+    return Laid(skeletons.joined([legacy.tracker(choice), *held]), tuple(_notes(choice)))
 
 
 def _notes(choice: Choice) -> list[str]:

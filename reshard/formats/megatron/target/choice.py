@@ -15,7 +15,13 @@ from reshard.formats.megatron.target.carried import EXTRA_STATES, Carried, Extra
 from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.torch_writer import number
-from reshard.formats.training import Training, Weight, dtype_of_most, refuse_without_optimizer
+from reshard.formats.training import (
+    Training,
+    Weight,
+    dtype_of_most,
+    refuse_odd_slots,
+    refuse_without_optimizer,
+)
 from reshard.formats.values import is_plain
 from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary
@@ -229,16 +235,14 @@ def _check_slots(state: Training, wanted: Wanted) -> None:
     """Megatron's mixed-precision and distributed optimizers keep state by element only."""
     if wanted.weights_only:
         return
+    refuse_odd_slots(
+        state,
+        "Megatron has a place for state by element only",
+        "write the weights alone with --weights-only",
+    )
     for group in state.groups:
         for member in group.members:
-            for slot, entry in member.slots.items():
-                if entry.shape != member.weight.shape:
-                    raise UnsupportedError(
-                        f"{member.fqn!r}",
-                        f"its {slot} has shape {entry.shape}: Megatron has a place for state by"
-                        " element only",
-                        "write the weights alone with --weights-only",
-                    )
+            for slot in member.slots:
                 if wanted.distributed and slot not in _MOMENTS:
                     raise UnsupportedError(
                         f"{member.fqn!r}",

@@ -36,7 +36,7 @@ from reshard.formats.state_dict.written import Value
 from reshard.formats.torch_writer import Slot
 from reshard.manifest import Chunk, Entry, Key, Skeleton
 from reshard.model_parallel import moves
-from reshard.pickles.unpickle import Call
+from reshard.pickles.values import Call
 
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")

@@ -26,7 +26,7 @@ from reshard.formats.megatron.target.ranks import Local, Rank, ranks
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.sizes import Sizes
-from reshard.pickles.unpickle import Call, Global
+from reshard.pickles.values import Call, Global
 
 CHECKPOINT_VERSION = 3.0
 _STATEFUL = re.compile(r"linear_(?:qkv|proj|fc1|fc2)$|^output_layer$")

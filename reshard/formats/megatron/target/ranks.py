@@ -216,7 +216,11 @@ class Places:
         return sorted(found, key=lambda local: order.place(local.name))
 
     def experts_of(self, rank: Rank) -> range:
-        """The numbers of the experts that a rank has of each layer."""
+        """The numbers of the experts that a rank has of each layer.
+
+        Raises:
+            UsageError: the ranks do not divide the experts.
+        """
         if self._experts % self._sizes.expert:
             raise UsageError(
                 f"expert parallel size {self._sizes.expert}",

@@ -1,0 +1,75 @@
+"""The command line: parse, call, print. Results on stdout, progress and messages on stderr.
+
+Exit codes: 0 done; 1 checked and different, or incomplete; 2 usage or unrecognised; 3 corrupt
+input; 4 not enough memory or disk; 5 refused as unsafe; 70 a bug of ours; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import NoReturn
+
+import click
+
+from reshard.cli.commands import cli
+from reshard.cli.run import say
+from reshard.errors import ReshardError
+from reshard.signals import ENDING
+
+__all__ = ["cli", "main"]
+
+
+def main() -> NoReturn:
+    """Run the command line; every failure is one message and a documented exit code."""
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, _interrupt)
+    try:
+        code = cli(standalone_mode=False) or 0  # an int where a command ended with its own code
+    except BaseException as error:  # noqa: BLE001 - nothing leaves without its message and code
+        if "-v" in sys.argv or "--verbose" in sys.argv:
+            import traceback
+
+            traceback.print_exc()
+        code = _explain(error)
+    sys.exit(code)
+
+
+def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit code
+    """Print what went wrong; the exit code."""
+    if isinstance(error, click.exceptions.Exit):
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        error.show()
+        return 2
+    if isinstance(error, ReshardError):
+        return _fail(*error.lines, code=error.exit_code)
+    if isinstance(error, (KeyboardInterrupt, click.Abort)):
+        told = error.__cause__ if isinstance(error, click.Abort) else error
+        return _fail("; ".join(["interrupted", *map(str, told.args if told else ())]), code=130)
+    if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
+        return 0
+    if isinstance(error, BrokenPipeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if isinstance(error, MemoryError):
+        lacking = "out of memory; give a smaller --max-memory or fewer --workers"
+        return _fail("; ".join([lacking, *map(str, error.args)]), code=4)
+    if isinstance(error, OSError):
+        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
+    return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    """End with the cleaning-up done; a second signal must not end that."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _fail(first: str, *more: str, code: int) -> int:
+    for line in (f"reshard: {first}", *more):
+        say(line)
+    return code

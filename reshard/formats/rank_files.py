@@ -1,0 +1,177 @@
+"""Files that ranks saved: which belong together, by their names, and what all of them hold as one.
+
+Libraries number the files of ranks in ways of their own; what they have in common is told here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptError, IncompleteError, StaleError
+from reshard.formats import torch_file
+from reshard.formats.place import Place, missing_ranks
+from reshard.formats.state_dict import tree
+from reshard.formats.state_dict.found import Found
+from reshard.formats.torch_file import TorchFile
+
+# Between these words and the suffix stands the rank.
+_RANK = re.compile(r"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)+)$")
+_NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
+_WORLD = re.compile(r"world_size_(\d+)")
+_STRONG = re.compile(  # beside a model, these make a directory a training checkpoint
+    r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
+    r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
+)
+_HF_SHARD = re.compile(r"-\d+-of-\d+\.bin$")
+_ARGUMENTS = "training_args"
+
+
+def is_of_rank(name: str) -> bool:
+    """Whether a file's name says which rank's it is."""
+    return _RANK.fullmatch(name) is not None
+
+
+def is_part(name: str) -> bool:
+    """Whether a file's name says that it is a part of a training checkpoint."""
+    return _STRONG.fullmatch(name) is not None or is_of_rank(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The files of one name that ranks saved, opened."""
+
+    files: Mapping[int, TorchFile]
+    trees: Mapping[int, Any]
+
+    @classmethod
+    def open(cls, files: Mapping[int, Path]) -> Ranks:
+        """Read the headers, in rank order.
+
+        Raises:
+            CorruptError: a file is damaged.
+        """
+        opened = {rank: torch_file.read(path) for rank, path in sorted(files.items())}
+        return cls(opened, {rank: tree.of_file(file, rank) for rank, file in opened.items()})
+
+    def only(self, ranks: Container[int]) -> Ranks:
+        """Those of some ranks."""
+        held = {rank: file for rank, file in self.files.items() if rank in ranks}
+        return Ranks(held, {rank: self.trees[rank] for rank in held})
+
+    def joined(self, place: object) -> Found:
+        """One tree of all.
+
+        Raises:
+            CorruptError: the ranks contradict each other.
+        """
+        opened = list(self.files.values())
+        joined = tree.join([*self.trees.values()], [file.path for file in opened])
+        return Found(
+            root=joined.root,
+            where=str(place),
+            files={file.path: file.source() for file in opened},
+            world=len(opened),
+            globals=set().union(*(file.globals for file in opened)),
+            differing=joined.differing,
+        )
+
+
+def torch_files(place: Place) -> dict[str, Path]:
+    """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
+
+    Raises:
+        CorruptError: one that is by its name a part of the checkpoint is none.
+    """
+    found = {}
+    for name, path in place.files.items():
+        if (
+            path.suffix not in torch_file.SUFFIXES
+            or _HF_SHARD.search(name)
+            or path.stem == _ARGUMENTS
+        ):
+            continue
+        if torch_file.is_torch_file(path):
+            found[name] = path
+        elif is_part(name):
+            size = path.stat().st_size
+            raise CorruptError(
+                path,
+                f"is no file of torch.save ({size} bytes)" if size else "is empty",
+                "fetch it again; a node-local disk may still hold it",
+            )
+    return found
+
+
+def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
+    """Whether numbers in names are ranks without a word that says so: shards lie in the files.
+
+    ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
+    """
+    found = [match for name in files if (match := _NUMBERED.fullmatch(name))]
+    if not found or any(map(is_of_rank, files)):
+        return False
+    names = torch_file.read(files[found[0].string]).globals
+    return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
+
+
+def families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
+    """Rank -> file, by what the files' names have in common; a file by itself is rank 0's.
+
+    Raises:
+        IncompleteError: a rank between others, or of a stated world size, has no file.
+        CorruptError: two files are of one rank.
+    """
+    found: dict[str, dict[int, Path]] = {}
+    pattern = _NUMBERED if _is_numbered_by_rank(files) else _RANK
+    for name, path in files.items():
+        match = pattern.fullmatch(name)
+        common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1]) if match else path.stem
+        rank = int(match[2]) if match else 0
+        ranks = found.setdefault(common.strip("_-.") or "rank", {})
+        if rank in ranks:
+            raise StaleError(
+                path,
+                f"and {ranks[rank].name} are both rank {rank}'s",
+                "files of two runs are mixed: move those of the other away",
+            )
+        ranks[rank] = path
+    for ranks in found.values():
+        _check_ranks(ranks)
+    sizes = {len(ranks) for ranks in found.values()} - {1}
+    if len(sizes) > 1:
+        most = max(sizes)
+        stem, ranks = next((s, r) for s, r in found.items() if 1 < len(r) < most)
+        raise IncompleteError(
+            next(iter(ranks.values())).parent,
+            f"holds {stem} files of {len(ranks)} ranks, others of {most}",
+            "copy the missing files here (a node-local disk may still hold them)",
+        )
+    return found
+
+
+def _check_ranks(ranks: Mapping[int, Path]) -> None:
+    first = next(iter(ranks.values()))
+    stated = {match[1] for path in ranks.values() if (match := _WORLD.search(path.name))}
+    if len(stated) > 1:
+        raise StaleError(
+            first.parent,
+            f"holds files of worlds of {' and '.join(sorted(stated))} ranks",
+            "files of two runs are mixed: move those of the other away",
+        )
+    wanted = int(stated.pop()) if stated else max(ranks) + 1
+    missing = missing_ranks(ranks, wanted)
+    if missing:
+        raise IncompleteError(
+            first.parent,
+            f"holds {first.name}, but no such file of rank {', '.join(map(str, missing))}",
+            "copy the missing files here (a node-local disk may still hold them), or give that"
+            " node's directory as a second source",
+        )
+    if max(ranks) >= wanted:
+        raise StaleError(
+            ranks[max(ranks)], f"is of rank {max(ranks)}, the others of {wanted} ranks"
+        )

@@ -1,0 +1,92 @@
+"""The targets: what a training state can be written as.
+
+request         what was asked for
+model_parallel  files of grids of ranks: DeepSpeed's, Megatron's, Meta's, nanotron's
+pytorch         what PyTorch-native training loads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from reshard.formats.skeletons import Laid
+from reshard.formats.targets import model_parallel, pytorch
+from reshard.formats.targets.request import Request
+from reshard.formats.training import Training
+
+PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
+_OF_MEGATRON = (
+    "vpp",
+    "stage_layers",
+    "ckpt_format",
+    "distributed_optimizer",
+    "adam",
+    "transformer_impl",
+    "extra_state",
+    "make_vocab_size_divisible_by",
+)
+_OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One layout.
+
+    Args:
+        lay_out: the files, and what was derived or is dropped.
+        tagged: whether the state files lie in a directory of their step.
+        heeds: the choices, among those that not every target has, which mean something to it.
+        keeps_rng: whether it has a place for the random states of ranks.
+    """
+
+    name: str
+    lay_out: Callable[[Training, Request], Laid]
+    tagged: bool = False
+    heeds: tuple[str, ...] = ()
+    keeps_rng: bool = False
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target(
+            "deepspeed",
+            model_parallel.of_deepspeed,
+            tagged=True,
+            heeds=("zero_stage", *PARALLEL, *_OF_DEEPSPEED),
+        ),
+        Target("ds-universal", model_parallel.of_universal, tagged=True, heeds=("zero_stage",)),
+        Target("dcp", pytorch.of_dcp),
+        Target(
+            "accelerate",
+            pytorch.of_accelerate,
+            keeps_rng=True,
+            heeds=("state_dict_type", "rank_files", "device"),
+        ),
+        Target(
+            "hf-trainer",
+            pytorch.of_hf_trainer,
+            keeps_rng=True,
+            heeds=("zero_stage", "state_dict_type"),
+        ),
+        Target("fsdp2", pytorch.of_ranks, heeds=("device", "mesh", "tp_plan")),
+        Target(
+            "verl",
+            pytorch.of_verl,
+            heeds=("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params"),
+        ),
+        Target(
+            "fsdp",
+            pytorch.of_fsdp,
+            keeps_rng=True,
+            heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
+        ),
+        Target("megatron", model_parallel.of_megatron, heeds=(*PARALLEL, *_OF_MEGATRON)),
+        Target("meta", model_parallel.of_meta, heeds=("tp",)),
+        Target("nanotron", model_parallel.of_nanotron, heeds=(*PARALLEL, "zero_stage")),
+        Target("colossalai", pytorch.of_colossalai),
+        Target("torch", pytorch.of_torch),
+    )
+}
+NAMES = tuple(TARGETS)

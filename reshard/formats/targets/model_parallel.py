@@ -1,0 +1,108 @@
+"""Targets that are files of grids of ranks: DeepSpeed's, Megatron's, Meta's, nanotron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.errors import IncompleteError, UsageError
+from reshard.formats.deepspeed import target as deepspeed
+from reshard.formats.megatron import target as megatron
+from reshard.formats.meta import target as meta
+from reshard.formats.nanotron import target as nanotron
+from reshard.formats.nanotron.choice import Wanted as NanotronWanted
+from reshard.formats.skeletons import Laid
+from reshard.formats.targets.request import Request
+from reshard.formats.training import Training
+
+
+def of_deepspeed(state: Training, asked: Request) -> Laid:
+    """DeepSpeed's native directory.
+
+    Raises:
+        IncompleteError: nothing says in which order the model has its parameters.
+        ReshardError: as `deepspeed.target.lay_out`.
+    """
+    if not state.manifest.ordered and not asked.weights_only:
+        raise IncompleteError(
+            state.manifest.origin.path,
+            "DeepSpeed knows parameters by their place in the model, and nothing says which that is"
+            " (FSDP's units and safetensors have an order of their own)",
+            "say which model it is: --model config.json|DIR|module:factory",
+        )
+    return deepspeed.lay_out(state, weights_only=asked.weights_only, **_of_grid(asked))
+
+
+def of_universal(state: Training, asked: Request) -> Laid:
+    """DeepSpeed's universal directory, which any number of ranks loads.
+
+    Raises:
+        UsageError: the optimizer is to be left out.
+        ReshardError: as `deepspeed.target.lay_out_universal`.
+    """
+    if asked.weights_only:
+        raise UsageError(
+            "--to ds-universal",
+            "is an optimizer's state, a file a parameter",
+            "write the weights alone with --to deepspeed, or with reshard merge",
+        )
+    return deepspeed.lay_out_universal(state, **_of_grid(asked))
+
+
+def _of_grid(asked: Request) -> dict[str, Any]:
+    """What both directories of DeepSpeed depend on."""
+    return {
+        "world_size": asked.data_parallel,
+        "stage": asked.zero_stage,
+        "precision": asked.dtype,
+        "wanted": asked.deepspeed_grid,
+    }
+
+
+def of_megatron(state: Training, asked: Request) -> Laid:
+    """Megatron-LM's directory: a file a model-parallel rank, or torch_dist.
+
+    Raises:
+        ReshardError: as `megatron.target.lay_out`.
+    """
+    if asked.megatron is None or asked.described is None:  # `requested` gives both
+        raise AssertionError("megatron")
+    return megatron.lay_out(state, asked.megatron, asked.described)
+
+
+def of_meta(state: Training, asked: Request) -> Laid:
+    """A Llama as Meta's code loads it.
+
+    Raises:
+        UsageError: the optimizer is not left out, or a size does not divide.
+    """
+    known = asked.described
+    if known is None:  # the commands give it
+        raise AssertionError("meta")
+    if not asked.weights_only:
+        raise UsageError(
+            "--to meta", "is a model's weights alone", "leave the optimizer out: --weights-only"
+        )
+    ranks = asked.parallel.tensor
+    made = meta.lay_out(state, ranks=ranks, table=known.table, params=known.args, dtype=asked.dtype)
+    return Laid(made, tuple(meta.notes(state, ranks=ranks)))
+
+
+def of_nanotron(state: Training, asked: Request) -> Laid:
+    """Nanotron's directory.
+
+    Raises:
+        UsageError: a stage that it has not.
+        ReshardError: as `nanotron.target.lay_out`.
+    """
+    if asked.zero_stage > 1:
+        raise UsageError(
+            f"--zero-stage {asked.zero_stage}", "nanotron has 0 and 1", "give one of them"
+        )
+    wanted = NanotronWanted(
+        sizes=asked.parallel,
+        data=asked.data_parallel,
+        zero=asked.zero_stage == 1,
+        dtype=asked.dtype,
+        weights_only=asked.weights_only,
+    )
+    return Laid(nanotron.lay_out(state, wanted), tuple(nanotron.notes(state)))

@@ -1,0 +1,262 @@
+"""Targets that PyTorch-native training loads: DCP, files of FSDP's ranks, whole files."""
+
+from __future__ import annotations
+
+from reshard.errors import UsageError
+from reshard.formats import hf_trainer
+from reshard.formats.colossalai import target as colossalai
+from reshard.formats.dcp import target as dcp
+from reshard.formats.skeletons import Laid
+from reshard.formats.state_dict import flat_target, written
+from reshard.formats.state_dict import target as state_dict
+from reshard.formats.state_dict.mesh import Grid
+from reshard.formats.targets.model_parallel import of_deepspeed
+from reshard.formats.targets.request import Request
+from reshard.formats.training import Training
+from reshard.layout.tensor_parallel import Plan
+from reshard.manifest import Skeleton
+from reshard.model import ModelShapes
+
+_BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
+
+
+def of_dcp(state: Training, asked: Request) -> Laid:
+    """A DCP directory, which any number of ranks reads.
+
+    Raises:
+        ReshardError: as `dcp.target.lay_out`.
+    """
+    made = dcp.lay_out(
+        state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+    )
+    return Laid(made, _notes(state))
+
+
+def of_accelerate(state: Training, asked: Request) -> Laid:
+    """Accelerate's directory of an FSDP run.
+
+    Raises:
+        UsageError: a form that Accelerate does not load.
+        ReshardError: as the layout of that form.
+    """
+    return Laid(_accelerate(state, asked), _notes(state, *_BY_ACCELERATE))
+
+
+def of_fsdp(state: Training, asked: Request) -> Laid:
+    """FSDP 1 under Accelerate's names, flat parameters too.
+
+    Raises:
+        UsageError: a form that FSDP does not load, or flat parameters of an unknown model.
+        ReshardError: as the layout of that form.
+    """
+    made = _local if asked.state_dict_type == "local" else _accelerate
+    return Laid(made(state, asked), _notes(state, *_BY_ACCELERATE))
+
+
+def of_ranks(state: Training, asked: Request) -> Laid:
+    """A file of DTensors a rank.
+
+    Raises:
+        ReshardError: as `state_dict.target.fsdp2`.
+    """
+    made = _rank_files(state, asked, state_dict.PAIR)
+    return Laid(made, (*_of_tensor_plan(state, asked), *_notes(state)))
+
+
+def of_verl(state: Training, asked: Request) -> Laid:
+    """Verl's files of ranks, of either version of FSDP.
+
+    Raises:
+        UsageError: version 1 of an unknown model, or a mesh that verl does not make.
+        ReshardError: as the layout of that version.
+    """
+    made = _flat_ranks if asked.fsdp_version == 1 else _verl_ranks
+    return Laid(made(state, asked), (*_of_tensor_plan(state, asked), *_notes(state, "scheduler")))
+
+
+def of_hf_trainer(state: Training, asked: Request) -> Laid:
+    """A ``checkpoint-N`` of HF Trainer.
+
+    Raises:
+        UsageError: a form that the Trainer does not resume from.
+        ReshardError: as the layout of that form.
+    """
+    if asked.deepspeed:
+        held, said = of_deepspeed(state, asked)
+    else:
+        held, said = _trainers(state, asked), _notes(state, "scheduler", "step")
+    made = hf_trainer.run(
+        state,
+        held,
+        ranks=asked.world_size,
+        deepspeed=asked.deepspeed,
+        weights_only=asked.weights_only,
+    )
+    own = hf_trainer.notes(state, deepspeed=asked.deepspeed, weights_only=asked.weights_only)
+    return Laid(made, (*said, *own))
+
+
+def of_colossalai(state: Training, asked: Request) -> Laid:
+    """ColossalAI's shards under an index, which any of its plugins loads.
+
+    Raises:
+        ReshardError: as `colossalai.target.lay_out`.
+    """
+    made = colossalai.lay_out(
+        state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
+    )
+    return Laid(made, tuple(colossalai.notes(state, weights_only=asked.weights_only)))
+
+
+def of_torch(state: Training, asked: Request) -> Laid:
+    """One file with torch.optim's own state.
+
+    Raises:
+        ReshardError: as `state_dict.target.plain`.
+    """
+    made = state_dict.plain(
+        state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
+    )
+    return Laid(made, _notes(state))
+
+
+def _accelerate(state: Training, asked: Request) -> Skeleton:
+    if asked.state_dict_type not in ("full", "sharded"):
+        raise UsageError(
+            f"--state-dict-type {asked.state_dict_type}",
+            "is no form that Accelerate loads",
+            "write sharded or full; flat parameters are of --to fsdp, DDP's files of --to"
+            " hf-trainer, one file is --to torch",
+        )
+    if asked.state_dict_type == "full":
+        return state_dict.fsdp1_full(
+            state, ranks=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+        )
+    if asked.rank_files:
+        return _rank_files(state, asked, state_dict.ACCELERATE)
+    return dcp.accelerate(
+        state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+    )
+
+
+def _local(state: Training, asked: Request) -> Skeleton:
+    if asked.orig_params is not None:
+        raise UsageError(
+            "--state-dict-type local --use-orig-params",
+            "FSDP 1 cannot load such files, its own among them",
+            "write --state-dict-type sharded or full, which load with use_orig_params as well",
+        )
+    return flat_target.fsdp1_local(
+        state,
+        _wrapped(asked, "--state-dict-type local"),
+        ranks=asked.world_size,
+        naming=state_dict.LOCAL,
+        weights_only=asked.weights_only,
+        dtype=asked.dtype,
+    )
+
+
+def _wrapped(asked: Request, by: str) -> ModelShapes:
+    """The model with its units, which flat parameters need.
+
+    Raises:
+        UsageError: nobody said.
+    """
+    if asked.model is None or not asked.model.units:
+        raise UsageError(
+            by,
+            "writes flat parameters, and nothing says which parameters lie in which",
+            "say which model is wrapped and how: --model config.json|DIR|module:factory"
+            " --wrap LlamaDecoderLayer|size=N|none",
+        )
+    return asked.model
+
+
+def _rank_files(state: Training, asked: Request, naming: state_dict.Naming) -> Skeleton:
+    return state_dict.fsdp2(
+        state,
+        _grid(naming, asked),
+        naming=naming,
+        tensor=asked.tensor,
+        weights_only=asked.weights_only,
+        model=asked.model,
+        dtype=asked.dtype,
+    )
+
+
+def _verl_ranks(state: Training, asked: Request) -> Skeleton:
+    return _rank_files(state, asked, state_dict.VERL)
+
+
+def _flat_ranks(state: Training, asked: Request) -> Skeleton:
+    return flat_target.fsdp1_sharded(
+        state,
+        _wrapped(asked, "--fsdp-version 1"),
+        _grid(state_dict.VERL, asked),
+        naming=state_dict.VERL,
+        compute=asked.orig_params,
+        weights_only=asked.weights_only,
+        dtype=asked.dtype,
+    )
+
+
+def _grid(naming: state_dict.Naming, asked: Request) -> Grid:
+    """The mesh that was asked for, else the usual one of a single axis.
+
+    Raises:
+        UsageError: nothing that reads such files makes that mesh.
+    """
+    if asked.grid is None:
+        usual = naming.meshes[0] if naming.meshes else None
+        return Grid((asked.world_size,), usual, asked.device)
+    if naming.meshes and asked.grid.names not in naming.meshes:
+        known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
+        raise UsageError(
+            f"--mesh {asked.grid}",
+            "is none under which these files are read",
+            f"give {' or '.join(known)}, or write --to fsdp2",
+        )
+    return asked.grid
+
+
+def _trainers(state: Training, asked: Request) -> Skeleton:
+    """What HF Trainer has of model and optimizer without DeepSpeed."""
+    if asked.state_dict_type == "unsharded":
+        return hf_trainer.unsharded(
+            state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
+        )
+    if asked.state_dict_type == "full":
+        return state_dict.fsdp1_full(state, weights_only=asked.weights_only, dtype=asked.dtype)
+    if asked.state_dict_type == "sharded":
+        return dcp.fsdp(
+            state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+        )
+    raise UsageError(
+        "--state-dict-type local",
+        "is no form that the Trainer resumes from",
+        "choose sharded, full or unsharded",
+    )
+
+
+def _notes(state: Training, *held: str) -> tuple[str, ...]:
+    """What is derived and dropped; ``held`` is what the target has a place for, or all."""
+    train = state.manifest.train
+    lost = [f"not carried: {name}" for name in written.dropped(train, held or None)]
+    derived = written.derived(train) if not held or "scaler" in held else []
+    return (*derived, *lost)
+
+
+def _of_tensor_plan(state: Training, asked: Request) -> tuple[str, ...]:
+    """What a tensor-parallel axis does, where there is one."""
+    grid, tensor = asked.grid, asked.tensor
+    return () if grid is None or tensor is None else (_cuts(state, asked.model, grid, tensor),)
+
+
+def _cuts(state: Training, model: ModelShapes | None, grid: Grid, tensor: Plan) -> str:
+    weights = written.weights(state, divided=state_dict.is_divided(state, model))
+    touched = state_dict.tensor_cuts(grid, tensor, weights)
+    parameters = {value.owner for value in weights.values() if value.divided}
+    cut = sum(each is not None for each in touched.values())
+    counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"
+    apart = f"{len(parameters) - len(touched)} named by no pattern: whole on each of its ranks"
+    return f"tensor parallel by the plan of {tensor.source}: {counts}, {apart}"

@@ -1,0 +1,184 @@
+"""What a model holds: names and shapes in PyTorch's order, and FSDP 1's units of them.
+
+Source: torch 2.13 ``torch/distributed/fsdp``: ``_init_utils.py`` ``_get_orig_params`` and
+``_flat_param.py`` ``_init_flat_param_and_metadata`` (which parameters a wrapped module owns, in
+which order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from reshard.box import Index
+from reshard.errors import UnsupportedError, UsageError
+from reshard.model.wrap import Policy, batch_norm, wrapped_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One FSDP1 flat parameter.
+
+    Args:
+        prefix: the name of the wrapped module; empty for the root.
+        members: the names of its parameters in flat order, shared ones once.
+        full_precision: mixed precision passes it by (batch norm): its forward dtype is its own.
+    """
+
+    prefix: str
+    members: tuple[str, ...]
+    full_precision: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShapes:
+    """What a model would hold, in the order in which PyTorch names it.
+
+    Args:
+        source: what it was read from, and its class.
+        parameters: shapes by name, tied ones once, in ``named_parameters()`` order. A parameter
+            that is shared by two units stands here once a unit: FSDP1 trains it as two.
+        buffers: shapes of those that are saved; shared ones once.
+        tied: every further name of a parameter or a saved buffer -> its first.
+        units: in the order in which FSDP1 numbers its flat parameters; empty if not asked for.
+        tensor_plan: of transformers models in it: patterns of modules and parameters -> a style.
+        embeddings: every name of the weights of ``nn.Embedding``.
+    """
+
+    source: str
+    parameters: Mapping[str, Index]
+    buffers: Mapping[str, Index]
+    tied: Mapping[str, str]
+    units: tuple[Unit, ...] = ()
+    tensor_plan: Mapping[str, str] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
+
+
+def of_module(
+    root: nn.Module, source: str, policy: Policy | None, *, mixed_precision: bool
+) -> ModelShapes:
+    """Of a module, and how it was wrapped; None: nothing is said of that.
+
+    Raises:
+        UsageError, UnsupportedError: FSDP 1 could not have wrapped it so.
+    """
+    wrapped = wrapped_in(root, policy or Policy(), mixed_precision=mixed_precision)
+    owners = _owners(root, wrapped)
+    names = {module: fqn for fqn, module in root.named_modules()}
+    apart = batch_norm() if mixed_precision else ()
+    units = []
+    firsts: dict[tuple[nn.Module, nn.Parameter], str] = {}
+    for unit in root.modules():
+        if unit is not root and unit not in wrapped:
+            continue
+        members = _members(unit, names[unit], owners)
+        firsts.update({(unit, parameter): fqn for parameter, fqn in members.items()})
+        if policy is not None and members:
+            _refuse_unflattenable(members)
+            full = unit is not root and isinstance(unit, apart)
+            units.append(Unit(names[unit], tuple(members.values()), full))
+    parameters: dict[str, Index] = {}
+    buffers: dict[str, Index] = {}
+    tied: dict[str, str] = {}
+    saved: dict[Any, str] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            fqn = _join(path, name)
+            first = firsts[owners[module], parameter]
+            if fqn == first:
+                parameters[fqn] = tuple(parameter.shape)
+            else:
+                tied[fqn] = first
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name in module._non_persistent_buffers_set:  # noqa: SLF001 - it has no public name
+                continue
+            fqn = _join(path, name)
+            if saved.setdefault(buffer, fqn) == fqn:
+                buffers[fqn] = tuple(buffer.shape)
+            else:
+                tied[fqn] = saved[buffer]
+    source = f"{source} ({type(root).__name__})"
+    return ModelShapes(
+        source, parameters, buffers, tied, tuple(units), _tensor_plan(root), _embeddings(root)
+    )
+
+
+def _tensor_plan(root: nn.Module) -> dict[str, str]:
+    """The plans of all models in it; an outer one of transformers has those of its parts.
+
+    Source: transformers 5.23 ``distributed/mixin.py`` (``init_parallel_plans``).
+    """
+    found: dict[str, str] = {}
+    for path, module in root.named_modules():
+        plan = getattr(module, "tp_plan", None)
+        for pattern, style in plan.items() if isinstance(plan, dict) else ():
+            found.setdefault(_join(path, pattern), style)
+    return found
+
+
+def _embeddings(root: nn.Module) -> frozenset[str]:
+    from torch import nn
+
+    return frozenset(
+        _join(path, name)
+        for path, module in root.named_modules(remove_duplicate=False)
+        if isinstance(module, nn.Embedding)
+        for name, _ in module.named_parameters(recurse=False)
+    )
+
+
+def _owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """The unit of each module: FSDP1 wraps from the leaves up, and who comes first takes it."""
+    owners: dict[nn.Module, nn.Module] = {}
+    for unit in _post_order(root, {root}):
+        if unit in wrapped or unit is root:
+            for module in unit.modules():
+                owners.setdefault(module, unit)
+    return owners
+
+
+def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from _post_order(child, seen)
+    yield module
+
+
+def _members(
+    unit: nn.Module, prefix: str, owners: Mapping[nn.Module, nn.Module]
+) -> dict[nn.Parameter, str]:
+    """The parameters of one unit in flat order, each at its first name in the unit.
+
+    A parameter of two modules in two units is in both: with ``use_orig_params=False`` they train
+    apart from then on. With ``use_orig_params=True`` FSDP1 gives it to the first, and no forward
+    of the second succeeds.
+    """
+    members: dict[nn.Parameter, str] = {}
+    for path, module in unit.named_modules(remove_duplicate=False):
+        if owners[module] is unit:
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                members.setdefault(parameter, _join(prefix, path, name))
+    return members
+
+
+def _refuse_unflattenable(members: Mapping[nn.Parameter, str]) -> None:
+    for parameter, fqn in members.items():
+        if parameter.dim() == 0:
+            raise UsageError(
+                fqn, "is a scalar, which FSDP1 refuses", "is this the model that was trained?"
+            )
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                fqn,
+                f"has strides {parameter.stride()}: FSDP1 flattens it in the order of its memory",
+                "open an issue with the model's class",
+            )
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)

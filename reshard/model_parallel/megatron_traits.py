@@ -1,0 +1,255 @@
+"""The traits of a model as Megatron-LM and its forks say them in their arguments, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from reshard.errors import UnsupportedError
+from reshard.model_parallel.traits import Traits
+
+_POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope"}
+_ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
+
+
+def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
+    """The traits in the arguments that Megatron-LM and its forks keep in a checkpoint.
+
+    Args:
+        args: plain values; an enum is ``{"class": ..., "args": (number,)}``.
+
+    Sources: Megatron-LM core_v0.16.1 ``training/arguments.py`` (defaults, and
+    ``core_transformer_config_from_args``), ``core/transformer/mlp.py`` (which activation runs);
+    deepspeedai Megatron-DeepSpeed 4efb479 ``megatron/arguments.py``; bigscience's 8387ae1.
+    """
+    heads, hidden = _number(args, "num_attention_heads"), _number(args, "hidden_size")
+    head_dim = _number(args, "kv_channels") or (hidden // heads if heads and hidden else None)
+    gated = bool(args.get("swiglu"))
+    linear_bias = args.get("add_bias_linear", True) is not False
+    experts = _experts(args.get("num_experts"))
+    ffn = _number(args, "ffn_hidden_size") or (4 * hidden if hidden and not gated else None)
+    return Traits(
+        source=source,
+        layers=_number(args, "num_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=_groups(args, heads),
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=_vocabulary(args),
+        padded_vocab=_number(args, "padded_vocab_size"),
+        positions=_positions(args),
+        max_positions=_number(args, "max_position_embeddings"),
+        rope_theta=float(args.get("rotary_base") or args.get("rope_theta") or 10000),
+        rotary_percent=float(args.get("rotary_percent") or 1.0),
+        rope_scaling=_rope_scaling(args),
+        window=_window(args),
+        activation="silu" if gated else _activation(args, linear_bias=linear_bias),
+        gated=gated,
+        norm=str(args.get("normalization") or "layernorm").lower(),
+        norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
+        linear_bias=linear_bias,
+        qkv_bias=linear_bias or bool(args.get("add_qkv_bias")),
+        qk_norm=bool(args.get("qk_layernorm")),
+        embedding_norm=bool(args.get("embed_layernorm")),
+        residual_after_norm=bool(args.get("apply_residual_connection_post_layernorm")),
+        experts=experts,
+        dense_layers=_dense_layers(args) if experts else (),
+        top_k=_number(args, "moe_router_topk") if experts else None,
+        expert_ffn=(_number(args, "moe_ffn_hidden_size") or ffn) if experts else None,
+        shared_ffn=_number(args, "moe_shared_expert_intermediate_size") if experts else None,
+        shared_gate=bool(
+            args.get("moe_use_shared_expert_gate") or args.get("moe_shared_expert_gate")
+        ),
+        renormalised=not args.get("moe_router_pre_softmax"),
+        aux_loss=_aux_loss(args),
+        tied=not args.get("untie_embeddings_and_output_weights"),
+        odd=tuple(_odd(args, experts)),
+    )
+
+
+def as_megatron(traits: Traits) -> dict[str, Any]:
+    """The arguments that make megatron-core build such a model: the way back of `of_megatron`.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    lacking = [
+        *traits.odd,
+        *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
+        *(["a norm of the embedding"] * traits.embedding_norm),
+        *(["norms before residual connections"] * traits.residual_after_norm),
+        *(["attention beside the feed-forward layer"] * traits.parallel_residual),
+    ]
+    scaling = dict(traits.rope_scaling or {})
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
+        lacking.append(f"rotations scaled as {scaling}")
+    if lacking:
+        raise UnsupportedError(
+            traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
+        )
+    gelu = not traits.gated and traits.activation.startswith("gelu")
+    args = {
+        "num_layers": traits.layers,
+        "hidden_size": traits.hidden,
+        "ffn_hidden_size": traits.ffn,
+        "num_attention_heads": traits.heads,
+        "kv_channels": traits.head_dim,
+        "group_query_attention": traits.grouped,
+        "num_query_groups": traits.groups if traits.grouped else 1,
+        "max_position_embeddings": traits.max_positions,
+        "position_embedding_type": "rope" if traits.positions == "rope" else "learned_absolute",
+        "rotary_base": int(traits.rope_theta or 10000),
+        "rotary_percent": traits.rotary_percent,
+        "rotary_interleaved": False,
+        "use_rope_scaling": kind == "llama3",
+        "rope_scaling_factor": scaling.get("factor", 8.0) if kind == "llama3" else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling["factor"] if kind == "linear" else None,
+        "window_size": (traits.window - 1, 0) if traits.window else None,
+        "swiglu": traits.gated,
+        "squared_relu": traits.activation == "relu2",
+        "bias_gelu_fusion": gelu and traits.activation != "gelu",  # which is the approximation
+        "normalization": "RMSNorm" if traits.norm == "rmsnorm" else "LayerNorm",
+        "norm_epsilon": traits.norm_eps,
+        "layernorm_epsilon": traits.norm_eps,
+        "apply_layernorm_1p": False,
+        "add_bias_linear": traits.linear_bias,
+        "add_qkv_bias": traits.qkv_bias and not traits.linear_bias,
+        "qk_layernorm": traits.qk_norm,
+        "untie_embeddings_and_output_weights": not traits.tied,
+        "vocab_size": traits.vocab,
+        "num_experts": traits.experts,
+    }
+    if traits.experts:
+        dense = [int(number not in traits.dense_layers) for number in range(traits.layers or 0)]
+        args |= {
+            "moe_layer_freq": dense if traits.dense_layers else 1,
+            "moe_router_topk": traits.top_k,
+            "moe_router_pre_softmax": not traits.renormalised,
+            "moe_ffn_hidden_size": traits.expert_ffn,
+            "moe_shared_expert_intermediate_size": traits.shared_ffn,
+            "moe_shared_expert_gate": traits.shared_gate,
+            "moe_aux_loss_coeff": traits.aux_loss,
+        }
+    return args
+
+
+def _is_built_in(scaling: Mapping[str, Any]) -> bool:
+    """Whether Megatron scales rotations with these numbers, all but the factor being its own."""
+    known = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+    return all(scaling.get(name, value) == value for name, value in known.items())
+
+
+def _number(args: Mapping[str, Any], name: str) -> int | None:
+    value = args.get(name)
+    return value if type(value) is int and value > 0 else None
+
+
+def _experts(value: Any) -> int | None:
+    """Megatron-DeepSpeed has a list, ``[1]`` for none."""
+    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    return value if type(value) is int and value > 1 else None
+
+
+def _groups(args: Mapping[str, Any], heads: int | None) -> int | None:
+    """``num_query_groups`` is 1 by default, and counts only with ``group_query_attention``."""
+    if args.get("group_query_attention"):
+        return _number(args, "num_query_groups")
+    return _number(args, "num_key_value_heads") or heads
+
+
+def _vocabulary(args: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding that are words.
+
+    ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
+    end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
+    """
+    size = _number(args, "vocab_size")
+    if size is None:
+        return None
+    size += args.get("tokenizer_type") == "NullTokenizer"
+    return min(size, _number(args, "padded_vocab_size") or size)
+
+
+def _dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of ``moe_layer_freq``: N for experts in every N-th layer, or 0 and 1 for each."""
+    value, layers = args.get("moe_layer_freq"), _number(args, "num_layers") or 0
+    if isinstance(value, (list, tuple)):
+        return tuple(number for number, sparse in enumerate(value) if not sparse)
+    every = value if type(value) is int and value > 0 else 1
+    return tuple(number for number in range(layers) if number % every)
+
+
+def _positions(args: Mapping[str, Any]) -> str:
+    if args.get("use_rotary_position_embeddings") or args.get("use_alibi_position_embeddings"):
+        return "rope" if args.get("use_rotary_position_embeddings") else "alibi"
+    value = args.get("position_embedding_type")
+    if isinstance(value, Mapping):
+        numbers = value.get("args")
+        return _ENUMERATED.get(numbers[0], "unknown") if numbers else "unknown"
+    if value is None:
+        return "learned" if args.get("add_position_embedding", True) else "none"
+    return _POSITIONS.get(str(value), str(value))
+
+
+def _rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Llama 3.1's, with the numbers that Megatron has built in; or linear interpolation."""
+    if args.get("use_rope_scaling"):
+        return {
+            "rope_type": "llama3",
+            "factor": float(args.get("rope_scaling_factor") or 8.0),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    factor = args.get("rotary_seq_len_interpolation_factor")
+    return {"rope_type": "linear", "factor": float(factor)} if factor else None
+
+
+def _window(args: Mapping[str, Any]) -> int | None:
+    """Transformers counts the token itself, Megatron those before it."""
+    window = args.get("window_size")
+    if isinstance(window, (list, tuple)) and window and type(window[0]) is int and window[0] > 0:
+        return int(window[0]) + 1
+    return None
+
+
+def _activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
+    if args.get("squared_relu"):
+        return "relu2"
+    fused = bool(args.get("bias_gelu_fusion")) and linear_bias  # which is the tanh approximation
+    return "gelu_pytorch_tanh" if fused or args.get("openai_gelu") else "gelu"
+
+
+def _aux_loss(args: Mapping[str, Any]) -> float:
+    value = args.get("moe_aux_loss_coeff")
+    value = value[0] if isinstance(value, list) and value else value
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
+    norm_by = "norms that multiply by 1 + weight (apply_layernorm_1p)"
+    found = {
+        norm_by: args.get("apply_layernorm_1p"),
+        "rotations of neighbouring elements (rotary_interleaved)": args.get("rotary_interleaved"),
+        "latent attention (multi_latent_attention)": args.get("multi_latent_attention"),
+        "gates of quick GELU (quick_geglu)": args.get("quick_geglu"),
+        "norms of query and key without weights (qk_l2_norm)": args.get("qk_l2_norm"),
+        "hybrid layers (hybrid_override_pattern)": args.get("hybrid_override_pattern"),
+        "layers that differ (heterogeneous_layers_config_path)": args.get(
+            "heterogeneous_layers_config_path"
+        ),
+        "layers that predict more tokens (mtp_num_layers)": args.get("mtp_num_layers"),
+        "an attention sink (softmax_type)": args.get("softmax_type") not in (None, "vanilla"),
+        "residual connections scaled by depth (mup)": args.get("use_mup"),
+    }
+    if experts:
+        found["routing by a sigmoid (moe_router_score_function)"] = args.get(
+            "moe_router_score_function"
+        ) not in (None, "softmax")
+        found["limited routing (moe_router_group_topk)"] = args.get("moe_router_group_topk")
+        found["scaled routing (moe_router_topk_scaling_factor)"] = args.get(
+            "moe_router_topk_scaling_factor"
+        ) not in (None, 1, 1.0)
+    return [what for what, is_so in found.items() if is_so]

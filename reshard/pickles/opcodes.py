@@ -1,0 +1,283 @@
+"""The opcodes that `Machine.run` does not hold itself, each by its code.
+
+Source: Python ``Lib/pickletools.py``, protocols 0 to 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reshard.pickles.machine import Handler, Machine, checked, top
+from reshard.pickles.values import Call, hashable
+
+HANDLERS: dict[int, Handler] = {}
+
+
+def _opcode(*codes: int) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for code in codes:
+            HANDLERS[code] = handler
+        return handler
+
+    return register
+
+
+def _constant(code: int, value: Any) -> None:
+    HANDLERS[code] = lambda machine: machine.stack.append(value)
+
+
+def _counted(code: int, layout: str, convert: Callable[[bytes], Any]) -> None:
+    """An opcode that pushes a value made from a length-prefixed run of bytes."""
+
+    def handler(machine: Machine) -> None:
+        machine.stack.append(convert(machine.take(machine.number(layout))))
+
+    HANDLERS[code] = handler
+
+
+def _fixed(code: int, layout: str) -> None:
+    HANDLERS[code] = lambda machine: machine.stack.append(machine.number(layout))
+
+
+def _fresh(code: int, make: Callable[[], Any]) -> None:
+    HANDLERS[code] = lambda machine: machine.stack.append(make())
+
+
+for _code, _literal in ((0x4E, None), (0x88, True), (0x89, False)):
+    _constant(_code, _literal)
+for _code, _factory in ((0x5D, list), (0x8F, set)):
+    _fresh(_code, _factory)
+for _code, _layout in ((0x4A, "<i"), (0x47, ">d")):
+    _fixed(_code, _layout)
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _unicode(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _latin(data: bytes) -> str:
+    return data.decode("latin-1")
+
+
+for _code, _layout, _convert in (
+    (0x8C, "<B", _unicode),  # SHORT_BINUNICODE
+    (0x8D, "<Q", _unicode),  # BINUNICODE8
+    (0x43, "<B", bytes),  # SHORT_BINBYTES
+    (0x42, "<I", bytes),  # BINBYTES
+    (0x8E, "<Q", bytes),  # BINBYTES8
+    (0x96, "<Q", bytes),  # BYTEARRAY8
+    (0x55, "<B", _latin),  # SHORT_BINSTRING
+    (0x54, "<i", _latin),  # BINSTRING
+    (0x8A, "<B", _long),  # LONG1
+    (0x8B, "<i", _long),  # LONG4
+):
+    _counted(_code, _layout, _convert)
+
+
+@_opcode(0x80)  # PROTO
+def _proto(machine: Machine) -> None:
+    if machine.take(1)[0] > 5:
+        raise ValueError("a pickle protocol newer than 5")
+
+
+@_opcode(0x95)  # FRAME: the whole stream is in memory, so only its announced size is checked
+def _frame(machine: Machine) -> None:
+    if machine.number("<Q") > len(machine.data) - machine.position:
+        raise ValueError("a frame reaches past the end")
+
+
+@_opcode(0x87)  # TUPLE3
+def _tuple3(machine: Machine) -> None:
+    machine.stack[-3:] = [tuple(map(checked, top(machine.stack, 3)))]
+
+
+@_opcode(0x74)  # TUPLE
+def _tuple(machine: Machine) -> None:
+    machine.stack.append(tuple(machine.popped()))
+
+
+@_opcode(0x6C)  # LIST
+def _list(machine: Machine) -> None:
+    machine.stack.append(machine.popped())
+
+
+@_opcode(0x64)  # DICT
+def _dict(machine: Machine) -> None:
+    machine.stack.append(_pairs(machine.popped()))
+
+
+def _pairs(flat: list[Any]) -> dict[Any, Any]:
+    return dict(zip(map(hashable, flat[::2]), flat[1::2], strict=True))
+
+
+@_opcode(0x91)  # FROZENSET
+def _frozenset(machine: Machine) -> None:
+    machine.stack.append(frozenset(map(hashable, machine.popped())))
+
+
+@_opcode(0x61)  # APPEND
+def _append(machine: Machine) -> None:
+    value = checked(machine.stack.pop())
+    _extend(machine.stack[-1], [value])
+
+
+@_opcode(0x65, 0x90)  # APPENDS, ADDITEMS
+def _appends(machine: Machine) -> None:
+    values = machine.popped()
+    _extend(machine.stack[-1], values)
+
+
+def _extend(target: Any, values: list[Any]) -> None:
+    if isinstance(target, list):
+        target.extend(values)
+    elif isinstance(target, set):
+        target.update(map(hashable, values))
+    elif isinstance(target, Call):
+        target.elements.extend(values)
+    else:
+        raise TypeError(f"items are added to a {type(target).__name__}")
+
+
+@_opcode(0x73)  # SETITEM
+def _setitem(machine: Machine) -> None:
+    value, key = checked(machine.stack.pop()), hashable(machine.stack.pop())
+    _dict_of(machine.stack[-1])[key] = value
+
+
+@_opcode(0x75)  # SETITEMS
+def _setitems(machine: Machine) -> None:
+    flat = machine.popped()
+    _update(machine.stack[-1], flat)
+
+
+def _update(target: Any, flat: list[Any]) -> None:
+    _dict_of(target).update(_pairs(flat))
+
+
+def _dict_of(target: Any) -> dict[Any, Any]:
+    items = target.items if isinstance(target, Call) else target
+    if not isinstance(items, dict):
+        raise TypeError(f"keys are set in a {type(target).__name__}")
+    return items
+
+
+@_opcode(0x63)  # GLOBAL
+def _global(machine: Machine) -> None:
+    module = machine.line()
+    machine.stack.append(machine.named(f"{module}.{machine.line()}"))
+
+
+@_opcode(0x93)  # STACK_GLOBAL
+def _stack_global(machine: Machine) -> None:
+    module, name = top(machine.stack, 2)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise TypeError("a global whose name is not text")
+    machine.stack[-2:] = [machine.named(f"{module}.{name}")]
+
+
+@_opcode(0x52, 0x81)  # REDUCE, NEWOBJ
+def _reduce(machine: Machine) -> None:
+    target, args = top(machine.stack, 2)
+    machine.stack[-2:] = [machine.call(target, args)]
+
+
+@_opcode(0x92)  # NEWOBJ_EX
+def _newobj_ex(machine: Machine) -> None:
+    target, args, keywords = top(machine.stack, 3)
+    made = machine.call(target, args)
+    if keywords and isinstance(made, Call):
+        made.items.update(keywords)
+    machine.stack[-3:] = [made]
+
+
+@_opcode(0x69)  # INST
+def _inst(machine: Machine) -> None:
+    module = machine.line()
+    target = machine.named(f"{module}.{machine.line()}")
+    machine.stack.append(machine.call(target, tuple(machine.popped())))
+
+
+@_opcode(0x6F)  # OBJ
+def _obj(machine: Machine) -> None:
+    target, *args = machine.popped()
+    machine.stack.append(machine.call(target, tuple(args)))
+
+
+@_opcode(0x62)  # BUILD: attributes of containers (OrderedDict._metadata) carry no tensors; dropped
+def _build(machine: Machine) -> None:
+    state = checked(machine.stack.pop())
+    target = machine.stack[-1]
+    if isinstance(target, Call):
+        target.state = state
+
+
+@_opcode(0x51)  # BINPERSID
+def _binpersid(machine: Machine) -> None:
+    machine.stack[-1] = _persistent(machine, checked(machine.stack[-1]))
+
+
+@_opcode(0x50)  # PERSID
+def _persid(machine: Machine) -> None:
+    machine.stack.append(_persistent(machine, machine.line()))
+
+
+def _persistent(machine: Machine, pid: Any) -> Any:
+    if machine.persistent is None:
+        raise ValueError("a persistent id, where none can be")
+    return machine.persistent(pid)
+
+
+@_opcode(0x30)  # POP
+def _pop(machine: Machine) -> None:
+    machine.stack.pop()
+
+
+@_opcode(0x31)  # POP_MARK
+def _pop_mark(machine: Machine) -> None:
+    machine.popped()
+
+
+@_opcode(0x32)  # DUP
+def _dup(machine: Machine) -> None:
+    machine.stack.append(machine.stack[-1])
+
+
+@_opcode(0x67)  # GET
+def _get(machine: Machine) -> None:
+    machine.stack.append(machine.memo[int(machine.line())])
+
+
+@_opcode(0x70)  # PUT
+def _put(machine: Machine) -> None:
+    machine.memo[int(machine.line())] = machine.stack[-1]
+
+
+@_opcode(0x49)  # INT
+def _int(machine: Machine) -> None:
+    text = machine.line()
+    machine.stack.append({"00": False, "01": True}.get(text) if text in ("00", "01") else int(text))
+
+
+@_opcode(0x4C)  # LONG
+def _text_long(machine: Machine) -> None:
+    machine.stack.append(int(machine.line().rstrip("L")))
+
+
+@_opcode(0x46)  # FLOAT
+def _float(machine: Machine) -> None:
+    machine.stack.append(float(machine.line()))
+
+
+@_opcode(0x56)  # UNICODE
+def _text_unicode(machine: Machine) -> None:
+    machine.stack.append(machine.raw_line().decode("raw-unicode-escape"))
+
+
+@_opcode(0x53)  # STRING
+def _text_string(machine: Machine) -> None:
+    machine.stack.append(machine.line().strip("'\""))

@@ -1,0 +1,96 @@
+"""What stands in a pickle's value for what it would import and call, and what we make ourselves.
+
+Every container of Python's own is made by us; all else is a `Call`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Builder = Callable[..., Any]
+
+_MAX_KEY_PARTS = 64
+_MAX_KEY_NUMBER = 1 << 64  # beyond it many integers can be made to have one hash
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that a pickle names, as ``module.name``. Never imported."""
+
+    name: str
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """An object that a pickle would make by calling ``name(*args)``, kept as a description."""
+
+    name: str
+    args: tuple[Any, ...]
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    elements: list[Any] = field(default_factory=list)
+
+    def get(self, attribute: str, default: Any = None) -> Any:
+        """An attribute of the object's state, as ``getattr`` would find it.
+
+        The state is a dict, or a pair (dict or None, dict of ``__slots__``).
+        """
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        for part in parts:
+            if isinstance(part, dict) and attribute in part:
+                return part[attribute]
+        return default
+
+
+def hashable(value: Any) -> Any:
+    """A dict key or set element that can be hashed in little time.
+
+    Python hashes a tuple anew at each use, and deep; a frozenset keeps its hash.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    waiting = [value]
+    for _ in range(_MAX_KEY_PARTS):
+        if not waiting:
+            return value
+        part = waiting.pop()
+        if isinstance(part, tuple):
+            waiting += part
+        elif isinstance(part, int) and not -_MAX_KEY_NUMBER < part < _MAX_KEY_NUMBER:
+            raise ValueError("a huge number as a key")
+        elif not isinstance(part, (str, bytes, int, float, frozenset, type(None), Global, Call)):
+            raise TypeError(f"a {type(part).__name__} as a key")
+    raise ValueError("a key of too many parts")
+
+
+def _raw(data: Any = b"") -> bytes:
+    if not isinstance(data, (bytes, list, tuple)):
+        raise TypeError("bytearray of something that is not bytes")
+    return bytes(data)
+
+
+def _mapping(items: Any = (), /) -> dict[Any, Any]:
+    pairs = items.items() if isinstance(items, dict) else items
+    return {hashable(key): value for key, value in pairs}
+
+
+BUILDERS: dict[str, Builder] = {
+    "collections.OrderedDict": _mapping,
+    "collections.defaultdict": lambda *_factory: {},
+    "collections.Counter": _mapping,
+    "collections.deque": lambda *items: list(*items[:1]),
+    "builtins.set": lambda *items: set(map(hashable, *items)) if items else set(),
+    "builtins.frozenset": lambda *items: frozenset(map(hashable, *items)) if items else frozenset(),
+    "builtins.list": list,
+    "builtins.dict": _mapping,
+    "builtins.tuple": tuple,
+    "builtins.bytes": _raw,
+    "builtins.bytearray": lambda *data: bytes(data[0], "latin-1") if len(data) > 1 else _raw(*data),
+    "builtins.complex": complex,
+    "_codecs.encode": lambda text, _encoding="latin-1": text.encode("latin-1"),
+}

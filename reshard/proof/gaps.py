@@ -1,0 +1,73 @@
+"""Stored bytes that belong to no tensor: padding, and what should be none."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.dtypes import DType
+from reshard.files import SourceFiles
+from reshard.manifest import Entry, Record, SourceFile
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Bytes of a stored tensor that belong to no tensor of the checkpoint.
+
+    Args:
+        fqn: the tensor before it in the record, or the first after it; ``dtype``: its dtype.
+    """
+
+    file: str
+    byte_offset: int
+    nbytes: int
+    fqn: str
+    dtype: DType
+
+
+_Span = tuple[int, int, str, DType]  # first byte, one past the last, fqn, dtype
+
+
+def gaps(entries: Iterable[Entry], files: Mapping[str, SourceFile]) -> list[Gap]:
+    """What lies before, between and behind the tensors of each record that holds any."""
+    spans: dict[str, list[_Span]] = defaultdict(list)
+    for entry in entries:
+        for chunk in entry.chunks:
+            if chunk.box.volume:
+                spans[chunk.file].append((*chunk.byte_span, entry.fqn, chunk.dtype))
+    found: list[Gap] = []
+    for path, held in spans.items():
+        held.sort(key=lambda span: span[:2])
+        starts = [span[0] for span in held]
+        for record in files[path].records:
+            first = bisect_left(starts, record.byte_offset)
+            last = bisect_left(starts, record.byte_offset + record.nbytes)
+            if first < last:
+                found += _gaps_of(path, record, held[first:last])
+    return found
+
+
+def _gaps_of(path: str, record: Record, spans: Sequence[_Span]) -> Iterator[Gap]:
+    at = record.byte_offset
+    before = spans[0]
+    for span in spans:
+        if span[0] > at:
+            yield Gap(path, at, span[0] - at, *before[2:])
+        at, before = max(at, span[1]), span
+    end = record.byte_offset + record.nbytes
+    if at < end:
+        yield Gap(path, at, end - at, *before[2:])
+
+
+def count_other(pool: SourceFiles, gap: Gap, allowed: Collection[bytes], block_bytes: int) -> int:
+    """How many elements of a gap are none of those allowed."""
+    size = gap.dtype.itemsize
+    step = max(block_bytes // size, 1) * size
+    found = 0
+    for at in range(0, gap.nbytes, step):
+        raw = pool.read(gap.file, gap.byte_offset + at, min(step, gap.nbytes - at))
+        if raw.count(0) < len(raw):
+            found += sum(raw[i : i + size] not in allowed for i in range(0, len(raw), size))
+    return found

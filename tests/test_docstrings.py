@@ -1,0 +1,144 @@
+"""What a public function raises on purpose, its docstring says: nobody must read the code for it.
+
+A statement ``raise OurError(...)`` in the function itself counts, also by a function that makes the
+error (``raise disk_error(...)``). Under ``Raises:`` stands the class, or a base of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TREES = {
+    path.relative_to(ROOT): ast.parse(path.read_text())
+    for package in ("reshard", "trainer")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.name != "cli.py" and path.parent.name != "cli"  # whose docstrings --help shows
+}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+LINE = re.compile(r" {4}((?:\w+, )*\w+): ")  # what goes on in a further line is indented more
+
+
+def classes():
+    """Every class of both packages -> the names of its bases."""
+    nodes = [node for tree in TREES.values() for node in ast.walk(tree)]
+    return {
+        node.name: [ast.unparse(base) for base in node.bases]
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+BASES = classes()
+
+
+def family(name):
+    """A class and all that it is one of."""
+    return {name}.union(*(family(base) for base in BASES.get(name, ())))
+
+
+OURS = {name for name in BASES if family(name) & {"ReshardError", "TrainerError"}}
+
+
+def functions(body, prefix=""):
+    """(qualified name, function) of those that are no other's inside."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, FUNCTIONS):
+            yield prefix + node.name, node
+
+
+ALL = {
+    f"{path}: {name}": node for path, tree in TREES.items() for name, node in functions(tree.body)
+}
+MAKERS = {
+    node.name: node.returns.id
+    for node in ALL.values()
+    if isinstance(node.returns, ast.Name) and node.returns.id in OURS
+}
+
+
+def inside(node):
+    """The nodes of a function's own body, not those of functions in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            yield child
+            yield from inside(child)
+
+
+def raised(function):
+    """Our errors that it raises itself."""
+    for node in inside(function):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func).rpartition(".")[2]
+            name = MAKERS.get(name, name)
+            if name in OURS:
+                yield name
+
+
+def documented(function):
+    """The classes under its docstring's ``Raises:``, which is the last of its sections."""
+    _, _, section = (ast.get_docstring(function) or "").partition("Raises:\n")
+    matches = map(LINE.match, section.splitlines())
+    return [name for match in matches if match for name in match[1].split(", ")]
+
+
+def is_public(place):
+    return not any(name.startswith("_") for name in place.split(": ")[1].split("."))
+
+
+def test_public_functions_document_what_they_raise():
+    lacking = {
+        f"{place}: {name}"
+        for place, function in ALL.items()
+        if is_public(place)
+        for name in raised(function)
+        if family(name).isdisjoint(documented(function))
+    }
+    assert lacking == set()
+
+
+def test_what_is_documented_can_be_raised():
+    known = {name for name in BASES if "Exception" in family(name)} | vars(builtins).keys()
+    unknown = {
+        f"{place}: {name}"
+        for place, function in ALL.items()
+        for name in documented(function)
+        if name not in known
+    }
+    assert unknown == set()
+
+
+def test_the_check_sees_what_it_is_for():
+    code = '''
+class Thing:
+    def hidden(self):
+        """Without a word."""
+        raise errors.CorruptError("x", "y")
+
+    def told(self):
+        """With one.
+
+        Raises:
+            UnsupportedError, ReshardError: the base counts,
+                and what follows is no name: of a class.
+        """
+        raise StaleError("x", "y")
+'''
+    hidden, told = (node for _, node in functions(ast.parse(code).body))
+    assert list(raised(hidden)) == ["CorruptError"]
+    assert documented(hidden) == []
+    assert documented(told) == ["UnsupportedError", "ReshardError"]
+    assert family("StaleError") >= {"StaleError", "CorruptError", "ReshardError"}
+    assert MAKERS["disk_error"] == "ReshardError"
+
+
+@pytest.mark.parametrize("name", ["ReshardError", "TrainerError", "CheckpointError", "StaleError"])
+def test_the_errors_are_found(name):
+    assert name in OURS
