@@ -109,9 +109,11 @@ def settle_ties(
     gone where the config ties the weights, and there where the config does not.
 
     Raises:
-        DifferentError: the config ties two weights whose values differ.
+        DifferentError: two weights are tied, by the checkpoint or the config, and differ.
         IncompleteError: a weight is listed, and no rank holds a value for it.
     """
+    if policy != "drop":
+        refuse_diverged(manifest, pool)
     declared = config.get("tie_word_embeddings") if config else None
     by_name = {entry.fqn: (entry, dtype) for entry, dtype in weights.tensors}
     clone = policy == "keep" or (policy == "auto" and declared is False)
@@ -180,6 +182,27 @@ def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
         return manifest
     rest = [entry for entry in manifest.entries.values() if entry.fqn not in tied]
     return replace(manifest.with_entries(rest), tied=tied, frozen=manifest.frozen - tied.keys())
+
+
+def refuse_diverged(manifest: Manifest, pool: SourceFiles) -> None:
+    """Compare tied names of which a file has two copies: one of them is all that is taken.
+
+    Raises:
+        DifferentError: they hold different values.
+    """
+    for again in manifest.tied_again:
+        kept = manifest.entries.get((PARAM, manifest.tied[again.fqn]))
+        if kept is None:
+            continue
+        alike = (kept.shape, kept.dtype) == (again.shape, again.dtype)
+        at = first_difference(pool, kept, again) if alike else 0
+        if at is not None:
+            raise DifferentError(
+                again.fqn,
+                f"is tied to {kept.fqn!r}, and another copy of it lies in {again.chunks[0].file},"
+                f" which differs (first at element {at})",
+                "fetch the file again; reshard merge --tied drop takes what the kept name holds",
+            )
 
 
 def is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:

@@ -17,11 +17,12 @@ from reshard.checksum import crc32
 from reshard.dtypes import WIDEST
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
-from reshard.move.fill import READ_BYTES, Filler, ReadSpan
+from reshard.move.fill import READ_BYTES, Filler
 from reshard.move.outcome import Keep, Outcome, unkept
 from reshard.move.outputs import BLOCK_BYTES, OutputFiles, Writer
-from reshard.move.records import Spans, check_record, record_crc
+from reshard.move.records import check_record, record_crc
 from reshard.move.share import Batch, Share, pooled
+from reshard.move.spans import Spans
 from reshard.move.workers import spread
 from reshard.plan.copies import Window
 from reshard.plan.planner import Plan
@@ -99,8 +100,7 @@ def _undone(plan: Plan, done: Outcome, files: OutputFiles) -> Iterator[Batch]:
 
 def _spans(outcome: Outcome, files: OutputFiles) -> Spans:
     return Spans(
-        (files.path(name), offset, nbytes, crc or 0)
-        for (name, offset), (nbytes, crc) in outcome.windows.items()
+        (files.path(name), offset, nbytes, crc) for name, offset, nbytes, crc in outcome.windows
     )
 
 
@@ -150,7 +150,7 @@ class Run:
         def shown(seen: Outcome) -> Outcome:
             after = keep(seen)
             if after is not seen:
-                summed = {at: held for at, held in seen.windows.items() if held[1] is not None}
+                summed = Spans(span for span in seen.windows if span[3] is not None)
                 taken.append(replace(seen, windows=summed))  # the others nobody asks for again
             return after
 
@@ -217,6 +217,7 @@ class _Worker:
             self.filler.hold(copy for window in batch for copy in window.copies)
         for window in batch:
             self._fill(window)
+        self.filler.rest()
         self._see(self._keep(self.seen))
 
     def _see(self, seen: Outcome) -> None:
@@ -233,7 +234,7 @@ class _Worker:
             self._stream(window)
         else:
             self._weave(window)
-        self.seen.windows[window.file, window.byte_offset] = window.nbytes, self._crc
+        self.seen.windows.put(window.file, window.byte_offset, window.nbytes, self._crc)
         self.seen.nbytes += window.nbytes
 
     def _stream(self, window: Window) -> None:
@@ -268,7 +269,7 @@ class _Worker:
 
 
 def check_records(
-    spans: Iterable[ReadSpan],
+    reads: Spans,
     sources: Mapping[str, SourceFile],
     pool: SourceFiles,
     workers: int,
@@ -278,10 +279,9 @@ def check_records(
 
     What the copies did not read of such a record (padding, tensors left out) is read here.
     """
-    reads = Spans(spans)
     touched = [
         (file, record)
-        for file in sorted(reads.by_file)
+        for file in sorted(reads.files)
         for record in sources[file].records
         if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
     ]

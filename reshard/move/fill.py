@@ -10,14 +10,13 @@ from typing import Any
 from reshard.box import Index
 from reshard.checksum import crc32
 from reshard.files import SourceFiles
+from reshard.move.spans import Spans
 from reshard.paths import is_remote
 from reshard.plan.copies import Copy, Window
 
 READ_BYTES = 4 << 20
 _SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
 _SPARSE = 4  # a read may fetch this many times the bytes that are used
-
-ReadSpan = tuple[str, int, int, int]  # file, byte offset, nbytes, crc
 
 
 def fill(
@@ -26,7 +25,7 @@ def fill(
     buffer: memoryview,
     *,
     read_bytes: int = READ_BYTES,
-    reads: list[ReadSpan] | None = None,
+    reads: Spans | None = None,
 ) -> Counter[str]:
     """Fill a buffer in memory; the copies' target offsets count from its start.
 
@@ -39,10 +38,11 @@ def fill(
         How many finite values of each fqn a cast made infinite.
     """
     filler = Filler(pool, read_bytes=read_bytes, summed=lambda _file: reads is not None)
+    if reads is not None:
+        filler.reads = reads
     for copy in copies:
         filler.fill(copy, buffer)
-    if reads is not None:
-        reads += filler.reads
+    filler.rest()
     return filler.overflowed
 
 
@@ -63,13 +63,14 @@ class Filler:
         read_bytes: int = READ_BYTES,
         summed: Callable[[str], bool],
     ) -> None:
-        self.reads: list[ReadSpan] = []
+        self.reads = Spans()
         self.overflowed: Counter[str] = Counter()  # fqn -> finite values made infinite
         self.flushed: Counter[str] = Counter()  # fqn -> values made zero
         self._pool = pool
         self._clamp = clamp
         self._read_bytes = read_bytes
         self._summed = summed
+        self._last: tuple[str, int, int, int] | None = None  # a range of a file, and its CRC
         self._buffer = bytearray()
         self._holding = bytearray()
         self._expected: Sequence[tuple[str, int, int]] = ()
@@ -92,11 +93,11 @@ class Filler:
         """
         offset = copy.byte_offset + first * copy.dtype.itemsize
         if copy.is_plain:
-            self._read(copy.file, offset, into, more=first > 0)
+            self._read(copy.file, offset, into)
             return
         numel = len(into) // copy.target_dtype.itemsize
         raw = self._raw(numel * copy.dtype.itemsize)
-        self._read(copy.file, offset, raw, more=first > 0)
+        self._read(copy.file, offset, raw)
         shape = (numel,)
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
 
@@ -175,16 +176,24 @@ class Filler:
             self._buffer = bytearray(nbytes)
         return memoryview(self._buffer)[:nbytes]
 
-    def _read(self, file: str, offset: int, into: memoryview, *, more: bool = False) -> None:
-        """Read a range, and keep its checksum; ``more``: it goes on where the last one ended."""
+    def rest(self) -> None:
+        """Put down the checksum of the range that was read last."""
+        if self._last is not None:
+            self.reads.put(*self._last)
+            self._last = None
+
+    def _read(self, file: str, offset: int, into: memoryview) -> None:
+        """Read a range, and keep its checksum, or go on with that of the range before it."""
         self._pool.read_into(file, offset, into)
         if not self._summed(file):
             return
-        if more:
-            _, start, nbytes, crc = self.reads[-1]
-            self.reads[-1] = (file, start, nbytes + len(into), crc32(into, crc))
-        else:
-            self.reads.append((file, offset, len(into), crc32(into)))
+        if self._last is not None:
+            before, start, nbytes, crc = self._last
+            if before == file and start + nbytes == offset:
+                self._last = file, start, nbytes + len(into), crc32(into, crc)
+                return
+            self.rest()
+        self._last = file, offset, len(into), crc32(into)
 
 
 def _span(shape: Index, strides: Index) -> int:

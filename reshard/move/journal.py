@@ -25,10 +25,11 @@ from reshard.checksum import crc32
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Skeleton, SourceFile
-from reshard.move.outcome import Outcome, Windows
+from reshard.move.outcome import Outcome
 from reshard.move.outputs import write_at
 from reshard.move.records import crc_of
 from reshard.move.share import pooled
+from reshard.move.spans import FileSpan, Spans
 from reshard.move.workers import spread
 from reshard.output.partial import Partial, disk_error, sync
 from reshard.paths import as_path
@@ -148,7 +149,7 @@ class Journal:
     def _append(self, seen: Outcome) -> None:
         """The files first, then the line that vouches for them."""
         output, line = self._place.output, _line(seen.to_json(self._checked))
-        sync({output / name for name, _ in seen.windows})
+        sync(output / name for name in seen.windows.files)
         first = self._end is None
         if first:
             sync([output, *(path for path in output.rglob("*") if path.is_dir())])
@@ -218,13 +219,13 @@ def intact(
             its size: what was read back when it was written, and flushed, is trusted.
     """
     whole = _whole_files(place, skeleton) if team.first else set()
-    there = {at: held for at, held in seen.windows.items() if at[0] in whole}
+    there = Spans(span for span in seen.windows if span[0] in whole)
     seen = pooled(team, replace(seen, windows=there))
     if verify:
-        mine = dict(own(team, sorted(seen.windows.items())))
+        mine = own(team, sorted(seen.windows, key=lambda span: span[:2]))
         there = _as_written(mine, place.output, workers, progress)
         seen = replace(seen, windows=pooled(team, Outcome(there)).windows)
-    return replace(seen, nbytes=sum(nbytes for nbytes, _ in seen.windows.values()))
+    return replace(seen, nbytes=seen.windows.nbytes)
 
 
 def _whole_files(place: Partial, skeleton: Skeleton) -> set[str]:
@@ -242,20 +243,19 @@ def _whole_files(place: Partial, skeleton: Skeleton) -> set[str]:
     return whole
 
 
-def _as_written(windows: Windows, directory: Path, workers: int, progress: Progress) -> Windows:
-    same: Windows = {}
+def _as_written(
+    windows: Iterable[FileSpan], directory: Path, workers: int, progress: Progress
+) -> Spans:
+    same: list[FileSpan] = []
     with SourceFiles() as pool:
 
-        def check(item: tuple[tuple[str, int], tuple[int, int | None]]) -> None:
-            (name, offset), (nbytes, crc) = item
+        def check(window: FileSpan) -> None:
+            name, offset, nbytes, crc = window
             if crc is None or crc == crc_of(pool, str(directory / name), offset, nbytes):
-                same[name, offset] = nbytes, crc
+                same.append(window)
 
-        def done(item: tuple[tuple[str, int], tuple[int, int | None]]) -> None:
-            progress(item[1][0])
-
-        spread(sorted(windows.items()), lambda: check, workers, done)
-    return same
+        spread(windows, lambda: check, workers, lambda window: progress(window[2]))
+    return Spans(same)
 
 
 def _line(document: object) -> bytes:

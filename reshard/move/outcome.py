@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.move.fill import ReadSpan
-
-Windows = dict[tuple[str, int], tuple[int, int | None]]
-"""(file, byte offset) -> nbytes, and the CRC-32 where the file stores checksums."""
+from reshard.move.spans import FileSpan, Span, Spans
 
 
 @dataclass(slots=True)
 class Outcome:
     """What an execution saw; each worker keeps its own, and they are added up."""
 
-    windows: Windows = field(default_factory=dict)
+    windows: Spans = field(default_factory=Spans)  # CRCs where the file stores checksums
     nbytes: int = 0  # of the windows
-    reads: list[ReadSpan] = field(default_factory=list)  # of files that have stored checksums
+    reads: Spans = field(default_factory=Spans)  # of files that have stored checksums
     overflowed: Counter[str] = field(default_factory=Counter)  # fqn -> finite values made infinite
     flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
 
     def add(self, other: Outcome) -> None:
         """Take over what another worker saw."""
-        self.windows |= other.windows
+        self.windows.update(other.windows)
         self.nbytes += other.nbytes
-        self.reads += other.reads
+        self.reads.update(other.reads)
         self.overflowed += other.overflowed
         self.flushed += other.flushed
 
@@ -37,31 +34,36 @@ class Outcome:
         Args:
             checked: of other sources, reads are left out.
         """
-        windows: dict[str, list[tuple[int, int, int | None]]] = defaultdict(list)
-        for (name, offset), (nbytes, crc) in self.windows.items():
-            windows[name].append((offset, nbytes, crc))
-        reads: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        for name, offset, nbytes, crc in self.reads:
-            if checked is None or name in checked:
-                reads[name].append((offset, nbytes, crc))
-        counts = {"overflowed": self.overflowed, "flushed": self.flushed}
-        return {"windows": windows, "reads": reads, **counts}
+        reads = (span for span in self.reads if checked is None or span[0] in checked)
+        return {
+            "windows": _by_file(self.windows),
+            "reads": _by_file(reads),
+            "overflowed": self.overflowed,
+            "flushed": self.flushed,
+        }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Outcome:
         """What `to_json` made a document of."""
-        windows: Windows = {
-            (name, offset): (nbytes, crc)
-            for name, held in document["windows"].items()
-            for offset, nbytes, crc in held
-        }
+        windows = Spans(_told(document["windows"]))
         return cls(
             windows,
-            sum(nbytes for nbytes, _ in windows.values()),
-            [(name, *read) for name, held in document["reads"].items() for read in held],
+            windows.nbytes,
+            Spans(_told(document["reads"])),
             Counter(document["overflowed"]),
             Counter(document["flushed"]),
         )
+
+
+def _by_file(spans: Iterable[FileSpan]) -> dict[str, list[Span]]:
+    found: dict[str, list[Span]] = defaultdict(list)
+    for file, offset, nbytes, crc in spans:
+        found[file].append((offset, nbytes, crc))
+    return found
+
+
+def _told(found: Mapping[str, Iterable[Span]]) -> Iterator[FileSpan]:
+    return ((file, *span) for file, spans in found.items() for span in spans)
 
 
 Keep = Callable[[Outcome], Outcome]

@@ -24,6 +24,7 @@ from reshard.move.fill import READ_BYTES
 from reshard.move.outcome import Outcome
 from reshard.move.outputs import OutputFiles
 from reshard.move.share import Batch, Share, pooled
+from reshard.move.spans import Spans
 from reshard.plan.planner import Plan
 from reshard.ranks.team import ALONE, Progress, Team, unseen
 from reshard.remote.path import RemotePath
@@ -72,7 +73,7 @@ def write(  # noqa: PLR0913 - by keyword, each with a default that is right alon
                 (stored for stored in skeleton.checksums if stored.file == file.name), part
             )
             sending.send(file)
-            seen.add(replace(part, windows={}))
+            seen.add(replace(part, windows=Spans()))
         sending.finish()
         outcome = pooled(team, seen)
         check_records(outcome.reads, sources, pool, workers, team)

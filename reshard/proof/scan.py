@@ -19,8 +19,9 @@ from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
-from reshard.move.fill import ReadSpan, fill
-from reshard.move.records import Spans, record_crc
+from reshard.move.fill import fill
+from reshard.move.records import record_crc
+from reshard.move.spans import Spans
 from reshard.move.workers import spread
 from reshard.plan.copies import Blocks, Window
 from reshard.proof.compare import Difference, Tolerance, difference
@@ -133,7 +134,7 @@ def scan(
         )
         found = reader.found
         found.bytes_read = sum(task.nbytes for task in tasks)
-        _check_records(found, files, pool, Spans(reader.reads), workers)
+        _check_records(found, files, pool, reader.reads, workers)
     found.unequal = _by_tensor(found.unequal)
     return found
 
@@ -156,7 +157,7 @@ class _Reader:
         self, pool: SourceFiles, files: Mapping[str, SourceFile], *, block_bytes: int
     ) -> None:
         self.found = Scan()
-        self.reads: list[ReadSpan] = []
+        self.reads = Spans()
         self._pool = pool
         self._block_bytes = block_bytes
         self._summed = {path for path, file in files.items() if file.has_checksums}
@@ -164,13 +165,17 @@ class _Reader:
 
     def fill(self, window: Window, buffer: bytearray) -> None:
         """Read a window, with checksums where its files store any."""
+        reads = Spans() if any(c.file in self._summed for c in window.copies) else None
         fill(
             self._pool,
             window.copies,
             memoryview(buffer),
             read_bytes=self._block_bytes,
-            reads=self.reads if any(c.file in self._summed for c in window.copies) else None,
+            reads=reads,
         )
+        if reads is not None:
+            with self.lock:
+                self.reads.update(reads)
 
     def items(self, tasks: Iterable[Task]) -> Iterator[_Item]:
         """Single blocks in any order; a tensor that is hashed is one item."""

@@ -252,6 +252,19 @@ def test_a_head_that_the_config_ties_needs_no_value(without_shared_params, tmp_p
     assert "lm_head.weight = model.embed_tokens.weight" in done.stdout
 
 
+def test_a_tied_name_with_a_copy_that_differs(copied, refused, tmp_path):
+    run = copied("hf_z2_tied")
+    for path in tag_of(run).glob("*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        alias, kept = next(iter(state["shared_params"].items()))
+        state["module"][alias] = state["module"][kept].clone()
+        state["module"][alias].view(-1)[5] += 1
+        torch.save(state, path)
+    refused(run, 1, alias, f"is tied to {kept!r}", "element 5", "--tied drop")
+    done = merge(run, tmp_path / "x.safetensors", "--tied", "drop")
+    assert done.returncode == 0, done.stderr
+
+
 class Attack:
     def __reduce__(self):
         return os.system, ("touch pwned",)

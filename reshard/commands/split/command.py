@@ -86,6 +86,7 @@ def _split(
     if not is_weights(manifest):
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     with SourceFiles() as pool:
+        weights.refuse_diverged(manifest, pool)
         manifest = weights.with_equal_heads_tied(manifest, pool)
         carried = list(manifest.entries.values())
         if options.without_optimizer:
