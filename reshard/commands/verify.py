@@ -21,8 +21,9 @@ from reshard.model import ModelShapes, Told
 from reshard.output import commit
 from reshard.paths import as_path
 from reshard.proof import checks, deep, hashes, quick, scan
-from reshard.proof.checks import Check, counted, not_applicable, not_run
+from reshard.proof.checks import Check, not_applicable, not_run
 from reshard.proof.opening import opened
+from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.html.page import Page

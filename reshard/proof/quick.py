@@ -23,7 +23,8 @@ from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifes
 from reshard.model import ModelShapes
 from reshard.paths import as_path
 from reshard.proof import checks
-from reshard.proof.checks import Check, counted, not_applicable, some
+from reshard.proof.checks import Check, not_applicable
+from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")
 _NEAR = 200  # names among which the nearest is looked for
