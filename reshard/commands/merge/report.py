@@ -118,7 +118,7 @@ def describe(
     optimizer = sum(1 for kind, _ in manifest.entries if kind not in WEIGHT_KINDS)
     return MergeReport(
         source=manifest.origin.path,
-        format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
+        format=manifest.origin.in_words,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
         tensors=len(chosen.tensors),
         parameters=sum(entry.numel for entry, _ in chosen.tensors),
