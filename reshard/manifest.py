@@ -161,6 +161,16 @@ class Origin:
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size; "world" is the product
     precision: str = ""  # torch's name of the dtype in which the model was trained
 
+    @property
+    def world(self) -> int:
+        """All ranks; one where nothing says."""
+        return int(self.mesh.get("world", 1))
+
+    @property
+    def in_words(self) -> str:
+        """The format, and which form of it."""
+        return f"{self.format} {self.detail}".rstrip()
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:

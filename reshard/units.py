@@ -1,8 +1,9 @@
-"""Sizes as people write and read them."""
+"""Sizes, counts and lists as people write and read them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from reshard.errors import UsageError
 
@@ -47,6 +48,25 @@ def show_count(count: float) -> str:
     """
     number, unit = _scaled(count, ("", "K", "M", "B", "T"))
     return f"{number:.3g} {unit}".strip()
+
+
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """A number with its noun.
+
+    >>> counted(1, "file"), counted(2, "copy", "copies")
+    ('1 file', '2 copies')
+    """
+    return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are.
+
+    >>> some(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    shown = ", ".join(names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _scaled(value: float, names: tuple[str, ...]) -> tuple[float, str]:

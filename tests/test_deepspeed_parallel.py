@@ -14,6 +14,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.model_parallel.shards import REPLICATED, Split
+from tests.judged.alike import tensors
 
 SAMPLE = Path(__file__).parent / "data/megatron_deepspeed/tp2pp2dp2"
 GRIDS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
@@ -24,14 +25,6 @@ BLOCK = "2.self_attention.query_key_value.weight"
 def held():
     """Every tensor of the sample, by kind and name."""
     return tensors(SAMPLE / "run")
-
-
-def tensors(place):
-    with reshard.open(place) as checkpoint:
-        found = {("weight", name): checkpoint[name][...] for name in checkpoint}
-        for slot in ("exp_avg", "exp_avg_sq"):
-            found |= {(slot, n): t[...] for n, t in checkpoint.optimizer(slot).items()}
-    return found
 
 
 def assert_same(got, want):

@@ -149,8 +149,7 @@ class Inspection:
             yield _row("tied", f"{alias} = {kept}")
         frozen = sorted(self.manifest.frozen)
         if frozen:
-            more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
-            yield _row("frozen", ", ".join(frozen[:_SHOWN]) + more)
+            yield _row("frozen", units.some(frozen, _SHOWN))
 
 
 def inspect(  # noqa: PLR0913 - a keyword an option

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from reshard import formats, units
 from reshard.errors import ResourceError, UnsafeError, UsageError
@@ -34,6 +35,17 @@ class ReadOptions:
     max_memory_bytes: int = 256 << 20  # buffers of all workers together
     html: str | Path | None = None  # where to write the report as a page
     overwrite: bool = False  # replace what is there
+
+    def told(self) -> dict[str, Any]:
+        """The keywords of `formats.read`."""
+        return {
+            "force": self.source_format,
+            "tag": self.tag,
+            "key": self.key,
+            "model": self.model,
+            "wrap": self.wrap,
+            "rules": self.rules,
+        }
 
     def budget(self) -> tuple[int, int]:
         """(workers, bytes a window): a worker holds one window and one read buffer.
@@ -83,15 +95,7 @@ def trusted(sources: Sequence[Path], options: ReadOptions) -> Manifest:
     Raises:
         ReshardError: it cannot be read or trusted.
     """
-    manifest = formats.read(
-        sources,
-        force=options.source_format,
-        tag=options.tag,
-        key=options.key,
-        model=options.model,
-        wrap=options.wrap,
-        rules=options.rules,
-    )
+    manifest = formats.read(sources, **options.told())
     check_trust(manifest, options.allow_pickle)
     return manifest
 

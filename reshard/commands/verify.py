@@ -21,8 +21,9 @@ from reshard.model import ModelShapes, Told
 from reshard.output import commit
 from reshard.paths import as_path
 from reshard.proof import checks, deep, hashes, quick, scan
-from reshard.proof.checks import Check, counted, not_applicable, not_run
+from reshard.proof.checks import Check, not_applicable, not_run
 from reshard.proof.opening import opened
+from reshard.units import counted
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -178,26 +179,14 @@ def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
 
     A source that is not of the named model is read without it: the check lists all that differs.
     """
-    told: dict[str, Any] = {"model": options.model, "wrap": options.wrap}
+    told = options.told()
     try:
-        return _read_told(sources, options, told)
+        return formats.read(sources, prove=False, **told)
     except UsageError as error:
         if not options.model or not error.where.startswith("--model"):
             raise
         Told(options.model, options.wrap).shapes()  # is there such a model at all?
-        return _read_told(sources, options, {})
-
-
-def _read_told(sources: Sequence[Path], options: VerifyOptions, told: dict[str, Any]) -> Manifest:
-    return formats.read(
-        sources,
-        force=options.source_format,
-        tag=options.tag,
-        key=options.key,
-        rules=options.rules,
-        prove=False,
-        **told,
-    )
+        return formats.read(sources, prove=False, **{**told, "model": None, "wrap": None})
 
 
 def _unread(failed: Check, options: VerifyOptions) -> list[Check]:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from reshard.dcp.target import STATE, STEP, Found, Hyper, Keys, Step, splits
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.manifest import Entry, ParamGroup
+from reshard.units import some
 
 _NAMED = 5  # missing names spelled out in a message
 
@@ -169,11 +170,10 @@ class Values:
                     "take the state dict with"
                     " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict",
                 )
-        names = ", ".join(map(repr, missing[:_NAMED]))
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        names = some([repr(name) for name in missing], _NAMED)
         raise IncompleteError(
             path,
-            f"lacks {names}{more}, which the target asks for",
+            f"lacks {names}, which the target asks for",
             "leave it out of the state dict, or load with"
             " planner=DefaultLoadPlanner(allow_partial_load=True)",
         )

@@ -21,6 +21,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.formats.training import Group, Trained, Training, Weight
 from reshard.keys import compiled
+from reshard.units import some
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
 _OWN_KEYS = ("match", "fqns", "frozen")
@@ -308,6 +309,4 @@ def _follow(state: Training, scheduler: Any, origins: Sequence[Sequence[int]]) -
 
 
 def _some(fqns: Iterable[str]) -> str:
-    listed = list(fqns)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(map(repr, listed[:_SHOWN])) + more
+    return some([repr(fqn) for fqn in fqns], _SHOWN)

@@ -45,7 +45,7 @@ def joined(stages: Sequence[Manifest]) -> Manifest:
                 f"holds ranks at step {first.train.step} and at step {other.train.step}",
                 "files of different runs or steps are mixed: fetch the checkpoint again as a whole",
             )
-    ranks = sum(int(stage.origin.mesh.get("world", 1)) for stage in stages)
+    ranks = sum(stage.origin.world for stage in stages)
     trains = [stage.train for stage in stages]
     return replace(
         first,

@@ -17,6 +17,7 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.rng import RankRng
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
+from reshard.units import some
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,8 @@ def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, .
     if lost:
         raise IncompleteError(
             manifest.origin.path,
-            f"has optimizer state of {lost[0]!r}"
-            + (f" and {len(lost) - 1} more" if len(lost) > 1 else "")
-            + ", which is in no parameter group",
+            f"has optimizer state of {some([repr(fqn) for fqn in lost], 1)}, which is in no"
+            " parameter group",
             "convert the weights alone with --weights-only",
         )
     return groups

@@ -17,6 +17,7 @@ from reshard.model_parallel import forms, moves, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.spellings import NUMBERS, Part, Spelled, Spellings
+from reshard.units import some
 
 _EXTRA = "_extra_state"  # of Transformer Engine: no weight
 
@@ -85,8 +86,7 @@ class _Renaming:
         manifest = self._restated(keyed(self.entries(kept)), tuple(self.entries(again)))
         left = [fqn for fqn, names in self._new.items() if not names]
         if left:
-            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            self.notes[f"not a weight, left out: {left[0]}{more}"] = None
+            self.notes[f"not a weight, left out: {some(left, 1)}"] = None
         return Named(manifest, tuple(self.notes))
 
     def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:

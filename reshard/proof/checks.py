@@ -5,7 +5,6 @@ The names are a promise, as the options are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -86,18 +85,3 @@ def not_applicable(name: str, reason: str) -> Check:
 def not_run(name: str, reason: str) -> Check:
     """A check that was not made."""
     return Check(name, reason, ran=False)
-
-
-def counted(number: int, singular: str, plural: str = "") -> str:
-    """A number with its noun.
-
-    >>> counted(1, "file"), counted(2, "copy", "copies")
-    ('1 file', '2 copies')
-    """
-    return f"{number} {singular if number == 1 else plural or singular + 's'}"
-
-
-def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(names[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -15,10 +15,11 @@ from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Ma
 from reshard.model import ModelShapes
 from reshard.paths import as_path
 from reshard.proof import checks
-from reshard.proof.checks import Check, counted, not_applicable, some
+from reshard.proof.checks import Check, not_applicable
 from reshard.proof.gaps import count_other, gaps
 from reshard.proof.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, replicas
 from reshard.proof.values import Facts
+from reshard.units import counted, some
 
 # Slots that are sums, means or maxima of squares or magnitudes: torch.optim's Adam, Adagrad,
 # RMSprop, Adadelta, Adamax, Adafactor and Rprop, transformers' Adafactor.

@@ -20,7 +20,8 @@ from reshard.errors import CorruptError, UsageError
 from reshard.files import small
 from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.proof import checks, pairs, train
-from reshard.proof.checks import Check, counted, some
+from reshard.proof.checks import Check
+from reshard.units import counted, some
 from reshard.version import __version__
 
 SCHEMA = 1

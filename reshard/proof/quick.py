@@ -23,7 +23,8 @@ from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifes
 from reshard.model import ModelShapes
 from reshard.paths import as_path
 from reshard.proof import checks
-from reshard.proof.checks import Check, counted, not_applicable, some
+from reshard.proof.checks import Check, not_applicable
+from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")
 _NEAR = 200  # names among which the nearest is looked for
@@ -53,7 +54,7 @@ def safe(manifest: Manifest, allowed: Sequence[str]) -> Check:
 
 def complete(manifest: Manifest) -> Check:
     """Every rank's files were found; every announced tensor has a value."""
-    world = manifest.origin.mesh.get("world", 1)
+    world = manifest.origin.world
     found = Check(
         checks.COMPLETE,
         f"{counted(world, 'rank')}, {counted(len(manifest.entries), 'tensor')}",
@@ -171,7 +172,7 @@ def _unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str
 
 
 def _extra_random_states(manifest: Manifest) -> Iterator[str]:
-    world, files = manifest.origin.mesh.get("world", 1), manifest.train.rng_files
+    world, files = manifest.origin.world, manifest.train.rng_files
     if len(files) > max(world, 1):
         yield f"{files[-1]} is of a run of {len(files)} ranks; this one had {world}"
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from reshard.formats import loss_scale
 from reshard.manifest import Manifest, TrainState
+from reshard.units import some
 
 _MISSING = object()
 
@@ -93,11 +94,7 @@ def _steps(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[Value]:
         if a.get(fqn) != b.get(fqn):
             found.setdefault((a.get(fqn), b.get(fqn)), []).append(fqn)
     for (left, right), fqns in found.items():
-        yield Value(f"optimizer step of {_all(fqns)}", left, right)
-
-
-def _all(fqns: Sequence[str]) -> str:
-    return fqns[0] + (f" and {len(fqns) - 1} more" if len(fqns) > 1 else "")
+        yield Value(f"optimizer step of {some(fqns, 1)}", left, right)
 
 
 def _hypers(a: TrainState, b: TrainState) -> Iterator[Value]:
@@ -116,7 +113,7 @@ def _hypers(a: TrainState, b: TrainState) -> Iterator[Value]:
             if key in right and _plain(left[key]) != _plain(right[key]):
                 found.setdefault((key, repr(left[key]), repr(right[key])), []).append(fqn)
     for (key, left_text, right_text), fqns in found.items():
-        yield Value(f"{key} of {_all(fqns)}", left_text, right_text)
+        yield Value(f"{key} of {some(fqns, 1)}", left_text, right_text)
 
 
 def _by_parameter(train: TrainState) -> dict[str, Mapping[str, Any]]:

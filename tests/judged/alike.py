@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+import reshard
 from tests.menagerie import same
 
 
@@ -67,3 +68,12 @@ def assert_same_state(found, wanted):
         assert {k: group.hyper.get(k) for k in wanted_group.hyper} == dict(wanted_group.hyper)
     assert train.step == other.step
     assert train.scheduler == other.scheduler
+
+
+def tensors(place):
+    """Every weight and every moment of an Adam, by kind and name."""
+    with reshard.open(place) as checkpoint:
+        found = {("weight", name): checkpoint[name][...] for name in checkpoint}
+        for slot in ("exp_avg", "exp_avg_sq"):
+            found |= {(slot, n): t[...] for n, t in checkpoint.optimizer(slot).items()}
+    return found

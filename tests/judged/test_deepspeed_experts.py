@@ -19,6 +19,7 @@ from reshard.errors import (
     StaleError,
     UsageError,
 )
+from tests.judged.alike import tensors
 from tests.judges.deepspeed_cases import CASES
 from tests.judges.deepspeed_models import MoeToy
 
@@ -26,14 +27,6 @@ MIXTURES = [name for name, case in CASES.items() if case.kind == "moe"]
 FORMS = ["moe_z0", "moe_z1_sizes", "moe_z2"]
 
 pytestmark = pytest.mark.judge
-
-
-def tensors(place):
-    with reshard.open(place) as checkpoint:
-        found = {("weight", name): checkpoint[name][...] for name in checkpoint}
-        for slot in ("exp_avg", "exp_avg_sq"):
-            found |= {(slot, n): t[...] for n, t in checkpoint.optimizer(slot).items()}
-    return found
 
 
 @pytest.mark.parametrize("case", MIXTURES)

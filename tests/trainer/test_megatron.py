@@ -73,15 +73,6 @@ def place(tmp_path_factory):
     return place
 
 
-def trained(jobs):
-    found = {}
-    for world in sorted({world for world, _ in jobs.values()}):
-        mine = {key: job for key, (ranks, job) in jobs.items() if ranks == world}
-        everyone = worlds.run(world, worlds.train, list(mine.values()))
-        found |= dict(zip(mine, everyone[0], strict=True))
-    return found
-
-
 def at(place, *grids):
     return place / "-to-".join(grids).replace(" ", "_")
 
@@ -94,14 +85,14 @@ def runs(place):
         run = at(place, grid)
         job = {**COMMON, "model": str(place / "model"), **chosen}
         jobs[grid] = ranks, {**job, "save": str(run), "log": f"{run}.jsonl"}
-    found = trained(jobs)
+    found = worlds.trained(jobs)
     jobs = {}
     for source, target in (*((grid, grid) for grid in GRIDS), *ELSEWHERE):
         ranks, chosen = {**GRIDS, **OTHER}[target]
         run = at(place, source, target)
         begin = {"resume": str(at(place, source)), "tag": f"global_step{HALF}"}
         jobs[source, target] = ranks, {**begin, **chosen, "save": str(run), "log": f"{run}.jsonl"}
-    return found | trained(jobs)
+    return found | worlds.trained(jobs)
 
 
 def content(file):

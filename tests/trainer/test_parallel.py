@@ -85,16 +85,6 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("grids")
 
 
-def trained(jobs):
-    """Jobs by key, each (ranks, settings), run with one start of each number of ranks."""
-    found = {}
-    for world in sorted({world for world, _ in jobs.values()}):
-        mine = {key: job for key, (ranks, job) in jobs.items() if ranks == world}
-        everyone = worlds.run(world, worlds.train, list(mine.values()))
-        found |= dict(zip(mine, everyone[0], strict=True))
-    return found
-
-
 @pytest.fixture(scope="module")
 def runs(place):
     """Grid -> the unbroken run."""
@@ -102,7 +92,7 @@ def runs(place):
     for grid, (ranks, chosen) in GRIDS.items():
         run = place / name_of(grid)
         jobs[grid] = ranks, {**COMMON, **chosen, "save": str(run), "log": f"{run}.jsonl"}
-    return trained(jobs)
+    return worlds.trained(jobs)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +113,7 @@ def resumed(runs, place):
                 "log": f"{run}.jsonl",
             },
         )
-    return trained(jobs)
+    return worlds.trained(jobs)
 
 
 @pytest.mark.parametrize("grid", [g for g in GRIDS if not re.search("16|tied|experts", g)])

@@ -158,3 +158,13 @@ def read_log(path):
         [line["skipped"] for line in steps],
         lines[-1].get("parameter_hash"),
     )
+
+
+def trained(jobs):
+    """Jobs by key, each (ranks, settings), run with one start of each number of ranks."""
+    found = {}
+    for world in sorted({world for world, _ in jobs.values()}):
+        mine = {key: job for key, (ranks, job) in jobs.items() if ranks == world}
+        everyone = run(world, train, list(mine.values()))
+        found |= dict(zip(mine, everyone[0], strict=True))
+    return found

@@ -57,7 +57,7 @@ class MergeReport:
         """The report for a person."""
         verb = "wrote" if self.done else "would write"
         total = sum(file["bytes"] for file in self.files)
-        count = _plural(len(self.files), "file")
+        count = units.counted(len(self.files), "file")
         yield f"{verb} {self.destination}: {units.show_bytes(total)} in {count}"
         for file in self.files[:LISTED]:
             yield f"  {file['name']}  {units.show_bytes(file['bytes'])}"
@@ -98,7 +98,7 @@ class MergeReport:
         yield from listed("excluded", self.excluded)
         yield from listed("kept fp32", self.kept_fp32)
         if self.optimizer_tensors_left:
-            count = _plural(self.optimizer_tensors_left, "optimizer tensor")
+            count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} (merge writes weights)"
         yield from listed("infinite", [f"{n}: {c} values" for n, c in self.overflowed.items()])
         yield from listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
@@ -106,10 +106,6 @@ class MergeReport:
             yield f"changed     {text}"
         for text in self.warnings:
             yield f"warning     {text}"
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def describe(
@@ -122,7 +118,7 @@ def describe(
     optimizer = sum(1 for kind, _ in manifest.entries if kind not in WEIGHT_KINDS)
     return MergeReport(
         source=manifest.origin.path,
-        format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
+        format=manifest.origin.in_words,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
         tensors=len(chosen.tensors),
         parameters=sum(entry.numel for entry, _ in chosen.tensors),

@@ -175,7 +175,7 @@ class _Check:
     @property
     def ranks(self) -> int:
         """Of the source."""
-        return int(self._manifest.origin.mesh.get("world", 1))
+        return self._manifest.origin.world
 
     def report(self, meter: Meter | None) -> ResumeReport:
         """Run them all."""
@@ -183,7 +183,7 @@ class _Check:
         unbroken = self._unbroken()
         report = ResumeReport(
             source=origin.path,
-            format=" ".join(filter(None, (origin.format, origin.detail))),
+            format=origin.in_words,
             ranks=self.ranks,
             step=self._program.step,
             steps=options.steps,

@@ -24,8 +24,8 @@ def rebalanced(manifest: Manifest, world_size: int) -> tuple[Manifest, list[str]
     DeepSpeed keeps its configuration in the checkpoint (``ds_config``), HF Trainer no more than the
     batch of a rank (``trainer_state.json``); for others the rule is said.
     """
-    config, mesh = manifest.train.config, manifest.origin.mesh
-    before = int(mesh.get("world", 1)) // of_mesh(mesh).model
+    config, origin = manifest.train.config, manifest.origin
+    before = origin.world // of_mesh(origin.mesh).model
     if before == world_size:
         return manifest, []
     if isinstance(config, dict) and isinstance(config.get(_MICRO), int):

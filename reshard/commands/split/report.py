@@ -93,9 +93,9 @@ def describe(
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,
-        format=" ".join(filter(None, (manifest.origin.format, manifest.origin.detail))),
+        format=manifest.origin.in_words,
         target=" ".join(filter(None, (target.name, _form(target, request)))),
-        ranks_before=int(manifest.origin.mesh.get("world", 1)),
+        ranks_before=manifest.origin.world,
         ranks=request.world_size,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
         weights=len(state.weights),

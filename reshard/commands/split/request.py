@@ -66,7 +66,7 @@ def requested(
     _check_heeded(target, options)
     grid = _grid(options)
     parallel = _parallel(manifest, target, options)
-    before = int(manifest.origin.mesh.get("world", 1)) if name != "meta" else 1
+    before = manifest.origin.world if name != "meta" else 1
     world_size = sizes.world_size(parallel, options.world_size, options.dp, before)
     world_size = grid.world if grid else world_size
     if world_size < 1:

@@ -69,7 +69,7 @@ def _obstacle(
             "holds no file of random states a rank, which alone can be carried",
             "leave them out: --rng drop",
         )
-    before, ranks = int(manifest.origin.mesh.get("world", 1)), request.world_size
+    before, ranks = manifest.origin.world, request.world_size
     if options.rng != "derive" and not len(files) == before == ranks:
         return UsageError(
             where,

@@ -19,6 +19,7 @@ from reshard.errors import (
 )
 from reshard.files import MAX_POINTER, small
 from reshard.formats.place import Place
+from reshard.units import some
 
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -92,8 +93,7 @@ class Files:
 
 
 def _ranks(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:8]))
-    return text + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return some([str(rank) for rank in ranks], 8)
 
 
 def _is_state_file(name: str) -> bool:

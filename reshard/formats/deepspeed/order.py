@@ -107,7 +107,7 @@ def users(state: Training) -> Callable[[Group], Sequence[Trained]]:
     stage = section(config, "zero_optimization").get("stage", 0)
     precision = dtypes.parse(origin.precision) if origin.precision else None
     if takes_turns(config, stage, precision):
-        ranks = origin.mesh.get("dp", origin.mesh.get("world", 1))
+        ranks = origin.mesh.get("dp", origin.world)
         return lambda group: (
             group.members
             if expert_names.is_of_experts(group.hyper)

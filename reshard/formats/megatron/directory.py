@@ -18,6 +18,7 @@ from pathlib import Path
 from reshard.errors import IncompleteError, StaleError, UsageError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.place import Place
+from reshard.units import some
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = "model_optim_rng.pt"
@@ -133,7 +134,7 @@ def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
         raise IncompleteError(
             place,
             f"was saved with {grid}: {len(wanted)} folders mp_rank_* are expected;"
-            f" {_some(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+            f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
             "copy what is missing here (a node-local disk may still hold it), or give that node's"
             " directory as a second source",
         )
@@ -141,8 +142,8 @@ def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
     if extra:
         raise StaleError(
             place,
-            f"was saved with {grid}, and {_some(extra)} lie beside its folders: left over from"
-            " another run",
+            f"was saved with {grid}, and {some(extra, _LISTED)} lie beside its folders: left over"
+            " from another run",
             "move them away, if the others are the run that you mean",
         )
     return {rank: held[name] for name, rank in sorted(wanted.items(), key=lambda item: item[1])}
@@ -156,8 +157,3 @@ def saving(args: Arguments) -> list[tuple[int, int]]:
     """
     found = {(r % args.tp, r // args.etp % args.ep) for r in range(args.etp * args.ep)}
     return sorted(found, key=lambda place: (place[1], place[0]))
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

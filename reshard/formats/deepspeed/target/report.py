@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from reshard.dtypes import FLOAT16, FLOAT32
 from reshard.formats import loss_scale
@@ -10,6 +10,7 @@ from reshard.formats.deepspeed.target import universal
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.flat import ALIGNMENT
 from reshard.formats.deepspeed.target.objects import deepspeeds_own
+from reshard.units import some
 
 _LISTED = 4
 _STAGE_3 = ("exp_avg", "exp_avg_sq")  # the slots that it loads of a universal checkpoint
@@ -100,7 +101,7 @@ def _unrestored(choice: Choice) -> Iterator[str]:
         yield (
             "DeepSpeed's universal load restores no frozen parameter and no buffer: give the model"
             " those under 'module' in mp_rank_00_model_states.pt before deepspeed.initialize"
-            f" ({_some(left)})"
+            f" ({some(left, _LISTED)})"
         )
 
 
@@ -124,10 +125,8 @@ def _of_slots(choice: Choice) -> Iterator[str]:
     """What stage 3 asks for, and takes."""
     counts = universal.steps(choice)
     if len(seen := {count or 0 for count in counts}) > 1:
-        yield (
-            f"groups were updated {_some([f'{count:g}' for count in sorted(seen)])} times: stage"
-            " 3 takes the first's number for all"
-        )
+        shown = some([f"{count:g}" for count in sorted(seen)], _LISTED)
+        yield f"groups were updated {shown} times: stage 3 takes the first's number for all"
     if any(counts) and not any(deepspeeds_own(group.hyper) for group in choice.groups):
         yield (
             "at stage 3 with several param groups or sub-groups, give each its own counter after"
@@ -137,9 +136,10 @@ def _of_slots(choice: Choice) -> Iterator[str]:
         )
     held = choice.state.slots
     if missing := [name for name in _STAGE_3 if name not in held]:
-        yield f"does not load at stage 3, which asks for {_some(missing)} of every parameter"
+        asked = some(missing, _LISTED)
+        yield f"does not load at stage 3, which asks for {asked} of every parameter"
     elif others := [name for name in held if name not in _STAGE_3]:
-        yield f"stage 3 does not load {_some(others)}"
+        yield f"stage 3 does not load {some(others, _LISTED)}"
 
 
 def _of_small_groups(choice: Choice) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _of_idle(choice: Choice) -> Iterator[str]:
         if not member.slots
     ]
     if idle:
-        yield f"never stepped, and begins with zeros: {_some(idle)}"
+        yield f"never stepped, and begins with zeros: {some(idle, _LISTED)}"
 
 
 def _of_frozen(choice: Choice) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _of_frozen(choice: Choice) -> Iterator[str]:
     if choice.stage == 0 and choice.precision == FLOAT32 and outside:
         yield (
             "DeepSpeed loads stage 0 in fp32 only into an optimizer of the same parameters; it"
-            f" must not have been given {_some(outside)}"
+            f" must not have been given {some(outside, _LISTED)}"
         )
 
 
@@ -201,10 +201,5 @@ def _of_unsure(choice: Choice) -> Iterator[str]:
     if choice.stage == 3 and unsure:
         yield (
             "in no param group, and so taken for frozen parameters, which stage 3 cuts (a buffer"
-            f" among them will not load): {_some(unsure)}"
+            f" among them will not load): {some(unsure, _LISTED)}"
         )
-
-
-def _some(fqns: Sequence[str]) -> str:
-    more = f" and {len(fqns) - _LISTED} more" if len(fqns) > _LISTED else ""
-    return ", ".join(fqns[:_LISTED]) + more

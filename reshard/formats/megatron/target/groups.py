@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from reshard.errors import UnsupportedError
 from reshard.formats.training import Group, Trained, Training
+from reshard.units import some
 
 Adam = Literal["fused", "torch"]
 ADAMS = ("fused", "torch")
@@ -124,11 +125,9 @@ def _by_shape(groups: Sequence[Group], notes: list[str]) -> list[tuple[dict[str,
     decay = max((hyper.get("weight_decay", 0.0) for _, hyper in members), default=0.0)
     decayed[0]["weight_decay"], plain[0]["weight_decay"] = decay, 0.0
     if changed:
-        shown = ", ".join(changed[:_SHOWN]) + (
-            f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
-        )
         notes.append(
-            f"weight decay goes by Megatron's rule (none of norms and biases): changed for {shown}"
+            "weight decay goes by Megatron's rule (none of norms and biases): changed for"
+            f" {some(changed, _SHOWN)}"
         )
     return [decayed, plain]
 
