@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -23,6 +24,7 @@ Tied = Literal["auto", "keep", "drop"]
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
+_LISTED = 8
 
 
 @dataclass(slots=True)
@@ -142,15 +144,24 @@ def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
     """
     names = {entry.fqn for entry, _ in weights.tensors}
     embedding = next((name for name in _EMBEDDINGS if name in names), None)
-    for fqn in manifest.absent:
-        if tied and fqn == _HEAD and embedding:
-            weights.dropped_aliases[fqn] = embedding
-            continue
+    lacking = list(manifest.absent)
+    if tied and embedding and _HEAD in lacking:
+        lacking.remove(_HEAD)
+        weights.dropped_aliases[_HEAD] = embedding
+    if lacking:
+        regex = f"'^({'|'.join(map(re.escape, lacking))})$'" if len(lacking) <= _LISTED else "REGEX"
         raise IncompleteError(
             manifest.origin.path,
-            f"lists {fqn!r}, but no rank holds a value for it",
-            f"if it is tied to another weight, or not needed, leave it out: --exclude '^{fqn}$'",
+            f"lists {without_value(lacking)}",
+            f"what is tied to another weight, or not needed, can be left out: --exclude {regex}",
         )
+
+
+def without_value(names: Sequence[str]) -> str:
+    """That no rank holds a value for these names."""
+    shown = ", ".join(map(repr, names[:_LISTED]))
+    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{shown}{rest}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
 
 
 def heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:

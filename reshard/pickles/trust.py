@@ -62,7 +62,7 @@ _EXPECTED = re.compile(
     | omegaconf\.([\w.]+\.)?[A-Z]\w*
     | (deepspeed|transformers|accelerate|megatron|lightning|pytorch_lightning|trl|peft)
       \.([\w.]+\.)?[A-Z]\w*
-    | deepspeed\.utils\.tensor_fragment\.fragment_address
+    | deepspeed\.(utils\.tensor_fragment|runtime\.bf16_optimizer)\.fragment_address
     """,
     re.VERBOSE,
 )

@@ -17,7 +17,8 @@ from statistics import median
 from reshard import units
 from reshard.box import Index
 from reshard.errors import CorruptError
-from reshard.formats import huggingface, run
+from reshard.formats import deepspeed, huggingface, run
+from reshard.formats.deepspeed import train as engine
 from reshard.formats.place import Place
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
@@ -226,7 +227,7 @@ def steps(manifest: Manifest) -> Check:
         found.failures.append(f"{some(lacking)}: optimizer state without a step")
     if train.step is not None and applied:
         expected = train.step - (train.skipped_steps or 0)
-        if max(applied) - _made_at_start(manifest) != expected:
+        if max(applied) - expected not in _made_at_start(manifest):
             found.warnings.append(
                 f"the optimizer was updated {max(applied):g} times, the run counts {expected}"
             )
@@ -236,16 +237,14 @@ def steps(manifest: Manifest) -> Check:
     return found
 
 
-def _made_at_start(manifest: Manifest) -> int:
-    """Steps of zero gradients that DeepSpeed makes at stage 0 in 16 bit to allocate the moments.
-
-    Source: DeepSpeed 0.19.8 ``unfused_optimizer.py`` (``initialize_optimizer_states``).
-    """
+def _made_at_start(manifest: Manifest) -> tuple[int, ...]:
+    """How many updates of zero gradients the optimizer may have made before the first step."""
     origin = manifest.origin
-    return int(
-        (origin.format, origin.detail) == ("deepspeed", "ZeRO stage 0")
-        and any(manifest.of_kind(MASTER))
-    )
+    stage = origin.detail.removeprefix("ZeRO stage ")
+    if origin.format != deepspeed.NAME or not stage.isdecimal():
+        return (0,)
+    version, in_16_bit = origin.versions.get(deepspeed.NAME, ""), any(manifest.of_kind(MASTER))
+    return engine.made_at_start(version, int(stage), in_16_bit=in_16_bit)
 
 
 def _stated(manifest: Manifest) -> list[str]:

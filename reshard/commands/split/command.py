@@ -77,7 +77,7 @@ def _split(
     if manifest.absent:
         raise IncompleteError(
             manifest.origin.path,
-            f"lists {manifest.absent[0]!r}, but no rank holds a value for it",
+            f"lists {weights.without_value(manifest.absent)}",
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
     manifest, shapes = told(manifest, options)

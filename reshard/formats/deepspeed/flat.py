@@ -83,10 +83,20 @@ class _Group:
         self.index = index
         self.members = members
         self.ranks = ranks
-        self.tails = [self._tail(rank) for rank in ranks]
-        self.piece_numel = self._piece_numel()
         self.flat, self.end = self._places()
+        self.tails = self._tails()
+        self.piece_numel = self._piece_numel()
         self._check_tail()
+
+    def _tails(self) -> list[int]:
+        """Each rank's padding at the end.
+
+        DeepSpeed before 0.7.0 does not say it: it made every group a multiple of twice the ranks.
+        """
+        if any("group_paddings" in rank.root for rank in self.ranks):
+            return [self._tail(rank) for rank in self.ranks]
+        others = [0] * (len(self.ranks) - 1)
+        return [*others, -self.end % (2 * len(self.ranks))]
 
     def _tail(self, rank: OptimizerStates) -> int:
         paddings = rank.root.get("group_paddings") or []
@@ -139,7 +149,7 @@ class _Group:
         ]
 
     def _check_tail(self) -> None:
-        """The group ends where the declared padding begins; padding is never inferred."""
+        """The group ends where the padding begins, of which the reader knows how much there is."""
         total = self.piece_numel * len(self.ranks)
         declared = sum(self.tails)
         stored = sum(_pieces(rank)[self.index].numel for rank in self.ranks)

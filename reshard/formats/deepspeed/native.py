@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
@@ -65,14 +66,37 @@ def read(
     """
     first = first or first_of(census)
     world_size = first.data_ranks or max(len(census.optim), 1)
+    parts = _shard_size(first) or world_size
     _expect_optimizer(census, first, world_size)
-    census.check_ranks(world_size)
+    census.check_ranks(parts)
     alike = Alike()
     models = [first, *(open_model(census.model[rank], alike) for rank in sorted(census.model)[1:])]
     ranks = [open_optimizer(census.optim[rank], rank) for rank in sorted(census.optim)]
     _check_models(models)
-    _check_ranks(ranks, first, world_size)
+    models[0] = first = _with_shapes(first, ranks)
+    _check_ranks(ranks, first, parts)
     return _assemble(census.place, models, ranks, world_size, layers)
+
+
+def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelStates:
+    """With ``param_shapes``, which DeepSpeed before 0.6.0 put into the optimizer's files."""
+    if "param_shapes" in first.root or not ranks:
+        return first
+    shapes = agree(
+        "param_shapes", each(ranks, lambda rank: rank.file.root.get("param_shapes")), MIXED
+    )
+    return replace(first, root={**first.root, "param_shapes": shapes})
+
+
+def _shard_size(first: ModelStates) -> int:
+    """The ranks of a MiCS group (DeepSpeed 0.9.2 to 0.17), of which the first alone saves; else 0.
+
+    They share every parameter; those of the other groups hold the same.
+    """
+    zero = first.mapping("ds_config").get("zero_optimization")
+    said = zero.get("mics_shard_size") if isinstance(zero, dict) else None
+    is_on = type(said) is int and said > 0  # -1: off
+    return counts.count(first.file.path, "mics_shard_size", said) if is_on else 0
 
 
 def _rank_zero(census: Census) -> Path:
@@ -147,12 +171,19 @@ def _assemble(
     if absent and _excluded_frozen(first, stage or 0):
         warnings.append(f"without a value in this checkpoint: {', '.join(absent)}")
         absent = ()
+    elif absent and "shared_params" not in first.root:
+        warnings.append(
+            "at stage 3 DeepSpeed before 0.9.2 does not say which names are tied, and before 0.9.1"
+            " saves no frozen weights"
+        )
+    version = str(first.root.get("ds_version", "unknown"))
+    warnings += train.odd_steps(state, version, stage) if stage else []
     return Manifest(
         origin=Origin(
             format="deepspeed",
             path=str(place),
             detail=f"ZeRO stage {stage}" if stage is not None else "",
-            versions={"deepspeed": str(first.root.get("ds_version", "unknown"))},
+            versions={"deepspeed": version},
             mesh={"world": world_size, "dp": world_size},
             precision=_precision(first),
         ),
@@ -164,7 +195,7 @@ def _assemble(
         frozen=frozen,
         absent=absent,
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
-        warnings=tuple(warnings + (_step_warnings(state) if stage else [])),
+        warnings=tuple(warnings),
         unknown_globals=_unknown(opened),
     )
 
@@ -192,14 +223,16 @@ def _optimizer(
         return _stage0(first, tied)
     root = ranks[0].root
     if "fp32_flat_groups" in root:
+        key = "optimizer_state_dict"
         entries = list(partitioned.read(first.shapes, ranks, swapped))
-        steps = train.sharded_steps(ranks, first.shapes, partitioned.sub_group_state)
-        groups = train.sharded_groups(ranks, first.shapes, "optimizer_state_dict")
+        steps = train.sharded_steps(ranks, first.shapes, partitioned.sub_group_state, key)
+        groups = train.sharded_groups(ranks, first.shapes, key)
         stage = 3
     elif "single_partition_of_fp32_groups" in root:
+        key = "base_optimizer_state"
         entries = list(flat.read(first.shapes, ranks, _owners(first, ranks)))
-        steps = train.sharded_steps(ranks, first.shapes, flat.group_state)
-        groups = train.sharded_groups(ranks, first.shapes, "base_optimizer_state")
+        steps = train.sharded_steps(ranks, first.shapes, flat.group_state, key)
+        groups = train.sharded_groups(ranks, first.shapes, key)
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer writes none; it is stage 1
     else:
         raise UnsupportedError(
@@ -270,21 +303,9 @@ def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
             f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
             " their index: they are in no param group here"
         )
-    steps = _indexed_steps(first, names)
+    steps = whole.steps(first, names)
     state = train.state(first, groups=groups, steps=steps, optimizer_root=optimizer)
     return 0, entries, state, warnings
-
-
-def _indexed_steps(first: ModelStates, names: Sequence[Sequence[str | None]]) -> dict[str, float]:
-    state = whole.torch_optimizer(first).get("state", {})
-    flat_groups = first.mapping("optimizer").get("fp32_groups_flat")
-    owners = names if flat_groups else [[fqn] for group in names for fqn in group]
-    steps: dict[str, float] = {}
-    for index, fqns in enumerate(owners):
-        step = train.number(first.file, state.get(index, {}).get("step"))
-        if step is not None:
-            steps.update({fqn: step for fqn in fqns if fqn is not None})
-    return steps
 
 
 def _module_entries(
@@ -339,15 +360,3 @@ def _precision(first: ModelStates) -> str:
         if name not in first.buffers and tensor.dtype.family == "float":
             counts[tensor.dtype.name] = counts.get(tensor.dtype.name, 0) + 1
     return max(counts, key=lambda name: counts[name], default="")
-
-
-def _step_warnings(state: TrainState) -> list[str]:
-    applied = set(state.optimizer_step.values())
-    if state.step is None or not applied:
-        return []
-    expected = state.step - (state.skipped_steps or 0)
-    if applied != {float(expected)}:
-        shown = ", ".join(f"{step:g}" for step in sorted(applied))
-        text: Any = f"the optimizer was updated {shown} times, the engine counts {expected} steps"
-        return [text]
-    return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,15 +123,57 @@ def sharded_steps(
     ranks: Sequence[OptimizerStates],
     shapes: Shapes,
     state_of: Callable[[OptimizerStates, int], dict[str, Any]],
+    optimizer_key: str,
 ) -> dict[str, float]:
     """Optimizer updates applied to each fqn; ranks that differ are of different steps."""
+
+    def counted(rank: OptimizerStates, index: int) -> float | None:
+        own = state_of(rank, index)
+        alone = rank.root.get("base_optimizer_state_step")  # elastic_checkpoint drops the groups
+        return number(rank.file, step_of(own, rank.root.get(optimizer_key), index, alone))
+
     steps = {}
     for index, members in enumerate(shapes):
         step = agree(
             f"the optimizer step of group {index}",
-            each(ranks, lambda rank, i=index: number(rank.file, state_of(rank, i).get("step"))),  # type: ignore[misc]
+            each(ranks, lambda rank, i=index: counted(rank, i)),  # type: ignore[misc]
             MIXED,
         )
         if step is not None:
             steps.update(dict.fromkeys(members, step))
     return steps
+
+
+def step_of(state: Mapping[str, Any], optimizer: Any, index: int, otherwise: Any = None) -> Any:
+    """The counter in a parameter's state, else that of its group (apex's FusedAdam)."""
+    if not state or "step" in state:
+        return state.get("step")
+    groups = optimizer.get("param_groups", []) if isinstance(optimizer, dict) else []
+    return next((g["step"] for g in groups if index in g["params"] and "step" in g), otherwise)
+
+
+def made_at_start(version: str, stage: int, *, in_16_bit: bool) -> tuple[int, ...]:
+    """How many updates of zero gradients a run may have begun with, to allocate the moments.
+
+    ``initialize_optimizer_states``: of ``unfused_optimizer.py`` to this day; of ZeRO until 0.13.1;
+    of BF16_Optimizer, whose files are those of stage 1, until 0.15.0.
+    """
+    if stage == 0:
+        return (int(in_16_bit),)
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(map(int, found.groups())) if found else ()
+    older = bool(numbers) and numbers < ((0, 15, 1) if stage == 1 else (0, 13, 2))
+    return (0, 1) if older else (0,)
+
+
+def odd_steps(state: TrainState, version: str, stage: int) -> list[str]:
+    """A warning where the optimizer's counter does not follow from the engine's, with ZeRO."""
+    applied = set(state.optimizer_step.values())
+    if state.step is None or not applied:
+        return []
+    expected = state.step - (state.skipped_steps or 0)
+    made = made_at_start(version, stage, in_16_bit=True)
+    if len(applied) == 1 and applied <= {float(expected + number) for number in made}:
+        return []
+    shown = ", ".join(f"{step:g}" for step in sorted(applied))
+    return [f"the optimizer was updated {shown} times, the engine counts {expected} steps"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from reshard.box import Index, whole
 from reshard.errors import CorruptError
-from reshard.formats.deepspeed import expert_names
+from reshard.formats.deepspeed import expert_names, train
 from reshard.formats.deepspeed.flat import slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
@@ -115,6 +115,20 @@ def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator
     if not flats:
         fqns = [fqn for names in groups for fqn in names]
         yield from _indexed(fqns, shapes, state)
+
+
+def steps(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> dict[str, float]:
+    """Optimizer updates applied to each named parameter."""
+    optimizer = torch_optimizer(model)
+    state = optimizer.get("state", {})
+    is_flat = model.mapping("optimizer").get("fp32_groups_flat")
+    owners = groups if is_flat else [[fqn] for names in groups for fqn in names]
+    found: dict[str, float] = {}
+    for index, fqns in enumerate(owners):
+        step = train.number(model.file, train.step_of(state.get(index, {}), optimizer, index))
+        if step is not None:
+            found.update({fqn: step for fqn in fqns if fqn is not None})
+    return found
 
 
 def _flat(

@@ -213,9 +213,14 @@ def precision_of(state: Training) -> DType:
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
-    """The configuration with the stage and the precision that the files will have."""
+    """The configuration with the stage and the precision that the files will have.
+
+    Without MiCS: every rank will have a part of its own.
+    """
     adapted = dict(config or {})
-    adapted["zero_optimization"] = {**order.section(config, "zero_optimization"), "stage": stage}
+    zero = order.section(config, "zero_optimization").items()
+    adapted["zero_optimization"] = {k: v for k, v in zero if not k.startswith("mics_")}
+    adapted["zero_optimization"]["stage"] = stage
     for name, dtype in _SECTIONS.items():
         if name in adapted or (dtype == precision and name != "bfloat16"):
             adapted[name] = {**order.section(adapted, name), "enabled": dtype == precision}
