@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tarfile import is_tarfile
 
 from reshard.errors import (
     IncompleteError,
@@ -219,6 +220,8 @@ def _refuse_one_of_many(place: Place) -> None:
     shard = _SHARD.search(place.chosen or "")
     if not place.chosen and huggingface.index_of(place) is None:
         names = [name for name in place.files if name.endswith(".safetensors")]
+        if not names and not _detected(place):
+            names = [name for name in place.files if name.endswith(".bin")]
         found = (_SHARD.search(name) for name in names if not hf_shards.is_shard(name))
         shard = next((match for match in found if match), None)
         names += [name for name in place.files if name.endswith(PLAIN_SUFFIXES)]
@@ -227,7 +230,8 @@ def _refuse_one_of_many(place: Place) -> None:
             place,
             f"holds {shard.string}, shard {int(shard[1])} of {int(shard[2])}, without the index"
             " that says how the shards belong together",
-            "give the directory with model.safetensors.index.json and all shards",
+            "give the directory with the index (model.safetensors.index.json,"
+            " pytorch_model.bin.index.json) and all shards",
         )
     for name in names:
         match = _MODEL_PARALLEL.search(name)
@@ -247,6 +251,8 @@ def _refuse_one_of_many(place: Place) -> None:
 
 def _hint(place: Place) -> str:
     """Checkpoints one level below or above, so that a wrong level costs one more command."""
+    if place.chosen and is_tarfile(place.path):
+        return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
     if place.chosen:
         return f"give the checkpoint's directory, e.g. {place.path.parent}"
     near = [*place.folders.values(), Place([place.path.resolve().parent])]

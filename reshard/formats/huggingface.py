@@ -45,6 +45,7 @@ from reshard.pickles import trust
 NAME = "huggingface"
 METADATA = {"format": "pt"}
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_INDEX = re.compile(r"[\w.-]+\.(safetensors|bin)\.index(\.\w+)?\.json")
 _COMPANIONS = re.compile(
     r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
     r"|processor_config|video_preprocessor_config|image_processor_config|chat_template.*)\.json"
@@ -59,13 +60,20 @@ _EMBEDDING = re.compile(
 def detect(place: Place) -> bool:
     """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
     if place.chosen:
-        return place.chosen in _INDEXES or place.chosen.endswith(".safetensors")
+        return _is_index(place.chosen) or place.chosen.endswith(".safetensors")
     return index_of(place) is not None or any(name.endswith(".safetensors") for name in place.files)
 
 
 def index_of(place: Place) -> str | None:
-    """The name of a directory's index of shards."""
-    return next((name for name in _INDEXES if name in place.files), None)
+    """The name of a directory's index of shards; of several that are no model's, none."""
+    usual = next((name for name in _INDEXES if name in place.files), None)
+    others = [name for name in place.files if _is_index(name)]
+    return usual or (others[0] if len(others) == 1 else None)
+
+
+def _is_index(name: str) -> bool:
+    """Diffusers and adapters name theirs otherwise; a variant stands before ``json``."""
+    return _INDEX.fullmatch(name) is not None
 
 
 def read(place: Place) -> Manifest:
@@ -77,7 +85,7 @@ def read(place: Place) -> Manifest:
         CorruptError: shards and index contradict each other.
         UnrecognisedError: several files and no index.
     """
-    if place.chosen and place.chosen not in _INDEXES:
+    if place.chosen and not _is_index(place.chosen):
         return _read_file(place.path)
     if not place.chosen and "model.safetensors" in place.files:
         # as transformers chooses, before any .bin index

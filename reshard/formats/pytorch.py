@@ -100,8 +100,8 @@ def read(
     if place.chosen and not is_rank_file(place.chosen):
         saved, trainer = [(Ranks.open({0: place.path}).joined(place), list[str]())], {}
     else:
-        place = Place(place.directories)
-        saved, trainer = _by_stage(place, key), _trainer_state(place)
+        chosen, place = place.chosen, Place(place.directories)
+        (saved, key), trainer = _by_stage(place, key, chosen), _trainer_state(place)
     found = saved[0][0]
     origin = Origin(
         format=_framework(place, found),
@@ -166,18 +166,56 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
     return manifest
 
 
-def _by_stage(place: Place, key: str | None) -> list[tuple[Found, list[str]]]:
-    """What each pipeline stage saved, as `_collected` has it; one where there is no pipeline."""
-    named = rank_files.families(rank_files.torch_files(place))
-    families = {stem: Ranks.open(held) for stem, held in named.items()}
+Collected = tuple[Found, list[str]]  # with what is to be said of it
+
+
+def _by_stage(
+    place: Place, key: str | None, chosen: str | None
+) -> tuple[list[Collected], str | None]:
+    """What each pipeline stage saved, as `_collected` has it; one where there is no pipeline.
+
+    Args:
+        chosen: the rank's file that the user gave.
+
+    Returns:
+        Also the key, without the name of a file whose tree stands for the whole.
+    """
+    grouped = rank_files.families(rank_files.torch_files(place))
+    families = {stem: Ranks.open(held) for stem, held in grouped.items()}
+    keyed = f"{key or ''}."
+    by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
+    given = (stem for stem, held in grouped.items() if chosen in {p.name for p in held.values()})
+    families, warnings = _meant(families, by_key or next(given, None))
     found = _stages(families.values(), key)
     if not found:
-        return [_collected(place, families)]
+        collected = _collected(place, families, warnings)
+        if key and by_key and by_key not in collected[0].root:
+            key = key[len(by_key) + 1 :] or None
+        return [collected], key
     parted = [
         {stem: held for stem, each in families.items() if (held := each.only(ranks)).files}
         for ranks in found
     ]
-    return [_collected(place, parted[0]), *((_alone(place, held), []) for held in parted[1:])]
+    first = _collected(place, parted[0], warnings)
+    return [first, *((_alone(place, held), []) for held in parted[1:])], key
+
+
+def _meant(families: dict[str, Ranks], wanted: str | None) -> tuple[dict[str, Ranks], list[str]]:
+    """Without the other checkpoints, whole by themselves, that lie beside the one that is meant."""
+    if wanted is None:
+        return families, []
+    others = [s for s, held in families.items() if s != wanted and _is_checkpoint(held)]
+    warnings = [f"{stem} is another checkpoint; it is not read" for stem in others]
+    return {stem: held for stem, held in families.items() if stem not in others}, warnings
+
+
+def _is_checkpoint(family: Ranks) -> bool:
+    """Whether a file has a model and, beside it, an optimizer or the step that it is of."""
+    for root in family.trees.values():
+        with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or no telling which
+            held = parts.find(root, "")
+            return bool(held.optimizers) or held.step is not None
+    return False
 
 
 def _alone(place: Place, families: Mapping[str, Ranks]) -> Found:
@@ -204,7 +242,7 @@ def _stages(families: Iterable[Ranks], key: str | None) -> list[set[int]]:
 
 
 def _joined(
-    saved: Sequence[tuple[Found, list[str]]], origin: Origin, key: str | None, told: Told | None
+    saved: Sequence[Collected], origin: Origin, key: str | None, told: Told | None
 ) -> Manifest:
     """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
     made = stages.joined(
@@ -216,10 +254,9 @@ def _joined(
     return replace(made, warnings=(*made.warnings, note))
 
 
-def _collected(place: Place, families: dict[str, Ranks]) -> tuple[Found, list[str]]:
+def _collected(place: Place, families: dict[str, Ranks], warnings: list[str]) -> Collected:
     """One tree of all parts, each under the name of its file or folder."""
     found = Found({}, str(place), {})
-    warnings: list[str] = []
     if dcp.detect(place):
         _take(found, None, dcp.read(place))
     if any(map(hf_shards.is_shard, place.files)):

@@ -19,7 +19,10 @@ from reshard.formats.state_dict.found import Found
 from reshard.formats.torch_file import TorchFile
 
 # Between these words and the suffix stands the rank.
-_RANK = re.compile(r"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)+)$")
+_SUFFIX = "|".join(map(re.escape, torch_file.SUFFIXES))
+_RANK = re.compile(
+    rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)*(?:{_SUFFIX}))$"
+)
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
 _STRONG = re.compile(  # beside a model, these make a directory a training checkpoint

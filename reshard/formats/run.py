@@ -2,8 +2,9 @@
 
 Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.txt``; HF Trainer
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
-``global_step_N``; nanotron ``latest.txt`` and ``N``. Without a pointer the highest number is taken,
-as their own resuming does.
+``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``; Lightning
+``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``. Without a pointer the
+highest number is taken, as their own resuming does.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from reshard.errors import UnrecognisedError
 from reshard.files import MAX_POINTER, small
 from reshard.formats.place import Place
 
-_NUMBERED = re.compile(r"(?:(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?)?(\d{1,19})")
+_NUMBERED = re.compile(
+    r"(?:(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"
+    r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
+)
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
-_FOLDERS = ("checkpoints", "checkpoint", "ckpt", "actor", "critic")  # the last two are verl's
+_FOLDERS = ("checkpoints", "checkpoint", "ckpt", "actor", "critic", "weights")  # verl's, NeMo's
 _DEPTH = 3
 _LISTED = 6
 _LONGEST = 20  # digits of a step
@@ -74,7 +78,7 @@ def _tagged(place: Place, tag: str) -> Place | None:
 def numbered(place: Place) -> dict[int, Place]:
     """The checkpoints of a run that have a number in their name."""
     return {
-        int(match[1]): folder
+        int(match[1] or match[2]): folder
         for name, folder in place.folders.items()
         if (match := _NUMBERED.fullmatch(name))
     }

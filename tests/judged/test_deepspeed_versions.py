@@ -1,0 +1,83 @@
+"""Checkpoints that older DeepSpeeds wrote (`tests/data`), against what their live engines held."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from reshard.keys import Edits
+from tests.judged.conftest import KEPT
+
+CASES = sorted(str(place.relative_to(KEPT)) for place in KEPT.glob("deepspeed_*/*"))
+WITHOUT_TIES = {"deepspeed_0.9.1/z3_sub": r"^head\.weight$"}  # the files do not say that it is tied
+WITHOUT_HYPER = {"deepspeed_0.16.4/z2_elastic"}
+
+pytestmark = pytest.mark.judge
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    return request.param
+
+
+@pytest.fixture
+def truth(case):
+    return torch.load(KEPT / case / "truth.pt", weights_only=False)
+
+
+def assert_state(source, truth, *, hyper=True):
+    """Masters, slots, counters and groups are the engine's."""
+    tied = truth["tied"]
+    with reshard.open(source) as checkpoint:
+        for slot, tensors in truth["slots"].items():
+            held = checkpoint.optimizer(slot)
+            assert held.keys() == tensors.keys()
+            assert all(torch.equal(held[name][...], tensors[name]) for name in tensors)
+        train = checkpoint.manifest.train
+    assert (train.step, train.skipped_steps) == (truth["step"], truth["skipped"])
+    assert set(train.optimizer_step.values()) == set(truth["steps"].values())
+    assert train.optimizer_step.keys() == truth["params"].keys()
+    groups = [{tied.get(name, name) for name in names} for names in truth["members"]]
+    assert [set(group.fqns) for group in train.param_groups] == groups
+    for group, wanted in zip(train.param_groups, truth["hyper"], strict=True):
+        assert not hyper or group.hyper["lr"] == wanted["lr"]
+        assert not hyper or group.hyper["weight_decay"] == wanted["weight_decay"]
+
+
+def test_weights_are_the_engines(case, truth, tmp_path):
+    exclude = [WITHOUT_TIES[case]] if case in WITHOUT_TIES else []
+    out = tmp_path / "m.safetensors"
+    reshard.merge(KEPT / case / "run", out, dtype="fp32", edits=Edits(exclude=exclude))
+    merged = load_file(out)
+    wanted = truth["live"] | truth["params"] | truth["buffers"]
+    assert merged.keys() == wanted.keys() - truth["tied"].keys()
+    for name, tensor in merged.items():
+        assert torch.equal(tensor, wanted[name].to(tensor.dtype)), name
+
+
+def test_the_rest_of_the_state_is_the_engines(case, truth):
+    assert_state(KEPT / case / "run", truth, hyper=case not in WITHOUT_HYPER)
+
+
+def test_a_split_for_other_ranks_holds_the_same(case, truth, tmp_path):
+    if case in WITHOUT_TIES:
+        with pytest.raises(reshard.errors.IncompleteError, match=r"lists 'head\.weight', but no"):
+            reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
+    elif case in WITHOUT_HYPER:
+        with pytest.raises(reshard.errors.IncompleteError, match="keeps no hyper-parameters"):
+            reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
+    else:
+        reshard.split(KEPT / case / "run", tmp_path / "s", world_size=3)
+        assert_state(tmp_path / "s", truth)
+
+
+def test_all_names_without_a_value_are_told_at_once(tmp_path):
+    run = KEPT / "deepspeed_0.9.1/z3_sub" / "run"
+    with pytest.raises(reshard.errors.IncompleteError) as refusal:
+        reshard.merge(run, tmp_path / "m.safetensors")
+    assert "--exclude '^(head\\.weight)$'" in str(refusal.value)
+    with reshard.open(run) as checkpoint:
+        (note,) = checkpoint.manifest.warnings
+    assert "before 0.9.2 does not say which names are tied" in note

@@ -1,0 +1,103 @@
+"""Runs as libraries lay them out: which checkpoint is meant; of another nothing is taken."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import reshard
+from reshard.errors import IncompleteError, UnrecognisedError
+
+STEPS = (2, 4)
+
+
+def state(step):
+    """A model of the step, and its optimizer, as Composer nests them."""
+    weight = torch.full((2, 3), float(step))
+    adam = {"step": torch.tensor(float(step)), "exp_avg": weight + 10, "exp_avg_sq": weight + 20}
+    groups = [{"lr": step / 100, "params": ["weight"]}]
+    optimizer = {"state": {"weight": adam}, "param_groups": groups}
+    scheduler = {"LambdaLR": {"last_epoch": step}}
+    return {
+        "state": {"model": {"weight": weight}, "optimizers": {"AdamW": optimizer}},
+        "schedulers": scheduler,
+        "step": step,
+    }
+
+
+def assert_is_of(step, source, **options):
+    with reshard.open(source, **options) as checkpoint:
+        assert torch.equal(checkpoint["weight"][...], torch.full((2, 3), float(step)))
+        assert checkpoint.optimizer("exp_avg")["weight"][0, 0] == step + 10
+        train = checkpoint.manifest.train
+        assert train.optimizer_step == {"weight": step}
+        assert train.step == step
+        assert train.param_groups[0].hyper["lr"] == step / 100
+        return checkpoint.manifest.warnings
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("names", "inside"),
+    [
+        (("ep0-ba2", "ep0-ba4"), "."),  # Composer
+        (("epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"), "."),  # Lightning
+        (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
+    ],
+)
+def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_path):
+    for name, step in zip(names, STEPS, strict=True):
+        dcp.save(state(step), checkpoint_id=tmp_path / name / inside)
+    (tmp_path / "latest-rank0.pt.symlink").write_text(names[-1])  # what Composer uploads
+    assert_is_of(4, tmp_path)
+    assert_is_of(2, tmp_path, tag="2")
+    assert_is_of(2, tmp_path, tag=names[0])
+    assert_is_of(2, tmp_path / names[0])
+
+
+def test_files_of_several_checkpoints_in_one_directory(tmp_path):
+    for step in STEPS:
+        torch.save(state(step), tmp_path / f"ep0-ba{step}-rank0.pt")
+    with pytest.raises(UnrecognisedError, match=r"--key ep0-ba2\.state\.model"):
+        reshard.open(tmp_path)
+    for step, other in ((2, 4), (4, 2)):
+        (note,) = assert_is_of(step, tmp_path / f"ep0-ba{step}-rank0.pt")
+        assert note == f"ep0-ba{other} is another checkpoint; it is not read"
+        assert_is_of(step, tmp_path, key=f"ep0-ba{step}.state.model")
+
+
+def test_indexes_of_other_names(tmp_path):
+    for number, name in enumerate("ab", 1):
+        save_file({name: torch.ones(2)}, tmp_path / f"diffusion-0000{number}-of-00002.safetensors")
+    with pytest.raises(IncompleteError, match="shard 1 of 2, without the index"):
+        reshard.open(tmp_path)
+    index = {name: f"diffusion-0000{n}-of-00002.safetensors" for n, name in enumerate("ab", 1)}
+    (tmp_path / "diffusion.safetensors.index.fp16.json").write_text(
+        json.dumps({"weight_map": index})
+    )
+    with reshard.open(tmp_path) as checkpoint:
+        assert set(checkpoint) == {"a", "b"}
+
+
+def test_shards_of_torch_save_without_an_index(tmp_path):
+    for number, name in enumerate("ab", 1):
+        path = tmp_path / f"pytorch_model-0000{number}-of-00002.bin"
+        torch.save({name: torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        IncompleteError, match=r"(?s)shard 1 of 2.*pytorch_model\.bin\.index\.json"
+    ) as e:
+        reshard.open(tmp_path)
+    assert "did you mean" not in str(e.value)
+
+
+def test_an_archive_is_to_be_unpacked(tmp_path):
+    with tarfile.open(tmp_path / "model.nemo", "w") as archive:
+        archive.addfile(tarfile.TarInfo("model_config.yaml"), io.BytesIO())
+    with pytest.raises(UnrecognisedError, match="unpack it"):
+        reshard.open(tmp_path / "model.nemo")
