@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -81,3 +83,17 @@ def test_all_names_without_a_value_are_told_at_once(tmp_path):
     with reshard.open(run) as checkpoint:
         (note,) = checkpoint.manifest.warnings
     assert "before 0.9.2 does not say which names are tied" in note
+
+
+def test_shapes_in_the_optimizers_files(tmp_path):
+    """As before DeepSpeed 0.6.0: a run of a later one, with them moved there."""
+    pytest.importorskip("deepspeed")  # whose loss scaler is pickled in the files
+    case = KEPT / "deepspeed_0.6.7/z2_oldadam"
+    shutil.copytree(case / "run", tmp_path / "run")
+    (model,) = (tmp_path / "run").rglob("mp_rank_00_model_states.pt")
+    states = torch.load(model, weights_only=False)
+    shapes = states.pop("param_shapes")
+    torch.save(states, model)
+    for path in (tmp_path / "run").rglob("*_optim_states.pt"):
+        torch.save({**torch.load(path, weights_only=False), "param_shapes": shapes}, path)
+    assert_state(tmp_path / "run", torch.load(case / "truth.pt", weights_only=False))

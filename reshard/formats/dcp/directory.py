@@ -12,6 +12,7 @@ from reshard import counts
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
+from reshard.formats.dcp.flattened import restored
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
 from reshard.formats.place import Place, missing_ranks
@@ -69,7 +70,9 @@ def _stored(place: Place) -> tuple[Metadata, Found]:
                 items.chunk(_data(place, block.file), block, stored.dtype)
                 for block in stored.blocks
             ]
-            leaves[key] = Logical(stored.dtype, stored.shape, tuple(chunks))
+            leaf = Logical(stored.dtype, stored.shape, tuple(chunks))
+            shape = about.shapes.get(key)
+            leaves[key] = leaf if shape is None else restored(place, key, leaf, shape)
         for key, block in objects.items():
             leaves[key] = tree.of_file(items.object(_data(place, block.file), block))
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}

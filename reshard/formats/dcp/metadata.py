@@ -54,6 +54,7 @@ class Metadata:
     tensors: dict[str, Stored] = field(default_factory=dict)
     objects: dict[str, Block | None] = field(default_factory=dict)  # None: its place is not known
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> path in the state dict
+    shapes: dict[str, Index] = field(default_factory=dict)  # of what is stored in another one
     globals: set[str] = field(default_factory=set)
     version: str = ""
 
@@ -93,6 +94,7 @@ def _add(found: Metadata, path: Path) -> None:
             _add_one(found, path, key, about, stored)
         paths = {key: _path(key, at) for key, at in (root.get("planner_data") or {}).items()}
         found.paths.update(paths)
+        found.shapes.update(_shapes(root.get("mcore_data") or {}))
         _refuse_unannounced({key for key, _ in stored} | paths.keys(), root)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise CorruptError(
@@ -100,6 +102,12 @@ def _add(found: Metadata, path: Path) -> None:
             f"is DCP metadata of unknown form ({type(error).__name__}: {error})",
             "the file was altered, or written by a torch that reshard does not know",
         ) from error
+
+
+def _shapes(about: Mapping[str, Any]) -> dict[str, Index]:
+    """The shapes of tensors that Megatron-core stored as flat ranges (`flattened`)."""
+    said = {key: held.get("nd_reformulated_orig_global_shape") for key, held in about.items()}
+    return {key: as_index(shape) for key, shape in said.items() if shape is not None}
 
 
 def _refuse_unannounced(keys: set[str], root: Call) -> None:

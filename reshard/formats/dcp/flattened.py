@@ -1,0 +1,54 @@
+"""Tensors of which Megatron-core 0.6 to 0.15 saved flat ranges, in their own shape again.
+
+Each rank of a distributed optimizer had a run of its part of a parameter there
+(``fully_sharded_model_space``). A tensor of shape ``(X, Y)`` in parts of ``(x, y)`` is stored as
+one of shape ``(X / x, Y / y, x * y)``, whose last dim is cut anywhere; ``.metadata`` says the
+first shape.
+
+Source: Megatron-LM core_v0.15.3 ``core/dist_checkpointing/strategies/torch.py``
+(``sharded_tensor_to_torch_sharded_tensor``, ``nd_reformulated_orig_global_shape``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+from reshard.box import Box, Index
+from reshard.errors import CorruptError
+from reshard.formats.state_dict.tree import Logical
+from reshard.layout.partition import run_chunks
+from reshard.manifest import Chunk
+
+
+def restored(where: object, key: str, stored: Logical, shape: Index) -> Logical:
+    """The tensor in the shape that the metadata give.
+
+    Raises:
+        CorruptError: that shape has no such parts.
+    """
+    *parts, numel = stored.shape
+    fits = len(parts) == len(shape) and all(
+        count > 0 and extent % count == 0 for count, extent in zip(parts, shape, strict=False)
+    )
+    part = tuple(e // count for count, e in zip(parts, shape, strict=True)) if fits else ()
+    if not fits or prod(part) != numel:
+        raise CorruptError(
+            where, f"says that {key!r} of {stored.shape} was {shape}, which has no such parts"
+        )
+    chunks = tuple(box for chunk in stored.chunks for box in _boxes(where, key, chunk, part))
+    return replace(stored, shape=shape, chunks=chunks)
+
+
+def _boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterator[Chunk]:
+    """The boxes that a run of one part fills."""
+    *numbers, start = chunk.box.origin
+    *ones, length = chunk.box.shape
+    if any(extent != 1 for extent in ones) or start + length > prod(part):
+        raise CorruptError(where, f"says that a range of {key!r} lies at {chunk.box}")
+    at = [number * extent for number, extent in zip(numbers, part, strict=True)]
+    held = run_chunks(chunk.file, chunk.byte_offset, chunk.dtype, part, start, start + length)
+    for box in held:
+        origin = tuple(a + b for a, b in zip(at, box.box.origin, strict=True))
+        yield replace(box, box=Box(origin, box.box.shape))
