@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import pickle
+import re
 import shutil
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.formats.megatron import buckets, grouped, names
+from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import saving
@@ -38,6 +41,9 @@ from reshard.tensors import LazyTensor
 DATA = Path(__file__).parent / "data" / "megatron"
 RANKS = DATA / "gpt2_vpp_distopt" / "torch"  # two stages of two chunks, tied, several buckets
 DIST = DATA / "llama_buckets_dp2" / "torch_dist"  # dp_reshardable, several buckets
+RANGES = (
+    DATA.parent / "megatron_core_0.15.3" / "llama_dp2" / "torch_dist"
+)  # fully_sharded_model_space
 STEP = "iter_0000003"
 
 
@@ -52,8 +58,12 @@ def dist(tmp_path):
     return shutil.copytree(DIST, tmp_path / "run")
 
 
-@pytest.mark.parametrize("place", [RANKS, DIST], ids=["torch", "torch_dist"])
-def test_every_tensor_has_the_bytes_that_megatron_holds(place):
+@pytest.mark.parametrize(
+    ("place", "layers"),
+    [(RANKS, 4), (DIST, 4), (RANGES, 2)],
+    ids=["torch", "torch_dist", "flat_ranges"],
+)
+def test_every_tensor_has_the_bytes_that_megatron_holds(place, layers):
     truth = json.loads((place.parent / "truth.json").read_text())
     with reshard.open(place) as checkpoint:
         manifest = checkpoint.manifest
@@ -65,7 +75,7 @@ def test_every_tensor_has_the_bytes_that_megatron_holds(place):
     assert found == truth["tensors"]
     assert set(manifest.train.optimizer_step.values()) == {truth["steps"]}
     assert manifest.train.step == 3
-    assert manifest.train.config["num_layers"] == 4
+    assert manifest.train.config["num_layers"] == layers
 
 
 def test_the_grid_the_form_and_the_tied_name_are_told():
@@ -379,3 +389,28 @@ def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
     )
     assert saving(args) == [(0, 0), (1, 1), (0, 2), (1, 3)]  # as core_v0.16.1 saved it
     assert {args.expert_place(tp, ep) for tp, ep in saving(args)} == {0}
+
+
+def test_nemo_s_keys_and_counters(monkeypatch):
+    """NeMo 2 puts ``module.`` before each parameter; its optimizer and step are Lightning's."""
+    wanted = formats.read(RANGES)
+    flat, of_file = dist_format.dcp.read_flat, dist_format.tree.of_file
+
+    def prefixed(place):
+        found = flat(place)
+        keys = {k: re.sub(r"^(optimizer\.state\.\w+\.|)", r"\1module.", k) for k in found.root}
+        return replace(found, root={keys[key]: value for key, value in found.root.items()})
+
+    def of_lightning(file, *rank):
+        root = of_file(file, *rank)
+        if not isinstance(root, dict) or "iteration" not in root:
+            return root
+        return {**root, "optimizer": [root["optimizer"]], "global_step": root.pop("iteration")}
+
+    monkeypatch.setattr(dist_format.dcp, "read_flat", prefixed)
+    monkeypatch.setattr(dist_format.tree, "of_file", of_lightning)
+    found = formats.read(RANGES)
+    assert found.entries == wanted.entries
+    assert found.train.step == 3
+    assert found.train.param_groups == wanted.train.param_groups
+    assert found.train.optimizer_step == wanted.train.optimizer_step

@@ -21,7 +21,7 @@ from reshard.files import small
 from reshard.pickles.unpickle import loads
 from reshard.pickles.values import Call
 
-_MODULE = "torch.distributed.checkpoint."
+_CLASSES = ("Metadata", "MCoreMetadata")  # the second of Megatron-core 0.14 and 0.15
 _BUILDERS = {"torch.Size": lambda dims=(): tuple(dims)}
 _MAX_BYTES = 1 << 31
 _MAX_PATH = 64  # parts
@@ -84,7 +84,7 @@ def read(files: Sequence[Path]) -> Metadata:
 def _add(found: Metadata, path: Path) -> None:
     done = loads(small(path, _MAX_BYTES), where=path, builders=_BUILDERS)
     root = done.value
-    if not isinstance(root, Call) or not root.name.endswith(".Metadata"):
+    if not isinstance(root, Call) or root.name.rsplit(".", 1)[-1] not in _CLASSES:
         raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")
     found.globals |= done.globals
     found.version = str(root.get("version") or "") or found.version

@@ -51,6 +51,9 @@ _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 _GATE, _UP = "_w", "_v"  # ends of the keys of a gated matrix that is kept as two
 _COMMON = "common_state"
+_NEMO = "module."
+_STEPS = frozenset(("iteration", "global_step"))
+_PREFIXED = re.compile(r"^((?:(?:chained_\d+\.)?optimizer\.state\.\w+\.)?)module\.")
 
 
 def read(place: Place, table: Table) -> Manifest:
@@ -62,7 +65,7 @@ def read(place: Place, table: Table) -> Manifest:
         UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
     """
     found = dcp.read_flat(place)
-    tensors, objects = _sorted(found.root)
+    tensors, objects = _sorted(_without_prefix(found.root))
     stored = _whole(tensors)
     common, files, seen = _common(place, objects)
     args = arguments.of(common.get("args"), str(place))
@@ -102,8 +105,16 @@ def read(place: Place, table: Table) -> Manifest:
     return replace(made, origin=train.origin(place, args, form, made))
 
 
+def _without_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keys as Megatron-LM has them: NeMo 2 puts ``module.`` before each parameter's."""
+    named = [k for k, v in root.items() if isinstance(v, Logical) and not CHAIN.fullmatch(k)]
+    if not named or not all(key.startswith(_NEMO) for key in named):
+        return root
+    return {_PREFIXED.sub(r"\1", key, count=1): value for key, value in root.items()}
+
+
 def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, Logical], dict[str, list[Any]]]:
-    """Tensors by key, without NeMo's prefix; and objects, each with all its shards."""
+    """Tensors by key; and objects, each with all its shards."""
     stored: dict[str, Logical] = {}
     objects: dict[str, list[Any]] = defaultdict(list)
     for key, value in root.items():
@@ -146,7 +157,7 @@ def _common(
         root = tree.of_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is no dict")
-        return root, {file.path: file.source()}, file.globals
+        return _of_nemo(root), {file.path: file.source()}, file.globals
     held = _first(objects, _COMMON)
     if not isinstance(held, dict):
         raise IncompleteError(
@@ -155,6 +166,18 @@ def _common(
             "copy it here, or read the weights alone with --from torch",
         )
     return held, {}, set()
+
+
+def _of_nemo(root: dict[str, Any]) -> dict[str, Any]:
+    """NeMo 2's: Lightning's list of one optimizer, and its name for the step."""
+    one = root.get("optimizer")
+    if isinstance(one, list) and len(one) == 1:
+        root = {**root, "optimizer": one[0]}
+    return (
+        {**root, "iteration": root["global_step"]}
+        if root.keys() & _STEPS == {"global_step"}
+        else root
+    )
 
 
 def _first(objects: Mapping[str, list[Any]], key: str) -> Any:

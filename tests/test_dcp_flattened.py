@@ -1,0 +1,57 @@
+"""Flat ranges of Megatron-core's parts, in the tensor's own shape."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from reshard.box import Box
+from reshard.dtypes import FLOAT32
+from reshard.errors import CorruptError
+from reshard.formats.dcp.flattened import restored
+from reshard.formats.state_dict.tree import Logical
+from reshard.manifest import Chunk
+
+SHAPE, PARTS = (4, 6), (2, 2)
+PART = (2, 3)
+CUTS = (0, 1, 5, 6)  # of the 6 elements of a part
+
+
+def stored(cuts=CUTS, parts=PARTS, numel=6):
+    """Chunks that lie one after the other in a file, part by part."""
+    chunks, at = [], 0
+    for number in np.ndindex(*parts):
+        for start, stop in pairwise(cuts):
+            box = Box((*number, start), (*(1 for _ in parts), stop - start))
+            chunks.append(Chunk(box, "f", at, (4,) * (len(parts) + 1), FLOAT32))
+            at += 4 * (stop - start)
+    return Logical(FLOAT32, (*parts, numel), tuple(chunks))
+
+
+def test_every_element_comes_from_its_place():
+    whole = np.arange(24).reshape(SHAPE)
+    parts = [whole[r : r + 2, c : c + 3] for r in (0, 2) for c in (0, 3)]
+    file = np.concatenate([part.ravel() for part in parts])
+    found = np.full(SHAPE, -1)
+    tensor = restored("m", "k", stored(), SHAPE)
+    assert tensor.shape == SHAPE
+    for chunk in tensor.chunks:
+        for index in np.ndindex(*chunk.box.shape):
+            steps = (i * stride for i, stride in zip(index, chunk.byte_strides, strict=True))
+            place = tuple(o + i for o, i in zip(chunk.box.origin, index, strict=True))
+            assert found[place] == -1
+            found[place] = file[(chunk.byte_offset + sum(steps)) // 4]
+    assert np.array_equal(found, whole)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (4, 6, 1), (24,), (4, 12), ()])
+def test_a_shape_that_has_no_such_parts(shape):
+    with pytest.raises(CorruptError, match="has no such parts"):
+        restored("m", "k", stored(), shape)
+
+
+def test_a_range_that_leaves_its_part():
+    with pytest.raises(CorruptError, match="a range of 'k' lies at"):
+        restored("m", "k", stored(cuts=(0, 4, 7)), SHAPE)
