@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import reshard
-from reshard.errors import IncompleteError, UnrecognisedError
+from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 
 STEPS = (2, 4)
 
@@ -94,6 +94,14 @@ def test_shards_of_torch_save_without_an_index(tmp_path):
     ) as e:
         reshard.open(tmp_path)
     assert "did you mean" not in str(e.value)
+
+
+@pytest.mark.parametrize("chosen", [".", "hf_model_0001_0.pt"])
+def test_shards_of_torchtune_are_not_taken_for_models(chosen, tmp_path):
+    for number, name in enumerate("ab", 1):
+        torch.save({name: torch.ones(2)}, tmp_path / f"hf_model_000{number}_0.pt")
+    with pytest.raises(UnsupportedError, match="shards of a model that torchtune wrote"):
+        reshard.open(tmp_path / chosen)
 
 
 def test_an_archive_is_to_be_unpacked(tmp_path):

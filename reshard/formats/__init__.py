@@ -37,6 +37,7 @@ PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 Paths = str | Path | Sequence[str | Path]
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
+_TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
 _MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; what stands before the rank's number
     r"^((?:consolidated\.|.*(?:tp|pp|mp|ep)[-_]rank[-_])\d+)"
 )
@@ -212,7 +213,7 @@ def _refuse_one_of_many(place: Place) -> None:
 
     Raises:
         IncompleteError: a shard of a Hugging Face model, given without its index.
-        UnsupportedError: one rank's file of a format that is not read yet.
+        UnsupportedError: one rank's file of a format that is not read yet; torchtune's old shards.
     """
     if nanotron.detect(place):
         return
@@ -232,6 +233,13 @@ def _refuse_one_of_many(place: Place) -> None:
             " that says how the shards belong together",
             "give the directory with the index (model.safetensors.index.json,"
             " pytorch_model.bin.index.json) and all shards",
+        )
+    shards = [name for name in place.files if _TORCHTUNE.fullmatch(name)]
+    if len(shards) > 1 and any(map(_TORCHTUNE.fullmatch, names)):
+        raise UnsupportedError(
+            place.path,
+            f"holds shards of a model that torchtune wrote without an index: {shards[0]} ...",
+            "load those of one epoch and save them as one state dict; --from torch reads one alone",
         )
     for name in names:
         match = _MODEL_PARALLEL.search(name)
