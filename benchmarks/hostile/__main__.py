@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from benchmarks.hostile import case, runner
-from benchmarks.hostile.seeds import Seed, kept, made
+from benchmarks.hostile.seeds import Seed, kept, made, private
 
 _SHOWN = 5
 
@@ -59,19 +59,6 @@ def main() -> int:
 def _chosen(asked: argparse.Namespace) -> list[Seed]:
     found = [*kept(), *(made(asked.checkpoints) if asked.checkpoints else [])]
     return [seed for seed in found if asked.only in seed.name]
-
-
-def private(seeds: list[Seed], place: Path) -> list[Seed]:
-    """Copies, which cases can link to: the file system of the scratch is theirs as well."""
-    copied = []
-    for number, seed in enumerate(seeds):
-        target = place / str(number)
-        for file in seed.files:
-            path = target / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes((seed.place / file).read_bytes())
-        copied.append(Seed(seed.name, target, seed.files, seed.given))
-    return copied
 
 
 def contents(seeds: list[Seed]) -> dict[str, bytes]:

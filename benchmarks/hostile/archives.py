@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 
 from benchmarks.hostile import pickles, values
@@ -36,15 +37,12 @@ class Member:
 
 def damaged(chance: Random, data: bytes) -> bytes:
     """The archive packed again after damage to its pickle, or with lies."""
-    members = unpacked(data)
+    members = list(unpacked(data))
     if not members:
         return values.raw(chance, data)
     inside = chance.random()
-    at = next((i for i, m in enumerate(members) if m.name.endswith(b"data.pkl")), 0)
     if inside < 0.75:
-        made = pickles.damaged(chance, members[at].data)
-        members[at] = replace(members[at], data=made)
-        return packed(members)
+        return _with_pickle(chance, members)
     if inside < 0.8:
         at = chance.randrange(len(members))
         made = values.raw(chance, members[at].data)
@@ -58,13 +56,26 @@ def damaged(chance: Random, data: bytes) -> bytes:
     return packed(members, count=count, end64=chance.choice((0, 0, 0, 1, 2)))
 
 
-def unpacked(data: bytes) -> list[Member]:
+def of_pickle(chance: Random, data: bytes) -> bytes:
+    """The archive, true in all but its pickle: what reads the values is reached."""
+    members = list(unpacked(data))
+    return _with_pickle(chance, members) if members else values.raw(chance, data)
+
+
+def _with_pickle(chance: Random, members: list[Member]) -> bytes:
+    at = next((i for i, m in enumerate(members) if m.name.endswith(b"data.pkl")), 0)
+    members[at] = replace(members[at], data=pickles.damaged(chance, members[at].data))
+    return packed(members)
+
+
+@lru_cache(maxsize=512)  # seeds' archives come again and again
+def unpacked(data: bytes) -> tuple[Member, ...]:
     """The members of a whole archive; none of one that is damaged already."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return [Member(i.filename.encode(), archive.read(i)) for i in archive.infolist()]
+            return tuple(Member(i.filename.encode(), archive.read(i)) for i in archive.infolist())
     except Exception:  # noqa: BLE001 - zipfile raises most of them for damage that was done before
-        return []
+        return ()
 
 
 def packed(members: list[Member], *, count: int | None = None, end64: int = 0) -> bytes:

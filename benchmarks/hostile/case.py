@@ -43,7 +43,10 @@ _RUNS_CODE = (
 )
 _MOVES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
 _FRAMES = 2
-_TARGETS = ("dcp", "fsdp", "fsdp2", "deepspeed", "ds-universal", "megatron", "hf-trainer", "meta")
+_TARGETS = (
+    *("dcp", "fsdp", "fsdp2", "deepspeed", "ds-universal", "megatron", "hf-trainer", "meta"),
+    *("torch", "nanotron", "colossalai", "verl", "accelerate"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,25 @@ def run(seeds: list[Seed], seed: int, index: int, scratch: Path) -> tuple[str, V
     """Make a case, run it, and clean up; its description and what came of it."""
     chance = Random(f"{seed}:{index}")
     tree = damage.damaged(chance, chance.choice(seeds))
+    return ran(chance, tree, scratch)
+
+
+def ran(
+    chance: Random, tree: damage.Tree, scratch: Path, *, headers: bool = False
+) -> tuple[str, Verdict]:
+    """Lay a damaged checkpoint out and give it to some command.
+
+    Args:
+        headers: mostly one that reads no tensors, which is soon done.
+    """
     place, out = scratch / "in", scratch / "out"
     for directory in (place, out):
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
     given = tree.lay_out(place)
     words = _words(chance, given, out)
+    if headers and words[0] in ("merge", "split") and "--dry-run" not in words:
+        words += ["--dry-run"]
     verdict = judged(words, out)
     told = f"{tree.seed.name}: {', '.join(tree.log)}: {' '.join(words[:1] + words[2:])}"
     return told, verdict
@@ -124,9 +140,13 @@ def judged(words: list[str], out: Path) -> Verdict:
         or _bad_output(words, out, code, error)
     )
     trace = "".join(traceback.format_exception(error)) if error and wrong else ""
-    cause = error.__cause__ if isinstance(error, ReshardError) and not wrong else None
-    tripped = _frames(cause) if "is not of the structure" in str(error) else ""
-    return Verdict(code, wrong, _frames(error) if wrong else "", trace, tripped)
+    return Verdict(code, wrong, frames(error) if wrong else "", trace, tripped(error))
+
+
+def tripped(error: BaseException | None) -> str:
+    """Where `errors.understood` had to answer for a reader; "" if it had not."""
+    told = isinstance(error, ReshardError) and "is not of the structure" in error.problem
+    return frames(error.__cause__) if error and told else ""
 
 
 def _bad_error(error: BaseException | None, code: int) -> str:
@@ -167,7 +187,7 @@ def _bad_output(words: list[str], out: Path, code: int, error: BaseException | N
     return ""
 
 
-def _frames(error: BaseException | None) -> str:
+def frames(error: BaseException | None) -> str:
     """Where in reshard it was raised, to tell findings apart."""
     frames = traceback.extract_tb(error.__traceback__) if error else []
     ours = [f for f in frames if f.filename.startswith(str(ROOT / "reshard"))]

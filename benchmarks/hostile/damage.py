@@ -51,9 +51,9 @@ def damaged(chance: Random, seed: Seed) -> Tree:
     tree = Tree(seed, list(seed.files), {name: name for name in seed.files})
     for _ in range(chance.choice((1, 1, 1, 2, 2, 3))):
         if chance.random() < 0.15 and len(tree.names) > 1:
-            _of_directory(chance, tree)
+            of_directory(chance, tree)
         else:
-            _of_file(chance, tree)
+            _of_some_file(chance, tree)
     return tree
 
 
@@ -73,19 +73,33 @@ def of_content(name: str, data: bytes) -> Callable[[Random, bytes], bytes]:
     return values.raw
 
 
-def _of_file(chance: Random, tree: Tree) -> None:
+def _of_some_file(chance: Random, tree: Tree) -> None:
     whole = [name for name in tree.names if name not in tree.odd]
     if not whole:
         return
     small = [n for n in whole if n.endswith((".json", ".metadata", "latest", ".txt", "common.pt"))]
     name = chance.choice(small if small and chance.random() < 0.3 else whole)
+    of_file(chance, tree, name, inside=False)
+
+
+def of_file(chance: Random, tree: Tree, name: str, *, inside: bool) -> None:
+    """Hurt one file.
+
+    Args:
+        inside: only what it says, so that it is mostly a file of its format still.
+    """
     data = tree.content(name)
-    change = of_content(name, data) if chance.random() < 0.9 else values.raw
+    change = of_content(name, data) if inside or chance.random() < 0.9 else values.raw
+    if inside and change is archives.damaged:
+        change = archives.of_pickle
     tree.altered[name] = change(chance, data)
     tree.log.append(f"{change.__module__.rsplit('.', 1)[-1]}.{change.__name__}({name})")
 
 
-def _of_directory(chance: Random, tree: Tree) -> None:
+def of_directory(chance: Random, tree: Tree) -> None:
+    """Lose, empty, exchange or rename a file, or put in its place what is none."""
+    if not tree.names:
+        return
     at = chance.randrange(len(tree.names))
     name, other = tree.names[at], chance.choice(tree.names)
     change = chance.choice(_CHANGES)

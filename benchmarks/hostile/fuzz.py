@@ -1,45 +1,106 @@
-"""Coverage-guided fuzzing of one reader with atheris, which needs ``pip install atheris``.
+"""Coverage-guided fuzzing of the readers with atheris, which needs ``pip install atheris``.
 
-    python -m benchmarks.hostile.fuzz torch --seconds 600 --corpus /tmp/corpus
-    python -m benchmarks.hostile.fuzz checkpoint:verl_sample --file model_world_size_2_rank_0.pt
+    python -m benchmarks.hostile.fuzz --all --seconds 180 --checkpoints DIR
+    python -m benchmarks.hostile.fuzz zero3 dcp --seconds 600 --corpus DIR
+    python -m benchmarks.hostile.fuzz zero3 --replay 0123456789abcdef
 
-A reader may return or raise a `ReshardError` of bounded length; all else is a crash, of which
-libFuzzer keeps the input. Half of the mutations are libFuzzer's, half those of this package.
+A whole checkpoint is fuzzed by recipes (see `recipes`): it goes through a command, judged as in
+`case`. What reads one file alone gets its bytes. Nothing stops at a finding: each place is told
+once, with the recipe or the bytes that lead there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import json
 import os
+import pkgutil
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import atheris
 
-with atheris.instrument_imports(include=["reshard"]):
-    from reshard import formats
-    from reshard.errors import ReshardError
+with atheris.instrument_imports(include=["reshard"], exclude=["reshard.__main__"]):
+    import reshard
+    from reshard.errors import ReshardError, understood
     from reshard.formats import huggingface, safetensors, torch_file
-    from reshard.formats.dcp import metadata
     from reshard.formats.place import Place
     from reshard.pickles.unpickle import loads
 
-from benchmarks.hostile import archives, damage
-from benchmarks.hostile.seeds import Seed, kept, made
+    for module in pkgutil.walk_packages(reshard.__path__, "reshard."):
+        if module.name not in ("reshard.__main__", "reshard.dcp", "reshard.ranks.torchrun"):
+            importlib.import_module(module.name)
+
+from benchmarks.hostile import archives, campaign, case, damage, recipes, targets
+from benchmarks.hostile.case import Verdict
+from benchmarks.hostile.seeds import Seed, private
+from benchmarks.hostile.targets import Target
 
 _MOST_SHOWN = 10_000
-_WHOLE = "checkpoint:"
-_ENDS = {
-    "pickle": (".pt", ".bin", ".pth"),
-    "torch": (".pt", ".bin", ".pth"),
-    "safetensors": (".safetensors",),
-    "metadata": (".metadata",),
-    "index": (".index.json",),
-}
+_LONGEST = 200_000  # bytes of a file by itself
 Read = Callable[[bytes, Path], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Fuzzed:
+    """What libFuzzer is given: where to begin, what an input does, how one becomes another."""
+
+    inputs: list[bytes]
+    run: Callable[[bytes], tuple[str, Verdict]]
+    varied: Callable[[Random, bytes], bytes]
+    crossed: Callable[[Random, bytes, bytes], bytes] | None = None
+
+
+def main() -> int:
+    """Exit code 1 if anything did not end as it should."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    known = {target.name: target for target in targets.TARGETS}
+    parser.add_argument("target", nargs="*", metavar="TARGET", help=", ".join(known))
+    parser.add_argument("--all", action="store_true", help="every target")
+    parser.add_argument("--seconds", type=int, default=180, help="of each")
+    parser.add_argument("--corpus", type=Path, help="kept from run to run")
+    parser.add_argument("--checkpoints", type=Path, help="those of judges, beside the kept ones")
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--replay", metavar="HEX", help="one input, its files left in --scratch")
+    asked = parser.parse_args()
+    names = list(known) if asked.all else asked.target
+    if not names or any(name not in known for name in names):
+        parser.error(f"targets are {', '.join(known)}")
+    found = targets.seeds(asked.checkpoints)
+    if asked.replay:
+        place = Path(tempfile.mkdtemp(prefix="replay-", dir=asked.scratch))
+        told, verdict = _fuzzed(known[names[0]], found, place).run(bytes.fromhex(asked.replay))
+        print(told, verdict.trace, f"exit code {verdict.code} {verdict.wrong}", place, sep="\n")
+        return int(bool(verdict.wrong))
+
+    def fuzz(name: str, scratch: Path, findings: Path) -> None:
+        corpus = asked.corpus / name if asked.corpus else scratch / "corpus"
+        corpus.mkdir(parents=True, exist_ok=True)
+        _fuzz(_fuzzed(known[name], found, scratch), corpus, asked.seconds, findings)
+
+    return campaign.run(names, asked.seconds, asked.scratch, fuzz)
+
+
+def _fuzzed(target: Target, found: list[Seed], scratch: Path) -> _Fuzzed:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(scratch)  # which torch makes where it is imported
+    seed = targets.seed_of(target, found)
+    if target.checkpoint and seed is None:
+        raise SystemExit(f"{target.name}: {target.checkpoint} is not here: --checkpoints DIR")
+    if seed is None:
+        return _alone(target, found, scratch)
+    (held,) = private([seed], scratch / "seed")
+    files = target.files(held)
+
+    def run(recipe: bytes) -> tuple[str, Verdict]:
+        return case.ran(*recipes.cooked(recipe, held, files), scratch, headers=True)
+
+    begin = [recipes.made(Random(n), steps) for n in range(40) for steps in (0, 1)]
+    return _Fuzzed(begin, run, recipes.varied, recipes.crossed)
 
 
 def _pickle(data: bytes, _place: Path) -> object:
@@ -57,99 +118,72 @@ def _of_file(name: str, read: Callable[[Path], object]) -> Read:
 
 _READERS: dict[str, Read] = {
     "pickle": _pickle,
-    "torch": _of_file("x.pt", torch_file.read),
+    "torch_file": _of_file("x.pt", torch_file.read),
     "safetensors": _of_file("x.safetensors", safetensors.read),
-    "metadata": _of_file(".metadata", lambda path: metadata.read([path])),
     "index": _of_file(
         "model.safetensors.index.json", lambda path: huggingface.read(Place([path.parent]))
     ),
 }
 
 
-def main() -> None:
-    """Fuzz until the time is over or something breaks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("reader", help=f"{', '.join(_READERS)} or {_WHOLE}NAME")
-    parser.add_argument("--file", help="which file of a whole checkpoint is fuzzed")
-    parser.add_argument("--seconds", type=int, default=600)
-    parser.add_argument("--corpus", type=Path, help="kept from run to run")
-    parser.add_argument("--checkpoints", type=Path, help="those of judges, beside the kept ones")
-    asked = parser.parse_args()
-    found = [*kept(), *(made(asked.checkpoints) if asked.checkpoints else [])]
-    with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm") as name:
-        place, corpus = Path(name, "in"), asked.corpus or Path(name, "corpus")
-        place.mkdir()
-        corpus.mkdir(parents=True, exist_ok=True)
-        whole = asked.reader.startswith(_WHOLE)
-        read, inputs = _checkpoint(found, asked, place) if whole else _one(found, asked.reader)
-        for number, data in enumerate(inputs):
-            (corpus / f"seed{number}").write_bytes(data)
-        limits = [f"-max_total_time={asked.seconds}", "-timeout=20", "-rss_limit_mb=3000"]
-        atheris.Setup(
-            [
-                sys.argv[0],
-                *limits,
-                "-max_len=200000",
-                f"-artifact_prefix={os.curdir}/",
-                str(corpus),
-            ],
-            lambda data: _run(read, data, place),
-            custom_mutator=_mutated(asked.file or f"x{_ENDS.get(asked.reader, ('.pt',))[0]}"),
-        )
-        atheris.Fuzz()
+def _alone(target: Target, found: list[Seed], place: Path) -> _Fuzzed:
+    """A reader of one file; half of the mutations are libFuzzer's, half those of this package."""
+    read, begin = _READERS[target.name], targets.inputs(target, found)
+    if target.name == "pickle":
+        packed = [member for data in begin for member in archives.unpacked(data)]
+        begin = [member.data for member in packed if member.name.endswith(b"data.pkl")]
 
+    def run(data: bytes) -> tuple[str, Verdict]:
+        return target.name, _read(read, data, place)
 
-def _run(read: Read, data: bytes, place: Path) -> None:
-    try:
-        read(data, place)
-    except ReshardError as error:
-        if len(str(error)) > _MOST_SHOWN:
-            raise AssertionError("a message without end") from error
-
-
-def _mutated(name: str) -> Callable[[bytes, int, int], bytes]:
-    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
-        chance = Random(seed)
+    def varied(chance: Random, data: bytes) -> bytes:
         if chance.random() < 0.5:
-            return bytes(atheris.Mutate(data, max_size))
-        return damage.of_content(name, data)(chance, data)[:max_size]
+            return bytes(atheris.Mutate(data, _LONGEST))
+        return damage.of_content(f"x{target.ends[0]}", data)(chance, data)
 
-    return mutate
-
-
-def _one(found: list[Seed], reader: str) -> tuple[Read, list[bytes]]:
-    """A reader of one file, and files of that kind to begin with; the smaller ones."""
-    paths = {seed.place / file for seed in found for file in seed.files}
-    ends = _ENDS[reader]
-    held = sorted((path for path in paths if path.name.endswith(ends)), key=_size)[:60]
-    inputs = [path.read_bytes() for path in held]
-    if reader == "pickle":
-        packed = [member for data in inputs for member in archives.unpacked(data)]
-        inputs = [member.data for member in packed if member.name.endswith(b"data.pkl")]
-    return _READERS[reader], inputs
+    return _Fuzzed(begin, run, varied)
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size
+def _read(read: Read, data: bytes, place: Path) -> Verdict:
+    try:
+        with understood(place):
+            read(data, place)
+    except ReshardError as error:
+        wrong = "a message without end" if len(str(error)) > _MOST_SHOWN else ""
+        return Verdict(error.exit_code, wrong, tripped=case.tripped(error))
+    except Exception as error:  # noqa: BLE001 - this is what is judged
+        return Verdict(70, f"{type(error).__name__}: {error!s:.200}", case.frames(error))
+    return Verdict(0)
 
 
-def _checkpoint(
-    found: list[Seed], asked: argparse.Namespace, place: Path
-) -> tuple[Read, list[bytes]]:
-    """One file of a checkpoint, in the middle of its others."""
-    name = asked.reader.removeprefix(_WHOLE)
-    seed = next(s for s in found if name in s.name and ":" not in s.name)
-    target = next(file for file in seed.files if file.endswith(asked.file or ""))
-    for file in seed.files:
-        (place / file).parent.mkdir(parents=True, exist_ok=True)
-        (place / file).write_bytes((seed.place / file).read_bytes())
+def _fuzz(fuzzed: _Fuzzed, corpus: Path, seconds: int, findings: Path) -> None:
+    """Until the time is over; libFuzzer then ends the process."""
+    for number, data in enumerate(fuzzed.inputs):
+        (corpus / f"seed{number}").write_bytes(data)
+    seen: set[tuple[str, str]] = set()
 
-    def read(data: bytes, _place: Path) -> object:
-        (place / target).write_bytes(data)
-        return formats.read(place / seed.given)
+    def run(data: bytes) -> None:
+        told, verdict = fuzzed.run(data)
+        kind, where = (verdict.wrong, verdict.where) if verdict.wrong else ("", verdict.tripped)
+        if (kind or where) and (kind[:30], where) not in seen:
+            seen.add((kind[:30], where))
+            line = {"wrong": kind, "where": where, "told": told, "input": data.hex()}
+            with findings.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
-    return read, [(seed.place / target).read_bytes()]
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        return fuzzed.varied(Random(seed), data)[:most]
+
+    def cross(one: bytes, other: bytes, most: int, seed: int) -> bytes:
+        return fuzzed.crossed(Random(seed), one, other)[:most] if fuzzed.crossed else one
+
+    limits = [f"-max_total_time={seconds}", "-timeout=60", "-rss_limit_mb=6000"]
+    shown = ["-print_final_stats=1", f"-max_len={_LONGEST}", f"-artifact_prefix={corpus.parent}/"]
+    more = {"custom_crossover": cross} if fuzzed.crossed else {}
+    words = [sys.argv[0], *limits, *shown, str(corpus)]
+    atheris.Setup(words, run, custom_mutator=mutate, **more)
+    atheris.Fuzz()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

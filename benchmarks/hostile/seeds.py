@@ -47,6 +47,19 @@ def made(checkpoints: Path) -> list[Seed]:
     return [s for place in found for s in _seeds(place, str(place.relative_to(checkpoints)))]
 
 
+def private(seeds: list[Seed], place: Path) -> list[Seed]:
+    """Copies, which cases can link to: the file system of the scratch is theirs as well."""
+    copied = []
+    for number, seed in enumerate(seeds):
+        target = place / str(number)
+        for file in seed.files:
+            path = target / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes((seed.place / file).read_bytes())
+        copied.append(Seed(seed.name, target, seed.files, seed.given))
+    return copied
+
+
 def _seeds(place: Path, name: str) -> list[Seed]:
     """The directory, and by itself one of its files that can be a checkpoint alone."""
     if not place.is_dir():
