@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.hostile import case, damage, seeds
+from benchmarks.hostile import case, damage, recipes, seeds, targets
 from reshard import cli, formats
 from reshard.box import whole
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError, UsageError
-from reshard.formats.deepspeed import cuts
+from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Local
@@ -68,6 +68,34 @@ def test_a_case_is_a_function_of_its_number():
 
     assert made(11) == made(11)
     assert made(11) != made(12)
+
+
+def test_a_recipe_is_a_damaged_checkpoint(tmp_path):
+    chance = Random(1)
+    seed = next(seed for seed in seeds.kept() if seed.name == targets.TARGETS[6].checkpoint)
+    recipe = recipes.made(chance, steps=2)
+    for _ in range(20):
+        recipe = recipes.varied(chance, recipes.crossed(chance, recipe, recipes.made(chance)))
+    cooked = [recipes.cooked(recipe, seed, seed.files)[1] for _ in range(2)]
+    assert cooked[0].log == cooked[1].log
+    assert cooked[0].altered == cooked[1].altered
+    assert cooked[0].log
+    assert not recipes.cooked(b"", seed, seed.files)[1].log
+
+
+def test_every_format_is_fuzzed():
+    """The kept checkpoints of the table are there, and the table has all formats with one."""
+    held = {seed.name: seed for seed in seeds.kept()}
+    kept = [held[t.checkpoint] for t in targets.TARGETS if t.checkpoint in held]
+    named = [t.checkpoint for t in targets.TARGETS if t.checkpoint.startswith(("tests", "exampl"))]
+    assert set(named) == {seed.name for seed in kept}
+    fuzzed = {formats.read(seed.place / seed.given).origin.format for seed in kept}
+    every = {
+        formats.read(seed.place / seed.given).origin.format
+        for seed in held.values()
+        if ":" not in seed.name
+    }
+    assert fuzzed == every
 
 
 def _raises():
@@ -205,12 +233,47 @@ def test_a_run_of_impossibly_many_ranks(zero, size):
         formats.read(zero)
 
 
-def test_a_value_of_another_type_is_corrupt_and_not_a_bug(zero):
+OF_ANOTHER_KIND = {
+    "param_shapes": (7, "param_shapes is 7, where a list is expected"),
+    "a shape": ([{"w": (2, -1)}], r"param_shapes\[0\]\['w'\] is a tuple, where a shape is"),
+    "buffer_names": ([1], r"buffer_names\[0\] is 1, where a text is"),
+    "shared_params": ({"a": None}, r"shared_params\['a'\] is None, where a text is"),
+    "global_steps": ((4,), "global_steps is a tuple, where an integer is"),
+    "module": ({3: 4}, "module has 3 as a key, where a text is"),
+}
+
+
+@pytest.mark.parametrize("what", OF_ANOTHER_KIND)
+def test_a_value_of_another_kind_is_named(zero, what):
+    value, told = OF_ANOTHER_KIND[what]
     for path in zero.glob("*/zero_pp_rank_*_model_states.pt"):
-        replaced(path, param_shapes=7)
+        replaced(path, **{"param_shapes" if what == "a shape" else what: value})
+    with pytest.raises(CorruptError, match=f"zero_pp_rank_0_mp_rank_00_model_states.pt: {told}"):
+        formats.read(zero)
+
+
+OF_OPTIMIZER = {
+    "partition_count": ("4", "partition_count is '4', where a list is"),
+    "fp32_flat_groups": ([7], r"fp32_flat_groups\[0\] is 7, where a tensor is"),
+    "optimizer_state_dict": ({"state": {0: 7}}, r"optimizer_state_dict.state\[0\] is 7, where a"),
+}
+
+
+@pytest.mark.parametrize("what", OF_OPTIMIZER)
+def test_a_value_of_another_kind_in_an_optimizer_is_named(zero, what):
+    value, told = OF_OPTIMIZER[what]
+    for path in zero.glob("*/*_optim_states.pt"):
+        replaced(path, **{what: value})
+    with pytest.raises(CorruptError, match=rf"_optim_states.pt: optimizer_state_dict\.{told}"):
+        formats.read(zero)
+
+
+def test_what_a_reader_trips_over_is_corrupt_and_not_a_bug(monkeypatch, zero):
+    monkeypatch.setattr(native, "first_of", lambda _census: 7)
     with pytest.raises(CorruptError, match="not of the structure that its format has") as caught:
         formats.read(zero)
-    assert isinstance(caught.value.__cause__, TypeError)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert "native.py" in case.tripped(caught.value)
 
 
 def test_a_rank_of_a_billion_in_a_name(tmp_path):

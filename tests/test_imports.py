@@ -16,7 +16,7 @@ HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspe
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
     ("errors", "dtypes", "box", "version", "checksum", "signals", "ranks", "paths", "remote"),
-    ("manifest", "files", "units", "counts", "pickles"),
+    ("manifest", "files", "units", "counts", "schema", "pickles"),
     ("keys", "model", "output"),
     ("layout",),
     ("model_parallel", "plan"),

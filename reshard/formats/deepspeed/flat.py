@@ -52,17 +52,18 @@ def read(
 
 
 def _pieces(rank: OptimizerStates) -> list[Tensor]:
-    pieces = rank.root["single_partition_of_fp32_groups"]
-    if not isinstance(pieces, list) or not all(isinstance(piece, Tensor) for piece in pieces):
-        raise CorruptError(rank.file.path, "single_partition_of_fp32_groups is not a tensor list")
-    return pieces
+    return rank.listed("single_partition_of_fp32_groups")
 
 
 def group_state(rank: OptimizerStates, group: int) -> dict[str, Any]:
     """The optimizer's state of one group; under elastic_checkpoint it is a list."""
     state = rank.root.get("base_optimizer_state") or {}
+    if isinstance(state, list) and group >= len(state):
+        raise CorruptError(
+            rank.file.path, f"base_optimizer_state holds {len(state)} groups, and no {group}", MIXED
+        )
     found = state[group] if isinstance(state, list) else state.get("state", {}).get(group)
-    return found if isinstance(found, dict) else {}
+    return found or {}
 
 
 def slots_of(state: dict[str, Any]) -> Slots:
@@ -136,17 +137,14 @@ class _Group:
         paddings = rank.root.get("param_alignment_paddings")
         if not paddings:  # DeepSpeed before 0.17 has no such padding
             return [0] * len(self.members)
-        if len(paddings[self.index]) != len(self.members):
+        own = paddings[self.index] if self.index < len(paddings) else []
+        if len(own) != len(self.members):
             raise CorruptError(
                 rank.file.path,
-                f"group {self.index} has {len(paddings[self.index])} paddings for"
-                f" {len(self.members)} parameters",
+                f"group {self.index} has {len(own)} paddings for {len(self.members)} parameters",
                 MIXED,
             )
-        return [
-            elements(rank.file.path, "a parameter's padding", padding)
-            for padding in paddings[self.index]
-        ]
+        return [elements(rank.file.path, "a parameter's padding", padding) for padding in own]
 
     def _check_tail(self) -> None:
         """The group ends where the padding begins, of which the reader knows how much there is."""

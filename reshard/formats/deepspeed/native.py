@@ -129,7 +129,7 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
         return
     for rank in ranks:
         said = rank.root.get("partition_count")
-        counts = [int(n) for n in (said if isinstance(said, list) else [said]) if n is not None]
+        counts = [n for n in (said if isinstance(said, (list, tuple)) else [said]) if n is not None]
         shared = first.group_ranks or (1,) * len(counts)
         wanted = [world_size // ranks for ranks in shared]
         if counts and (set(counts) != {world_size} if not first.group_ranks else counts != wanted):

@@ -129,7 +129,7 @@ def _flat_members(census: Census, first: ModelStates) -> list[list[str]]:
         return []
     groups: list[dict[str, None]] = []
     for rank, path in sorted(census.optim.items()):
-        for number, mapping in enumerate(open_optimizer(path, rank).root["param_slice_mappings"]):
+        for number, mapping in enumerate(open_optimizer(path, rank).listed("param_slice_mappings")):
             groups += [{} for _ in range(number + 1 - len(groups))]
             groups[number].update(dict.fromkeys(mapping))
     return [list(group) for group in groups]

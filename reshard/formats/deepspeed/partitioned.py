@@ -70,14 +70,12 @@ def _pieces(
 def sub_group_state(rank: OptimizerStates, index: int) -> dict[str, Any]:
     """The optimizer's state of one sub-group."""
     optimizer = rank.root.get("optimizer_state_dict") or {}
-    state = optimizer.get("state", {}).get(index)
-    return state if isinstance(state, dict) else {}
+    found: dict[str, Any] = optimizer.get("state", {}).get(index) or {}
+    return found
 
 
 def _flat_groups(rank: OptimizerStates, count: int) -> dict[int, Tensor]:
-    groups = rank.root["fp32_flat_groups"]
-    if not isinstance(groups, list) or not all(isinstance(group, Tensor) for group in groups):
-        raise CorruptError(rank.file.path, "fp32_flat_groups is not a list of tensors", MIXED)
+    groups = rank.listed("fp32_flat_groups")
     if len(groups) != count:
         raise CorruptError(
             rank.file.path, f"holds {len(groups)} sub-groups, param_shapes lists {count}", MIXED

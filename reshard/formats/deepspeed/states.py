@@ -14,10 +14,62 @@ from reshard.errors import CorruptError
 from reshard.formats import torch_file
 from reshard.formats.torch_file import Alike, Tensor, TorchFile
 from reshard.manifest import BUFFER, PARAM, Entry
+from reshard.schema import (
+    COUNT,
+    INTEGER,
+    SHAPE,
+    TEXT,
+    a,
+    either,
+    expect,
+    fields,
+    mapping,
+    maybe,
+    sequence,
+)
 
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
 Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
+
+_TENSOR = a("a tensor", lambda value: isinstance(value, Tensor))
+_TORCH_OPTIMIZER = fields(
+    state=mapping(item=mapping()), param_groups=sequence(fields(params=sequence(COUNT)))
+)
+OPTIMIZER = fields(  # of stage 0, or of an expert-parallel rank without ZeRO
+    optimizer_state_dict=_TORCH_OPTIMIZER,
+    state=mapping(item=mapping()),
+    param_groups=sequence(fields(params=sequence(COUNT))),
+    fp32_groups=maybe(sequence(sequence(_TENSOR))),
+    fp32_groups_flat=maybe(sequence(_TENSOR)),
+)
+_SHAPES = mapping(TEXT, SHAPE)
+_MODEL = fields(
+    module=maybe(mapping(TEXT)),
+    buffer_names=maybe(sequence(TEXT)),
+    param_shapes=maybe(either(_SHAPES, sequence(_SHAPES))),
+    frozen_param_shapes=maybe(_SHAPES),
+    frozen_param_fragments=maybe(mapping()),
+    shared_params=maybe(mapping(TEXT, TEXT)),
+    optimizer=maybe(OPTIMIZER),
+    ds_config=maybe(mapping()),
+    checkpoint_parallel_dimensions=maybe(mapping()),
+    global_steps=maybe(INTEGER),
+    skipped_steps=maybe(INTEGER),
+    global_samples=maybe(INTEGER),
+)
+_MODULE = fields(module=maybe(mapping()), frozen_param_fragments=maybe(mapping()))
+_OPTIMIZER_STATES = fields(
+    partition_count=maybe(either(INTEGER, sequence(maybe(INTEGER)))),
+    zero_stage=maybe(INTEGER),
+    group_paddings=maybe(sequence(COUNT)),
+    param_alignment_paddings=maybe(sequence(sequence(COUNT))),
+    param_slice_mappings=maybe(sequence(mapping(TEXT))),
+    single_partition_of_fp32_groups=sequence(_TENSOR),
+    fp32_flat_groups=sequence(_TENSOR),
+    base_optimizer_state=maybe(either(sequence(mapping()), _TORCH_OPTIMIZER)),
+    optimizer_state_dict=maybe(_TORCH_OPTIMIZER),
+)
 
 
 @dataclass(slots=True)
@@ -117,6 +169,17 @@ class OptimizerStates:
     rank: int
     ds_version: str
 
+    def listed(self, key: str) -> list[Any]:
+        """A list that all ranks have where one has.
+
+        Raises:
+            CorruptError: this one has none.
+        """
+        found = self.root.get(key)
+        if found is None:
+            raise CorruptError(self.file.path, f"has no {key}, which other ranks have", MIXED)
+        return list(found)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -142,7 +205,8 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     """Open one model states file.
 
     Args:
-        alike: of other ranks' files, which at stage 3 differ in nothing.
+        alike: of other ranks' files, which at stage 3 differ in nothing; what the first rank's
+            says counts.
 
     Raises:
         CorruptError: it is not what its name says.
@@ -150,6 +214,7 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     file = torch_file.read(path, builders=BUILDERS, alike=alike)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
+    expect(path, file.root, _MODEL if alike is None else _MODULE)
     return ModelStates(file, file.root)
 
 
@@ -165,6 +230,7 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
         raise CorruptError(
             path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
         )
+    expect(path, inner, _OPTIMIZER_STATES, "optimizer_state_dict")
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
     return OptimizerStates(file, inner, rank, version)
 

@@ -7,7 +7,7 @@ writes the same, with a step of each parameter, which ds_to_universal lacks from
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
             else:
                 entries.append(ranks.checked(_entry(file, folder.name, kind, tensor, shapes)))
     root = _optimizer_root(place, files)
-    masters = {entry.fqn for entry in entries if entry.kind == MASTER}
+    masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
         steps = _common_step(root, files, masters)
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
@@ -156,7 +156,7 @@ def _tensors(folder: Place) -> Iterator[tuple[str, TorchFile, Tensor]]:
 
 
 def _module_rest(
-    models: Sequence[ModelStates], ranks: Ranks, masters: set[str], tied: Mapping[str, str]
+    models: Sequence[ModelStates], ranks: Ranks, masters: Container[str], tied: Mapping[str, str]
 ) -> Iterator[Entry]:
     """Buffers, and parameters that the optimizer does not hold: only the module has them."""
     sharded = not _is_by_model_rank(models)

@@ -1,0 +1,59 @@
+"""What a section must be, and which value of it is told to be of another kind."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.errors import CorruptError
+from reshard.schema import (
+    COUNT,
+    INTEGER,
+    NUMBER,
+    SHAPE,
+    TEXT,
+    either,
+    expect,
+    fields,
+    mapping,
+    maybe,
+    sequence,
+    shown,
+)
+
+HELD = [
+    (maybe(INTEGER), None),
+    (sequence(), ("a", 1)),
+    (sequence(COUNT), [0, 3]),
+    (mapping(TEXT, SHAPE), {"w": (2, 3), "scalar": ()}),
+    (either(mapping(), sequence(mapping())), [{}]),
+    (fields(a=INTEGER), {"b": "anything"}),
+    (NUMBER, 0.5),
+]
+FAULTY = [
+    (INTEGER, True, "what it holds is True, where an integer is expected"),
+    (COUNT, -1, "what it holds is -1, where a number from 0 on is"),
+    (sequence(), "abc", "what it holds is 'abc', where a list is"),
+    (sequence(sequence(TEXT)), [["a"], [b"b"]], r"\[1\]\[0\] is b'b', where a text is"),
+    (mapping(TEXT), {1: 2}, "what it holds has 1 as a key, where a text is"),
+    (mapping(TEXT, SHAPE), {"w": (1 << 70,)}, r"\['w'\] is a tuple, where a shape is"),
+    (mapping(), [], r"what it holds is \[\], where a dict is"),
+    (fields(a=fields(b=maybe(TEXT))), {"a": {"b": 1.5}}, "a.b is 1.5, where a text is"),
+    (either(INTEGER, TEXT), None, "what it holds is None, where a text is"),
+    (SHAPE, 7, "what it holds is 7, where a shape is"),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), HELD)
+def test_a_value_of_its_kind(kind, value):
+    expect("x.pt", value, kind)
+
+
+@pytest.mark.parametrize(("kind", "value", "told"), FAULTY)
+def test_a_value_of_another(kind, value, told):
+    with pytest.raises(CorruptError, match=f"x.pt: {told}"):
+        expect("x.pt", value, kind)
+
+
+def test_a_long_value_is_cut():
+    assert len(shown("x" * 10**6)) == 60
+    assert shown([1]) == "a list"
