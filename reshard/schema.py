@@ -90,13 +90,17 @@ def maybe(kind: Kind) -> Kind:
 
 
 def either(*kinds: Kind) -> Kind:
-    """One of several; the fault is the last one's, the form of today."""
+    """One of several; the fault is that of the one that is right at the top."""
+    name = " or ".join(kind.name for kind in kinds)
 
     def fault(value: Any) -> Fault | None:
         faults = [kind.fault(value) for kind in kinds]
-        return faults[-1] if all(faults) else None
+        if not all(faults):
+            return None
+        within = next((found for found in faults if found and found[0]), None)
+        return within or ("", f"is {shown(value)}, where {name} is expected")
 
-    return Kind(" or ".join(kind.name for kind in kinds), fault)
+    return Kind(name, fault)
 
 
 def sequence(item: Kind = ANY) -> Kind:
@@ -138,6 +142,32 @@ def fields(**known: Kind) -> Kind:
         return _first((f".{name}", kind.fault(value[name])) for name, kind in held)
 
     return Kind("a dict", fault)
+
+
+def record(**known: Kind) -> Kind:
+    """A dict that has all of these keys."""
+    some = fields(**known)
+
+    def fault(value: Any) -> Fault | None:
+        lacking = [name for name in known if isinstance(value, dict) and name not in value]
+        return ("", f"has no {lacking[0]!r}") if lacking else some.fault(value)
+
+    return Kind("a dict", fault)
+
+
+def row(*items: Kind) -> Kind:
+    """A list or tuple of so many, each of its kind."""
+    of = a(
+        f"a list of {len(items)}", lambda v: sequence().fault(v) is None and len(v) == len(items)
+    )
+
+    def fault(value: Any) -> Fault | None:
+        held = zip(items, value, strict=True) if of.fault(value) is None else ()
+        return of.fault(value) or _first(
+            (f"[{at}]", kind.fault(item)) for at, (kind, item) in enumerate(held)
+        )
+
+    return Kind(of.name, fault)
 
 
 def _first(parts: Iterable[tuple[str, Fault | None]]) -> Fault | None:

@@ -234,7 +234,7 @@ def test_a_run_of_impossibly_many_ranks(zero, size):
 
 
 OF_ANOTHER_KIND = {
-    "param_shapes": (7, "param_shapes is 7, where a list is expected"),
+    "param_shapes": (7, "param_shapes is 7, where a dict or a list is"),
     "a shape": ([{"w": (2, -1)}], r"param_shapes\[0\]\['w'\] is a tuple, where a shape is"),
     "buffer_names": ([1], r"buffer_names\[0\] is 1, where a text is"),
     "shared_params": ({"a": None}, r"shared_params\['a'\] is None, where a text is"),
@@ -253,7 +253,7 @@ def test_a_value_of_another_kind_is_named(zero, what):
 
 
 OF_OPTIMIZER = {
-    "partition_count": ("4", "partition_count is '4', where a list is"),
+    "partition_count": ("4", "partition_count is '4', where an integer or a list is"),
     "fp32_flat_groups": ([7], r"fp32_flat_groups\[0\] is 7, where a tensor is"),
     "optimizer_state_dict": ({"state": {0: 7}}, r"optimizer_state_dict.state\[0\] is 7, where a"),
 }
@@ -302,7 +302,7 @@ def test_a_grid_of_megatrons_that_no_machine_has(given):
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])
 def test_a_pipeline_layout_without_end(layout):
     args = arguments.of({"pipeline_model_parallel_layout": layout}, "rank 0")
-    with pytest.raises(ValueError, match="without end"):
+    with pytest.raises(CorruptError, match="rank 0: has a pipeline layout without end"):
         args.layers()
 
 

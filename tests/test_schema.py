@@ -16,6 +16,8 @@ from reshard.schema import (
     fields,
     mapping,
     maybe,
+    record,
+    row,
     sequence,
     shown,
 )
@@ -28,6 +30,8 @@ HELD = [
     (either(mapping(), sequence(mapping())), [{}]),
     (fields(a=INTEGER), {"b": "anything"}),
     (NUMBER, 0.5),
+    (record(a=TEXT), {"a": "", "b": 1}),
+    (row(COUNT, TEXT), [0, "a"]),
 ]
 FAULTY = [
     (INTEGER, True, "what it holds is True, where an integer is expected"),
@@ -38,7 +42,12 @@ FAULTY = [
     (mapping(TEXT, SHAPE), {"w": (1 << 70,)}, r"\['w'\] is a tuple, where a shape is"),
     (mapping(), [], r"what it holds is \[\], where a dict is"),
     (fields(a=fields(b=maybe(TEXT))), {"a": {"b": 1.5}}, "a.b is 1.5, where a text is"),
-    (either(INTEGER, TEXT), None, "what it holds is None, where a text is"),
+    (either(INTEGER, TEXT), None, "what it holds is None, where an integer or a text is"),
+    (record(a=TEXT, b=TEXT), {"a": ""}, "what it holds has no 'b'"),
+    (record(a=TEXT), {"a": 1}, "a is 1, where a text is"),
+    (record(a=TEXT), 7, "what it holds is 7, where a dict is"),
+    (row(COUNT, TEXT), (1,), "what it holds is a tuple, where a list of 2 is"),
+    (row(COUNT, TEXT), (1, 2), r"\[1\] is 2, where a text is"),
     (SHAPE, 7, "what it holds is 7, where a shape is"),
 ]
 

@@ -47,7 +47,7 @@ _DEEPSPEED = (
     Target("universal", "universal_z3/universal"),
     Target("universal_z1", "universal_z1/universal"),
     Target("experts", "moe_z2/run"),
-    Target("experts_zero0", "moe_z0_sizes/run"),
+    Target("experts_zero0", "moe_z0/run"),
     Target("pipeline", "parallel/pp2dp2/run"),
     Target("tensor_parallel", "parallel/mpu2_z1/run"),
     Target("autotp", "parallel/autotp2_uneven/run"),

@@ -11,7 +11,6 @@ torchtitan 0.3 ``components/checkpoint.py``.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError, UnrecognisedError, UsageError
-from reshard.files import small
 from reshard.formats import huggingface, rank_files, rng, stages, torch_file
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards
@@ -346,16 +344,13 @@ def _trainer_state(place: Place) -> dict[str, Any]:
     """HF Trainer's own account of the run, without its log.
 
     Raises:
-        CorruptError: it is not JSON.
+        CorruptError: it is no JSON object.
     """
     path = place.files.get(_TRAINER_STATE)
     if path is None:
         return {}
-    try:
-        state = json.loads(small(path))
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(path, f"is not JSON: {error}") from error
-    return {k: v for k, v in state.items() if k != "log_history"} if isinstance(state, dict) else {}
+    state = huggingface.json_object(path)
+    return {key: value for key, value in state.items() if key != "log_history"}
 
 
 def _framework(place: Place, found: Found) -> str:

@@ -32,11 +32,14 @@ from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import Told
+from reshard.schema import COUNT, expect, fields, mapping, sequence
 
 NAME = "colossalai"
 
 _INDEX = re.compile(r"(?:pytorch_optim(?:\..+)?\.bin|optimizer(?:\..+)?\.safetensors)\.index\.json")
 _STAGE = re.compile(r"-stage-(\d+)-")
+_SHARD = mapping(COUNT, mapping())
+_GROUPS = sequence(fields(params=sequence(COUNT)))
 _SCHEDULER, _RUNNING = "lr_scheduler", "running_states.json"
 
 
@@ -138,14 +141,15 @@ def _optimizer(place: Place, found: Found) -> dict[str, Any]:
     for name in sorted({str(shard) for shard in listed.values()}):
         shard = _file(place, path, name)
         held = _opened(shard, found)
-        if not isinstance(held, dict):
-            raise CorruptError(shard, "is no shard of an optimizer: it holds no dict")
+        expect(shard, held, _SHARD)
         state.update(held)
     numbers = {key: counts.natural(key) for key in listed}
     lost = [key for key, number in numbers.items() if number is not None and number not in state]
     if lost:
         raise CorruptError(path, f"lists the state of parameter {lost[0]}, which no shard holds")
-    groups = _opened(_file(place, path, str(metadata.get("param_groups"))), found)
+    shared = _file(place, path, str(metadata.get("param_groups")))
+    groups = _opened(shared, found)
+    expect(shared, groups, _GROUPS)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 

@@ -21,6 +21,8 @@ def split(described: Mapping[str, Any]) -> Split | None:
     ranks = [described["ranks"][rank] for rank in sorted(described["ranks"], key=int)]
     held = [tuple(int(n) for n in rank["shard_shape"]) for rank in ranks]
     strides = row_major(shape, 1)
+    if any(len(local) != len(shape) for local in held):
+        return None
     if all(local == shape for local in held):
         whole = all(_is_block(rank, shape, 0, strides) for rank in ranks)
         return REPLICATED if whole else None

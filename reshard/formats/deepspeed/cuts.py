@@ -169,7 +169,7 @@ class Cuts:
 
     def _found(self, key: str, fqn: str) -> bool:
         patterns = self._info.get(key) or ()
-        return any(isinstance(text, str) and _finds(text, fqn) for text in patterns)
+        return any(_finds(text, fqn) for text in patterns)
 
     def _said(self, fqn: str, shape: Index) -> Split | None:
         for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
@@ -212,15 +212,17 @@ class Cuts:
     def _fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
         """Several parameters in one, each cut by itself."""
         dim, view = int(fused["partition_dim"]), list(fused["shape"])
-        if dim and len(view) != len(shape):
+        if dim >= len(view) or (dim and len(view) != len(shape)):
             raise UnsupportedError(
                 self._where, f"cuts {fqn!r} of {shape} along dim {dim} of a view {view}"
             )
         said = view[dim]
         if not isinstance(said, (list, tuple)):
             said = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", said)
-        sizes = [int(size) for size in said]
+        sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in said]
         unit = gcd(*sizes)
+        if not sizes:
+            raise CorruptError(self._where, f"cuts {fqn!r} into no parts")
         widths = (self._info.get("sub_param_shard_widths") or {}).get(text) or ()
         return Split(
             dim,

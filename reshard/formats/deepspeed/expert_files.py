@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError, IncompleteError, StaleError
+from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.directory import Files
@@ -35,11 +35,16 @@ def open_all(files: Files, first: ModelStates) -> list[Expert]:
     """
     held: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):
+        if set(ranks) != {0}:
+            raise UnsupportedError(
+                ranks[max(ranks)],
+                "is of an expert of a tensor-parallel run, which is not read yet",
+            )
         held.setdefault(layer, {})[number] = ranks[0]
     said = first.root.get("num_experts")
-    counts = [1 + max(held[layer]) for layer in sorted(held)]
-    if isinstance(said, list) and all(isinstance(count, int) for count in said):
-        counts = list(said)
+    counts = list(said) if isinstance(said, (list, tuple)) else []
+    if not counts:
+        counts = [1 + max(held[layer]) for layer in sorted(held)]
     wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
     missing = next((expert for expert in wanted if expert not in files.experts), None)
     if missing:

@@ -11,10 +11,12 @@ from reshard.formats import torch_file
 from reshard.formats.deepspeed import expert_names, native
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of
+from reshard.formats.deepspeed.kinds import OPTIMIZER
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.formats.torch_file import TorchFile
 from reshard.manifest import BUFFER, PARAM, Manifest
 from reshard.model_parallel import combine
+from reshard.schema import expect, fields, maybe
 
 
 def read(
@@ -37,6 +39,7 @@ def read(
                 files.place, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
             )
         optimizers.append(torch_file.read(path))
+        expect(path, optimizers[-1].root, fields(optimizer=maybe(OPTIMIZER)))
     counts = counts_of(experts)
     for file in optimizers:
         _check_sizes(file, count, counts)
@@ -61,8 +64,8 @@ def read(
 
 
 def _optimizer(file: TorchFile) -> dict[str, Any]:
-    held = file.root.get("optimizer") if isinstance(file.root, dict) else None
-    return held if isinstance(held, dict) else {}
+    held: dict[str, Any] = file.root.get("optimizer") or {}
+    return held
 
 
 def _named(optimizer: dict[str, Any], rank: int, local: Mapping[str, int]) -> dict[str, Any]:

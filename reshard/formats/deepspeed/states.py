@@ -12,64 +12,14 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError
 from reshard.formats import torch_file
+from reshard.formats.deepspeed import kinds
 from reshard.formats.torch_file import Alike, Tensor, TorchFile
 from reshard.manifest import BUFFER, PARAM, Entry
-from reshard.schema import (
-    COUNT,
-    INTEGER,
-    SHAPE,
-    TEXT,
-    a,
-    either,
-    expect,
-    fields,
-    mapping,
-    maybe,
-    sequence,
-)
+from reshard.schema import expect
 
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
 Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
-
-_TENSOR = a("a tensor", lambda value: isinstance(value, Tensor))
-_TORCH_OPTIMIZER = fields(
-    state=mapping(item=mapping()), param_groups=sequence(fields(params=sequence(COUNT)))
-)
-OPTIMIZER = fields(  # of stage 0, or of an expert-parallel rank without ZeRO
-    optimizer_state_dict=_TORCH_OPTIMIZER,
-    state=mapping(item=mapping()),
-    param_groups=sequence(fields(params=sequence(COUNT))),
-    fp32_groups=maybe(sequence(sequence(_TENSOR))),
-    fp32_groups_flat=maybe(sequence(_TENSOR)),
-)
-_SHAPES = mapping(TEXT, SHAPE)
-_MODEL = fields(
-    module=maybe(mapping(TEXT)),
-    buffer_names=maybe(sequence(TEXT)),
-    param_shapes=maybe(either(_SHAPES, sequence(_SHAPES))),
-    frozen_param_shapes=maybe(_SHAPES),
-    frozen_param_fragments=maybe(mapping()),
-    shared_params=maybe(mapping(TEXT, TEXT)),
-    optimizer=maybe(OPTIMIZER),
-    ds_config=maybe(mapping()),
-    checkpoint_parallel_dimensions=maybe(mapping()),
-    global_steps=maybe(INTEGER),
-    skipped_steps=maybe(INTEGER),
-    global_samples=maybe(INTEGER),
-)
-_MODULE = fields(module=maybe(mapping()), frozen_param_fragments=maybe(mapping()))
-_OPTIMIZER_STATES = fields(
-    partition_count=maybe(either(INTEGER, sequence(maybe(INTEGER)))),
-    zero_stage=maybe(INTEGER),
-    group_paddings=maybe(sequence(COUNT)),
-    param_alignment_paddings=maybe(sequence(sequence(COUNT))),
-    param_slice_mappings=maybe(sequence(mapping(TEXT))),
-    single_partition_of_fp32_groups=sequence(_TENSOR),
-    fp32_flat_groups=sequence(_TENSOR),
-    base_optimizer_state=maybe(either(sequence(mapping()), _TORCH_OPTIMIZER)),
-    optimizer_state_dict=maybe(_TORCH_OPTIMIZER),
-)
 
 
 @dataclass(slots=True)
@@ -214,7 +164,7 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     file = torch_file.read(path, builders=BUILDERS, alike=alike)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
-    expect(path, file.root, _MODEL if alike is None else _MODULE)
+    expect(path, file.root, kinds.MODEL_STATES if alike is None else kinds.OTHER_MODEL_STATES)
     return ModelStates(file, file.root)
 
 
@@ -230,7 +180,7 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
         raise CorruptError(
             path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
         )
-    expect(path, inner, _OPTIMIZER_STATES, "optimizer_state_dict")
+    expect(path, inner, kinds.OPTIMIZER_STATES, "optimizer_state_dict")
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
     return OptimizerStates(file, inner, rank, version)
 

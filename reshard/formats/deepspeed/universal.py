@@ -17,6 +17,7 @@ from reshard.box import Index, whole
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import order, partitioned, train
+from reshard.formats.deepspeed.kinds import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
     BUILDERS,
     ModelStates,
@@ -40,6 +41,7 @@ from reshard.manifest import (
 )
 from reshard.model_parallel import shards
 from reshard.pickles import trust
+from reshard.schema import expect
 
 
 def read(place: Place, rules: Path | None = None) -> Manifest:
@@ -179,7 +181,9 @@ def _optimizer_root(place: Place, files: dict[str, TorchFile]) -> dict[str, Any]
         return {}
     file = torch_file.read(path, builders=BUILDERS)
     files[file.path] = file
-    return file.root if isinstance(file.root, dict) else {}
+    expect(path, file.root, UNIVERSAL_OPTIMIZER)
+    root: dict[str, Any] = file.root
+    return root
 
 
 def _common_step(
@@ -187,7 +191,7 @@ def _common_step(
 ) -> dict[str, float]:
     """From stage 3, ds_to_universal writes one step, in the state of the first flat tensor."""
     state = root.get("optimizer_state_dict", root).get("state", {})
-    step = state.get(0, {}).get("step") if isinstance(state.get(0), dict) else None
+    step = state.get(0, {}).get("step")
     if isinstance(step, Tensor):
         step = files[step.storage.file].number(step)
     return dict.fromkeys(fqns, float(step)) if isinstance(step, (int, float)) else {}

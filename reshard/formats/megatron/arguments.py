@@ -16,6 +16,7 @@ from reshard import counts
 from reshard.errors import CorruptError
 from reshard.formats.values import plain
 from reshard.pickles.values import Call, Global
+from reshard.schema import INTEGER, expect, fields, maybe, sequence
 
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
@@ -29,6 +30,7 @@ _COUNTS = (
     *("world_size", "data_parallel_size", "num_layers", "encoder_num_layers", "num_experts"),
     *("num_moe_experts", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
 )
+_KNOWN = fields(**dict.fromkeys((*_PARALLEL, *_COUNTS), maybe(INTEGER)))
 _BUCKET = 40_000_000  # elements: the smallest default of --ddp-bucket-size
 
 
@@ -153,7 +155,7 @@ class Arguments:
         if isinstance(layout, Call):
             layout = layout.get("input_data")
         if layout:
-            return self._in_rows(_laid_out(layout))
+            return self._in_rows(_laid_out(self.source, layout))
         ends = [self.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
         embedding = int(self.flag("account_for_embedding_in_pipeline_split"))
         loss = int(self.flag("account_for_loss_in_pipeline_split"))
@@ -225,6 +227,7 @@ def of(value: Any, source: str) -> Arguments:
     """
     state = value.state if isinstance(value, Call) else value
     args = Arguments(source, state if isinstance(state, dict) else {})
+    expect(source, args.values, _KNOWN, "args")
     for name in (*_PARALLEL, *_COUNTS):
         if args.number(name) > 0:
             counts.count(source, name, args.number(name))
@@ -234,15 +237,20 @@ def of(value: Any, source: str) -> Arguments:
     return args
 
 
-def _laid_out(layout: Any) -> list[int]:
-    """Decoder layers of each stage of a layout like ``Et|(tt|)*3tL``, or of lists of names."""
+def _laid_out(source: str, layout: Any) -> list[int]:
+    """Decoder layers of each stage of a layout like ``Et|(tt|)*3tL``, or of lists of names.
+
+    Raises:
+        CorruptError: it is neither, or has more layers than any model.
+    """
     if isinstance(layout, str):
         text = layout.replace(",", "")
         for pattern in _MULTIPLIED:
             if sum(len(m[1]) * int(m[2]) for m in pattern.finditer(text)) > counts.MOST:
-                raise ValueError("a pipeline layout without end")
+                raise CorruptError(source, f"has a pipeline layout without end: {layout[:60]!r}")
             text = pattern.sub(lambda m: m[1] * int(m[2]), text)
         return [stage.count(_DECODER) for stage in text.split("|")]
+    expect(source, layout, sequence(sequence()), "args.pipeline_model_parallel_layout")
     return [sum(map(_is_decoder, stage)) for stage in layout]
 
 

@@ -27,7 +27,9 @@ from reshard.formats.state_dict.tree import Logical, logical
 from reshard.formats.torch_file import number_at
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
+from reshard.schema import expect, fields, mapping, maybe, sequence
 
+_STATE = fields(state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence()))))
 _FULL = "float32"
 _MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
 _MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020
@@ -94,8 +96,9 @@ def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Opti
             continue
         found.scaler = found.scaler or _scaler(state.get("grad_scaler"), args)
         inner = state.get("optimizer", state.get("optimizer_state_dict", state))
-        if not isinstance(inner, dict):
+        if inner is None:
             continue
+        expect(path, inner, _STATE, "optimizer")
         members = _grouped(found, inner, shared, args)
         _steps(found, inner, members)
         _indexed(found, inner, members)
@@ -132,10 +135,10 @@ def _grouped(
     found: Optimizer, inner: Mapping[str, Any], params: Sequence[Held], args: Arguments
 ) -> list[list[str | None]]:
     """The parameters of every group of one optimizer."""
-    stored = [group for group in inner.get("param_groups", []) if isinstance(group, dict)]
+    stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
     listed: list[list[str | None]] = [list(each) for each in groups.members(stored, shapes, args)]
-    counts = [len(group["params"]) for group in stored if isinstance(group.get("params"), list)]
+    counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     if counts and counts != list(map(len, listed)):
         listed = _told_by_shape(found, inner, stored, shapes)
     elif stored and sum(map(len, listed)) < len(shapes):
@@ -154,8 +157,8 @@ def _told_by_shape(
     shapes: Mapping[str, Index],
 ) -> list[list[str | None]]:
     """The members of groups that are not made as Megatron makes them, where shapes tell."""
-    state = inner.get("state", {})
-    signs = [[_shape(state.get(index)) for index in group.get("params", [])] for group in stored]
+    state = inner.get("state") or {}
+    signs = [[_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
     try:
         return name_groups(shapes, signs)
     except AmbiguousError as reason:
@@ -181,8 +184,7 @@ def _steps(
 
     torch_dist keeps one for all (``common_step``).
     """
-    state = inner.get("state")
-    state = state if isinstance(state, dict) else {}
+    state = inner.get("state") or {}
     index = 0
     with SourceFiles() as pool:
         for group, fqns in zip(inner.get("param_groups", []), members, strict=False):
@@ -210,9 +212,7 @@ def _indexed(
     found: Optimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Slots under the parameter's number, which runs through the groups."""
-    state = inner.get("state")
-    if not isinstance(state, dict):
-        return
+    state = inner.get("state") or {}
     fqns = [fqn for group in members for fqn in group]
     for index, slots in state.items():
         known = isinstance(index, int) and isinstance(slots, dict) and 0 <= index < len(fqns)

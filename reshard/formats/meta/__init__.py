@@ -25,6 +25,7 @@ from reshard.model_parallel.shards import REPLICATED, Split
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
 from reshard.pickles import trust
+from reshard.schema import COUNT, INTEGER, NUMBER, expect, fields, maybe
 
 NAME = "meta"
 PARAMS = "params.json"
@@ -35,6 +36,15 @@ _NORM = "norm.weight"
 _GATE = "layers.0.feed_forward.w1.weight"
 _FREQUENCIES = "rope.freqs"
 _POSITIONS = {500000.0: 8192, 1000000.0: 16384}  # by rope_theta: Llama 3, Code Llama
+_PARAMS = fields(
+    dim=COUNT,
+    n_layers=COUNT,
+    n_heads=COUNT,
+    n_kv_heads=maybe(COUNT),
+    vocab_size=maybe(INTEGER),
+    rope_theta=maybe(NUMBER),
+    norm_eps=maybe(NUMBER),
+)
 _MIXED = "files of different models are mixed: fetch the checkpoint again as a whole"
 
 
@@ -62,6 +72,7 @@ def read(place: Place, table: Table | None = None) -> Manifest:
             "fetch the missing files",
         )
     params = huggingface.json_object(place.files[PARAMS])
+    expect(place.files[PARAMS], params, _PARAMS)
     groups = params.get("n_kv_heads") or params.get("n_heads")
     if type(groups) is int and groups % len(files):
         raise UnsupportedError(
@@ -94,8 +105,12 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
         for name, leaf in tree.tensors(tree.of_file(file)).items()
         if (tensor := tree.logical(leaf))
     ]
-    if not any(entry.fqn == EMBEDDING for entry in entries):
-        raise CorruptError(path, f"holds no {EMBEDDING!r}: it is no model of Meta's")
+    dims = {entry.fqn: len(entry.shape) for entry in entries}
+    if (dims.get(EMBEDDING), dims.get(_NORM, 1)) != (2, 1):
+        raise CorruptError(
+            path,
+            f"holds no matrix {EMBEDDING!r} or no vector {_NORM!r}: it is no model of Meta's",
+        )
     origin = Origin(
         format=NAME,
         path=str(place),

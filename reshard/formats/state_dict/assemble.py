@@ -211,6 +211,8 @@ def _fairscale(
         if unit is None:
             tensors[key] = value
             continue
+        if not isinstance(value, Local):
+            raise CorruptError(where, f"{key!r} is no flat parameter, as shard_metadata says it is")
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
         tensors.update(unit.tensors(flat.flat_pieces(pieces, unit.numel)))
     return tensors, list(units.values())

@@ -1,0 +1,95 @@
+"""What the files of DeepSpeed hold, as far as readers take it (see `schema`).
+
+Source: DeepSpeed 0.3 to 0.19 ``runtime/engine.py``, ``runtime/zero/`` and
+``runtime/bf16_optimizer.py`` (``state_dict`` of each); ``checkpoint/affine.py``
+(``ParamAffineMap.to_dict``).
+"""
+
+from __future__ import annotations
+
+from reshard.counts import natural
+from reshard.formats.torch_file import Tensor
+from reshard.schema import (
+    COUNT,
+    INTEGER,
+    SHAPE,
+    TEXT,
+    a,
+    either,
+    fields,
+    mapping,
+    maybe,
+    record,
+    row,
+    sequence,
+)
+
+_TENSOR = a("a tensor", lambda value: isinstance(value, Tensor))
+_RANK = a("the number of a rank", lambda value: natural(str(value)) is not None)
+_SHAPES = mapping(TEXT, SHAPE)
+_PATTERNS = maybe(sequence(TEXT))
+_TORCH = {
+    "state": mapping(item=mapping()),
+    "param_groups": sequence(fields(params=sequence(COUNT))),
+}
+
+OPTIMIZER = fields(  # of stage 0, or of an expert-parallel rank without ZeRO
+    **_TORCH,
+    optimizer_state_dict=fields(**_TORCH),
+    fp32_groups=maybe(sequence(sequence(_TENSOR))),
+    fp32_groups_flat=maybe(sequence(_TENSOR)),
+)
+_VIEW = row(COUNT, sequence(COUNT))
+_PIECE = record(shape=SHAPE, source=_VIEW, dest=_VIEW)
+_MAP = record(
+    logical_shape=SHAPE,
+    ranks=mapping(_RANK, record(shard_shape=SHAPE, pieces=sequence(_PIECE))),
+)
+_FUSED = record(
+    patterns=sequence(TEXT),
+    partition_dim=COUNT,
+    shape=sequence(either(INTEGER, sequence(COUNT))),  # -1: as it is
+)
+_UNIVERSAL = fields(
+    tp_replicated_parameter_patterns=_PATTERNS,
+    parameter_to_average_patterns=_PATTERNS,
+    vocabulary_parameter_patterns=_PATTERNS,
+    parameter_with_row_parallelism_patterns=_PATTERNS,
+    parameter_with_2_sub_params_cat_dim_0=_PATTERNS,
+    pipeline_replicated_parameter_patterns=_PATTERNS,
+    autotp_unsupported_parameter_patterns=maybe(mapping(TEXT)),
+    parameter_with_sub_params=maybe(sequence(_FUSED)),
+    sub_param_shard_widths=maybe(mapping(TEXT, maybe(sequence(sequence(COUNT))))),
+    affine_map=maybe(fields(params=maybe(mapping(TEXT, _MAP)))),
+)
+MODEL_STATES = fields(
+    module=maybe(mapping(TEXT)),
+    buffer_names=maybe(sequence(TEXT)),
+    param_shapes=maybe(either(_SHAPES, sequence(_SHAPES))),
+    frozen_param_shapes=maybe(_SHAPES),
+    frozen_param_fragments=maybe(mapping()),
+    shared_params=maybe(mapping(TEXT, TEXT)),
+    optimizer=maybe(OPTIMIZER),
+    ds_config=maybe(mapping()),
+    checkpoint_parallel_dimensions=maybe(mapping()),
+    universal_checkpoint_info=maybe(_UNIVERSAL),
+    num_experts=maybe(either(COUNT, sequence(COUNT))),  # one number before 0.6
+    global_steps=maybe(INTEGER),
+    skipped_steps=maybe(INTEGER),
+    global_samples=maybe(INTEGER),
+)
+OTHER_MODEL_STATES = fields(  # of a rank whose file is like the first one's
+    module=maybe(mapping()), frozen_param_fragments=maybe(mapping())
+)
+OPTIMIZER_STATES = fields(
+    partition_count=maybe(either(INTEGER, sequence(maybe(INTEGER)))),
+    zero_stage=maybe(INTEGER),
+    group_paddings=maybe(sequence(COUNT)),
+    param_alignment_paddings=maybe(sequence(sequence(COUNT))),
+    param_slice_mappings=maybe(sequence(mapping(TEXT))),
+    single_partition_of_fp32_groups=sequence(_TENSOR),
+    fp32_flat_groups=sequence(_TENSOR),
+    base_optimizer_state=maybe(either(sequence(mapping()), fields(**_TORCH))),
+    optimizer_state_dict=maybe(fields(**_TORCH)),
+)
+UNIVERSAL_OPTIMIZER = fields(**_TORCH, optimizer_state_dict=fields(**_TORCH))
