@@ -54,16 +54,16 @@ _DEEPSPEED = (
     Target("megatron_deepspeed", "tests/data/megatron_deepspeed/tp2pp2dp2/run"),
 )
 _TORCH = (
-    Target("dcp", "torch/fsdp2_dcp_groups/ckpt", (".metadata",)),
+    Target("dcp", "torch/dcp_odd_tensors/ckpt", (".metadata",)),
     Target("dcp_items", "torch/dcp_objects/ckpt"),
     Target("dcp_hf", "torch/hf_storage_sharded/ckpt"),
     Target("state_dict", "torch/plain_groups/ckpt"),
     Target("legacy_file", "torch/plain_legacy/ckpt"),
     Target("pytorch_directory", "torch/fsdp1_full_optim_rekeyed_groups/ckpt"),
-    Target("fsdp1_flat", "torch/fsdp1_local_flat_tied_ws4/ckpt"),
-    Target("fsdp1_orig", "torch/fsdp1_local_orig_mixed/ckpt"),
+    Target("fsdp1_flat", "libraries/acc_fsdp1_local_flat/ckpt"),
+    Target("fsdp1_orig", "torch/fsdp1_local_optim_sharded_ws4/ckpt"),
     Target("sharded_tensor", "torch/fsdp1_sharded_shardedtensor/ckpt"),
-    Target("dtensor", "torch/fsdp2_ranks_2d_ws4/ckpt"),
+    Target("dtensor", "torch/fsdp2_ranks_tp/ckpt"),
     Target("dtensor_groups", "torch/fsdp2_ranks_named_groups_ws4/ckpt"),
 )
 _MEGATRON = (

@@ -388,5 +388,18 @@ def _index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]
 
 
 def json_text(value: Any) -> bytes:
-    """JSON as transformers writes its files: two spaces, sorted keys, a newline at the end."""
-    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    r"""JSON as transformers writes its files: two spaces, sorted keys, a newline at the end.
+
+    Half of a surrogate pair, which a source's JSON may hold, is no UTF-8: all is escaped then.
+
+    >>> json_text({"a": "\xe9"}), json_text({"a": "\ud800"})
+    (b'{\n  "a": "\xc3\xa9"\n}\n', b'{\n  "a": "\\ud800"\n}\n')
+    """
+    try:
+        return _json_lines(value, ascii_only=False).encode()
+    except UnicodeEncodeError:
+        return _json_lines(value, ascii_only=True).encode()
+
+
+def _json_lines(value: Any, *, ascii_only: bool) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"

@@ -178,7 +178,13 @@ def numpy_of(where: str, value: Any) -> Twister:
         UnsupportedError: it is the state of another generator.
     """
     match value:
-        case ("MT19937", Call(state=(1, (n,), dtype, _, bytes(raw))) as array, int(at), has, gauss):
+        case (
+            "MT19937",
+            Call(state=(1, (n,), dtype, _, bytes(raw))) as array,
+            int(at),
+            has,
+            float() | int() as gauss,
+        ):
             little = isinstance(dtype, Call) and dtype.args[:1] == ("u4",)
             little = little and isinstance(dtype.state, tuple) and "<" in dtype.state[:2]
             if array.name in _RECONSTRUCT and little and n == _WORDS and len(raw) == 4 * n:

@@ -133,7 +133,7 @@ def test_an_optimizer_of_another_form_is_refused(copied, change):
     file = next(run.rglob("optimizer_pp-1*.pt"))
     saved = torch.load(file, weights_only=False)
     torch.save({**saved, **change}, file)
-    with pytest.raises(CorruptError, match=r"no optimizer of nanotron|names no parameter"):
+    with pytest.raises(CorruptError, match=r"optimizer_pp-1.* is expected|names no parameter"):
         reshard.open(run)
 
 

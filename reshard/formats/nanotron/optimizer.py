@@ -22,9 +22,15 @@ from reshard.formats.nanotron.slices import Placed
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import MASTER, Chunk, Entry, Key, ParamGroup
+from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 _STEP = "step"
+_FILE = record(
+    names=mapping(item=TEXT),
+    state=mapping(item=mapping()),
+    param_groups=sequence(fields(params=sequence(COUNT))),
+)
 
 Places = Mapping[str, Mapping[tuple[int, int], Placed]]  # fqn -> (tp, exp) -> its part
 
@@ -86,15 +92,10 @@ def _names(file: TorchFile) -> dict[Any, str]:
     Raises:
         CorruptError: it has not.
     """
-    root = file.root if isinstance(file.root, dict) else {}
-    names, state, groups = (root.get(key) for key in ("names", "state", "param_groups"))
-    masters = root.get("gradient_accumulator", {})
-    if not all(isinstance(part, dict) for part in (names, state, masters)):
-        raise CorruptError(file.path, "is no optimizer of nanotron: it has no names, or no state")
-    listed = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-    if not listed or not all(isinstance(slots, dict) for slots in root["state"].values()):
-        raise CorruptError(file.path, "is no optimizer of nanotron: its groups or state are none")
-    return {index: str(name) for index, name in root["names"].items()}
+    expect(file.path, file.root, _FILE)
+    expect(file.path, file.root, fields(gradient_accumulator=mapping(TEXT)))
+    names: dict[Any, str] = file.root["names"]
+    return names
 
 
 def _tensors(file: TorchFile, names: Mapping[Any, str]) -> Iterable[tuple[str, str, Tensor]]:
@@ -111,7 +112,7 @@ def _tensors(file: TorchFile, names: Mapping[Any, str]) -> Iterable[tuple[str, s
                 yield names[index], kind, value
     for fqn, value in file.root.get("gradient_accumulator", {}).items():
         if isinstance(value, Tensor):
-            yield str(fqn), MASTER, value
+            yield fqn, MASTER, value
 
 
 def _place(file: TorchFile, rank: RankFile, places: Places, fqn: str) -> Placed:

@@ -1,0 +1,199 @@
+"""What files say of themselves, and cannot be: each ends in an error that names file and place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.hostile import case
+from reshard import formats
+from reshard.box import whole
+from reshard.dtypes import FLOAT32
+from reshard.errors import CorruptError, ReshardError, UnsafeError
+from reshard.formats.deepspeed import cuts, native
+from reshard.formats.megatron import arguments, optimizer
+from reshard.formats.state_dict import tree
+from reshard.formats.state_dict.tree import Local
+from reshard.manifest import contiguous
+from reshard.model_parallel.traits import Traits
+from reshard.pickles.values import Global
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA = ROOT / "tests" / "data"
+
+
+def replaced(path, **values):
+    """A DeepSpeed file saved again with other values at its root, or in its optimizer."""
+    root = torch.load(path, weights_only=False)
+    (root.get("optimizer_state_dict") or root).update(values)
+    torch.save(root, path)
+
+
+@pytest.fixture
+def zero(tmp_path):
+    """A real ZeRO-3 run."""
+    return Path(shutil.copytree(ROOT / "examples" / "llama-zero3-4ranks", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("size", [1 << 40, -1, "4", [4], 2.5])
+def test_a_run_of_impossibly_many_ranks(zero, size):
+    for path in zero.glob("*/zero_pp_rank_*_model_states.pt"):
+        replaced(path, dp_world_size=size)
+    with pytest.raises(CorruptError, match=r"model_states\.pt: says that dp_world_size is"):
+        formats.read(zero)
+
+
+def altered(path, keys, value):
+    """A file saved again with another value at some place of what it holds."""
+    is_json = path.suffix == ".json"
+    root = json.loads(path.read_text()) if is_json else torch.load(path, weights_only=False)
+    node = root
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    if is_json:
+        path.write_text(json.dumps(root))
+    else:
+        torch.save(root, path)
+
+
+ZERO3 = "examples/llama-zero3-4ranks"
+MODEL, OPTIM = "zero_pp_rank_*_model_states.pt", "*_optim_states.pt"
+UNIVERSAL = ("universal_checkpoint_info",)
+META = "tests/data/meta/llama_mp2"
+COLOSSALAI = "tests/data/colossalai/plain/ckpt"
+OF_ANOTHER_KIND = [  # checkpoint, files, where, value, what is told
+    (ZERO3, MODEL, ["param_shapes"], 7, "param_shapes is 7, where a dict or a list is"),
+    (
+        ZERO3,
+        MODEL,
+        ["param_shapes"],
+        [{"w": (2, -1)}],
+        r"param_shapes\[0\]\['w'\] is a tuple, where a",
+    ),
+    (ZERO3, MODEL, ["buffer_names"], [1], r"buffer_names\[0\] is 1, where a text is"),
+    (ZERO3, MODEL, ["shared_params"], {"a": None}, r"shared_params\['a'\] is None, where a text"),
+    (ZERO3, MODEL, ["global_steps"], (4,), "global_steps is a tuple, where an integer is"),
+    (ZERO3, MODEL, ["module"], {3: 4}, "module has 3 as a key, where a text is"),
+    (
+        *(ZERO3, MODEL, UNIVERSAL),
+        {"vocabulary_parameter_patterns": [b"x"]},
+        r"universal_checkpoint_info.vocabulary_parameter_patterns\[0\] is b'x', where a text is",
+    ),
+    (
+        *(ZERO3, MODEL, UNIVERSAL),
+        {"affine_map": {"params": {"w": {"logical_shape": (2,), "ranks": {"x": {}}}}}},
+        r"affine_map.params\['w'\].ranks has 'x' as a key, where the number of a rank is",
+    ),
+    (
+        *(ZERO3, MODEL, UNIVERSAL),
+        {"parameter_with_sub_params": [{"patterns": [], "shape": []}]},
+        r"parameter_with_sub_params\[0\] has no 'partition_dim'",
+    ),
+    (
+        *(ZERO3, OPTIM, ["optimizer_state_dict", "partition_count"], "4"),
+        r"optimizer_state_dict.partition_count is '4', where an integer or a list is",
+    ),
+    (
+        *(ZERO3, OPTIM, ["optimizer_state_dict", "fp32_flat_groups"], [7]),
+        r"optimizer_state_dict.fp32_flat_groups\[0\] is 7, where a tensor is",
+    ),
+    (
+        *(ZERO3, OPTIM, ["optimizer_state_dict", "optimizer_state_dict", "state"], {0: 7}),
+        r"optimizer_state_dict.optimizer_state_dict.state\[0\] is 7, where a dict is",
+    ),
+    (META, "params.json", ["n_heads"], "8", "n_heads is '8', where a number from 0 on is"),
+    (META, "params.json", ["rope_theta"], [], r"rope_theta is \[\], where a number is"),
+    (META, "*.00.pth", ["norm.weight"], torch.ones(2, 2), "holds no matrix .* or no vector"),
+    (COLOSSALAI, "*optim*-0*1.bin", [0], 7, r"\[0\] is 7, where a dict is"),
+    (COLOSSALAI, "*optim_group.bin", [0], 7, r"\[0\] is 7, where a dict is"),
+]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "files", "keys", "value", "told"),
+    OF_ANOTHER_KIND,
+    ids=[f"{row[0].split('/')[-2]}-{row[4][:20]}" for row in OF_ANOTHER_KIND],
+)
+def test_a_value_of_another_kind_is_named(tmp_path, checkpoint, files, keys, value, told):
+    place = Path(shutil.copytree(ROOT / checkpoint, tmp_path / "run"))
+    found = sorted(place.rglob(files))
+    for path in found:
+        altered(path, keys, value)
+    with pytest.raises(CorruptError, match=told) as caught:
+        formats.read(place)
+    assert Path(caught.value.where) in found
+
+
+def test_what_a_reader_trips_over_is_corrupt_and_not_a_bug(monkeypatch, zero):
+    monkeypatch.setattr(native, "first_of", lambda _census: 7)
+    with pytest.raises(CorruptError, match="not of the structure that its format has") as caught:
+        formats.read(zero)
+    assert isinstance(caught.value.__cause__, AttributeError)
+    assert "native.py" in case.tripped(caught.value)
+
+
+def test_a_rank_of_a_billion_in_a_name(tmp_path):
+    run_dir = Path(shutil.copytree(DATA / "nanotron" / "tp2dp2", tmp_path / "run"))
+    for path in run_dir.rglob("*_tp-rank-*-of-2.safetensors"):
+        path.rename(path.with_name(path.name.replace("-of-2.", "-of-999999999.")))
+    with pytest.raises(ReshardError, match="has no file of"):
+        formats.read(run_dir / "ckpt")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"tensor_model_parallel_size": 1 << 40},
+        {"num_layers": 1 << 40},
+        {"num_experts": 1 << 62},
+        {"tensor_model_parallel_size": 1 << 12, "pipeline_model_parallel_size": 1 << 12},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_grid_of_megatrons_that_no_machine_has(given):
+    with pytest.raises(CorruptError, match="says that"):
+        arguments.of(given, "rank 0")
+
+
+def test_megatron_s_arguments_and_groups_of_another_kind():
+    with pytest.raises(CorruptError, match="args.tensor_model_parallel_size is '2', where an int"):
+        arguments.of({"tensor_model_parallel_size": "2"}, "rank 0")
+    with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
+        optimizer.read({"param_groups": [7]}, [], arguments.of({}, "rank 0"), "rank 0")
+
+
+@pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])
+def test_a_pipeline_layout_without_end(layout):
+    args = arguments.of({"pipeline_model_parallel_layout": layout}, "rank 0")
+    with pytest.raises(CorruptError, match="rank 0: has a pipeline layout without end"):
+        args.layers()
+
+
+@pytest.mark.parametrize("field", ["heads", "groups", "head_dim", "hidden"])
+@pytest.mark.parametrize("size", [0, -8, 1 << 40, "8"])
+def test_a_model_of_impossible_sizes(field, size):
+    with pytest.raises(CorruptError, match=r"params\.json: says that"):
+        Traits(source="params.json", **{field: size})
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "a*a*a*a*$", "(.*)*x", "(a{1,9}){9}"])
+def test_a_pattern_that_a_search_never_ends_with(pattern):
+    with pytest.raises(UnsafeError, match="may take for ever"):
+        cuts._finds(pattern, "a" * 60)
+
+
+def test_a_pattern_that_is_none():
+    with pytest.raises(CorruptError, match="universal_checkpoint_info"):
+        cuts._finds("(", "a")
+
+
+def test_a_tensor_on_one_rank_and_a_class_on_another():
+
+    local = Local({1: contiguous("b.pt", 0, FLOAT32, whole((2,)), (2,))})
+    with pytest.raises(CorruptError, match=r"a\.pt: 'w' is "):
+        tree.join([{"w": Global("x.Y")}, {"w": local}], ["a.pt", "b.pt"])
