@@ -161,7 +161,9 @@ def test_a_grid_of_megatrons_that_no_machine_has(given):
 
 
 def test_megatron_s_arguments_and_groups_of_another_kind():
-    with pytest.raises(CorruptError, match="args.tensor_model_parallel_size is '2', where an int"):
+    with pytest.raises(
+        CorruptError, match=r"args\.tensor_model_parallel_size is '2', where"
+    ):
         arguments.of({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
         optimizer.read({"param_groups": [7]}, [], arguments.of({}, "rank 0"), "rank 0")

@@ -75,7 +75,7 @@ def _print(result: runner.Result, seeds: int) -> None:
     print(f"{result.cases} cases of {seeds} seeds in {result.seconds:.0f} s; exit codes {codes}")
     print(f"slowest {result.slowest[0]:.2f} s of CPU, case {result.slowest[1]}")
     print(f"{result.tripped.total()} cases tripped a reader, at {len(result.tripped)} places:")
-    for where, count in result.tripped.most_common(_SHOWN):
+    for where, count in result.tripped.most_common():
         print(f"  {count} x {where}")
     groups = defaultdict(list)
     for finding in result.findings:
