@@ -51,7 +51,8 @@ def as_index(numbers: Iterable[Any], dims: int | None = None) -> Index:
     index = tuple(numbers)
     sane = len(index) <= _MAX_DIMS and all(type(n) is int and 0 <= n < _MAX_NUMEL for n in index)
     if not sane or prod(index) >= _MAX_NUMEL or (dims is not None and len(index) != dims):
-        raise ValueError(f"{index!s:.60} is no shape or place in a tensor")
+        said = [n if type(n) is int else type(n).__name__ for n in index[: _MAX_DIMS + 1]]
+        raise ValueError(f"{said!s:.60} is no shape or place in a tensor")
     return index
 
 

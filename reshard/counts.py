@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, shown
 
 MOST = 1 << 20  # no run has more ranks, no model more layers or experts
 _MOST_ELEMENTS = 1 << 63
@@ -25,7 +25,7 @@ def count(where: object, what: str, value: Any, *, default: int | None = None) -
     if type(value) is not int or not 1 <= value <= MOST:
         raise CorruptError(
             where,
-            f"says that {what} is {value!r:.60}; a number from 1 to {MOST} is expected",
+            f"says that {what} is {shown(value)}; a number from 1 to {MOST} is expected",
             "the file was altered: fetch it again",
         )
     return value
@@ -38,7 +38,7 @@ def elements(where: object, what: str, value: Any) -> int:
         CorruptError: it is none.
     """
     if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
-        raise CorruptError(where, f"says that {what} has {value!r:.60} elements")
+        raise CorruptError(where, f"says that {what} has {shown(value)} elements")
     return value
 
 

@@ -64,6 +64,34 @@ def _shortened(text: str) -> str:
     return f"{text[:half]} [{len(text) - 2 * half} more letters] {text[-half:]}"
 
 
+_LETTERS, _ITEMS, _BITS = 60, 8, 256  # of a value that is shown as it is
+
+
+def shown(value: object) -> str:
+    """A value of a file in a message: a short one as it is, of any other what it is.
+
+    A pickle of a hundred bytes holds tuples of tuples whose text would have a billion letters.
+
+    >>> shown([1, "a"]), shown({"a": 1}), shown(((1,), 2))
+    ("[1, 'a']", 'a dict', 'a tuple')
+    """
+    row = isinstance(value, (list, tuple)) and len(value) <= _ITEMS
+    parts = list(value) if row else [value]  # type: ignore[call-overload]
+    if not all(map(_is_short, parts)):
+        kind = type(value).__name__
+        return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    text = repr(value)
+    return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 3]}..."
+
+
+def _is_short(value: object) -> bool:
+    if isinstance(value, int):
+        return value.bit_length() <= _BITS
+    if isinstance(value, (str, bytes)):
+        return len(value) <= _MOST_SHOWN
+    return value is None or isinstance(value, float)
+
+
 def is_outside(error: BaseException) -> bool:
     """Whether the same run could succeed at another time: nothing is wrong with what it copies."""
     cause = error.__cause__ if isinstance(error, ReshardError) else error

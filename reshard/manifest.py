@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.box import Box, Index, first_overlap, row_major, whole
 from reshard.dtypes import DType
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, shown
 
 PARAM = "param"
 BUFFER = "buffer"
@@ -269,7 +269,7 @@ def check(manifest: Manifest) -> None:
         said: tuple[object, object] = (entry.kind, entry.fqn)
         if not all(isinstance(name, str) for name in said):
             raise CorruptError(
-                manifest.origin.path, f"names a tensor {said!r:.200}, which is no name"
+                manifest.origin.path, f"names a tensor {shown(said)}, which is no name"
             )
         if isinstance(entry.chunks, Partition):
             outside = entry.chunks.outside(manifest.files)

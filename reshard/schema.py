@@ -13,12 +13,12 @@ reshard.errors.CorruptError: x.pt: param_groups[0] has 1 as a key, where a text 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from reshard.box import as_index
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, shown
 
 Fault = tuple[str, str]  # where within the value, and what is wrong there
 _REMEDY = "it was altered, or written by a version that reshard does not know"
@@ -59,13 +59,6 @@ def a(name: str, holds: Callable[[Any], bool]) -> Kind:
         return None if holds(value) else ("", f"is {shown(value)}, where {name} is expected")
 
     return Kind(name, fault)
-
-
-def shown(value: Any) -> str:
-    """A value in a message: a short one as it is, of others the type."""
-    plain = value is None or isinstance(value, (bool, int, float, str, bytes))
-    text = repr(value) if plain or value in ([], (), {}) else f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_shape(value: Any) -> bool:
@@ -110,7 +103,7 @@ def sequence(item: Kind = ANY) -> Kind:
     def fault(value: Any) -> Fault | None:
         if item is ANY or not isinstance(value, (list, tuple)):
             return of.fault(value)
-        return _first((f"[{at}]", item.fault(each)) for at, each in enumerate(value))
+        return _first((f"[{at}]", item.fault(each)) for at, each in _once(enumerate(value)))
 
     return Kind("a list", fault)
 
@@ -125,7 +118,7 @@ def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
         for each in value if key is not ANY else ():
             if key.fault(each):
                 return "", f"has {shown(each)} as a key, where {key.name} is expected"
-        held = value.items() if item is not ANY else ()
+        held = _once(value.items()) if item is not ANY else ()
         return _first((f"[{shown(at)}]", item.fault(each)) for at, each in held)
 
     return Kind("a dict", fault)
@@ -168,6 +161,17 @@ def row(*items: Kind) -> Kind:
         )
 
     return Kind(of.name, fault)
+
+
+def _once(parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Parts with their places; a pickle may have one container in very many of them."""
+    seen: set[int] = set()
+    for at, part in parts:
+        if not isinstance(part, (dict, list, tuple)):
+            yield at, part
+        elif id(part) not in seen:
+            seen.add(id(part))
+            yield at, part
 
 
 def _first(parts: Iterable[tuple[str, Fault | None]]) -> Fault | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import reshard
 from benchmarks.hostile import case
 from reshard import formats
 from reshard.box import whole
@@ -73,11 +74,11 @@ OF_ANOTHER_KIND = [  # checkpoint, files, where, value, what is told
         MODEL,
         ["param_shapes"],
         [{"w": (2, -1)}],
-        r"param_shapes\[0\]\['w'\] is a tuple, where a",
+        r"param_shapes\[0\]\['w'\] is \(2, -1\), where a",
     ),
     (ZERO3, MODEL, ["buffer_names"], [1], r"buffer_names\[0\] is 1, where a text is"),
     (ZERO3, MODEL, ["shared_params"], {"a": None}, r"shared_params\['a'\] is None, where a text"),
-    (ZERO3, MODEL, ["global_steps"], (4,), "global_steps is a tuple, where an integer is"),
+    (ZERO3, MODEL, ["global_steps"], (4,), r"global_steps is \(4,\), where an integer is"),
     (ZERO3, MODEL, ["module"], {3: 4}, "module has 3 as a key, where a text is"),
     (
         *(ZERO3, MODEL, UNIVERSAL),
@@ -161,9 +162,7 @@ def test_a_grid_of_megatrons_that_no_machine_has(given):
 
 
 def test_megatron_s_arguments_and_groups_of_another_kind():
-    with pytest.raises(
-        CorruptError, match=r"args\.tensor_model_parallel_size is '2', where"
-    ):
+    with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', where"):
         arguments.of({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
         optimizer.read({"param_groups": [7]}, [], arguments.of({}, "rank 0"), "rank 0")
@@ -199,3 +198,39 @@ def test_a_tensor_on_one_rank_and_a_class_on_another():
     local = Local({1: contiguous("b.pt", 0, FLOAT32, whole((2,)), (2,))})
     with pytest.raises(CorruptError, match=r"a\.pt: 'w' is "):
         tree.join([{"w": Global("x.Y")}, {"w": local}], ["a.pt", "b.pt"])
+
+
+ALIASES = {
+    "in a list": ("[x]", "[{}]"),
+    "in a mapping": ("{k: 1}", "{{<<: [{}]}}"),
+}
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_settings_whose_aliases_have_no_end(tmp_path, kind):
+    first, each = ALIASES[kind]
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{n}: &a{n} {each.format(','.join([f'*a{n - 1}'] * 9))}" for n in range(1, 12)]
+    place = Path(shutil.copytree(DATA / "gpt_neox" / "tp2pp0" / "run", tmp_path / "run"))
+    path = place / "global_step3" / "configs" / "zz.yml"
+    path.write_text("\n".join([*lines, "activation: *a11"]))
+    with pytest.raises(CorruptError, match=r"zz\.yml: has more than \d+ values, by its aliases"):
+        formats.read(place)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 2001-99-99", f"a: {'9' * 5000}", "a: &a [*a]", "a: [", "!!x y"]
+)
+def test_settings_that_are_no_yaml(tmp_path, text):
+    place = Path(shutil.copytree(DATA / "gpt_neox" / "tp2pp0" / "run", tmp_path / "run"))
+    (place / "global_step3" / "configs" / "zz.yml").write_text(text)
+    with pytest.raises(CorruptError, match=r"zz\.yml: (is no YAML|has more than)"):
+        formats.read(place)
+
+
+def test_half_a_letter_in_a_config_is_written_as_it_was(tmp_path):
+    place = Path(shutil.copytree(ROOT / ZERO3, tmp_path / "run"))
+    config = json.loads((place / "config.json").read_text()) | {"note": "\ud800"}
+    (place / "config.json").write_text(json.dumps(config))
+    reshard.merge(place, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, shown
 from reshard.schema import (
     COUNT,
     INTEGER,
@@ -19,7 +19,6 @@ from reshard.schema import (
     record,
     row,
     sequence,
-    shown,
 )
 
 HELD = [
@@ -39,14 +38,18 @@ FAULTY = [
     (sequence(), "abc", "what it holds is 'abc', where a list is"),
     (sequence(sequence(TEXT)), [["a"], [b"b"]], r"\[1\]\[0\] is b'b', where a text is"),
     (mapping(TEXT), {1: 2}, "what it holds has 1 as a key, where a text is"),
-    (mapping(TEXT, SHAPE), {"w": (1 << 70,)}, r"\['w'\] is a tuple, where a shape is"),
+    (
+        mapping(TEXT, SHAPE),
+        {"w": (1 << 70,)},
+        r"\['w'\] is \(1180591620717411303424,\), where a shape is",
+    ),
     (mapping(), [], r"what it holds is \[\], where a dict is"),
     (fields(a=fields(b=maybe(TEXT))), {"a": {"b": 1.5}}, "a.b is 1.5, where a text is"),
     (either(INTEGER, TEXT), None, "what it holds is None, where an integer or a text is"),
     (record(a=TEXT, b=TEXT), {"a": ""}, "what it holds has no 'b'"),
     (record(a=TEXT), {"a": 1}, "a is 1, where a text is"),
     (record(a=TEXT), 7, "what it holds is 7, where a dict is"),
-    (row(COUNT, TEXT), (1,), "what it holds is a tuple, where a list of 2 is"),
+    (row(COUNT, TEXT), (1,), r"what it holds is \(1,\), where a list of 2 is"),
     (row(COUNT, TEXT), (1, 2), r"\[1\] is 2, where a text is"),
     (SHAPE, 7, "what it holds is 7, where a shape is"),
 ]
@@ -64,5 +67,18 @@ def test_a_value_of_another(kind, value, told):
 
 
 def test_a_long_value_is_cut():
-    assert len(shown("x" * 10**6)) == 60
-    assert shown([1]) == "a list"
+    assert len(shown("x" * 1000)) == 60
+    assert shown("x" * 10**6) == "a str"
+    assert shown([[1]]) == "a list"
+    assert shown(10**5000) == "an int"
+
+
+def test_a_value_that_holds_one_value_over_and_over_is_soon_told():
+    doubled = ()
+    for _ in range(60):
+        doubled = (doubled, doubled)
+    shared = dict.fromkeys(map(str, range(20_000)), (1,))
+    assert shown(doubled) == shown((1, doubled)) == "a tuple"
+    expect("x.pt", [shared] * 20_000, sequence(mapping(TEXT, SHAPE)))
+    with pytest.raises(CorruptError, match="is a tuple, where a number is expected"):
+        expect("x.pt", doubled, NUMBER)

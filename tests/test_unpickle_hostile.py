@@ -290,3 +290,42 @@ def test_random_opcodes_raise_only_our_errors():
         except ReshardError:
             refused += 1
     assert refused > 3000
+
+
+# ------------------------------------------------------------------- one value in many places
+
+
+def shared(levels, twice):
+    """A value of two of the same, of two of the same, ..."""
+    return b"\x80\x02N" + twice * levels + b"."
+
+
+GROWING = {
+    "tuples by DUP": shared(60, b"2\x86"),
+    "tuples by memo": b"\x80\x02]q\x00"
+    + b"".join(b"h%c" % n * 2 + b"\x86q%c" % (n + 1) for n in range(60))
+    + b".",
+    "lists filled later": b"\x80\x02"
+    + b"".join(b"]q%c" % n for n in range(60))
+    + b"".join(b"h%c(h%ch%ce0" % (n + 1, n, n) for n in range(59))
+    + b"h\x3b.",
+    "one dict ten thousand times": pickle.dumps([dict.fromkeys(range(10_000))] * 10_000, 2),
+    "within an object": b"\x80\x02ca\nB\nN" + b"2\x86" * 60 + b"\x85R.",
+}
+
+
+@pytest.mark.parametrize("attack", GROWING)
+def test_a_value_that_grows_by_what_it_shares_is_refused(attack):
+    began = time.process_time()
+    with pytest.raises(CorruptError, match="one value in so many places"):
+        read(GROWING[attack])
+    assert time.process_time() - began < 5
+
+
+def test_what_frameworks_share_is_read():
+    betas, shape, group = (0.9, 0.95), (3, 4), [1, 2, 3]
+    held = {str(n): {"shape": shape, "betas": betas, "group": group} for n in range(5000)}
+    assert read(pickle.dumps(held, 2)) == held
+    ring = []
+    ring.append(ring)
+    assert read(pickle.dumps([ring] * 10, 2))[0][0]

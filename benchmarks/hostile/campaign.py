@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-_EXECUTED = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
+_EXECUTED = re.compile(r"^#(\d+)\s", re.MULTILINE)
 _EDGES = re.compile(r"cov: (\d+)")
-_GRACE = 120  # seconds to begin and to end
+_GRACE = 600  # seconds to begin, where the corpus is run once, and to end
 
 
 Fuzz = Callable[[str, Path, Path], object]

@@ -57,7 +57,9 @@ def damaged(chance: Random, seed: Seed) -> Tree:
     return tree
 
 
-def of_content(name: str, data: bytes) -> Callable[[Random, bytes], bytes]:
+def of_content(  # noqa: PLR0911 - a return a format
+    name: str, data: bytes
+) -> Callable[[Random, bytes], bytes]:
     """The damage that understands a file."""
     base = name.rsplit("/", 1)[-1]
     if data.startswith(b"PK\x03\x04") and not base.endswith(".distcp"):
@@ -68,6 +70,8 @@ def of_content(name: str, data: bytes) -> Callable[[Random, bytes], bytes]:
         return values.header
     if base.endswith(".json"):
         return values.document
+    if base.endswith((".yml", ".yaml")):
+        return values.settings
     if len(data) < 4096 and b"\0" not in data:
         return values.text
     return values.raw

@@ -20,6 +20,10 @@ _GLOBALS = (
         "builtins\nbytearray",
     ),
 )
+_BOMBS = (  # a value twice in a value twice in ...: its text would have 2**40 letters
+    b"N" + b"2\x86" * 40,
+    b"X\1\0\0\0a" + b"2\x86" * 60,
+)
 Levels = dict[int, list[tuple[int, int]]]  # depth -> runs of opcodes
 _EVERY_CODE = tuple(op.code.encode("latin-1") for op in pickletools.opcodes)
 _TO_MARK = b"utle1d\x90\x91"
@@ -51,12 +55,14 @@ def _structure(chance: Random, ops: list[bytes], levels: Levels) -> bytes:
     start, stop = chance.choice(levels[chance.choice(sorted(levels))])
     other = chance.choice(levels[chance.choice(sorted(levels))])
     named = [op for op in ops[start:stop] if op[:1] in b"qrp"]  # what later opcodes refer to
-    kind = chance.randrange(5)
-    if kind == 0:
+    kind = chance.randrange(16)
+    if kind == 15:
+        ops[start:stop] = [chance.choice(_BOMBS), *named]
+    elif kind % 5 == 0:
         ops[start:stop] = [*ops[slice(*other)], *named]
-    elif kind == 1:
+    elif kind % 5 == 1:
         ops[start:stop] = [b"(", *ops[start:stop], chance.choice((b"l", b"t"))]
-    elif kind == 2:
+    elif kind % 5 == 2:
         ops[start:stop] = [chance.choice((b"N", b"]", b"}", b")")), *named]
     elif stop <= start + 2 and ops[start][:1] in b"XK\x8cMJ\x8a":
         ops[start] = _other_argument(chance, ops[start])

@@ -11,8 +11,10 @@ MAX_BYTES = 6 << 20
 MAX_FILES = 150
 _KEPT = (
     "examples/llama-zero3-4ranks",
+    "tests/data/bloom/*/run",
     "tests/data/colossalai/*/ckpt",
     "tests/data/fairscale/*/ckpt",
+    "tests/data/gpt_neox/*/run",
     "tests/data/megatron/*/torch",
     "tests/data/megatron/*/torch_dist",
     "tests/data/megatron/*/ckpt",

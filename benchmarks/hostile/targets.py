@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.hostile.seeds import Seed, kept, made
@@ -19,11 +19,13 @@ class Target:
         name: what it is called on the command line.
         checkpoint: of the seeds, the one that is damaged; "" for files by themselves.
         ends: how the names of the files end that are; all files if there are none.
+        given: where below it a user's path points.
     """
 
     name: str
     checkpoint: str
     ends: tuple[str, ...] = ()
+    given: str = "."
 
     def files(self, seed: Seed) -> list[str]:
         """The files of the checkpoint that are damaged."""
@@ -51,6 +53,8 @@ _DEEPSPEED = (
     Target("pipeline", "parallel/pp2dp2/run"),
     Target("tensor_parallel", "parallel/mpu2_z1/run"),
     Target("autotp", "parallel/autotp2_uneven/run"),
+    Target("bloom", "tests/data/bloom/tp2pp2/run"),
+    Target("gpt_neox", "tests/data/gpt_neox/tp2pp0/run"),
     Target("megatron_deepspeed", "tests/data/megatron_deepspeed/tp2pp2dp2/run"),
 )
 _TORCH = (
@@ -86,7 +90,8 @@ _OTHERS = (
     Target("huggingface", "libraries/peft_lora/ckpt"),
     Target("accelerate", "libraries/acc_fsdp1_sharded_ranks/ckpt"),
     Target("hf_trainer", "libraries/trainer_ddp/ckpt"),
-    Target("lightning", "libraries/lit_fsdp_sharded/ckpt"),
+    Target("lightning", "libraries/lit_fsdp_full/ckpt"),
+    Target("lightning_fsdp", "libraries/lit_fsdp_sharded/ckpt", given="last.ckpt"),
 )
 TARGETS = (*ALONE, *_DEEPSPEED, *_TORCH, *_MEGATRON, *_OTHERS)
 
@@ -98,7 +103,8 @@ def seeds(checkpoints: Path | None) -> list[Seed]:
 
 def seed_of(target: Target, found: Sequence[Seed]) -> Seed | None:
     """The checkpoint of a target, if it is there."""
-    return next((seed for seed in found if seed.name == target.checkpoint), None)
+    held = next((seed for seed in found if seed.name == target.checkpoint), None)
+    return replace(held, given=target.given) if held else None
 
 
 def inputs(target: Target, found: Sequence[Seed], most: int = 60) -> list[bytes]:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+import yaml
+
 Damage = Callable[[Random, bytes], bytes]
 
 NUMBERS = (
@@ -201,6 +203,34 @@ def document(chance: Random, data: bytes) -> bytes:  # noqa: PLR0911 - a return 
     if kind == 4:
         return made.replace(b"1", b"1" * 5000, 1)
     return made
+
+
+def settings(chance: Random, data: bytes) -> bytes:
+    """A YAML document with other values (JSON is YAML too), or with what JSON has not."""
+    kind = chance.randrange(8)
+    if kind < 3:
+        return text(chance, data)
+    try:
+        held = yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text(chance, data)
+    made = json.dumps(altered(chance, held) if isinstance(held, dict) else held, default=str)
+    if kind == 3:
+        return (_bomb(chance, list(held) if isinstance(held, dict) else ["a"]) + "\n").encode()
+    if kind == 4:
+        odd = ("!!python/object:os.system x", "2001-99-99", "1:1" + ":1" * 900, "&a [*a]", "0x")
+        return b"a: " + chance.choice(odd).encode() + b"\nb: " + made.encode()
+    return made.encode()
+
+
+def _bomb(chance: Random, keys: list[Any]) -> str:
+    """Aliases of aliases: lines that stand for a billion values, under a key that is read."""
+    steps = chance.randint(3, 14)
+    merged = chance.random() < 0.5
+    first, each = ("{k: 1}", "{{<<: [{}]}}") if merged else ("[x]", "[{}]")
+    lines = [f"a0: &a0 {first}"]
+    lines += [f"a{n}: &a{n} {each.format(','.join([f'*a{n - 1}'] * 9))}" for n in range(1, steps)]
+    return "\n".join([*lines, f"{json.dumps(str(chance.choice(keys)))}: *a{steps - 1}"])
 
 
 def altered(chance: Random, tree: Any) -> Any:  # noqa: C901, PLR0912 - one branch a change

@@ -7,9 +7,17 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.model_parallel.traits import Traits
+from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
+
+
+_ARGUMENTS = fields(
+    **dict.fromkeys(("rotary_base", "rope_theta", "rotary_percent"), maybe(NUMBER)),
+    **dict.fromkeys(("norm_epsilon", "layernorm_epsilon"), maybe(NUMBER)),
+    normalization=maybe(TEXT),
+)
 
 
 def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
@@ -22,6 +30,7 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
     ``core_transformer_config_from_args``), ``core/transformer/mlp.py`` (which activation runs);
     deepspeedai Megatron-DeepSpeed 4efb479 ``megatron/arguments.py``; bigscience's 8387ae1.
     """
+    expect(source, args, _ARGUMENTS, "args")
     heads, hidden = _number(args, "num_attention_heads"), _number(args, "hidden_size")
     head_dim = _number(args, "kv_channels") or (hidden // heads if heads and hidden else None)
     gated = bool(args.get("swiglu"))

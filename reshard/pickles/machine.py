@@ -9,8 +9,8 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from reshard.errors import UnsafeError
-from reshard.pickles import trust
+from reshard.errors import UnsafeError, shown
+from reshard.pickles import sharing, trust
 from reshard.pickles.values import Builder, Call, Global
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
@@ -54,6 +54,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self.globals: set[str] = set()
         self.copied = 0  # elements of containers that calls have copied
+        self.shared = 0  # times that a container was put in one more place
 
     def run(self, handlers: Mapping[int, Handler]) -> Any:  # noqa: C901, PLR0912 - inlined for speed
         """Interpret until STOP and return the top of the stack; ``handlers`` by opcode."""
@@ -70,12 +71,16 @@ class Machine:
             elif op == 0x68:  # BINGET
                 stack.append(memo[data[at]])
                 at += 1
+                if type(stack[-1]) in sharing.HOLDERS:
+                    self.share(stack[-1])
             elif op == 0x72:  # LONG_BINPUT
                 memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
                 at += 4
             elif op == 0x6A:  # LONG_BINGET
                 stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
                 at += 4
+                if type(stack[-1]) in sharing.HOLDERS:
+                    self.share(stack[-1])
             elif op == 0x4B:  # BININT1
                 stack.append(data[at])
                 at += 1
@@ -103,6 +108,10 @@ class Machine:
                 self.position = at
                 handlers[op](self)
                 at = self.position
+
+    def share(self, value: Any) -> None:
+        """Note that a value gets one more place."""
+        self.shared += sharing.is_worth_a_look(value)
 
     def take(self, size: int) -> bytes:
         """The next ``size`` bytes of the stream."""
@@ -164,11 +173,12 @@ class Machine:
         Raises:
             UnsafeError: it is another, or something else.
         """
-        name = f"{owner.name}.{attribute}" if isinstance(owner, Global) else ""
+        is_named = isinstance(owner, Global) and isinstance(attribute, str)
+        name = f"{owner.name}.{attribute}" if is_named else ""
         if name not in trust.NESTED_CLASSES or rest:
             raise UnsafeError(
                 self.where,
-                f"its pickle asks for an attribute ({attribute!r:.60}) of an object",
+                f"its pickle asks for an attribute ({shown(attribute)}) of an object",
                 "do not use this file; reshard has executed nothing of it",
             )
         return self.named(name)

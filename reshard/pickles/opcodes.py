@@ -245,11 +245,13 @@ def _pop_mark(machine: Machine) -> None:
 @_opcode(0x32)  # DUP
 def _dup(machine: Machine) -> None:
     machine.stack.append(machine.stack[-1])
+    machine.share(machine.stack[-1])
 
 
 @_opcode(0x67)  # GET
 def _get(machine: Machine) -> None:
     machine.stack.append(machine.memo[int(machine.line())])
+    machine.share(machine.stack[-1])
 
 
 @_opcode(0x70)  # PUT

@@ -7,6 +7,7 @@ arguments, the state. Callers turn the calls that they know into values of their
 values   what a pickle's names and calls become
 machine  the stack, the memo, and the opcodes that are most of a pickle
 opcodes  the others
+sharing  how large a value is that holds others many times over
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CorruptError, ReshardError
+from reshard.pickles import sharing
 from reshard.pickles.machine import Machine
 from reshard.pickles.opcodes import HANDLERS
 from reshard.pickles.values import BUILDERS, Builder
+
+_MAX_SHARED = 4  # times; a value of a few copies is not worth the look
 
 
 @dataclass(slots=True)
@@ -72,4 +76,10 @@ def loads(
             f" ({type(error).__name__}: {error})",
             "the file is truncated or was altered: fetch it again",
         ) from error
+    if machine.shared > _MAX_SHARED and sharing.is_too_large(value, len(data) - start):
+        raise CorruptError(
+            where,
+            "its pickle holds one value in so many places that it has no end",
+            "the file was altered: fetch it again",
+        )
     return Unpickled(value, machine.position, machine.globals)

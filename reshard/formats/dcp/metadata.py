@@ -16,7 +16,7 @@ from typing import Any
 from reshard import dtypes
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError
+from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError, shown
 from reshard.files import small
 from reshard.pickles.unpickle import loads
 from reshard.pickles.values import Call
@@ -87,7 +87,8 @@ def _add(found: Metadata, path: Path) -> None:
     if not isinstance(root, Call) or root.name.rsplit(".", 1)[-1] not in _CLASSES:
         raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")
     found.globals |= done.globals
-    found.version = str(root.get("version") or "") or found.version
+    version = root.get("version")
+    found.version = version if version and isinstance(version, str) else found.version
     try:
         stored = _storage(path, root.get("storage_data") or {})
         for key, about in root.get("state_dict_metadata").items():
@@ -121,7 +122,7 @@ def _path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
     path = tuple(parts)
     sane = 0 < len(path) <= _MAX_PATH and all(type(part) in (str, int) for part in path)
     if not sane or ".".join(map(str, path)) != key:
-        raise ValueError(f"{key!s:.60} is said to lie at {path!s:.60}")
+        raise ValueError(f"{key!s:.60} is said to lie at {shown(path)}")
     return path
 
 
@@ -135,12 +136,12 @@ def _storage(
         if transforms:
             raise UnsupportedError(
                 path,
-                f"stores {index.get('fqn')!r} through {transforms}",
+                f"stores {index.get('fqn')!r} through {shown(transforms)}",
                 "save it without stream extensions",
             )
         name, numbers = info.get("relative_path"), (info.get("offset"), info.get("length"))
         if not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError(f"impossible place {numbers} in {name}")
+            raise ValueError(f"impossible place {shown(numbers)} in {shown(name)}")
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts or not name:
             raise UnsafeError(
@@ -150,7 +151,10 @@ def _storage(
             )
         origin = index.get("offset")
         at = None if origin is None else as_index(origin)
-        stored[index.get("fqn"), at] = (name, *numbers)
+        key = index.get("fqn")
+        if not isinstance(key, str):
+            raise TypeError(f"{shown(key)} is no key")
+        stored[key, at] = (name, *numbers)
     return stored
 
 

@@ -48,7 +48,8 @@ def ranks_of(hyper: Mapping[str, Any]) -> int | None:
 
     None of any other group, and where its name does not tell.
     """
-    match = _GROUP.fullmatch(str(hyper.get("name"))) if is_of_experts(hyper) else None
+    name = hyper.get("name")
+    match = _GROUP.fullmatch(name) if isinstance(name, str) and is_of_experts(hyper) else None
     return int(match[1]) if match else None
 
 

@@ -25,7 +25,10 @@ from reshard.schema import (
 )
 
 _TENSOR = a("a tensor", lambda value: isinstance(value, Tensor))
-_RANK = a("the number of a rank", lambda value: natural(str(value)) is not None)
+_RANK = a(
+    "the number of a rank",
+    lambda value: isinstance(value, (int, str)) and natural(str(value)) is not None,
+)
 _SHAPES = mapping(TEXT, SHAPE)
 _PATTERNS = maybe(sequence(TEXT))
 _TORCH = {
@@ -73,6 +76,7 @@ MODEL_STATES = fields(
     ds_config=maybe(mapping()),
     checkpoint_parallel_dimensions=maybe(mapping()),
     universal_checkpoint_info=maybe(_UNIVERSAL),
+    ds_version=maybe(TEXT),
     num_experts=maybe(either(COUNT, sequence(COUNT))),  # one number before 0.6
     global_steps=maybe(INTEGER),
     skipped_steps=maybe(INTEGER),
@@ -81,9 +85,11 @@ MODEL_STATES = fields(
 OTHER_MODEL_STATES = fields(  # of a rank whose file is like the first one's
     module=maybe(mapping()), frozen_param_fragments=maybe(mapping())
 )
+VERSIONED = fields(ds_version=maybe(TEXT))
 OPTIMIZER_STATES = fields(
     partition_count=maybe(either(INTEGER, sequence(maybe(INTEGER)))),
     zero_stage=maybe(INTEGER),
+    ds_version=maybe(TEXT),
     group_paddings=maybe(sequence(COUNT)),
     param_alignment_paddings=maybe(sequence(sequence(COUNT))),
     param_slice_mappings=maybe(sequence(mapping(TEXT))),

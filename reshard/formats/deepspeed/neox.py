@@ -14,12 +14,18 @@ from typing import Any
 from reshard.errors import CorruptError
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
+from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
 DIALECT = "neox"
 FOLDER = "configs"
 _POSITIONS = {"rotary": "rope"}
 _BIASES = ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms")
-_MAX_BYTES = 1 << 20
+_SAID = fields(
+    **dict.fromkeys(("rotary_emb_base", "rotary_pct", "layernorm_epsilon"), maybe(NUMBER)),
+    **dict.fromkeys(("activation", "pos_emb", "norm"), maybe(TEXT)),
+)
+_MAX_BYTES = 1 << 17
+_MAX_VALUES = 1 << 17
 
 
 def settings(checkpoint: str) -> dict[str, Any] | None:
@@ -28,17 +34,44 @@ def settings(checkpoint: str) -> dict[str, Any] | None:
     Raises:
         CorruptError: a file of them is no YAML, or too large for settings.
     """
-    import yaml  # type: ignore[import-untyped]
-
     found: dict[str, Any] = {}
     for path, data in files(checkpoint).items():
-        try:
-            root = yaml.safe_load(data.decode(errors="replace"))
-        except (yaml.YAMLError, RecursionError) as error:
-            raise CorruptError(path, f"is no YAML: {str(error).splitlines()[0]}") from error
+        root = _loaded(path, data.decode(errors="replace"))
         if isinstance(root, dict):
             found |= {str(key).replace("-", "_"): value for key, value in root.items()}
     return found or None
+
+
+def _loaded(path: Path, text: str) -> Any:
+    """The document in a file, whose aliases do not make it grow without end.
+
+    Raises:
+        CorruptError: it is no YAML, or they do.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if _values(node, {}) > _MAX_VALUES:
+            raise CorruptError(path, f"has more than {_MAX_VALUES} values, by its aliases")
+        return loader.construct_document(node) if node else None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # no date, digits without end
+        raise CorruptError(path, f"is no YAML: {(str(error).splitlines() or [''])[0]}") from error
+    finally:
+        loader.dispose()
+
+
+def _values(node: Any, counted: dict[int, int]) -> int:
+    """How many values a node of YAML stands for; one within itself stands for too many."""
+    inside = getattr(node, "value", None)
+    if not isinstance(inside, list):
+        return 1
+    if id(node) not in counted:
+        counted[id(node)] = _MAX_VALUES
+        parts = (part for item in inside for part in (item if isinstance(item, tuple) else [item]))
+        counted[id(node)] = 1 + sum(_values(part, counted) for part in parts)
+    return counted[id(node)]
 
 
 def files(checkpoint: str) -> dict[Path, bytes]:
@@ -66,6 +99,7 @@ def has_summed_biases(said: Mapping[str, Any]) -> bool:
 
 def traits(said: Mapping[str, Any], padded_vocab: Any, source: str) -> Traits:
     """The model that such settings make."""
+    expect(source, said, _SAID, FOLDER)
     heads, hidden = said.get("num_attention_heads"), said.get("hidden_size")
     known = type(heads) is int and type(hidden) is int and heads > 0
     activation = str(said.get("activation") or "gelu")

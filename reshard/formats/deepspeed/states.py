@@ -10,7 +10,7 @@ from typing import Any
 from reshard import counts
 from reshard.box import Index
 from reshard.dtypes import DType
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, shown
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import kinds
 from reshard.formats.torch_file import Alike, Tensor, TorchFile
@@ -180,6 +180,7 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
         raise CorruptError(
             path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
         )
+    expect(path, file.root, kinds.VERSIONED)
     expect(path, inner, kinds.OPTIMIZER_STATES, "optimizer_state_dict")
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
     return OptimizerStates(file, inner, rank, version)
@@ -200,15 +201,10 @@ def agree(what: str, states: Mapping[str, Any], remedy: str) -> Any:
         if value != first:
             raise CorruptError(
                 file,
-                f"{what} is {_short(value)}, but {_short(first)} in {Path(first_file).name}",
+                f"{what} is {shown(value)}, but {shown(first)} in {Path(first_file).name}",
                 remedy,
             )
     return first
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"

@@ -258,4 +258,4 @@ def _is_decoder(layer: Any) -> bool:
     name = layer.name if isinstance(layer, Global) else layer
     if isinstance(layer, Call):
         name = layer.args[0] if layer.args else ""
-    return str(name).lower() in ("decoder", "t", "4")
+    return isinstance(name, (str, int)) and str(name).lower() in ("decoder", "t", "4")

@@ -27,9 +27,11 @@ from reshard.formats.state_dict.tree import Logical, logical
 from reshard.formats.torch_file import number_at
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
-from reshard.schema import expect, fields, mapping, maybe, sequence
+from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
 
-_STATE = fields(state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence()))))
+_STATE = fields(
+    state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence(COUNT))))
+)
 _FULL = "float32"
 _MASTERS = ("param", "fp32_param", "master_param")  # of the flat form, torch_dist, and TE's own
 _MASTER_LISTS = ("fp32_from_fp16_params", "fp32_from_fp16")  # the second until 2020

@@ -21,8 +21,10 @@ from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Logical, logical
 from reshard.formats.torch_file import TorchFile
+from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 
 _OLD_VERSION = 0.0  # of files that say none
+_ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ def open_rank(folder: Place) -> RankFile:
     root = tree.of_file(file)
     if not isinstance(root, dict):
         raise CorruptError(file.path, "is no checkpoint of Megatron: it is no dict")
+    expect(file.path, root, _ROOT)
     args = arguments.of(root.get("args"), file.path)
     if OPTIMIZER not in folder.files:
         return RankFile(file.path, root, args, files=(file,))

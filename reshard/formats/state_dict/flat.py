@@ -269,7 +269,7 @@ def fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
     units = {}
     try:
         for about in metadata["param_metadata"]:
-            path = str(about["fsdp_path"])
+            path = about["fsdp_path"] + ""
             prefix = f"{path}." if path else ""
             for name, held in about["params"].items():
                 members = [

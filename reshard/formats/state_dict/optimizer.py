@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard import counts
 from reshard.box import Index
-from reshard.errors import CorruptError, UnsupportedError
+from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.files import SourceFiles
 from reshard.formats.state_dict.forms import (
     Parameters,
@@ -148,7 +148,7 @@ def _key(key: Any) -> Any:
     if isinstance(key, str):
         number = counts.natural(key)
         return key if number is None else number
-    return key if type(key) is int else repr(key)
+    return key if type(key) is int else shown(key)
 
 
 def _unflattened(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:

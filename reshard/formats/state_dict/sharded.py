@@ -92,9 +92,9 @@ def _dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Ch
     spec = call.get("_spec")
     mesh = spec.get("mesh")
     placements = [_cut(file, placement) for placement in spec.get("placements")]
-    coordinate = mesh.get("_coordinate_on_dim")
-    if coordinate is None:  # this rank is not in the tensor's mesh
+    if mesh.get("_coordinate_on_dim") is None:  # this rank is not in the tensor's mesh
         return []
+    coordinate = as_index(mesh.get("_coordinate_on_dim"))
     sizes = _mesh_sizes(mesh)
     if not len(sizes) == len(placements) == len(coordinate):
         raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")

@@ -8,14 +8,13 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.dtypes import DType
-from reshard.errors import CorruptError
+from reshard.errors import CorruptError, shown
 from reshard.formats.state_dict import sharded
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.manifest import Chunk
 from reshard.pickles.values import Call
 
 MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
-_SHOWN = 60  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,7 @@ def _shown(value: Any) -> str:
         return f"a sharded {value.dtype} {value.shape}"
     if isinstance(value, Local):
         return f"a plain tensor of {sorted(value.shapes())}"
-    return f"a {type(value).__name__}" if isinstance(value, dict) else repr(value)[:_SHOWN]
+    return shown(value)
 
 
 def dotted(path: Sequence[Any]) -> str:
