@@ -17,7 +17,7 @@ from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
-from reshard.formats.state_dict import tree
+from reshard.formats.state_dict import flat, tree
 from reshard.formats.state_dict.tree import Local
 from reshard.manifest import contiguous
 from reshard.model_parallel.traits import Traits
@@ -166,6 +166,20 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
         arguments.of({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
         optimizer.read({"param_groups": [7]}, [], arguments.of({}, "rank 0"), "rank 0")
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        (7, r"param_metadata\[0\].params is 7, where a dict is"),
+        ({"f": {"names": ["a"], "shapes": [], "numels": []}}, "of 'f': not a shape for each name"),
+        ({"f": {"names": [], "shapes": [], "numels": []}}, "of 'f' names no parameter"),
+    ],
+)
+def test_fairscale_s_metadata_of_another_kind(params, told):
+    metadata = {"param_metadata": [{"fsdp_path": "", "params": params}]}
+    with pytest.raises(CorruptError, match=f"shard.pt: shard_metadata.*{told}"):
+        flat.fairscale_units(metadata, "shard.pt")
 
 
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])

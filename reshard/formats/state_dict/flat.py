@@ -24,12 +24,15 @@ from reshard.layout import flat_param
 from reshard.layout.partition import Member, flat_chunks, run_chunks
 from reshard.manifest import Chunk
 from reshard.model import ModelShapes
+from reshard.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
 
 KEY = "_flat_param"
 _HINT = (
     "say which model was wrapped and how: --model config.json|DIR|module:factory"
     " --wrap LlamaDecoderLayer|size=N|none"
 )
+_FLAT = record(names=sequence(TEXT), shapes=sequence(SHAPE), numels=sequence(COUNT))
+_FAIRSCALE = record(param_metadata=sequence(record(fsdp_path=TEXT, params=mapping(TEXT, _FLAT))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,19 +269,17 @@ def fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
     Raises:
         CorruptError: they contradict themselves.
     """
+    expect(where, metadata, _FAIRSCALE, "shard_metadata")
     units = {}
-    try:
-        for about in metadata["param_metadata"]:
-            path = about["fsdp_path"] + ""
-            prefix = f"{path}." if path else ""
-            for name, held in about["params"].items():
-                members = [
-                    (prefix + fqn, as_index(shape))
-                    for fqn, shape in zip(held["names"], held["shapes"], strict=True)
-                ]
-                units[prefix + name] = place_unit(path, members, sum(held["numels"]), where)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptError(
-            where, f"has shard_metadata of unknown form ({type(error).__name__}: {error})"
-        ) from error
+    for about in metadata["param_metadata"]:
+        path = about["fsdp_path"]
+        prefix = f"{path}." if path else ""
+        for name, held in about["params"].items():
+            if len(held["names"]) != len(held["shapes"]):
+                raise CorruptError(where, f"shard_metadata of {name!r}: not a shape for each name")
+            named = zip(held["names"], held["shapes"], strict=True)
+            members = [(prefix + fqn, as_index(shape)) for fqn, shape in named]
+            if not members:
+                raise CorruptError(where, f"shard_metadata of {name!r} names no parameter")
+            units[prefix + name] = place_unit(path, members, sum(held["numels"]), where)
     return units
