@@ -192,6 +192,15 @@ def test_a_file_name_that_is_no_text_is_shown(tmp_path):
     assert r"\udcff\x1b[2J.pt: is no checkpoint" in done.stderr
 
 
+def test_a_long_text_in_many_places_is_not_written_out(tmp_path):
+    text = "x" * 1_000_000
+    held = {"model": {"w": torch.ones(2)}, "scheduler": {f"k{n}": text for n in range(10_000)}}
+    torch.save(held, tmp_path / "x.pt")
+    scheduler = formats.read(tmp_path / "x.pt").train.scheduler
+    assert scheduler["k0"] == text
+    assert scheduler["k9999"] == {"str": 1_000_000}
+
+
 def test_a_message_is_never_longer_than_a_page():
     error = CorruptError("x" * 10**6, "y" * 10**6, "z" * 10**6)
     assert len(str(error)) < 10_000

@@ -9,6 +9,7 @@ from reshard.formats.torch_file import Tensor
 from reshard.pickles.values import Call, Global
 
 _MAX_DEPTH = 100
+_LONG = 64  # letters
 _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
 
 
@@ -35,10 +36,13 @@ class _Plain:
     def __init__(self) -> None:
         self._parts = 0
         self._inside: set[int] = set()  # what is being converted: it may refer to itself
+        self._long: set[int] = set()  # texts that stand somewhere; one may stand in many places
 
     def of(self, value: Any) -> Any:
         """The value, or a short description where it is too large, too deep or within itself."""
         self._parts += 1
+        if isinstance(value, str) and len(value) > _LONG:
+            return self._text(value)
         if not isinstance(value, (Call, dict, list, tuple, set, frozenset)):
             return _scalar(value)
         if self._parts > _MAX_PARTS or len(self._inside) > _MAX_DEPTH or id(value) in self._inside:
@@ -48,6 +52,14 @@ class _Plain:
             return self._container(value)
         finally:
             self._inside.discard(id(value))
+
+    def _text(self, value: str) -> Any:
+        """A long text counts as parts wherever it stands again."""
+        if id(value) in self._long:
+            self._parts += len(value) // _LONG
+            return _named(value) if self._parts > _MAX_PARTS else value
+        self._long.add(id(value))
+        return value
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, Call):
