@@ -10,6 +10,7 @@ from reshard.pickles.values import Call, Global
 
 _MAX_DEPTH = 100
 _LONG = 64  # letters
+_COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
 _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
 
 
@@ -25,9 +26,14 @@ def is_plain(value: Any) -> bool:
     """
     if isinstance(value, dict):
         keys = value.keys()
-        described = keys in ({"tensor", "shape"}, {"bytes"}) or "class" in keys
+        described = keys == {"tensor", "shape"} or "class" in keys or _is_count(value)
         return not described and all(map(is_plain, value.values()))
     return not isinstance(value, (list, tuple)) or all(map(is_plain, value))
+
+
+def _is_count(value: dict[Any, Any]) -> bool:
+    """Whether a dict stands for a part that is no more than counted (see `_named`)."""
+    return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
 
 
 class _Plain:
