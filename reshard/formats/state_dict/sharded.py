@@ -15,7 +15,7 @@ from typing import Any
 from reshard import dtypes
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, UnsupportedError
+from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.layout.partition import Cut, mesh_box
 from reshard.manifest import Chunk
@@ -92,9 +92,11 @@ def _dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Ch
     spec = call.get("_spec")
     mesh = spec.get("mesh")
     placements = [_cut(file, placement) for placement in spec.get("placements")]
-    if mesh.get("_coordinate_on_dim") is None:  # this rank is not in the tensor's mesh
+    coordinate = mesh.get("_coordinate_on_dim")
+    if coordinate is None:  # this rank is not in the tensor's mesh
         return []
-    coordinate = as_index(mesh.get("_coordinate_on_dim"))
+    if not all(type(at) is int for at in coordinate):
+        raise TypeError(f"{shown(coordinate)} is no place in a mesh")
     sizes = _mesh_sizes(mesh)
     if not len(sizes) == len(placements) == len(coordinate):
         raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")
