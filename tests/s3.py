@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import time
+import urllib.request
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Lock, Thread
 
+import pytest
+from s3fs import S3FileSystem
+
+from reshard.remote import store
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "llama-zero3-4ranks"
 DROP, CUT, SLOW = "drop", "cut", "slow"  # or the status to answer with: 500, 503, 403
 Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of the request
 
@@ -15,6 +24,12 @@ Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of
 def none(_method, _path, _number):
     """A proxy that only passes on."""
     return
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 class Proxy(ThreadingHTTPServer):
@@ -96,3 +111,54 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         """Silence."""
+
+
+@pytest.fixture(scope="module", name="proxy")
+def started():
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    proxy = Proxy(server.get_host_and_port()[1])
+    urllib.request.urlopen(urllib.request.Request(f"{proxy.url}/moto-api/reset", method="POST"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setattr(store, "FIRST_WAIT", 0.01)
+        patch.setitem(store._S3["config_kwargs"], "retries", {"total_max_attempts": 1})
+        store.store.cache_clear()
+        S3FileSystem.clear_instance_cache()  # of another module's server
+        yield proxy
+    store.store.cache_clear()
+    proxy.shutdown()
+    proxy.server_close()
+    server.stop()
+
+
+@pytest.fixture(scope="module", name="files")
+def bucket(proxy):
+    """The store's own view of the server."""
+    files = store.store("s3").files
+    files.mkdir("bucket")
+    files.put(f"{EXAMPLE}/", "bucket/run/", recursive=True)
+    return files
+
+
+@pytest.fixture(autouse=True)
+def calm(proxy):
+    proxy.reset()
+    store.store("s3").forget()
+    yield
+    proxy.reset()
+
+
+def contents(files, prefix):
+    files.invalidate_cache()
+    return {name.removeprefix(f"{prefix}/"): files.cat_file(name) for name in files.find(prefix)}
+
+
+def local(place):
+    found = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(place)): path.read_bytes() for path in found}

@@ -14,6 +14,10 @@ from safetensors.torch import save_file
 
 from reshard.errors import ExistsError, UsageError
 from reshard.output import commit
+from reshard.output.destination import check_destination
+from reshard.ranks.heartbeat import gone
+from reshard.ranks.team import Alone
+from reshard.ranks.torchrun import Ranks
 
 
 def stage(destination, *, is_directory, overwrite=False, content=b"new"):
@@ -75,6 +79,57 @@ def test_a_destination_that_appears_meanwhile_is_never_replaced(tmp_path, is_dir
     assert len(list(tmp_path.iterdir())) == 1
 
 
+class Dying(Alone):
+    """A team of two, of which one is gone at a meeting."""
+
+    size = 2
+
+    def __init__(self, meeting, error):
+        self.meetings, self.error = meeting, error
+
+    def meet(self):
+        self.meetings -= 1
+        if not self.meetings:
+            raise self.error
+
+
+def dead():
+    return gone("rank 1", "ended without a word")
+
+
+@pytest.mark.parametrize("death", [dead, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    ("meeting", "said"), [(1, "nothing was"), (2, "nothing was"), (3, "was written before, whole")]
+)
+def test_a_rank_that_dies_says_what_became_of_the_output(tmp_path, meeting, said, death):
+    error = death()
+
+    def write():
+        options = {"is_directory": False, "overwrite": False, "team": Dying(meeting, error)}
+        with commit.claimed(tmp_path / "x", **options) as place:
+            place.clear()
+            (place.output / "x").write_bytes(b"all")
+
+    with pytest.raises(type(error)):
+        write()
+    told = getattr(error, "remedy", "") or error.args[0]
+    assert said in told
+    assert ("run the same command again" in told) == (meeting < 3 and hasattr(error, "remedy"))
+    assert [path.name for path in tmp_path.iterdir()] == (["x"] if meeting == 3 else [])
+
+
+@pytest.mark.parametrize("death", [dead, KeyboardInterrupt])
+def test_a_rank_that_dies_when_all_is_done_does_not_ask_for_another_run(death):
+    error = death()
+    ranks = object.__new__(Ranks)
+    ranks.meet = Dying(1, error).meet
+    with pytest.raises(type(error)):
+        ranks.part()
+    assert (getattr(error, "remedy", "") or error.args[0]) == (
+        "what was asked for had been done before, whole"
+    )
+
+
 def test_overwrite_replaces_a_whole_directory(tmp_path):
     stage(tmp_path / "out", is_directory=True)
     (tmp_path / "out" / "stale.safetensors").write_bytes(b"")
@@ -96,7 +151,7 @@ def test_a_directory_gets_the_permissions_that_the_umask_leaves(tmp_path):
 def test_a_source_is_no_destination(tmp_path):
     (tmp_path / "run").mkdir()
     with pytest.raises(ExistsError, match="inside the source"):
-        commit.check_destination(
+        check_destination(
             tmp_path / "run" / "x", [tmp_path / "run"], is_directory=False, overwrite=True
         )
 
@@ -104,7 +159,7 @@ def test_a_source_is_no_destination(tmp_path):
 def test_a_directory_that_holds_the_source_is_never_replaced(tmp_path):
     (tmp_path / "out" / "run").mkdir(parents=True)
     with pytest.raises(ExistsError, match="contains the source"):
-        commit.check_destination(
+        check_destination(
             tmp_path / "out", [tmp_path / "out" / "run"], is_directory=True, overwrite=True
         )
 
@@ -113,14 +168,14 @@ def test_a_link_out_of_the_way_does_not_hide_the_source(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
     with pytest.raises(ExistsError, match="inside the source"):
-        commit.check_destination(
+        check_destination(
             tmp_path / "link" / "x", [tmp_path / "run"], is_directory=False, overwrite=True
         )
 
 
 def test_a_missing_parent_is_named(tmp_path):
     with pytest.raises(UsageError, match="no directory"):
-        commit.check_destination(tmp_path / "no" / "x", [], is_directory=False, overwrite=False)
+        check_destination(tmp_path / "no" / "x", [], is_directory=False, overwrite=False)
 
 
 @pytest.mark.parametrize(

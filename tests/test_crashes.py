@@ -21,6 +21,7 @@ import torch
 from reshard.errors import ExistsError
 from reshard.move import journal
 from reshard.output import commit
+from reshard.output import local as on_disk
 from reshard.output.partial import Partial
 from tests.test_cli import run
 
@@ -452,7 +453,7 @@ def test_what_is_not_ours_is_not_cleared(tmp_path):
 def test_a_replaced_directory_comes_back_where_the_swap_takes_two_steps(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old.json").write_text("old")
-    monkeypatch.setattr(commit, "_exchange", lambda *_: False)
+    monkeypatch.setattr(on_disk, "_exchange", lambda *_: False)
     place = Partial(tmp_path / "out")
     place.claim()
     (tmp_path / "out").rename(place.replaced)  # and then the process died

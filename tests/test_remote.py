@@ -16,57 +16,7 @@ from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageErro
 from reshard.paths import as_path, is_remote
 from reshard.remote import store, writing
 from tests import s3
-
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "llama-zero3-4ranks"
-
-
-@pytest.fixture(scope="module")
-def proxy():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    proxy = s3.Proxy(server.get_host_and_port()[1])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setattr(store, "FIRST_WAIT", 0.01)
-        patch.setitem(store._S3["config_kwargs"], "retries", {"total_max_attempts": 1})
-        store.store.cache_clear()
-        yield proxy
-    store.store.cache_clear()
-    proxy.shutdown()
-    proxy.server_close()
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def files(proxy):
-    """The store's own view of the server."""
-    files = store.store("s3").files
-    files.mkdir("bucket")
-    files.put(f"{EXAMPLE}/", "bucket/run/", recursive=True)
-    return files
-
-
-@pytest.fixture(autouse=True)
-def calm(proxy):
-    proxy.reset()
-    store.store("s3").forget()
-    yield
-    proxy.reset()
-
-
-def contents(files, prefix):
-    files.invalidate_cache()
-    return {name.removeprefix(f"{prefix}/"): files.cat_file(name) for name in files.find(prefix)}
-
-
-def local(place):
-    found = [path for path in sorted(place.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(place)): path.read_bytes() for path in found}
+from tests.s3 import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +113,6 @@ def test_what_fails_once_is_asked_again(files, proxy, converted):
     assert files.find("bucket/faults") == files.find("bucket/faults/dcp")
 
 
-def test_nothing_is_left_in_a_store_to_resume(files, proxy):
-    with pytest.raises(UsageError, match=r"s3://bucket/again/dcp.*--resume"):
-        reshard.split("s3://bucket/run", "s3://bucket/again/dcp", to="dcp", resume=True)
-
-
 def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_PART", 5 << 20)
     source = tmp_path / "model.safetensors"
@@ -207,7 +152,7 @@ def test_a_write_that_fails_leaves_nothing(files, proxy, monkeypatch, stage):
     monkeypatch.setattr(store, "ATTEMPTS", 2)
 
     def fault(method, path, _number):
-        copying = method == "PUT" and ".partial-" not in path
+        copying = method == "PUT" and ".partial/" not in path
         wanted = {
             "upload": method == "PUT" and "__2_0" in path,
             "copy": copying and "__2_0" in path,
@@ -268,11 +213,13 @@ def test_what_cannot_be_put_in_place_of_the_old_is_kept(files, proxy, monkeypatc
     proxy.fault = lambda method, path, _number: (
         500 if method == "PUT" and path == "/bucket/lost/model/config.json" else None
     )
-    with pytest.raises(ReshardError, match=r"lies whole.* at s3://bucket/lost/\.model\.partial-"):
+    with pytest.raises(ReshardError, match=r"lies whole.* at s3://bucket/lost/\.model\.partial/"):
         reshard.merge(EXAMPLE, "s3://bucket/lost/model", overwrite=True)
     proxy.reset()
-    places = {name.split("/")[2] for name in files.find("bucket/lost")} - {"model"}
-    assert contents(files, f"bucket/lost/{places.pop()}") == wanted
+    place = next(name for name in files.find("bucket/lost") if "/output-" in name)
+    assert contents(files, place.rpartition("/")[0]) == wanted
+    reshard.merge(EXAMPLE, "s3://bucket/lost/model", overwrite=True, resume=True)
+    assert contents(files, "bucket/lost") == {f"model/{name}": wanted[name] for name in wanted}
 
 
 def test_there_must_be_a_bucket(files):

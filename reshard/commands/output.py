@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -12,13 +13,16 @@ from reshard import units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
-from reshard.errors import DifferentError, UsageError
+from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
 from reshard.move import execute, journal
+from reshard.move import job as jobs
+from reshard.move.job import Job
 from reshard.move.outcome import Outcome
 from reshard.output import commit
+from reshard.output.destination import check_destination, check_space
 from reshard.output.partial import Partial
-from reshard.paths import as_path, is_remote
+from reshard.paths import as_path
 from reshard.plan.extents import by_file
 from reshard.plan.planner import Plan
 from reshard.ranks.team import ALONE, Progress, Team, check_same, told
@@ -26,7 +30,7 @@ from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
-    from reshard.remote.path import RemotePath
+    from reshard.remote.partial import RemotePartial
 
 OnOverflow = Literal["error", "clamp", "allow"]
 Check = Callable[[Path], None]
@@ -80,18 +84,13 @@ def opened(
     Raises:
         ReshardError: the source cannot be read or trusted, or the destination is taken.
     """
-    if options.resume and is_remote(str(destination)):
-        raise UsageError(
-            destination,
-            "is in an object store, where nothing is left of an interrupted run to --resume",
-            "leave out --resume",
-        )
     manifest = trusted(sources, options)
-    commit.check_destination(
+    check_destination(
         destination,
         [*sources, as_path(manifest.origin.path)],
         is_directory=is_directory,
         overwrite=options.overwrite,
+        resume=options.resume,
     )
     return manifest
 
@@ -144,23 +143,8 @@ def write(
     """
     team = options.team
     nbytes = sum(file.nbytes for file in skeleton.files)
-    job = journal.describe(manifest.files.values(), _shaping(options), skeleton)
+    job = jobs.describe(manifest.files.values(), _shaping(options), skeleton)
     check_same(team, manifest.origin.path, json.dumps(job))
-    if is_remote(str(destination)):
-        from reshard.move import upload
-        from reshard.remote import writing
-
-        staged = writing.staged(
-            cast("RemotePath", destination),
-            is_directory=is_directory,
-            overwrite=options.overwrite,
-            team=team,
-        )
-        with staged as output, metered(meter, nbytes) as bar, team.heeded():
-            how = _how(options, bar)
-            outcome = upload.write(plan, skeleton, manifest.files, output, **how)
-            _check_written(outcome, skeleton, output, options, look)
-        return Written(outcome, 0, [])
     claimed = commit.claimed(
         destination,
         is_directory=is_directory,
@@ -172,13 +156,32 @@ def write(
         done, notes = _begun(place, job, skeleton, options)
         if done is not None:
             bar(done.nbytes)
-        if team.first:
-            commit.check_space(destination, nbytes - place.held_bytes)
-        with journal.Journal(place, job, manifest.files, team.rank).writing() as kept:
-            more = {"done": done, "keep": kept.keep, **_how(options, bar)}
-            outcome = execute.execute(plan, skeleton, manifest.files, place.output, **more)
+        how = {"done": done, **_how(options, bar)}
+        outcome = _carried_out(plan, skeleton, manifest.files, place, job, how)
         _check_written(outcome, skeleton, place.output, options, look)
     return Written(outcome, done.nbytes if done else 0, notes)
+
+
+def _carried_out(
+    plan: Plan,
+    skeleton: Skeleton,
+    sources: Mapping[str, SourceFile],
+    place: commit.Place,
+    job: Job,
+    how: Mapping[str, Any],
+) -> Outcome:
+    """What came of it; what is done for good is written down beside the output."""
+    if isinstance(place, Partial):
+        if how["team"].first:
+            nbytes = sum(file.nbytes for file in skeleton.files)
+            check_space(place.destination, nbytes - place.held_bytes)
+        with journal.Journal(place, job, sources, how["team"].rank).writing() as kept:
+            return execute.execute(plan, skeleton, sources, place.output, keep=kept.keep, **how)
+    from reshard.move import receipts, upload
+
+    there = cast("RemotePartial", place)
+    sent = receipts.Receipts(there, job, sources, verified=how["verify"])
+    return upload.write(plan, skeleton, sources, there.output, keep=sent.keep, **how)
 
 
 def _how(options: OutputOptions, bar: Progress) -> dict[str, Any]:
@@ -212,14 +215,12 @@ def _shaping(options: OutputOptions) -> dict[str, object]:
 
 
 def _begun(
-    place: Partial,
-    job: journal.Job,
-    skeleton: Skeleton,
-    options: OutputOptions,
+    place: commit.Place, job: Job, skeleton: Skeleton, options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
     """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
     team = options.team
-    left = journal.left(place, job) if options.resume and team.first else None
+    find, check = _earlier(place, job, skeleton, options)
+    left = find() if options.resume and team.first else None
     goes_on = told(team, "on" if left else "")
     if not goes_on:
         size = place.held_bytes if team.first else 0
@@ -228,12 +229,30 @@ def _begun(
         team.meet()
         gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
         return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
-    workers, _ = options.budget()
     left = left or Outcome()
-    done = journal.intact(left, place, skeleton, verify=options.verify, workers=workers, team=team)
+    done = check(left)
     lost = left.nbytes - done.nbytes
     again = f"{units.show_bytes(lost)} of it were not as they had been written: done again"
-    return done, [again] if lost else []
+    return done, [again] if lost > 0 else []
+
+
+def _earlier(
+    place: commit.Place, job: Job, skeleton: Skeleton, options: OutputOptions
+) -> tuple[Callable[[], Outcome | None], Callable[[Outcome], Outcome]]:
+    """How to find what an earlier run says it has done, and what of it is so."""
+    verify, team = options.verify, options.team
+    if isinstance(place, Partial):
+        workers, _ = options.budget()
+        return partial(journal.left, place, job), lambda left: journal.intact(
+            left, place, skeleton, verify=verify, workers=workers, team=team
+        )
+    from reshard.move import receipts
+
+    there = cast("RemotePartial", place)
+    receipts.begin(there, job)
+    return partial(receipts.left, there, job), lambda _: receipts.intact(
+        there, job, verify=verify, team=team
+    )
 
 
 def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:

@@ -19,6 +19,7 @@ from reshard.formats import huggingface
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
 from reshard.output import commit
+from reshard.output.destination import check_destination
 from reshard.paths import as_path
 from reshard.proof import checks, deep, hashes, quick, scan
 from reshard.proof.checks import Check, not_applicable, not_run
@@ -144,7 +145,7 @@ def verify(
     listed = hashes.read(as_path(options.against)) if options.against else None
     if options.write_manifest:
         path = as_path(options.write_manifest)
-        commit.check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
+        check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
     report = VerifyReport(str(sources[0]), "deep" if options.reads_all else "quick")
     manifest = opened(lambda: _read(sources, options))
     if isinstance(manifest, Check):

@@ -20,6 +20,7 @@ from reshard.errors import ExistsError
 from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, Table
 from reshard.output import commit
+from reshard.output.destination import check_destination
 from reshard.version import __version__
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -42,7 +43,7 @@ def check(
         ExistsError: it exists (and ``overwrite`` is off), or lies inside a source or the output.
         UsageError: its parent directory does not exist.
     """
-    commit.check_destination(path, list(sources), is_directory=False, overwrite=overwrite)
+    check_destination(path, list(sources), is_directory=False, overwrite=overwrite)
     if destination is not None:
         real, output = path.resolve(), destination.resolve()
         if real == output or output in real.parents:

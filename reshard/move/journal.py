@@ -1,6 +1,6 @@
 """What of an unfinished output is on the disk for good, so that another run can go on from it.
 
-A journal is lines of JSON, each behind its own CRC-32. The first says which job it is of; every
+The first line of a journal says which job it is of; every
 other is what was seen of a batch of windows, whose bytes were made durable before the line was
 written. A line that is cut off or damaged ends the journal: what it told of is done again.
 
@@ -9,8 +9,6 @@ Each process of a run appends to a journal of its own, and all that lie in the p
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from stat import S_ISREG
-from typing import Any
 
-from reshard.checksum import crc32
-from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import Skeleton, SourceFile
+from reshard.move import job as jobs
+from reshard.move.job import Job
 from reshard.move.outcome import Outcome
 from reshard.move.outputs import write_at
 from reshard.move.records import crc_of
@@ -32,55 +29,12 @@ from reshard.move.share import pooled
 from reshard.move.spans import FileSpan, Spans
 from reshard.move.workers import spread
 from reshard.output.partial import Partial, disk_error, sync
-from reshard.paths import as_path
 from reshard.ranks.team import ALONE, Progress, Team, own, unseen
-from reshard.version import __version__
 
 BATCH_BYTES = 256 << 20
 """What a worker writes between two lines, so what a kill can cost it."""
 
 NAME = "journal"
-
-_CRC = 8  # characters
-
-Job = Mapping[str, Any]
-
-
-def describe(
-    sources: Iterable[SourceFile], options: Mapping[str, object], skeleton: Skeleton
-) -> Job:
-    """What must be the same for a run to go on where another stopped.
-
-    Args:
-        options: those that have a say in the output's bytes; where one names a file, that counts.
-    """
-    laid_out = hashlib.sha256()
-    for file in skeleton.files:
-        laid_out.update(repr((file.name, file.nbytes, len(file.literals))).encode())
-        for offset, data in file.literals:
-            laid_out.update(repr((offset, len(data))).encode() + data)
-    return {
-        "reshard": __version__,
-        "options": {name: _stamped(value) for name, value in options.items()},
-        "output": laid_out.hexdigest(),
-        "sources": {
-            file.path: [file.nbytes, *_stamp(file.path)] for file in sources if file.lasting
-        },
-    }
-
-
-def _stamped(value: object) -> str:
-    named = isinstance(value, (str, Path)) and str(value)
-    return repr((value, *_stamp(str(value)))) if named else repr(value)
-
-
-def _stamp(path: str) -> tuple[int, ...]:
-    """When and at what size a file was written; nothing where there is none."""
-    try:
-        status = as_path(path).stat()
-    except (OSError, ValueError):
-        return ()
-    return status.st_size, status.st_mtime_ns
 
 
 class Journal:
@@ -88,7 +42,7 @@ class Journal:
 
     Args:
         place: claimed; an earlier run's journal of this rank is gone on with.
-        job: see `describe`.
+        job: see `job.describe`.
         sources: reads of those that have checksums of their own are kept too, to be compared.
     """
 
@@ -148,7 +102,7 @@ class Journal:
 
     def _append(self, seen: Outcome) -> None:
         """The files first, then the line that vouches for them."""
-        output, line = self._place.output, _line(seen.to_json(self._checked))
+        output, text = self._place.output, jobs.line(seen.to_json(self._checked))
         sync(output / name for name in seen.windows.files)
         first = self._end is None
         if first:
@@ -157,17 +111,17 @@ class Journal:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 if self._end is None:
-                    self._end = sum(len(line) for line in _whole_lines(self._path))
+                    self._end = sum(len(each) for each in _whole_lines(self._path))
                     os.ftruncate(descriptor, self._end)  # a tail that was cut off
                 if not self._end:
-                    line = _line(self._job) + line
-                write_at(descriptor, memoryview(line), self._end)
+                    text = jobs.line(self._job) + text
+                write_at(descriptor, memoryview(text), self._end)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise disk_error(self._path, error) from error
-        self._end += len(line)
+        self._end += len(text)
         if first:
             sync([self._place.path, self._place.path.parent])
         self._place.kept_bytes += seen.nbytes
@@ -184,16 +138,11 @@ def left(place: Partial, job: Job) -> Outcome | None:
     """
     seen, found = Outcome(), False
     for path in place.journals:
-        lines = (json.loads(line[_CRC + 1 :]) for line in _whole_lines(path))
+        lines = map(jobs.document, _whole_lines(path))
         begun_as = next(lines, None)
         if begun_as is None:
             continue
-        if begun_as != job:
-            raise UsageError(
-                place.destination,
-                f"the run that was interrupted cannot be gone on with: {_change(begun_as, job)}",
-                "run what was run then, or leave out --resume to begin anew",
-            )
+        jobs.check_same(place.destination, begun_as, job)
         found = True
         for document in lines:
             seen.add(Outcome.from_json(document))
@@ -258,29 +207,7 @@ def _as_written(
     return Spans(same)
 
 
-def _line(document: object) -> bytes:
-    text = json.dumps(document, separators=(",", ":")).encode()
-    return b"%08x %b\n" % (crc32(text), text)
-
-
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines before the first that is cut off or damaged."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            text = line[_CRC + 1 : -1]
-            if line != b"%08x %b\n" % (crc32(text), text):
-                return
-            yield line
-
-
-def _change(before: Job, now: Job) -> str:
-    """The first thing in which two jobs differ."""
-    if before["reshard"] != now["reshard"]:
-        return f"it was of reshard {before['reshard']}, this is {now['reshard']}"
-    for what in ("sources", "options"):
-        for name in {**before[what], **now[what]}:
-            if before[what].get(name) != now[what].get(name):
-                return f"{name} is not as it was then"
-    return "its output was laid out in another way"
+    if path.exists():
+        with path.open("rb") as file:
+            yield from jobs.whole(file)

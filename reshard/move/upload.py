@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
@@ -32,6 +33,13 @@ from reshard.remote.writing import check_same, upload
 
 _FILES_AT_ONCE = 8
 
+Keep = Callable[[OutputFile, Outcome], None]
+"""Told of a file that has arrived, and of what was seen when it was made."""
+
+
+def unkept(_file: OutputFile, _seen: Outcome) -> None:
+    """Of a run that leaves no receipts."""
+
 
 def write(  # noqa: PLR0913 - by keyword, each with a default that is right alone
     plan: Plan,
@@ -44,14 +52,22 @@ def write(  # noqa: PLR0913 - by keyword, each with a default that is right alon
     clamp: bool = False,
     verify: bool = True,
     progress: Progress = unseen,
+    done: Outcome | None = None,
+    keep: Keep = unkept,
     team: Team = ALONE,
 ) -> Outcome:
     """As `execute.execute`, into an object store; each rank makes whole files.
 
+    Args:
+        done: what an earlier run saw of files that are there already.
+        keep: called by the thread that has sent a file.
+
     Raises:
         ReshardError: a file cannot be sent; else as there.
     """
-    sizes = {file.name: file.nbytes for file in skeleton.files}
+    before = done or Outcome()
+    there = set(before.windows.files)
+    sizes = {file.name: file.nbytes for file in skeleton.files if file.name not in there}
     mine = Share(team, sum(sizes.values())).files(sizes)
     seen = Outcome()
     with (
@@ -59,10 +75,11 @@ def write(  # noqa: PLR0913 - by keyword, each with a default that is right alon
         tempfile.TemporaryDirectory(prefix="reshard-") as here,
         OutputFiles(Path(here)) as made,
         ThreadPoolExecutor(_FILES_AT_ONCE) as threads,
+        _Sending(threads, made, directory, verify=verify, keep=keep) as sending,
     ):
         run = Run(pool, made, sources, skeleton, verify=verify)
         files = {file.name: file for file in skeleton.files if file.name in mine}
-        sending = _Sending(threads, made, directory, files, verify=verify)
+        sending.reserve(files.values())
         for file, batches in _by_file(plan.by_file(), files):
             sending.make_room(file)
             run.create([file])
@@ -72,12 +89,14 @@ def write(  # noqa: PLR0913 - by keyword, each with a default that is right alon
             run.store_checksums(
                 (stored for stored in skeleton.checksums if stored.file == file.name), part
             )
-            sending.send(file)
+            sending.send(file, part)
             seen.add(replace(part, windows=Spans()))
         sending.finish()
         outcome = pooled(team, seen)
+        outcome.add(before)
         check_records(outcome.reads, sources, pool, workers, team)
     team.meet()
+    directory.store.forget()  # what was listed before others had sent theirs
     return outcome
 
 
@@ -100,20 +119,38 @@ class _Sending:
         threads: ThreadPoolExecutor,
         made: OutputFiles,
         directory: RemotePath,
-        files: Mapping[str, OutputFile],
         *,
         verify: bool,
+        keep: Keep,
     ) -> None:
-        self._made = made
-        self._verify = verify
         self._threads = threads
+        self._made = made
         self._directory = directory
-        self._room = 2 * max((file.nbytes for file in files.values()), default=0)
+        self._verify = verify
+        self._keep = keep
+        self._room = 0
         self._under_way: deque[tuple[Future[None], int]] = deque()
-        free = shutil.disk_usage(made.directory).free
+        self._stop = threading.Event()
+
+    def __enter__(self) -> _Sending:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """An error does not wait for files to be sent to their end."""
+        if kind is not None:
+            self._stop.set()
+
+    def reserve(self, files: Collection[OutputFile]) -> None:
+        """Have room for two of the largest.
+
+        Raises:
+            ResourceError: there is not.
+        """
+        self._room = 2 * max((file.nbytes for file in files), default=0)
+        free = shutil.disk_usage(self._made.directory).free
         if free < self._room:
             raise ResourceError(
-                made.directory,
+                self._made.directory,
                 f"{self._room:,} bytes are needed for two output files, {free:,} are free",
                 "free space, set TMPDIR to a larger disk, or ask for smaller files",
             )
@@ -123,23 +160,24 @@ class _Sending:
         while self._under_way and self._nbytes() + file.nbytes > self._room:
             self._wait()
 
-    def send(self, file: OutputFile) -> None:
+    def send(self, file: OutputFile, seen: Outcome) -> None:
         """Send a finished file in the background."""
         while len(self._under_way) >= _FILES_AT_ONCE:
             self._wait()
-        self._under_way.append((self._threads.submit(self._send, file.name), file.nbytes))
+        self._under_way.append((self._threads.submit(self._send, file, seen), file.nbytes))
 
     def finish(self) -> None:
         """Wait for all."""
         while self._under_way:
             self._wait()
 
-    def _send(self, name: str) -> None:
-        self._made.forget(name)
-        made = self._made.directory / name
-        upload(made, self._directory / name)
+    def _send(self, file: OutputFile, seen: Outcome) -> None:
+        self._made.forget(file.name)
+        made, sent = self._made.directory / file.name, self._directory / file.name
+        upload(made, sent, self._stop)
         if self._verify:
-            check_same(made, self._directory / name)
+            check_same(made, sent, self._stop)
+        self._keep(file, seen)
         made.unlink()
 
     def _nbytes(self) -> int:

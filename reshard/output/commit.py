@@ -3,120 +3,74 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
 
-from reshard import signals, units
-from reshard.errors import ExistsError, ReshardError, ResourceError, UsageError, is_outside
-from reshard.output.partial import Partial, sync
+from reshard import units
+from reshard.errors import ReshardError, ResourceError, UsageError, is_outside
+from reshard.output.local import Local
 from reshard.paths import is_remote
 from reshard.ranks.team import ALONE, Team
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-# What a directory may hold to be replaced by --overwrite: the files of a model export.
-_EXPORT_SUFFIXES = frozenset(
-    [
-        ".safetensors",
-        ".json",
-        ".bin",
-        ".pt",
-        ".pth",
-        ".txt",
-        ".model",
-        ".jinja",
-        ".py",
-        ".md",
-        ".tiktoken",
-    ]
-)
+if TYPE_CHECKING:
+    from reshard.remote.path import RemotePath
 
 
-def check_destination(
-    destination: Path, sources: list[Path], *, is_directory: bool, overwrite: bool
-) -> None:
-    """Refuse a destination before any work is done.
+class Place(Protocol):
+    """Where an output grows, hidden beside its destination, on a disk or in an object store."""
 
-    Raises:
-        ExistsError: it exists (and ``overwrite`` is off or would delete other things), is of the
-            other kind, or lies inside a source.
-        UsageError: its parent directory does not exist.
-    """
-    real = destination.resolve()
-    for source in sources:
-        inside = source.resolve()
-        if real == inside or inside in real.parents:
-            raise ExistsError(
-                destination,
-                f"lies inside the source {source}, which is never written to",
-                "choose a destination outside of it",
-            )
-        if real in inside.parents and overwrite:
-            raise ExistsError(destination, f"contains the source {source}", "choose another place")
-    if is_remote(str(real)):
-        _remote().check_bucket(real)
-    elif not real.parent.is_dir():
-        raise UsageError(destination, f"there is no directory {real.parent}", "create it first")
-    if destination.is_dir() and is_directory:
-        _check_directory(destination, overwrite=overwrite)
-    elif destination.is_dir():
-        raise ExistsError(destination, "is a directory, and the output is one file", "remove it")
-    elif _is_there(destination) and (is_directory or not destination.is_file()):
-        raise ExistsError(destination, "exists and is no directory", "choose another name")
-    elif _is_there(destination) and not overwrite:
-        raise ExistsError(destination, "exists already", "remove it, or give --overwrite")
+    kept_bytes: int  # of the output, with which a later run could go on
+    keeps_unasked: bool  # whether those stay without --resume too
+    published: bool
+    only_copy: bool  # whether what was to be replaced is gone, and the output has no name yet
 
+    @property
+    def destination(self) -> Path:
+        """What it gets its name from."""
 
-def _check_directory(destination: Path, *, overwrite: bool) -> None:
-    children = sorted(destination.iterdir())
-    if children and not overwrite:
-        raise ExistsError(
-            destination,
-            f"exists and is not empty ({children[0].name}, ...)",
-            "remove it, or give --overwrite",
-        )
-    foreign = [c.name for c in children if c.is_dir() or not _is_export(c.name)]
-    if children and not foreign and not any(c.suffix in _WEIGHTS for c in children):
-        foreign = [children[0].name]
-    if foreign:
-        raise ExistsError(
-            destination,
-            f"--overwrite would delete {foreign[0]!r}, which no model export contains",
-            "remove the directory yourself, or choose another",
-        )
+    @property
+    def path(self) -> Path:
+        """The place itself."""
 
+    @property
+    def output(self) -> Path:
+        """Where the files lie in it."""
 
-def _remote() -> ModuleType:
-    from reshard.remote import writing
+    @property
+    def noted_bytes(self) -> int:
+        """What a run has noted there as done for good."""
 
-    return writing
+    @property
+    def held_bytes(self) -> int:
+        """What the output takes by now."""
 
+    def claim(self) -> None:
+        """Take it; refused where another process writes there."""
 
-def _is_there(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
+    def join(self, rank: int) -> None:
+        """Take part in what the first rank has claimed."""
 
+    def release(self) -> None:
+        """Let another process have it."""
 
-def check_space(destination: Path, nbytes: int) -> None:
-    """Refuse what cannot fit.
+    def clear(self) -> None:
+        """Remove what is in it; an empty output is there then."""
 
-    Raises:
-        ResourceError: the file system has less free space than ``nbytes``.
-    """
-    if is_remote(str(destination)):
-        return  # its store has room; `move.upload` looks at what it needs here
-    free = shutil.disk_usage(destination.resolve().parent).free
-    if free < nbytes:
-        raise ResourceError(
-            destination,
-            f"{nbytes:,} bytes are to be written, {free:,} are free on its disk",
-            "free space, or write elsewhere",
-        )
+    def check_free(self) -> None:
+        """Refuse a destination at which something has come meanwhile."""
 
+    def settle(self) -> None:
+        """Make the output durable."""
 
-def _is_export(name: str) -> bool:
-    return Path(name).suffix in _EXPORT_SUFFIXES and not name.endswith("_states.pt")
+    def publish(self, *, is_directory: bool, overwrite: bool) -> None:
+        """Give the output its name."""
+
+    def give_up(self, *, resume: bool) -> None:
+        """What a rank that is not the first does with its files when it fails."""
+
+    def remove(self) -> None:
+        """Remove it, if it was claimed."""
 
 
 @contextlib.contextmanager
@@ -126,12 +80,6 @@ def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterato
     For a file, the block must leave one file of the destination's name in it. On any exception
     the temporary directory goes and the destination is untouched.
     """
-    if is_remote(str(destination)):
-        with _remote().staged(
-            destination, is_directory=is_directory, overwrite=overwrite
-        ) as output:
-            yield output
-        return
     with claimed(destination, is_directory=is_directory, overwrite=overwrite) as place:
         place.clear()
         yield place.output
@@ -145,7 +93,7 @@ def claimed(
     overwrite: bool,
     resume: bool = False,
     team: Team = ALONE,
-) -> Iterator[Partial]:
+) -> Iterator[Place]:
     """The partial place, whose output becomes ``destination`` when the block ends well.
 
     What an earlier process left in it is there still. It stays for a later run where the block
@@ -158,46 +106,27 @@ def claimed(
     Raises:
         ExistsError: another process is writing there, or the destination is taken.
     """
-    place = Partial(destination.resolve().parent / destination.name)
+    place = _place(destination)
     if not team.first:
-        with _joined(place, team):
+        with _joined(place, team, resume=resume):
             yield place
         return
-    published = False
-    if resume and place.journals:
-        place.kept_bytes = place.held_bytes  # until they are read
+    if resume:
+        place.kept_bytes = place.noted_bytes  # until they are read
     try:
         place.claim()
         if not overwrite:
-            _check_free(place.destination)
+            place.check_free()
         team.meet()  # claimed
         yield place
-        sync([*place.output.rglob("*"), place.output])
+        place.settle()
         team.meet()  # written
-        with signals.deferred():
-            place.end_journals()
-            _publish(place, is_directory=is_directory, overwrite=overwrite)
-            sync([place.path.parent])
-            published = True
+        place.publish(is_directory=is_directory, overwrite=overwrite)
         team.meet()
     except BaseException as error:
-        if team.size > 1 and place.journals:
-            place.kept_bytes = place.held_bytes  # by the other ranks too
-        if published:
-            _tell(error, f"{destination} was written before")
-            _remove(place)
-        elif resume and isinstance(error, UsageError):
-            pass  # what cannot be gone on with so may be otherwise
-        elif place.kept_bytes and _is_outside(error, resume=resume):
-            size = units.show_bytes(place.kept_bytes)
-            _tell(
-                error,
-                f"nothing was written to {destination}; {size} that are done stay in"
-                f" {place.path}: --resume goes on with them",
-            )
-        else:
-            _tell(error, f"nothing was written to {destination}")
-            _remove(place)
+        if _stays(place, error, team, resume=resume):
+            raise
+        _remove(place)
         raise
     else:
         _remove(place)
@@ -205,23 +134,57 @@ def claimed(
         place.release()
 
 
+def _place(destination: Path) -> Place:
+    real = destination.resolve().parent / destination.name
+    if not is_remote(str(real)):
+        return Local(real)
+    from reshard.remote.partial import RemotePartial
+
+    return RemotePartial(cast("RemotePath", real))
+
+
 @contextlib.contextmanager
-def _joined(place: Partial, team: Team) -> Iterator[None]:
+def _joined(place: Place, team: Team, *, resume: bool) -> Iterator[None]:
     """The part of any rank but the first."""
     try:
         team.meet()  # claimed
         place.join(team.rank)
         yield
-        sync([*place.output.rglob("*"), place.output])  # what this machine has in its own cache
+        place.settle()
+    except BaseException:
+        with contextlib.suppress(OSError, ReshardError):  # the first error has been told
+            place.give_up(resume=resume)
+        raise
     finally:
         place.release()
     team.meet()  # written
     team.meet()  # published
 
 
-def _remove(place: Partial) -> None:
+def _stays(place: Place, error: BaseException, team: Team, *, resume: bool) -> bool:
+    """Whether a failed run leaves its place for another one; the error says what became of it."""
+    there = place.destination
+    if place.published:
+        _tell(error, f"{there} was written before, whole", instead=True)
+        return False
+    if place.only_copy or (resume and isinstance(error, UsageError)):
+        return True  # what cannot be gone on with so may be otherwise
+    if team.size > 1:
+        with contextlib.suppress(ReshardError):  # a store that is away: what this rank knows
+            place.kept_bytes = place.noted_bytes  # by other ranks too
+    if place.kept_bytes and _is_outside(error, resume=resume):
+        size = units.show_bytes(place.kept_bytes)
+        if resume or place.keeps_unasked:
+            stay = f"{size} that are done stay in {place.path}: --resume goes on with them"
+            _tell(error, f"nothing was written to {there}; {stay}")
+            return True
+    _tell(error, f"nothing was written to {there}")
+    return False
+
+
+def _remove(place: Place) -> None:
     """Remove it as far as that goes: what stays is met by the next run at this destination."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ReshardError):
         place.remove()
 
 
@@ -231,71 +194,12 @@ def _is_outside(error: BaseException, *, resume: bool) -> bool:
     return resume if full else is_outside(error)
 
 
-def _tell(error: BaseException, what: str) -> None:
+def _tell(error: BaseException, what: str, *, instead: bool = False) -> None:
     """Let the error's message say what became of the output."""
-    if isinstance(error, ReshardError) and "--resume" in what:
-        error.remedy = f"{error.remedy}; {what}" if error.remedy else what
-    elif isinstance(error, (KeyboardInterrupt, MemoryError)):
+    if isinstance(error, (KeyboardInterrupt, MemoryError)):
         error.args = (what,)
-
-
-def _check_free(destination: Path) -> None:
-    """As `check_destination`, once nobody else can be writing there."""
-    taken = os.path.lexists(destination)
-    if taken and not (destination.is_dir() and not any(destination.iterdir())):
-        raise ExistsError(
-            destination, "was created by another process meanwhile", "nothing was changed"
-        )
-
-
-def _publish(place: Partial, *, is_directory: bool, overwrite: bool) -> None:
-    if is_directory:
-        _publish_directory(place, overwrite=overwrite)
-    else:
-        made = place.output / place.destination.name
-        _publish_file(made, place.destination, overwrite=overwrite)
-
-
-def _publish_file(made: Path, destination: Path, *, overwrite: bool) -> None:
-    if overwrite:
-        made.replace(destination)
+    elif not isinstance(error, ReshardError):
         return
-    try:
-        os.link(made, destination)  # unlike rename, never replaces what another process put there
-    except FileExistsError as error:
-        raise ExistsError(
-            destination, "was created by another process meanwhile", "nothing was changed"
-        ) from error
-    except OSError:  # a file system without hard links
-        made.rename(destination)
-
-
-def _publish_directory(place: Partial, *, overwrite: bool) -> None:
-    umask = os.umask(0)
-    os.umask(umask)
-    place.output.chmod(0o777 & ~umask)
-    destination = place.destination
-    replacing = overwrite and destination.exists()
-    if replacing and _exchange(place.output, destination):
-        return
-    try:
-        if replacing:
-            destination.rename(place.replaced)
-        place.output.rename(destination)
-    except OSError as error:
-        if replacing and place.replaced.exists() and not destination.exists():
-            place.replaced.rename(destination)
-        raise ExistsError(
-            destination, f"could not be put in place: {error.strerror}", "nothing was changed"
-        ) from error
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step, where the system can: Linux, on most local file systems."""
-    import ctypes
-
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and (
-        rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
-    )
+    elif instead or "--resume" in what or is_outside(error):
+        known = "" if instead or what in error.remedy else error.remedy
+        error.remedy = f"{known}; {what}" if known else what

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 import stat
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from reshard import signals
 from reshard.errors import ExistsError, ReshardError, ResourceError
+from reshard.ranks import holder
 
 _SYNCS = 16  # at a time
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -76,6 +76,11 @@ class Partial:
     def journals(self) -> list[Path]:
         """Those that are there."""
         return sorted(self.path.glob("journal*"))
+
+    @property
+    def noted_bytes(self) -> int:
+        """What the output takes by now, where a run has noted what of it is done for good."""
+        return self.held_bytes if self.journals else 0
 
     @property
     def held_bytes(self) -> int:
@@ -204,18 +209,19 @@ class Partial:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             who = _holder(lock)
-            by = f"process {who['pid']} on {who['host']}" if who else "another process"
             raise ExistsError(
-                self.destination, f"is being written by {by}", "wait for it, or write elsewhere"
+                self.destination,
+                f"is being written by {holder.named(who)}",
+                "wait for it, or write elsewhere",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
             who = _holder(lock)
-            if who is not None and not _is_dead(who):
+            if who is not None and not holder.is_dead(who):
                 raise ExistsError(
                     self.path,
-                    f"is of process {who['pid']} on {who['host']}, and this file system has no"
+                    f"is of {holder.named(who)}, and this file system has no"
                     " locks that say whether it lives",
                     f"remove {self.path}/lock* if it does not",
                 ) from error
@@ -225,29 +231,11 @@ def _sign(lock: int, path: Path) -> None:
     """Write down who has a lock."""
     try:
         os.ftruncate(lock, 0)
-        me = {"pid": os.getpid(), "host": os.uname().nodename}
-        os.pwrite(lock, json.dumps(me).encode(), 0)
+        os.pwrite(lock, holder.signature(), 0)
     except OSError as error:
         raise disk_error(path, error) from error
 
 
-def _holder(lock: int) -> dict[str, object] | None:
+def _holder(lock: int) -> holder.Holder | None:
     """Who the lock's file says has it; None while that is being written."""
-    try:
-        said = json.loads(os.pread(lock, 4096, 0))
-    except ValueError:
-        return None
-    return said if isinstance(said, dict) and {"pid", "host"} <= said.keys() else None
-
-
-def _is_dead(who: dict[str, object]) -> bool:
-    """Whether it ran here and runs no more; of other machines nobody knows."""
-    if who["host"] != os.uname().nodename:
-        return False
-    try:
-        os.kill(int(str(who["pid"])), 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, ValueError):
-        return False
-    return False
+    return holder.read(os.pread(lock, 4096, 0))

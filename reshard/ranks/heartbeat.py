@@ -73,7 +73,7 @@ def dead(store: Store, ranks: Sequence[int], what: str) -> ReshardError:
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return gone(
         f"rank {shown}{more}",
-        f"{what}: killed, or its machine is gone; the run ends and nothing is written",
+        f"{what}: killed, or its machine is gone; the run ends",
     )
 
 

@@ -27,6 +27,7 @@ _PATIENCE = 60.0  # seconds without one, and a rank is taken for dead
 _LAST_WORDS = 5.0  # seconds to wait for the other ranks' when this one was interrupted
 _CLEANING = 20.0  # seconds to wait for the first rank, which cleans up and speaks
 _STEP = 0.02, 0.5  # seconds between two looks at the store, the first and the longest
+_DONE = "what was asked for had been done before, whole"
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -179,8 +180,19 @@ class Ranks:
         return failure
 
     def part(self) -> None:
-        """Meet a last time; the first rank, which may have the store, leaves after the others."""
-        self.meet()
+        """Meet a last time; the first rank, which may have the store, leaves after the others.
+
+        Raises:
+            ReshardError: one will not come; what was to be done is done all the same.
+        """
+        try:
+            self.meet()
+        except ReshardError as error:
+            error.remedy = _DONE
+            raise
+        except KeyboardInterrupt as error:  # a launcher that lost a rank
+            error.args = (_DONE,)
+            raise
         self._watch.stop()
         if not self.first:
             self._store.set(f"parted/{self.rank}", "")
@@ -248,7 +260,7 @@ class Ranks:
             if silent and interrupted:  # this rank or another, by a launcher that lost one
                 told = dead(self._store, silent, "ended without a word")
                 more = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
-                told.remedy = "; ".join([told.remedy, *(str(each) for each in more if each)])
+                told.remedy = "; ".join(str(each) for each in more if each) or told.remedy
                 return told
         return failure
 

@@ -6,18 +6,18 @@ and never in a look at the wrong place.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import stat
 from collections.abc import Generator, Iterator
-from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import PosixPath
 from typing import Any, NoReturn
 
-from reshard.errors import UsageError
+from reshard.errors import IncompleteError, UsageError
 from reshard.remote import reading
-from reshard.remote.store import Info, Store, attempt, store
+from reshard.remote.store import Info, Store, attempt, store, version_of, written_at
 
 _BUFFER = 64 << 10
 
@@ -83,8 +83,14 @@ class RemotePath(PosixPath):
         if info is None:
             raise FileNotFoundError(2, "there is no such object", str(self))
         kind = stat.S_IFREG if info["type"] == "file" else stat.S_IFDIR
-        when = _changed(info)
+        when = written_at(info)
         return os.stat_result((kind, 0, 0, 1, 0, 0, info["size"] or 0, when, when, when))
+
+    @property
+    def version(self) -> tuple[str, ...]:
+        """What is another once it was written anew; nothing where there is none."""
+        info = self.info()
+        return () if info is None else version_of(info)
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
         """What lies directly below it.
@@ -152,13 +158,22 @@ class RemotePath(PosixPath):
 
     def write_bytes(self, data: Any) -> int:
         """Write a small object at once."""
-        attempt(str(self), lambda: self.store.files.pipe_file(self.key, bytes(data)))
+        attempt(
+            str(self),
+            lambda: self.store.files.pipe_file(self.key, bytes(data)),
+            "cannot be written",
+        )
         self.store.forget()
         return len(data)
 
     def write_text(self, data: str, *_: Any, **__: Any) -> int:
         """Write a small text."""
         return self.write_bytes(data.encode())
+
+    def remove(self) -> None:
+        """Remove the object, if it is there."""
+        with contextlib.suppress(IncompleteError):
+            attempt(str(self), lambda: self.store.files.rm_file(self.key), "cannot be removed")
 
     def mkdir(self, *_: Any, **__: Any) -> None:
         """Folders are there when something lies in them."""
@@ -212,13 +227,3 @@ class _Stream(io.RawIOBase):
         count = self._file.pread(target, self._at) if target else 0
         self._at += count
         return count
-
-
-def _changed(info: Info) -> int:
-    """When it was written, under the name that its filesystem has for that."""
-    found = next(
-        (info[key] for key in ("LastModified", "mtime", "updated", "created") if info.get(key)), 0
-    )
-    if isinstance(found, datetime):
-        return int(found.timestamp())
-    return int(found) if isinstance(found, (int, float)) else 0

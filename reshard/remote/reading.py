@@ -13,14 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
-from reshard.remote.store import Store, attempt, store_of
+from reshard.remote.store import Store, attempt, store_of, version_of
 
 _BLOCK = 256 << 10
 _KEPT = 64  # blocks of a process: 16 MiB
 _SMALL = 64 << 10  # reads below are answered from blocks
 _GAP = 64 << 10  # bytes that are fetched with what lies around them
 _SPAN = 8 << 20  # the most that is fetched as one
-_VERSION = ("size", "ETag", "etag", "generation", "LastModified", "mtime", "created")
 
 Range = tuple[str, int, int]  # url, byte offset, nbytes
 
@@ -62,7 +61,7 @@ class RemoteFile:
             raise IncompleteError(url, "is not there", "was the checkpoint moved?")
         self.url = url
         self.nbytes: int = info["size"]
-        self._version = tuple(str(info.get(key)) for key in _VERSION)
+        self._version = version_of(info)
 
     def pread(self, target: memoryview, byte_offset: int) -> int:
         """Fill the target from an offset on, as far as the object goes; how many bytes came."""

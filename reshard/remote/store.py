@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar
 
@@ -24,11 +26,20 @@ _S3 = {
     "use_listings_cache": False,
 }
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": _S3, "s3a": _S3}
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_PATIENT = {"gs": 2, "gcs": 2, "az": 2, "abfs": 2}  # their libraries wait longer each time
+_FINAL = (IsADirectoryError, NotADirectoryError)
+_REFUSED = (401, 403)
+_TALKATIVE = ("gcsfs", "azure")
 _LIBRARIES = frozenset(
     "adlfs aiobotocore aiohttp azure botocore fsspec gcsfs google requests s3fs urllib3".split()
 )
-_HOPELESS = ("NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
+_TAGS = ("ETag", "etag", "generation", "md5Hash")
+_TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
+_HOPELESS = frozenset(
+    "NoCredentialsError PartialCredentialsError DefaultCredentialsError"
+    " ParamValidationError".split()
+)
+_CREDENTIALS = "give the credentials where its library looks for them (environment, ~/.aws, ...)"
 
 
 class Store:
@@ -86,6 +97,29 @@ class Store:
             self._listed.clear()
 
 
+def version_of(info: Info) -> tuple[str, ...]:
+    """What is another once an object was written anew: its size and tag, or when that was.
+
+    Nothing where its store says neither.
+    """
+    for keys in _TAGS, _TIMES:
+        found = [str(info[key]) for key in keys if info.get(key)]
+        if found:
+            return str(info["size"]), *found
+    return ()
+
+
+def written_at(info: Info) -> int:
+    """When it was written, in seconds, under the name that its filesystem has for that."""
+    when = next((info[key] for key in _TIMES if info.get(key)), 0)
+    if isinstance(when, str):
+        try:
+            when = datetime.fromisoformat(when.replace("Z", "+00:00"))
+        except ValueError:
+            return 0  # in a form of its own
+    return int(when.timestamp() if isinstance(when, datetime) else when)
+
+
 @cache
 def store(scheme: str) -> Store:
     """The store of a URL's scheme.
@@ -105,6 +139,8 @@ def _filesystem(scheme: str) -> Any:
     try:
         import fsspec
 
+        for name in _TALKATIVE:  # what they log at every failed request, its error says
+            logging.getLogger(name).addHandler(logging.NullHandler())
         return fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
         raise UsageError(
@@ -113,7 +149,10 @@ def _filesystem(scheme: str) -> Any:
             "pip install reshard[remote]",
         ) from error
     except ValueError as error:
-        raise UsageError(f"{scheme}://", f"is no kind of URL that fsspec knows: {error}") from error
+        if str(error).startswith("Protocol not known"):
+            what = f"is no kind of URL that fsspec knows: {error}"
+            raise UsageError(f"{scheme}://", what) from error
+        raise UsageError(f"{scheme}://", f"cannot be opened: {error}", _CREDENTIALS) from error
 
 
 def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached") -> T:
@@ -123,22 +162,24 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
         IncompleteError: there is no such object.
         ReshardError: it is refused, or every attempt failed.
     """
-    for number in range(ATTEMPTS):
+    most = min(ATTEMPTS, _PATIENT.get(url.partition("://")[0], ATTEMPTS))
+    for number in range(most):
         try:
             return request()
-        except FileNotFoundError as error:
-            raise IncompleteError(url, "is not there") from error
         except Exception as error:
+            if _status(error) == 404:
+                raise IncompleteError(url, "is not there") from error
             if not _is_of_others(error):
                 raise
-            if isinstance(error, _FINAL) or type(error).__name__ in _HOPELESS:
-                raise ReshardError(url, f"{what}: {_said(error)}", _remedy(error)) from error
-            if number == ATTEMPTS - 1:
+            if _is_final(error):
+                said = f"{what}: {_said(error)}"
+                raise ReshardError(url, said, _remedy(error)) from _outside(error)
+            if number == most - 1:
                 raise ReshardError(
                     url,
-                    f"{what}, in {ATTEMPTS} attempts: {_said(error)}",
+                    f"{what}, in {most} attempts: {_said(error)}",
                     "look at the network and the store, then run the same command again",
-                ) from error
+                ) from _outside(error)
             wait = min(FIRST_WAIT * 2**number, _LONGEST_WAIT)
             time.sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - so that many do not come at once
     raise AssertionError("unreachable")
@@ -150,12 +191,36 @@ def _is_of_others(error: Exception) -> bool:
     return outside or type(error).__module__.split(".")[0] in _LIBRARIES
 
 
+def _outside(error: Exception) -> OSError:
+    """An error of a library as one of the system, after which another run may succeed."""
+    if isinstance(error, OSError):
+        return error
+    outside = ConnectionError(_said(error))
+    outside.__cause__ = error
+    return outside
+
+
 def _said(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:300]
 
 
+def _status(error: Exception) -> int | None:
+    """What the server answered with, as far as its library lets that be seen."""
+    if isinstance(error, FileNotFoundError):
+        return 404
+    if isinstance(error, PermissionError) or str(error).startswith("Forbidden:"):  # gcsfs
+        return 403
+    said = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure; gcsfs
+    return int(str(said)) if str(said).isdigit() else None
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether another attempt cannot mend it."""
+    hopeless = type(error).__name__ in _HOPELESS
+    return hopeless or isinstance(error, _FINAL) or _status(error) in _REFUSED
+
+
 def _remedy(error: Exception) -> str:
-    if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
-        return "give the credentials where its library looks for them (environment, ~/.aws, ...)"
-    return ""
+    refused = _status(error) in _REFUSED
+    return _CREDENTIALS if refused or "Credentials" in type(error).__name__ else ""

@@ -7,11 +7,13 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
+from tests import s3
+from tests.s3 import EXAMPLE, bucket, free_port  # noqa: F401
+from tests.s3 import started as served  # noqa: F401
+
 TIMEOUT_S = 120
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MISHAPS = """
@@ -21,6 +23,7 @@ from reshard.move import journal
 from reshard.ranks import torchrun
 from reshard.cli import main
 from reshard.errors import CorruptError
+from reshard.move import receipts
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -33,6 +36,12 @@ def die_late(kept, seen):
     if len(kept._path.read_bytes().splitlines()) > 3:
         die()
 
+def die_sent(kept, file, seen):
+    keep(kept, file, seen)
+    die()
+
+receipts.WORTH = 1
+keep = receipts.Receipts.keep
 append = journal.Journal._append
 torchrun._PATIENCE = 8.0
 mishap = sys.argv.pop(1)
@@ -40,16 +49,12 @@ if mishap == "die late":
     journal.BATCH_BYTES = 1
 if os.environ["RANK"] == "1" and mishap == "die late":
     journal.Journal._append = die_late
+elif os.environ["RANK"] == "1" and mishap == "die sent":
+    receipts.Receipts.keep = die_sent
 elif os.environ["RANK"] == "1":
     execute.Run.fill = {"die": die, "fail": fail}[mishap]
 main()
 """
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def started(command, **environment):
@@ -210,3 +215,31 @@ def test_ranks_that_were_not_given_the_same_are_refused(tmp_path):
     assert set(codes) == {1}
     assert "rank 1 of 2 sees another than rank 0" in err, err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_processes_write_to_a_store_and_others_go_on(tmp_path, mishaps, files):
+    out = "s3://bucket/many/out"
+    words = ("--to", "dcp", "--workers", "1", "--resume")
+    codes, _, err = ended(nodes(1, 3, mishaps, "die sent", "convert", EXAMPLE, out, *words))
+    assert codes == [1]
+    assert f"rank 1 ({socket.gethostname()}): ended without a word" in err, err
+    assert "stay in s3://bucket/many/.out.partial: --resume goes on with them" in err, err
+    assert s3.contents(files, "bucket/many/out") == {}
+    codes, said, err = ended(ranks(2, "-m", "reshard", "convert", EXAMPLE, out, *words))
+    assert codes == [0, 0], err
+    assert "of an interrupted run" in said
+    assert said.count("every byte read back") == 1
+    alone = [sys.executable, "-m", "reshard", "convert", EXAMPLE, tmp_path / "one", "--to", "dcp"]
+    subprocess.run([str(word) for word in alone], check=True, timeout=TIMEOUT_S)
+    assert s3.contents(files, "bucket/many/out") == contents(tmp_path / "one")
+    assert files.find("bucket/many") == files.find("bucket/many/out")
+
+
+def test_a_killed_worker_leaves_nothing_in_a_store(mishaps, files):
+    words = ("die sent", "convert", EXAMPLE, "s3://bucket/killed/out", "--to", "dcp")
+    codes, _, err = ended(ranks(2, mishaps, *words))
+    assert codes == [2, -9], err
+    assert f"rank 1 ({socket.gethostname()}): has not been heard of for 8 s" in err, err
+    assert "nothing was written to s3://bucket/killed/out" in err, err
+    files.invalidate_cache()
+    assert files.find("bucket/killed") == []

@@ -32,7 +32,7 @@ from reshard.commands.split.request import of_target
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.formats import targets
 from reshard.manifest import Manifest
-from reshard.output import commit
+from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
 from reshard.proof import control, trajectory
 from reshard.proof.trajectory import Series
@@ -355,7 +355,7 @@ def place_for(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=prefix) as made:
             yield Path(made)
         return
-    commit.check_destination(keep, list(sources), is_directory=True, overwrite=False)
+    check_destination(keep, list(sources), is_directory=True, overwrite=False)
     keep.mkdir(exist_ok=True)
     yield keep.resolve()
 
