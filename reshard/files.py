@@ -96,8 +96,9 @@ class OpenFiles:
         Raises:
             CorruptError, IncompleteError, ReshardError: as `read_into`.
         """
+        descriptor = self._open(path)  # held: else another thread's file may get its number
         with contextlib.suppress(OSError):  # which read_into meets again and explains
-            data = os.pread(self._open(path).number, nbytes, byte_offset)
+            data = os.pread(descriptor.number, nbytes, byte_offset)
             if len(data) == nbytes:
                 return data
         buffer = bytearray(nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -253,3 +254,22 @@ def test_a_weight_is_its_master_and_slots_are_apart(tmp_path):
         for slot in ("param", "buffer", "momentum"):
             with pytest.raises(UsageError, match="exp_avg"):
                 checkpoint.optimizer(slot)
+
+
+def test_a_file_that_leaves_the_pool_while_it_is_read_is_still_that_file(tmp_path, monkeypatch):
+    """Another thread opens others meanwhile: the number of its descriptor must not go to them."""
+    paths = [tmp_path / name for name in "abc"]
+    for path in paths:
+        path.write_text(path.name * 8)
+    pread = os.pread
+
+    def crowded(number, nbytes, offset):
+        monkeypatch.setattr(os, "pread", pread)
+        for other in paths[1:]:
+            pool.read(str(other), 0, 8)
+        return pread(number, nbytes, offset)
+
+    with SourceFiles() as pool:
+        monkeypatch.setattr(pool, "_most_open", 1)
+        monkeypatch.setattr(os, "pread", crowded)
+        assert pool.read(str(paths[0]), 0, 8) == b"a" * 8
