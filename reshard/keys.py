@@ -109,7 +109,13 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     if entries and not kept:
         raise UsageError("--include/--exclude", f"none of {len(names)} tensors is left")
     done.manifest = replace(
-        _renamed_manifest(manifest, kept, tied, new_name), absent=tuple(filter(wanted, absent))
+        _renamed_manifest(manifest, kept, tied, new_name),
+        tied_again=tuple(
+            replace(again, fqn=new_name(again.fqn))
+            for again in manifest.tied_again
+            if wanted(new_name(again.fqn))
+        ),
+        absent=tuple(filter(wanted, absent)),
     )
     return done
 
@@ -171,7 +177,6 @@ def _renamed_manifest(
         manifest.with_entries(kept),
         train=train,
         tied=tied,
-        tied_again=tuple(replace(entry, fqn=new(entry.fqn)) for entry in manifest.tied_again),
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
     )

@@ -193,6 +193,10 @@ class Manifest:
         """The entries of the given kinds, in manifest order."""
         return (entry for entry in self.entries.values() if entry.kind in kinds)
 
+    def kept_name(self, fqn: str) -> str:
+        """The name under which a tied weight is among the entries."""
+        return self.tied.get(fqn, fqn)
+
     def with_entries(self, entries: Iterable[Entry]) -> Manifest:
         """The same checkpoint with other entries; the order given is kept."""
         return replace(self, entries=keyed(entries))

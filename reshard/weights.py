@@ -202,7 +202,7 @@ def refuse_diverged(manifest: Manifest, pool: SourceFiles) -> None:
         DifferentError: they hold different values.
     """
     for again in manifest.tied_again:
-        kept = manifest.entries.get((PARAM, manifest.tied[again.fqn]))
+        kept = manifest.entries.get((PARAM, manifest.kept_name(again.fqn)))
         if kept is None:
             continue
         alike = (kept.shape, kept.dtype) == (again.shape, again.dtype)

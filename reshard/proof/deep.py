@@ -91,7 +91,7 @@ def _ties(
     """(kept, other) of every two stored tensors that are said to be one weight."""
     best = weights_of(manifest)
     for again in manifest.tied_again:
-        yield from _tie(best.get(manifest.tied[again.fqn]), again)
+        yield from _tie(best.get(manifest.kept_name(again.fqn)), again)
     for head, kept in _declared(manifest, config, told):
         yield from _tie(best.get(kept), best.get(head))
 

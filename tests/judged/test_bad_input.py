@@ -261,8 +261,12 @@ def test_a_tied_name_with_a_copy_that_differs(copied, refused, tmp_path):
         state["module"][alias].view(-1)[5] += 1
         torch.save(state, path)
     refused(run, 1, alias, f"is tied to {kept!r}", "element 5", "--tied drop")
-    done = merge(run, tmp_path / "x.safetensors", "--tied", "drop")
-    assert done.returncode == 0, done.stderr
+    done = merge(run, tmp_path / "kept.safetensors", "--exclude", f"^{kept}$")
+    assert done.returncode == 1, done.stderr
+    assert f"{alias}: is tied to" in done.stderr
+    for number, options in enumerate((["--tied", "drop"], ["--exclude", f"^{alias}$"])):
+        done = merge(run, tmp_path / f"{number}.safetensors", *options)
+        assert done.returncode == 0, done.stderr
 
 
 class Attack:
