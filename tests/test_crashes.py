@@ -320,6 +320,18 @@ def test_a_file_that_is_gone_is_made_again(lab):
     assert contents(lab.directory / "out") == lab.whole["merge"]
 
 
+def test_what_was_gone_once_is_not_trusted_by_a_third_run(lab):
+    """The second one makes the file anew, and dies before it is filled."""
+    place = interrupted(lab)
+    (place / "journal-1").write_bytes((place / "journal").read_bytes())
+    gone = min((place / "output").glob("*.safetensors"))
+    gone.unlink()
+    said = [*MERGE, "--resume"]
+    assert lab.run(said, kind="kill", at=0, only="pwrite", within=gone.name) == -signal.SIGKILL
+    assert lab.run(said) == 0
+    assert contents(lab.directory / "out") == lab.whole["merge"]
+
+
 @pytest.mark.parametrize("cut", [1, 7, 100])
 def test_a_journal_that_is_cut_off_says_less(lab, cut):
     path = interrupted(lab) / "journal"

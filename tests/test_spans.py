@@ -30,6 +30,7 @@ def test_every_range_says_the_checksum_of_its_bytes(given, asked):
     for _, start, nbytes, crc in spans:
         assert crc == crc32(DATA[start : start + nbytes])
     assert {at for _, start, size, _ in spans for at in range(start, start + size)} == held
+    assert spans.nbytes == len(held)
     start, stop = asked
     assert spans.cover("x", start, stop - start) == set(range(start, stop)).issubset(held)
     touching = spans.touching("x", start, stop - start)

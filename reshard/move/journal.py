@@ -146,6 +146,7 @@ def left(place: Partial, job: Job) -> Outcome | None:
         found = True
         for document in lines:
             seen.add(Outcome.from_json(document))
+    seen.nbytes = seen.windows.nbytes  # some may have been done twice, in windows of another cut
     place.kept_bytes = seen.nbytes
     return seen if found else None
 
@@ -160,13 +161,14 @@ def intact(
     team: Team = ALONE,
     progress: Progress = unseen,
 ) -> Outcome:
-    """The same without windows that are not as they were written.
+    """The same without windows that are not as they were written: no journal tells of those then.
 
     Args:
         seen: by the first rank, which tells the others.
         verify: read those that have a checksum; of others it is enough that the file is there at
             its size: what was read back when it was written, and flushed, is trusted.
     """
+    said = seen.nbytes
     whole = _whole_files(place, skeleton) if team.first else set()
     there = Spans(span for span in seen.windows if span[0] in whole)
     seen = pooled(team, replace(seen, windows=there))
@@ -174,7 +176,30 @@ def intact(
         mine = own(team, sorted(seen.windows, key=lambda span: span[:2]))
         there = _as_written(mine, place.output, workers, progress)
         seen = replace(seen, windows=pooled(team, Outcome(there)).windows)
-    return replace(seen, nbytes=seen.windows.nbytes)
+    seen = replace(seen, nbytes=seen.windows.nbytes)
+    if team.first and seen.nbytes < said:
+        _tell_again(place, seen)
+    return seen
+
+
+def _tell_again(place: Partial, seen: Outcome) -> None:
+    """Put one journal in the place of all: the next run must not trust what this one did not."""
+    whole = (next(_whole_lines(path), None) for path in place.journals)
+    begun_as = next(line for line in whole if line is not None)
+    new = place.path / f"{NAME}-new"  # until it is whole, it says what the others say too
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            write_at(descriptor, memoryview(begun_as + jobs.line(seen.to_json())), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        new.replace(place.path / NAME)
+        for path in place.journals[1:]:
+            path.unlink()
+    except OSError as error:
+        raise disk_error(new, error) from error
+    sync([place.path])
 
 
 def _whole_files(place: Partial, skeleton: Skeleton) -> set[str]:

@@ -45,8 +45,8 @@ class Spans:
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
-        return sum(nbytes for _, _, nbytes, _ in self)
+        """Of all of them; what lies in several counts once."""
+        return sum(held.nbytes for held in self._files.values())
 
     def put(self, file: str, offset: int, nbytes: int, crc: int | None) -> None:
         """Add a range."""
@@ -121,6 +121,16 @@ class _OfFile:
             self._take(offset)
         self.spans[offset] = nbytes, crc
         self._ending[offset + nbytes] = offset
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes are in one of them."""
+        held = self.in_order()
+        found, reach = 0, 0
+        for (start, nbytes, _), upto in zip(held.spans, held.reaches, strict=True):
+            found += max(start + nbytes - max(start, reach), 0)
+            reach = upto
+        return found
 
     def in_order(self) -> _InOrder:
         """All of them, to be searched."""
