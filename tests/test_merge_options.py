@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard import files
 from reshard.errors import (
     CorruptError,
     DifferentError,
@@ -163,6 +164,27 @@ def test_merging_twice_changes_nothing(plain, tmp_path):
     reshard.merge(plain, tmp_path / "one.pt")
     reshard.merge(tmp_path / "one.pt", tmp_path / "two.safetensors")
     assert same(load_file(tmp_path / "two.safetensors"), weights())
+
+
+def test_a_source_that_is_written_to_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    source = tmp_path / "x.safetensors"
+    save_file({"a": torch.zeros(1 << 16), "b": torch.zeros(1 << 16)}, source)
+    os.utime(source, ns=(0, 0))  # whatever the grain of the clock
+    reads, pread = [], files._pread
+
+    def meanwhile(descriptor, target, offset):
+        reads.append(offset)
+        if len(reads) == 2:
+            data = source.read_bytes()
+            with source.open("r+b") as file:
+                file.write(data[: -(1 << 18)] + b"?" * (1 << 18))
+        return pread(descriptor, target, offset)
+
+    monkeypatch.setattr(files, "_pread", meanwhile)
+    with pytest.raises(CorruptError, match="while it was read") as caught:
+        reshard.merge(source, tmp_path / "o.safetensors", workers=1, max_memory_bytes=1 << 18)
+    assert caught.value.where == str(source)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_no_verify_writes_the_same(plain, tmp_path):

@@ -25,7 +25,7 @@ from reshard.output.partial import Partial
 from reshard.paths import as_path
 from reshard.plan.extents import by_file
 from reshard.plan.planner import Plan
-from reshard.ranks.team import ALONE, Progress, Team, check_same, told
+from reshard.ranks.team import ALONE, Progress, Team, check_same, own, told
 from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def write(
             bar(done.nbytes)
         how = {"done": done, **_how(options, bar)}
         outcome = _carried_out(plan, skeleton, manifest.files, place, job, how)
+        jobs.check_sources(job, own(team, list(manifest.files.values())))
         _check_written(outcome, skeleton, place.output, options, look)
     return Written(outcome, done.nbytes if done else 0, notes)
 

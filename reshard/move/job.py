@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from reshard.checksum import crc32
-from reshard.errors import UsageError
+from reshard.errors import CorruptError, UsageError
 from reshard.manifest import Skeleton, SourceFile
 from reshard.paths import as_path, is_remote
 from reshard.version import __version__
@@ -46,6 +46,26 @@ def describe(
             file.path: [file.nbytes, *_stamp(file.path)] for file in sources if file.lasting
         },
     }
+
+
+def check_sources(job: Job, sources: Iterable[SourceFile]) -> None:
+    """No file was written to while it was read; of an object store's, the reader sees to that.
+
+    One that was removed meanwhile was read as it was, or the read failed.
+
+    Raises:
+        CorruptError: one was: what was read of it may be of two states.
+    """
+    for file in sources:
+        if not file.lasting or is_remote(file.path):
+            continue
+        stamp = _stamp(file.path)
+        if stamp and [file.nbytes, *stamp] != job["sources"][file.path]:
+            raise CorruptError(
+                file.path,
+                "was written to, or replaced, while it was read",
+                "is a job still saving to it? run again when it has ended",
+            )
 
 
 def _stamped(value: object) -> str:
