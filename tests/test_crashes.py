@@ -244,6 +244,19 @@ def test_a_signal_while_the_output_gets_its_name_waits(lab):
     assert lab.beside() == {"out"}
 
 
+def test_an_output_whose_name_is_not_made_durable_is_not_told_of_as_if_it_were_not_there(lab):
+    one = [*MERGE, "--workers", "1"]
+    assert lab.run(one, within="", kind="none", at=-1, only="fsync") == 0
+    last = len(lab.calls) - 1
+    assert lab.calls[last] == ["fsync", str(lab.directory)]
+    lab.clean()
+    assert lab.run(one, within="", kind="EIO", at=last, only="fsync") == 4
+    assert "could not be made durable: Input/output error" in lab.said
+    assert "was written before, whole" in lab.said
+    assert contents(lab.directory / "out") == lab.whole["merge"]
+    assert lab.beside() == {"out"}
+
+
 @pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT"])
 def test_a_full_disk_is_told_and_given_back(lab, name):
     assert lab.run(SPLIT, kind=name, at=30, only="pwrite") == 4

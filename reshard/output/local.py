@@ -47,8 +47,8 @@ class Local(Partial):
                 self._publish_directory(overwrite=overwrite)
             else:
                 self._publish_file(overwrite=overwrite)
-            sync([self.path.parent])
             self.published = True
+            sync([self.path.parent])
 
     def give_up(self, *, resume: bool) -> None:
         """A rank that fails leaves it to the first: the files are the same for both."""

@@ -48,13 +48,14 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ResourceError(path, f"could not be made durable: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
 
 
 class Partial:
