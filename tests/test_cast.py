@@ -99,6 +99,17 @@ def test_nan_in_bfloat16_has_one_pattern():
     assert our_cast(bits, FLOAT32, BFLOAT16)[0].tolist() == [0x7FC0] * 5
 
 
+@pytest.mark.parametrize("target_dtype", [BFLOAT16, FLOAT16])
+def test_float64_becomes_16_bits_as_torch_does(target_dtype):
+    """By way of float32: what lies within half of its last bit of a tie is rounded as the tie."""
+    singles = boundaries(target_dtype).view("<f4")
+    with np.errstate(invalid="ignore"):
+        near = singles.astype("<f8").view("<u8")
+    random = np.random.default_rng(3).integers(0, 1 << 63, 1 << 16, dtype="<u8")
+    bits = np.concatenate([near, near + np.uint64(1), near - np.uint64(1), random])
+    assert_as_torch(bits, FLOAT64, target_dtype)
+
+
 def test_float64_is_cast_to_float32_as_torch_does():
     chance = np.random.default_rng(2)
     singles = chance.integers(0, 1 << 32, 1 << 16, dtype="<u4").view("<f4")

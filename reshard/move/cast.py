@@ -1,8 +1,8 @@
 """Copy and cast of strided blocks in memory: numpy only, no torch.
 
-A cast rounds once, to nearest even, as ``torch.Tensor.to`` does; a NaN becomes bfloat16's
-0x7FC0 (torch's own bits for it depend on the vector unit). bfloat16 has no numpy dtype, so
-its bits are made here; blocks stay in the cache between the passes.
+A cast rounds to nearest even, as ``torch.Tensor.to`` does, which takes a float64 to 16 bits by way
+of float32; a NaN becomes bfloat16's 0x7FC0 (torch's own bits for it depend on the vector unit).
+bfloat16 has no numpy dtype, so its bits are made here; blocks stay in the cache between the passes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _cast_block(
     if target_dtype == BFLOAT16:
         special = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
     else:
-        target[...] = numbers
+        by_way = target_dtype == FLOAT16 and dtype == FLOAT64
+        target[...] = numbers.astype(np.float32) if by_way else numbers
         special = narrower and _has_special(target)
     if special:
         return _narrowed(numbers, target, target_dtype, clamp)
