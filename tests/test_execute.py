@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from reshard import dtypes
-from reshard.box import whole
+from reshard.box import Box, row_major, whole
 from reshard.errors import CorruptError, DifferentError, IncompleteError
+from reshard.files import SourceFiles
 from reshard.manifest import (
     Chunk,
     Entry,
+    OutputFile,
+    Skeleton,
     SourceFile,
 )
 from reshard.move.execute import execute
+from reshard.move.fill import Filler
 from reshard.plan.planner import plan
 from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
 
@@ -57,6 +62,39 @@ def test_an_expanded_source_is_read_whatever_the_read_limit(tmp_path):
         planned = plan({entry.key: entry}, skeleton)
         execute(planned, skeleton, files, out, workers=1, read_bytes=read_bytes)
         assert (out / "o").read_bytes() == wanted
+
+
+def test_what_is_held_for_several_copies_stays_within_the_read_limit(tmp_path):
+    """Columns of wider matrices: most of what lies between the first and the last is others'."""
+    rows, columns, wide, limit = 256, 96, 4, 16 << 10
+    stored, chunks, files, known = [], [], [], {}
+    for number in range(8):
+        path, matrix = str(tmp_path / f"f{number}"), np.empty((rows, columns * wide // 8), "<f4")
+        matrix.flat[:] = np.arange(matrix.size) + number * matrix.size
+        matrix.tofile(path)
+        known[path] = SourceFile(path, matrix.nbytes)
+        stored.append(matrix[:, : columns // 8])
+        box = Box((0, number * columns // 8), (rows, columns // 8))
+        chunks.append(Chunk(box, path, 0, matrix.strides, F32))
+    entry = Entry("w", "param", F32, (rows, columns), tuple(chunks))
+    placed = []
+    for number in range(6):
+        box = Box((0, number * columns // 6), (rows, columns // 6))
+        placed.append(Chunk(box, f"{number}", 0, row_major(box.shape, 4), F32))
+        files.append(OutputFile(f"{number}", box.volume * 4))
+    skeleton = Skeleton(tuple(files), (replace(entry, chunks=tuple(placed)),))
+    planned, held = plan({entry.key: entry}, skeleton, limit), 0
+    with SourceFiles() as pool:
+        filler = Filler(pool, read_bytes=limit, summed=lambda _file: False)
+        for batch in planned.batches():
+            filler.hold(copy for window in batch for copy in window.copies)
+            held = max(held, sum(len(data) for *_, data in filler._held))
+    assert 0 < held <= limit
+    (tmp_path / "out").mkdir()
+    execute(planned, skeleton, known, tmp_path / "out", workers=1, read_bytes=limit)
+    for chunk in placed:
+        wanted = np.hstack(stored)[:, chunk.box.origin[1] :][:, : columns // 6]
+        assert (tmp_path / "out" / chunk.file).read_bytes() == wanted.tobytes()
 
 
 class Faulty:

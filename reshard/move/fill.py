@@ -206,7 +206,10 @@ def _reach(copy: Copy) -> int:
 
 
 def _shared(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
-    """Ranges of files (start, stop) that several copies read with gaps, each within the limit."""
+    """Ranges of files (start, stop) that several copies read with gaps, as many as the limit holds.
+
+    Of a tensor whose rows lie far from one another, the ranges are longer than what is used.
+    """
     spans = sorted(
         (copy.file, copy.byte_offset, copy.byte_offset + _reach(copy))
         for copy in copies
@@ -225,7 +228,13 @@ def _shared(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
         joined = 0
     if found and not joined:
         found.pop()
-    return [span for span in found if span[2] - span[1] <= limit]
+    room = limit
+    kept = []
+    for file, start, stop in found:
+        if stop - start <= room:
+            room -= stop - start
+            kept.append((file, start, stop))
+    return kept
 
 
 def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
