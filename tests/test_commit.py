@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,6 +172,12 @@ def test_a_link_out_of_the_way_does_not_hide_the_source(tmp_path):
         check_destination(
             tmp_path / "link" / "x", [tmp_path / "run"], is_directory=False, overwrite=True
         )
+
+
+def test_a_mount_point_is_refused_before_anything_is_written():
+    """An empty volume of a container: the output would grow outside of it, and find no name."""
+    with pytest.raises(ExistsError, match="is a mount point"):
+        check_destination(Path("/dev"), [], is_directory=True, overwrite=False)
 
 
 def test_a_missing_parent_is_named(tmp_path):

@@ -270,6 +270,11 @@ def test_a_program_that_does_not_end_when_asked_is_made_to(tmp_path, monkeypatch
     assert ended.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
 
 
+def test_a_signal_without_a_name_is_told_by_its_number():
+    said = [programs.Ended(-number, 1.0, timed_out=False, said=()).why() for number in (9, 35)]
+    assert said == ["was ended by SIGKILL", "was ended by signal 35"]
+
+
 @pytest.mark.parametrize(
     ("to", "options", "flags"),
     [

@@ -19,6 +19,7 @@ from reshard.errors import UsageError
 _GRACE_S = 35.0  # torchrun stops its ranks itself, and gives them 30
 _LAST_LINES = 12
 _LAST_BYTES = 16 << 10
+_SIGNALS = {number.value: number.name for number in signal.Signals}  # not those of real time
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
 _PLACE = re.compile(r"\{([a-z_]+)\}")
 
@@ -42,7 +43,7 @@ class Ended:
         if self.timed_out:
             return f"was stopped after {self.seconds:.0f} s (--timeout)"
         if self.exit_code < 0:
-            return f"was ended by {signal.Signals(-self.exit_code).name}"
+            return f"was ended by {_SIGNALS.get(-self.exit_code, f'signal {-self.exit_code}')}"
         return f"ended with exit code {self.exit_code}"
 
 

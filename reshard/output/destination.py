@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -56,6 +57,12 @@ def check_destination(
             return
     elif not real.parent.is_dir():
         raise UsageError(destination, f"there is no directory {real.parent}", "create it first")
+    elif is_directory and os.path.ismount(real):
+        raise ExistsError(
+            destination,
+            "is a mount point, whose name no other directory can get",
+            "write to a directory inside it",
+        )
     if destination.is_dir() and is_directory:
         _check_directory(destination, overwrite=overwrite)
     elif destination.is_dir():
