@@ -32,6 +32,7 @@ def open_all(files: Files, first: ModelStates) -> list[Expert]:
         IncompleteError: an expert's file is missing.
         StaleError: there are files of more experts than the model has, or of another step.
         CorruptError: a file holds not its expert alone, or another part of it than the others.
+        UnsupportedError: experts are cut by tensor parallelism too.
     """
     held: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):

@@ -56,7 +56,11 @@ def _pieces(rank: OptimizerStates) -> list[Tensor]:
 
 
 def group_state(rank: OptimizerStates, group: int) -> dict[str, Any]:
-    """The optimizer's state of one group; under elastic_checkpoint it is a list."""
+    """The optimizer's state of one group; under elastic_checkpoint it is a list.
+
+    Raises:
+        CorruptError: there is no such group.
+    """
     state = rank.root.get("base_optimizer_state") or {}
     if isinstance(state, list) and group >= len(state):
         raise CorruptError(
