@@ -49,6 +49,7 @@ class Edited:
     stripped: list[tuple[str, str]] = field(default_factory=list)
     renamed: list[tuple[str, str]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)  # options that no name answers to
 
 
 def compiled(patterns: Iterable[str], option: str) -> list[re.Pattern[str]]:
@@ -79,13 +80,14 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     ]
     done = Edited(manifest)
     names: dict[str, str] = {}
+    used: set[str] = set()
 
     def new_name(fqn: str) -> str:
         if fqn not in names:
             bare = canonical(fqn) if edits.strip_wrappers else fqn
             if bare != fqn:
                 done.stripped.append((fqn, bare))
-            names[fqn] = _renamed(bare, rename)
+            names[fqn] = _renamed(bare, rename, used)
             if names[fqn] != bare:
                 done.renamed.append((bare, names[fqn]))
         return names[fqn]
@@ -103,6 +105,13 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
 
     _refuse_collisions({old: new for old, new in names.items() if wanted(new)})
     heirs, tied = _inherit(tied, wanted)
+    done.unmatched = [f"--rename {p}={text}" for p, text in edits.rename if p not in used]
+    done.unmatched += [
+        f"{option} {pattern.pattern}"
+        for option, patterns in (("--include", include), ("--exclude", exclude))
+        for pattern in patterns
+        if not any(map(pattern.search, names.values()))
+    ]
     done.excluded = sorted({e.fqn for e in entries if not wanted(e.fqn)})
     entries = [replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in entries]
     kept = [entry for entry in entries if wanted(entry.fqn)]
@@ -139,10 +148,12 @@ def _inherit(
     return heirs, rest
 
 
-def _renamed(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]]) -> str:
+def _renamed(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]], used: set[str]) -> str:
     for pattern, text in rename:
         try:
-            fqn = pattern.sub(text, fqn)
+            fqn, count = pattern.subn(text, fqn)
+            if count:
+                used.add(pattern.pattern)
         except (re.error, IndexError) as error:
             raise UsageError("--rename", f"{text!r} is not a replacement: {error}") from error
     if not fqn:

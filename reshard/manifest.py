@@ -206,6 +206,15 @@ class Manifest:
         """Whether any optimizer slot is present."""
         return any(entry.kind not in WEIGHT_KINDS for entry in self.entries.values())
 
+    @property
+    def placeholders(self) -> list[str]:
+        """Weights of shape [0]: what ZeRO 3 leaves in a module whose parameters lie on other ranks.
+
+        One parameter without elements may be meant, and is none.
+        """
+        hollow = [entry.fqn for entry in self.of_kind(PARAM) if entry.shape == (0,)]
+        return hollow if len(hollow) > 1 else []
+
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:

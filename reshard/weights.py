@@ -19,10 +19,12 @@ from reshard.manifest import (
     Manifest,
 )
 from reshard.tensors import first_difference
+from reshard.units import some
 
 Tied = Literal["auto", "keep", "drop"]
 
 _HEAD = "lm_head.weight"
+_LORA = re.compile(r"\.lora_(?:embedding_)?[AB]\b")
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 _LISTED = 8
 
@@ -73,6 +75,12 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         raise UsageError("--keep-fp32", "matches no weight")
     if not result.tensors:
         raise CorruptError(manifest.origin.path, "holds no weights at all")
+    adapters = [entry.fqn for entry, _ in result.tensors if _LORA.search(entry.fqn)]
+    if adapters:
+        result.notes.append(
+            f"{len(adapters)} tensors of LoRA adapters ({some(adapters)}) are written under PEFT's"
+            " names, not added to the weights that they adapt: PEFT's merge_and_unload does that"
+        )
     return result
 
 
@@ -239,11 +247,16 @@ def _drop_equal(
     """
     stored, kept = by_name[head][0], by_name[embedding][0]
     same_form = (stored.shape, stored.dtype) == (kept.shape, kept.dtype)
-    if policy == "auto":
-        at = first_difference(pool, stored, kept) if same_form else 0
-        if at is not None:
-            if not sure:
-                return
+    at = first_difference(pool, stored, kept) if same_form else 0
+    if at is not None:
+        if policy == "drop":
+            weights.notes.append(
+                f"{head} differs from {embedding} (first at element {at}): its own values are left"
+                " out (--tied drop)"
+            )
+        elif not sure:
+            return
+        else:
             raise DifferentError(
                 head,
                 f"config.json says tie_word_embeddings, but it differs from {embedding!r}"

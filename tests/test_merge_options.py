@@ -276,6 +276,7 @@ def test_overflow_clamps_to_the_largest_finite_value(large, tmp_path):
     assert found[:5].tolist() == [1.0, 65504.0, -65504.0, float("inf"), float("-inf")]
     assert found[5].isnan()
     assert report.overflowed == {"big": 2}
+    assert any(line.split() == ["overflowed", "big:", "2", "values"] for line in report.lines())
 
 
 def test_overflow_allowed_is_what_torch_writes(large, tmp_path):
@@ -355,6 +356,13 @@ def test_renames_apply_in_order_with_groups(plain, tmp_path):
     found = load_file(tmp_path / "o.safetensors")
     assert {"layer.a.weight", "layer.a.bias", "last.weight"} <= found.keys()
     assert ("z.weight", "last.weight") in report.renamed
+
+
+def test_patterns_that_match_nothing_are_named(plain, tmp_path):
+    edits = Edits(rename=[("^a", "b"), ("^b", "c"), ("none", "x")], include=["."], exclude=["noo"])
+    report = reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
+    said = [text for text in report.warnings if "matches no name" in text]
+    assert [text.split(":")[0] for text in said] == ["--rename none=x", "--exclude noo"]
 
 
 @pytest.mark.parametrize("rename", [("(", "x"), ("a", r"\9"), ("^.*$", "")])
@@ -459,8 +467,9 @@ def test_different_heads_can_both_be_kept(tmp_path, hf):
 
 def test_a_different_head_can_be_dropped_on_demand(tmp_path, hf):
     source, model = separate_head(tmp_path, torch.zeros(8, 4)), hf(tie_word_embeddings=True)
-    reshard.merge(source, tmp_path / "out", hf_dir=model, tied="drop")
+    report = reshard.merge(source, tmp_path / "out", hf_dir=model, tied="drop")
     assert tensors_of(tmp_path / "out").keys() == {EMBED}
+    assert any(HEAD in text and "differs" in text for text in report.warnings)
 
 
 @pytest.mark.parametrize("policy", ["auto", "keep", "drop"])

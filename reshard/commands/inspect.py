@@ -130,7 +130,7 @@ class Inspection:
         weights = sum(1 for _ in _weights(manifest))
         frozen = sum(e.numel for e in _weights(manifest) if e.fqn in manifest.frozen)
         shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
-        yield _row("parameters", f"{units.show_count(count)}{shown}, in {weights} tensors")
+        yield _row("parameters", f"{units.show_count(count)} in {weights} tensors{shown}")
         for kind, held in kinds(manifest).items():
             text = f"{held['tensors']} tensors, {units.show_bytes(held['bytes'])}"
             yield _row(kind, f"{text} ({', '.join(held['dtypes'])})")

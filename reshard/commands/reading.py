@@ -62,6 +62,7 @@ class ReadOptions:
             raise ResourceError(
                 f"--max-memory {units.show_bytes(self.max_memory_bytes)}",
                 f"one worker needs {units.show_bytes(2 * _MIN_WINDOW)}",
+                "give that much or more",
             )
         workers = min(workers, most)
         return workers, min(WINDOW_BYTES, self.max_memory_bytes // (2 * workers))

@@ -22,6 +22,7 @@ from reshard.formats import (
     megatron,
     meta,
     nanotron,
+    placeholders,
     pytorch,
     run,
     safetensors,
@@ -86,7 +87,7 @@ def read(
         manifest = _read_as(place, force, _Choice(tag, key, model, wrap, rules))
     if prove:
         check(manifest)
-    return manifest
+    return placeholders.looked_for(manifest)
 
 
 def _read_as(place: Place, force: str | None, choice: _Choice) -> Manifest:
@@ -226,6 +227,8 @@ def _refuse_one_of_many(place: Place) -> None:
         found = (_SHARD.search(name) for name in names if not hf_shards.is_shard(name))
         shard = next((match for match in found if match), None)
         names += [name for name in place.files if name.endswith(PLAIN_SUFFIXES)]
+    if shard and not place.chosen and huggingface.is_whole_set(place):
+        return
     if shard and int(shard[2]) > 1 and not hf_shards.is_shard(shard.string):
         raise IncompleteError(
             place,
@@ -263,7 +266,8 @@ def _hint(place: Place) -> str:
         return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
     if place.chosen:
         return f"give the checkpoint's directory, e.g. {place.path.parent}"
-    near = [*place.folders.values(), Place([place.path.resolve().parent])]
+    beneath = [folder for name, folder in place.folders.items() if not name.startswith(".")]
+    near = [*beneath, Place([place.path.resolve().parent])]
     found = [str(p) for p in near if _detected(p)]
     if found:
         return f"did you mean {found[0]}?" + (

@@ -46,6 +46,7 @@ NAME = "huggingface"
 METADATA = {"format": "pt"}
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _INDEX = re.compile(r"[\w.-]+\.(safetensors|bin)\.index(\.\w+)?\.json")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
 _COMPANIONS = re.compile(
     r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
     r"|processor_config|video_preprocessor_config|image_processor_config|chat_template.*)\.json"
@@ -94,6 +95,8 @@ def read(place: Place) -> Manifest:
     if index is not None:
         return _read_indexed(place, place.files[index])
     found = [path for path in place.files.values() if path.suffix == ".safetensors"]
+    if is_whole_set(place):
+        return _read_unindexed(place.path, sorted(found))
     if len(found) != 1:
         raise UnrecognisedError(
             place,
@@ -102,6 +105,27 @@ def read(place: Place) -> Manifest:
             "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
         )
     return _read_file(found[0])
+
+
+def is_whole_set(place: Place) -> bool:
+    """Whether the safetensors files are all shards of one save, by their names: 1 to N of N."""
+    names = [name for name in place.files if name.endswith(".safetensors")]
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    numbers = sorted(int(match["number"]) for match in shards)
+    return (
+        1 < len(names) == len(shards)
+        and len({(match["stem"], match["of"]) for match in shards}) == 1
+        and numbers == list(range(1, int(shards[0]["of"]) + 1))
+    )
+
+
+def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
+    """All shards of a save whose index is lost: each says itself what it holds."""
+    read = [_read_shard(path) for path in shards]
+    entries = [entry for held, _, _ in read for entry in held]
+    made = _manifest(directory, entries, {source.path: source for _, source, _ in read}, set())
+    text = f"no model.safetensors.index.json: {len(shards)} shards belong together by their names"
+    return replace(made, warnings=(*made.warnings, text))
 
 
 def _read_file(path: Path) -> Manifest:

@@ -219,13 +219,21 @@ def refuse_without_optimizer(state: Training) -> None:
     Raises:
         IncompleteError: the source has none.
     """
-    if not any(group.members for group in state.groups):
+    if any(group.members for group in state.groups):
+        return
+    if state.groups:
         raise IncompleteError(
             state.manifest.origin.path,
-            "holds no optimizer whose parameters are known",
-            "write the weights alone with --init-optimizer none, or with an Adam that begins:"
-            " --init-optimizer zeros --param-groups FILE",
+            "holds an optimizer, and nothing that says which parameters its states are of",
+            "say which model it is with --model config.json|DIR|module:factory, or leave the"
+            " optimizer out: --init-optimizer none",
         )
+    raise IncompleteError(
+        state.manifest.origin.path,
+        "holds no optimizer whose parameters are known",
+        "write the weights alone with --init-optimizer none, or with an Adam that begins:"
+        " --init-optimizer zeros --param-groups FILE",
+    )
 
 
 def refuse_odd_slots(state: Training, why: str, remedy: str = "") -> None:

@@ -61,6 +61,9 @@ def complete(manifest: Manifest) -> Check:
         f"{counted(world, 'rank')}, {counted(len(manifest.entries), 'tensor')}",
     )
     found.failures += [f"{fqn} is announced, and no rank holds it" for fqn in manifest.absent]
+    found.failures += [
+        f"{fqn} has no elements: a placeholder of ZeRO 3" for fqn in manifest.placeholders
+    ]
     return found
 
 

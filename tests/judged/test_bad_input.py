@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import transformers
+from safetensors.torch import load_file, save_file
 
 OPTIM0 = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
 OPTIM1 = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -170,6 +171,9 @@ def test_latest_that_leaves_the_directory(copied, refused):
 
 def test_wrong_level_names_the_right_one(copied, refused):
     run = copied("z2_bf16")
+    (run.parent / ".copy").mkdir()
+    shutil.copy(run / "latest", run.parent / ".copy")
+    shutil.copytree(tag_of(run), run.parent / ".copy" / tag_of(run).name)
     refused(run.parent, 2, "did you mean", str(run))
 
 
@@ -228,6 +232,9 @@ def test_size_0_weights_name_the_real_ones(copied, refused):
     )
     torch.save(state["module"], run / "pytorch_model.bin")
     refused(run / "pytorch_model.bin", 1, "size 0", str(tag_of(run)))
+    module = {fqn: value.clone() for fqn, value in state["module"].items()}
+    save_file(module, run / "model.safetensors")
+    refused(run / "model.safetensors", 1, "size 0", str(tag_of(run)))
 
 
 @pytest.fixture
@@ -331,6 +338,24 @@ def test_index_with_a_missing_shard(tmp_path, refused):
     index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00002.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(source, 1, "model-00001-of-00002.safetensors", "missing")
+
+
+def test_shards_whose_index_is_lost(made, tmp_path, refused):
+    """As transformers writes them: all of them say which tensors there are, some do not."""
+    source, config = tmp_path / "hf", made / "hf_z3/run/config.json"
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained(config)
+    )
+    model.save_pretrained(source, max_shard_size="100KB")
+    (source / "model.safetensors.index.json").unlink()
+    done = merge(source, tmp_path / "y.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert "no model.safetensors.index.json" in done.stdout
+    held = load_file(tmp_path / "y.safetensors")
+    assert held.keys() == model.state_dict().keys()
+    assert all(torch.equal(held[fqn], value) for fqn, value in model.state_dict().items())
+    max(source.glob("*.safetensors")).unlink()
+    refused(source, 1, "without the index")
 
 
 def test_stale_shard_beside_the_index(tmp_path, refused):

@@ -158,3 +158,8 @@ def test_refused_with_nothing_left(case, folder, truth, tmp_path):
     with pytest.raises(reshard.ReshardError):
         reshard.merge(source(case, folder), tmp_path / "x.safetensors", **options(case))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_are_said_not_to_be_in_the_weights(library_case, tmp_path):
+    report = reshard.merge(library_case("peft_lora") / "ckpt", tmp_path / "out.safetensors")
+    assert any("8 tensors of LoRA adapters" in text for text in report.warnings)

@@ -214,6 +214,14 @@ def test_a_source_without_an_optimizer_names_both_choices(weights, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_optimizer_by_index_asks_for_the_model(libraries, tmp_path):
+    """Not for one that begins: the source has one, and with the model it is carried."""
+    with pytest.raises(IncompleteError, match="which parameters its states are of") as caught:
+        reshard.split(libraries / "acc_ddp/ckpt", tmp_path / "out", world_size=3)
+    assert "--model" in caught.value.remedy
+    assert "zeros" not in caught.value.remedy
+
+
 def test_an_optimizer_needs_to_know_the_model(weights, tmp_path, groups_file):
     alone = tmp_path / "model.safetensors"
     alone.write_bytes((weights[False] / "model.safetensors").read_bytes())

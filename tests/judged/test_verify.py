@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import reshard
 from reshard.proof import checks
@@ -69,6 +71,20 @@ def test_no_false_alarm_of_libraries(library_case, case):
             reshard.verify(path, **told)
         return
     unalarmed(path, **told)
+
+
+def test_some_placeholders_of_zero_3_fail(made, tmp_path):
+    """What a module gives at stage 3 where nothing gathers it; small ones stay whole there."""
+    states = next((made / "hf_z3/run/global_step3").glob("*rank_0*model_states.pt"))
+    module = torch.load(states, weights_only=False)["module"]
+    module |= {fqn: torch.ones(4) for fqn in module if "norm" in fqn or "mlp" in fqn}
+    save_file(module, tmp_path / "model.safetensors")
+    hollow = {fqn for fqn, value in module.items() if not value.numel()}
+    assert hollow
+    check = reshard.verify(tmp_path).check("complete")
+    assert {text.split()[0] for text in check.failures} == hollow
+    report = reshard.merge(tmp_path / "model.safetensors", tmp_path / "out.safetensors")
+    assert any("ZeRO-3 placeholders" in text for text in report.warnings)
 
 
 def test_odd_values_are_located(torch_made):

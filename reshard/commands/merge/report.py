@@ -100,7 +100,7 @@ class MergeReport:
         if self.optimizer_tensors_left:
             count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} (merge writes weights)"
-        yield from listed("infinite", [f"{n}: {c} values" for n, c in self.overflowed.items()])
+        yield from listed("overflowed", [f"{n}: {c} values" for n, c in self.overflowed.items()])
         yield from listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
         for text in self.changes:
             yield f"changed     {text}"
@@ -134,7 +134,11 @@ def describe(
         renamed=edited.renamed,
         excluded=edited.excluded,
         optimizer_tensors_left=optimizer,
-        warnings=[*manifest.warnings, *chosen.notes],
+        warnings=[
+            *manifest.warnings,
+            *(f"{option}: matches no name" for option in edited.unmatched),
+            *chosen.notes,
+        ],
         bytes_read=plan.copied_bytes,
         bytes_written=sum(file.nbytes for file in skeleton.files),
     )

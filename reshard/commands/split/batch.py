@@ -48,9 +48,10 @@ def _of_deepspeed(
         return _configured(manifest, {**config, _TOTAL: reached}), [text]
     new = total // (smaller * world_size)
     changed = {**config, _MICRO: smaller, _STEPS: new, _TOTAL: total}
-    cut = f"{_MICRO} {micro} -> {smaller}, " if smaller < micro else ""
+    pairs = ((_MICRO, micro, smaller), (_STEPS, steps, new))
+    said = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
     manifest = _with_progress(_configured(manifest, changed), smaller)
-    return manifest, [f"{cut}{_STEPS} {steps} -> {new}: the global batch stays {total}"]
+    return manifest, [f"{said}: the global batch stays {total}"]
 
 
 def _of_trainer(
@@ -61,9 +62,9 @@ def _of_trainer(
     if smaller is None:
         return manifest, [_UNKNOWN.format(before, world_size)]
     factor = micro * before // (smaller * world_size)
-    cut = f"per_device_train_batch_size {micro} -> {smaller}, " if smaller < micro else ""
-    text = f"{cut}multiply {_STEPS} by {factor}: the global batch stays"
-    return _with_progress(manifest, smaller), [text]
+    said = [f"per_device_train_batch_size {micro} -> {smaller}"] if smaller < micro else []
+    said += [f"multiply {_STEPS} by {factor}"] if factor > 1 else []
+    return _with_progress(manifest, smaller), [", ".join(said) + ": the global batch stays"]
 
 
 def _micro(most: int, total: int, ranks: int) -> int | None:

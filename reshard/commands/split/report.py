@@ -66,7 +66,7 @@ class SplitReport:
             ("derived", self.derived),
             ("dropped", self.dropped),
             ("note", self.notes),
-            ("infinite", [f"{name}: {count} values" for name, count in self.overflowed.items()]),
+            ("overflowed", [f"{name}: {count} values" for name, count in self.overflowed.items()]),
             ("warning", self.warnings),
         ):
             yield from listed(label, items)

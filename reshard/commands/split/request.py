@@ -218,10 +218,10 @@ def _stage(manifest: Manifest, target: str, options: SplitOptions) -> int:
     if options.zero_stage is not None:
         return options.zero_stage
     said = manifest.origin.detail.removeprefix("ZeRO stage ")
+    if target == "nanotron":  # it has 0 and 1; its reader names a stage where there is one
+        return min(int(said), 1) if said.isdecimal() else 0
     if said.isdecimal():
         return int(said)
-    if target == "nanotron":  # whose reader names a stage where there is one
-        return 0
     is_universal = manifest.origin.format == "deepspeed-universal"
     return _configured_stage(manifest.train.config) if is_universal else _STAGE
 

@@ -73,7 +73,7 @@ def _obstacle(
     if options.rng != "derive" and not len(files) == before == ranks:
         return UsageError(
             where,
-            f"those of {len(files)} ranks mean nothing at {ranks}",
+            f"holds random states of {len(files)} ranks, which mean nothing at {ranks}",
             "make new ones with --rng derive, or leave them out with --rng drop",
         )
     return None

@@ -6,14 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats.place import directory
 from reshard.formats.state_dict import flat, optimizer, parts, tree
 from reshard.formats.state_dict.forms import Parameters
 from reshard.formats.state_dict.found import Found
@@ -72,7 +70,6 @@ def manifest(
     if model and not ordered:
         place = {fqn: index for index, fqn in enumerate(model.parameters)}
         weights = dict(sorted(weights.items(), key=lambda item: place.get(item[0], len(place))))
-    _refuse_placeholders(found.where, weights)
     first, tied = _aliases(weights)
     if model:
         tied |= {a: k for a, k in model.tied.items() if k in first and a not in weights}
@@ -237,25 +234,6 @@ def _weights(
             )
         weights[fqn] = tensor
     return weights
-
-
-def _refuse_placeholders(where: str, weights: Mapping[str, Logical]) -> None:
-    """ZeRO-3 state dicts saved without gathering hold size-0 tensors for every weight.
-
-    Raises:
-        IncompleteError: this is one.
-    """
-    empty = [fqn for fqn, w in weights.items() if not prod(w.shape) and fqn.endswith("weight")]
-    if len(empty) * 2 > len(weights) or (empty and len(empty) == len(weights)):
-        place = directory(where)
-        near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
-        real = [str(p) for p in near if any(p.glob("*_optim_states.pt"))]
-        raise IncompleteError(
-            where,
-            f"{len(empty)} of {len(weights)} weights have size 0 (e.g. {empty[0]!r}): ZeRO-3"
-            " placeholders, the real weights are in the ranks' *_optim_states.pt",
-            f"merge {real[0]}" if real else "merge the checkpoint directory that holds those files",
-        )
 
 
 def _aliases(weights: Mapping[str, Logical]) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -184,7 +184,8 @@ def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[t
     if model is None and (ordered != groups or is_flat(state.manifest)):
         raise IncompleteError(
             state.manifest.origin.path,
-            "numbers are asked for, and its parameters stand in the order of FSDP's units",
+            "the optimizer is written by number, and its parameters stand in the order of FSDP's"
+            " units, not the model's",
             "say which model it is: --model config.json|DIR|module:factory",
         )
     return ordered
