@@ -165,9 +165,9 @@ def test_what_does_not_fit_is_refused_by_name(trained, mesh, options, error, tex
 
 
 def test_packed_weights_are_refused(trained, tmp_path, monkeypatch):
-    from reshard import model
+    from reshard.model import shapes
 
     packed = {"blocks.*.inner.up": "packed_colwise"}
-    monkeypatch.setattr(model, "_tensor_plan", lambda _root: packed)
+    monkeypatch.setattr(shapes, "_tensor_plan", lambda _root: packed)
     with pytest.raises(UnsupportedError, match="several blocks"):
         split(trained[0] / FLAT / "ranks", tmp_path / "out", TENSOR, model=MODEL)

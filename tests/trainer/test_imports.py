@@ -21,7 +21,7 @@ LAYERS = (
     ("engines",),
     ("checkpoint.saving", "export", "log", "memory"),
     ("loop",),
-    ("config", "launch"),
+    ("config", "launch", "resolve"),
     ("cli",),
     ("__main__",),
 )
