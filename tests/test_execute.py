@@ -21,8 +21,10 @@ from reshard.manifest import (
     Skeleton,
     SourceFile,
 )
+from reshard.move import share
 from reshard.move.execute import execute
 from reshard.move.fill import Filler
+from reshard.plan.copies import Window
 from reshard.plan.planner import plan
 from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
 
@@ -174,3 +176,28 @@ def test_progress_counts_every_output_byte_once(tmp_path):
         out.mkdir()
         execute(planned, skeleton, made.files(), out, workers=workers, progress=seen.append)
         assert sum(seen) == sum(entry.nbytes for entry in made.entries.values())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_take_batches_of_different_files_in_turn(workers):
+    batches = [(Window(file, at, 1, ()),) for file in "abc" for at in range(4)]
+    taken = [(window.file, window.byte_offset) for (window,) in share.in_turns(batches, workers)]
+    assert sorted(taken) == [(window.file, window.byte_offset) for (window,) in batches]
+    for file in "abc":
+        assert [at for name, at in taken if name == file] == [0, 1, 2, 3]
+    assert len({file for file, _ in taken[:workers]}) == workers
+
+
+def test_a_file_of_more_batches_than_are_held_goes_through_in_order(monkeypatch):
+    monkeypatch.setattr(share, "_HELD", 3)
+    batches = [(Window(file, at, 1, ()),) for file in "ab" for at in range(10)]
+    seen = []
+
+    def planned():
+        for batch in batches:
+            seen.append(batch)
+            yield batch
+
+    for number, batch in enumerate(share.in_turns(planned(), 2), start=1):
+        assert len(seen) <= number + 3, batch
+    assert len(seen) == number == 20

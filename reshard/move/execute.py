@@ -21,7 +21,7 @@ from reshard.move.fill import READ_BYTES, Filler
 from reshard.move.outcome import Keep, Outcome, unkept
 from reshard.move.outputs import BLOCK_BYTES, OutputFiles, Writer
 from reshard.move.records import check_record, record_crc
-from reshard.move.share import Batch, Share, pooled
+from reshard.move.share import Batch, Share, in_turns, pooled
 from reshard.move.spans import Spans
 from reshard.move.workers import spread
 from reshard.plan.copies import Window
@@ -68,6 +68,7 @@ def execute(  # noqa: PLR0913 - a keyword an option
             run.create(skeleton.files, anew=done is None)
         team.meet()
         batches = share.of(_undone(plan, before, files) if done else plan.batches())
+        batches = in_turns(batches, workers)
         seen = run.fill(
             batches,
             workers=workers,

@@ -10,7 +10,7 @@ from reshard.files import OpenFiles
 from reshard.manifest import OutputFile
 from reshard.output.partial import disk_error
 
-BLOCK_BYTES = 256 << 10  # written and read back while it is in a core's cache
+BLOCK_BYTES = 512 << 10  # written and read back while it is in a core's cache
 
 
 def write_at(descriptor: int, data: memoryview, byte_offset: int) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.move.outcome import Outcome
 from reshard.plan.copies import Window
 from reshard.ranks.team import Team, check_same
 
+_HELD = 1024  # batches, of which files are to be found
 Batch = tuple[Window, ...]
 
 
@@ -75,3 +77,24 @@ def pooled(team: Team, seen: Outcome) -> Outcome:
     for document in team.gathered(json.dumps(seen.to_json()).encode()):
         whole.add(Outcome.from_json(json.loads(document)))
     return whole
+
+
+def in_turns(batches: Iterable[Batch], workers: int) -> Iterator[Batch]:
+    """Batches of as many output files in turn as there are workers.
+
+    A file system lets one thread at a time write to a file.
+    """
+    waiting: dict[str, deque[Batch]] = {}
+    held, more = 0, iter(batches)
+    while True:
+        while len(waiting) < workers and held < _HELD and (batch := next(more, None)) is not None:
+            waiting.setdefault(batch[0].file, deque()).append(batch)
+            held += 1
+        if not waiting:
+            return
+        file = next(iter(waiting))
+        lane = waiting.pop(file)
+        yield lane.popleft()
+        held -= 1
+        if lane:
+            waiting[file] = lane
