@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import reshard
-from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
+from reshard.errors import IncompleteError, ReshardError, UnrecognisedError, UnsupportedError
 
 STEPS = (2, 4)
 
@@ -74,9 +74,9 @@ def test_files_of_several_checkpoints_in_one_directory(tmp_path):
 
 def test_indexes_of_other_names(tmp_path):
     for number, name in enumerate("ab", 1):
+        with pytest.raises(ReshardError):  # nothing there, then a half
+            reshard.open(tmp_path)
         save_file({name: torch.ones(2)}, tmp_path / f"diffusion-0000{number}-of-00002.safetensors")
-    with pytest.raises(IncompleteError, match="shard 1 of 2, without the index"):
-        reshard.open(tmp_path)
     index = {name: f"diffusion-0000{n}-of-00002.safetensors" for n, name in enumerate("ab", 1)}
     (tmp_path / "diffusion.safetensors.index.fp16.json").write_text(
         json.dumps({"weight_map": index})
@@ -109,3 +109,25 @@ def test_an_archive_is_to_be_unpacked(tmp_path):
         archive.addfile(tarfile.TarInfo("model_config.yaml"), io.BytesIO())
     with pytest.raises(UnrecognisedError, match="unpack it"):
         reshard.open(tmp_path / "model.nemo")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("top", ["", "model."])
+def test_a_state_dict_that_its_program_flattened_has_an_optimizer(tmp_path, top):
+    """Its keys are all there is: ``optimizer.state.<fqn>.exp_avg`` is no weight of that name."""
+    layer = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    adam = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    adam.step()
+    flat = {f"{top}{fqn}": tensor for fqn, tensor in layer.state_dict().items()}
+    for fqn, parameter in layer.named_parameters():
+        slots = adam.state[parameter].items()
+        flat |= {f"optimizer.state.{fqn}.{slot}": value for slot, value in slots}
+        flat[f"optimizer.param_groups.{fqn}.lr"] = 0.125
+    dcp.save(flat, checkpoint_id=tmp_path / "run")
+    with reshard.open(tmp_path / "run") as checkpoint:
+        assert list(checkpoint) == ["0.weight", "0.bias"]
+        moments = checkpoint.optimizer("exp_avg")
+        for fqn, parameter in layer.named_parameters():
+            assert torch.equal(moments[fqn][...], adam.state[parameter]["exp_avg"])
+        assert [group.hyper["lr"] for group in checkpoint.manifest.train.param_groups] == [0.125]

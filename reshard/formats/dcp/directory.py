@@ -23,6 +23,7 @@ from reshard.formats.state_dict.tree import Logical
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _TOPS = re.compile(r"model|state_dict|optim|optimizer")
+_OPTIMIZER_KEY = re.compile(r"(optim|optimizer)\.(?=(?:state|param_groups)\.)")
 _LISTED = 4
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -143,12 +144,13 @@ def _data(place: Place, name: str) -> Path:
 def _nested(place: Place, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
     """The state dict as it was, and in its order: joined keys can collide, the paths cannot."""
     root: dict[Any, Any] = {}
+    paths = _of_flat(about.paths) or about.paths
     for key in sorted(leaves, key=_positions(about, leaves).__getitem__):
-        if about.paths and key not in about.paths:
+        if paths and key not in paths:
             raise CorruptError(
                 place, f"announces {key!r} and does not say where in the state dict it stood"
             )
-        *parents, last = about.paths.get(key) or _guessed(key)
+        *parents, last = paths.get(key) or _guessed(key)
         node = root
         for part in parents:
             node = node.setdefault(part, {})
@@ -163,6 +165,29 @@ def _nested(place: Place, about: Metadata, leaves: Mapping[str, Any]) -> dict[An
 def _positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
     """Where a key stood in the state dict: paths are in its order, tensors in that of the ranks."""
     return {key: n for n, key in enumerate(dict.fromkeys([*about.paths, *leaves]))}
+
+
+def _of_flat(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
+    """The paths of a state dict that its program flattened itself; None where it did not.
+
+    Else the moments, ``optimizer.state.<fqn>.<slot>``, would be weights of that name.
+    ``model.<fqn>`` is the weight that the optimizer calls ``<fqn>``, where it does.
+    """
+    matches = {key: _OPTIMIZER_KEY.match(key) for key, path in paths.items() if len(path) == 1}
+    found = {key: (match[1], key[match.end() :]) for key, match in matches.items() if match}
+    if not found or len(matches) < len(paths):
+        return None
+    trained = {
+        rest.removeprefix("state.").rpartition(".")[0]
+        for _, rest in found.values()
+        if rest.startswith("state.")
+    }
+    tops = [
+        top for top in ("model", "state_dict") if all(f"{top}.{fqn}" in paths for fqn in trained)
+    ]
+    inside = tuple(f"{top}." for top in tops)
+    of_model = {key: tuple(key.split(".", 1)) for key in paths if inside and key.startswith(inside)}
+    return {**paths, **of_model, **found}
 
 
 def _guessed(key: str) -> tuple[Any, ...]:
