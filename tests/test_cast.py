@@ -182,7 +182,7 @@ def test_counts_are_added_over_blocks():
     for target_dtype in (BFLOAT16, FLOAT16):
         _, (overflowed, flushed) = our_cast(bits, FLOAT32, target_dtype)
         assert overflowed == 100_001
-        assert flushed == 100_001
+        assert flushed == (100_001 if target_dtype == FLOAT16 else 0)
     assert_as_torch(bits, FLOAT32, BFLOAT16)
 
 

@@ -93,7 +93,8 @@ def _cast_block(
         target[...] = numbers.astype(np.float32) if by_way else numbers
         special = narrower and _has_special(target)
     if special:
-        return _narrowed(numbers, target, target_dtype, clamp)
+        overflowed, flushed = _narrowed(numbers, target, target_dtype, clamp)
+        return overflowed, flushed if narrower else 0
     if narrower:
         return 0, int(np.count_nonzero(numbers != 0)) - _nonzeros(target)
     return 0, 0
