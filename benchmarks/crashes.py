@@ -41,7 +41,7 @@ def serve() -> None:
     """Fork for each trial of stdin: everything is imported once."""
     from reshard.move import journal
     from trainer import model, tokenizer
-    from trainer.settings import resolve
+    from trainer.resolve import resolve
 
     for name in WARM:
         importlib.import_module(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OURS = {"reshard", "trainer"}
 HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspeed", "fsspec"}
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
@@ -287,3 +289,22 @@ def test_every_public_name_is_there_when_it_is_asked_for():
     assert set(reshard.__all__) <= set(dir(reshard))
     with pytest.raises(AttributeError, match="no attribute 'splits'"):
         reshard.splits  # noqa: B018 - asking is the test
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_what_runs_by_hand_asks_for_what_is_there(folder):
+    """No other test and no type checker sees these imports."""
+    asked = {
+        (node.module, alias.name)
+        for path in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in OURS
+        for alias in node.names
+    }
+    known = {*RESHARD, *modules("trainer")}
+    missing = [
+        f"{module}.{name}"
+        for module, name in sorted(asked)
+        if f"{module}.{name}" not in known and not hasattr(importlib.import_module(module), name)
+    ]
+    assert missing == []
