@@ -13,7 +13,17 @@ from reshard import dtypes
 from reshard.box import Box, first_overlap, row_major, whole
 from reshard.errors import CorruptError
 from reshard.layout.partition import run_chunks
-from reshard.manifest import Chunk, Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
+from reshard.manifest import (
+    Chunk,
+    Entry,
+    Manifest,
+    Origin,
+    Record,
+    SourceFile,
+    check,
+    contiguous,
+    keyed,
+)
 
 F32 = dtypes.FLOAT32
 
@@ -214,3 +224,31 @@ def test_with_entries_keeps_the_given_order():
     made = [Entry(name, "param", F32, (0,), ()) for name in ("z", "a", "m")]
     source = Manifest(Origin("test", "/t"), {}, {}).with_entries(made)
     assert [fqn for _, fqn in source.entries] == ["z", "a", "m"]
+
+
+SHAPES = [([0, 0], 2), ([0, 0, 0, 3], 3), ([0, 3], 0), ([], 0)]
+
+
+@pytest.mark.parametrize(("shapes", "found"), SHAPES)
+def test_several_weights_without_elements_are_placeholders(shapes, found):
+    entries = [Entry(f"w{n}", "param", F32, (size,), ()) for n, size in enumerate(shapes)]
+    entries += [Entry("square", "param", F32, (0, 0), ()), Entry("b", "buffer", F32, (0,), ())]
+    held = Manifest(Origin("test", "/t"), keyed(entries), {})
+    assert held.placeholders == [f"w{n}" for n in range(found)]
+
+
+def test_a_tied_name_is_kept_under_another():
+    held = Manifest(Origin("test", "/t"), {}, {}, tied={"head": "embedding"})
+    assert held.kept_name("head") == held.kept_name("embedding") == "embedding"
+
+
+def test_one_record_with_a_checksum_is_a_file_with_checksums():
+    without, sealed = Record(0, 4, None, "a"), Record(4, 4, 0, "b")
+    assert SourceFile("f", 8, (without, sealed)).has_checksums
+    assert SourceFile("f", 8, (without,)).has_checksums is False
+    assert SourceFile("f", 8).has_checksums is False
+
+
+def test_a_checkpoint_of_which_nothing_says_its_ranks_is_of_one():
+    assert Origin("test", "/t").world == 1
+    assert Origin("test", "/t", mesh={"world": 6, "dp": 3}).world == 6
