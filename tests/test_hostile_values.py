@@ -233,7 +233,7 @@ def test_settings_whose_aliases_have_no_end(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "text", ["a: 2001-99-99", f"a: {'9' * 5000}", "a: &a [*a]", "a: [", "!!x y"]
+    "text", ["a: 2001-99-99", f"a: {'9' * 5000}", "a: &a [*a]", "a: [", "!!x y", "a: \x08"]
 )
 def test_settings_that_are_no_yaml(tmp_path, text):
     place = Path(shutil.copytree(DATA / "gpt_neox" / "tp2pp0" / "run", tmp_path / "run"))

@@ -50,16 +50,14 @@ def _loaded(path: Path, text: str) -> Any:
     """
     import yaml  # type: ignore[import-untyped]
 
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)  # which looks at every letter
         node = loader.get_single_node()
         if _values(node, {}) > _MAX_VALUES:
             raise CorruptError(path, f"has more than {_MAX_VALUES} values, by its aliases")
         return loader.construct_document(node) if node else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # no date, digits without end
         raise CorruptError(path, f"is no YAML: {(str(error).splitlines() or [''])[0]}") from error
-    finally:
-        loader.dispose()
 
 
 def _values(node: Any, counted: dict[int, int]) -> int:
