@@ -167,9 +167,8 @@ def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
 
 def without_value(names: Sequence[str]) -> str:
     """That no rank holds a value for these names."""
-    shown = ", ".join(map(repr, names[:_LISTED]))
-    rest = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{shown}{rest}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
+    shown = some(list(map(repr, names)), _LISTED)
+    return f"{shown}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
 
 
 def heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -192,10 +191,9 @@ def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, MASTER)}
     tied = dict(manifest.tied)
     for head, embedding in heads(stored):
-        a, b = stored[head], stored[embedding]
-        alike = (a.shape, a.dtype) == (b.shape, b.dtype)
-        candidate = alike and is_untrained(manifest, head, embedding)
-        if candidate and first_difference(pool, a, b) is None:
+        if not is_untrained(manifest, head, embedding):
+            continue
+        if _differ_at(pool, stored[head], stored[embedding]) is None:
             tied[head] = embedding
     if tied == manifest.tied:
         return manifest
@@ -213,8 +211,7 @@ def refuse_diverged(manifest: Manifest, pool: SourceFiles) -> None:
         kept = manifest.entries.get((PARAM, manifest.kept_name(again.fqn)))
         if kept is None:
             continue
-        alike = (kept.shape, kept.dtype) == (again.shape, again.dtype)
-        at = first_difference(pool, kept, again) if alike else 0
+        at = _differ_at(pool, kept, again)
         if at is not None:
             raise DifferentError(
                 again.fqn,
@@ -222,6 +219,12 @@ def refuse_diverged(manifest: Manifest, pool: SourceFiles) -> None:
                 f" which differs (first at element {at})",
                 "fetch the file again; reshard merge --tied drop takes what the kept name holds",
             )
+
+
+def _differ_at(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
+    """The first element in which two tensors differ, if they do; the first if in shape or dtype."""
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return first_difference(pool, a, b) if alike else 0
 
 
 def is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:
@@ -246,8 +249,7 @@ def _drop_equal(
         DifferentError: the config says that they are tied, and they differ.
     """
     stored, kept = by_name[head][0], by_name[embedding][0]
-    same_form = (stored.shape, stored.dtype) == (kept.shape, kept.dtype)
-    at = first_difference(pool, stored, kept) if same_form else 0
+    at = _differ_at(pool, stored, kept)
     if at is not None:
         if policy == "drop":
             weights.notes.append(
