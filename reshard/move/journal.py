@@ -108,17 +108,13 @@ class Journal:
         if first:
             sync([output, *(path for path in output.rglob("*") if path.is_dir())])
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
+            with _durable(self._path) as descriptor:
                 if self._end is None:
                     self._end = sum(len(each) for each in _whole_lines(self._path))
                     os.ftruncate(descriptor, self._end)  # a tail that was cut off
                 if not self._end:
                     text = jobs.line(self._job) + text
                 write_at(descriptor, memoryview(text), self._end)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise disk_error(self._path, error) from error
         self._end += len(text)
@@ -188,18 +184,25 @@ def _tell_again(place: Partial, seen: Outcome) -> None:
     begun_as = next(line for line in whole if line is not None)
     new = place.path / f"{NAME}-new"  # until it is whole, it says what the others say too
     try:
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
+        with _durable(new, os.O_TRUNC) as descriptor:
             write_at(descriptor, memoryview(begun_as + jobs.line(seen.to_json())), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         new.replace(place.path / NAME)
         for path in place.journals[1:]:
             path.unlink()
     except OSError as error:
         raise disk_error(new, error) from error
     sync([place.path])
+
+
+@contextmanager
+def _durable(path: Path, flags: int = 0) -> Iterator[int]:
+    """A descriptor of a journal; what the block writes is on the disk for good when it ends."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _whole_files(place: Partial, skeleton: Skeleton) -> set[str]:
