@@ -22,8 +22,8 @@ from reshard.formats.state_dict.tree import Logical
 
 _METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-_TOPS = re.compile(r"model|state_dict|optim|optimizer")
-_OPTIMIZER_KEY = re.compile(r"(optim|optimizer)\.(?=(?:state|param_groups)\.)")
+_MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
+_OPTIMIZER_KEY = re.compile(rf"({'|'.join(_OPTIMIZERS)})\.(?=(?:state|param_groups)\.)")
 _LISTED = 4
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
 
@@ -182,11 +182,8 @@ def _of_flat(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ..
         for _, rest in found.values()
         if rest.startswith("state.")
     }
-    tops = [
-        top for top in ("model", "state_dict") if all(f"{top}.{fqn}" in paths for fqn in trained)
-    ]
-    inside = tuple(f"{top}." for top in tops)
-    of_model = {key: tuple(key.split(".", 1)) for key in paths if inside and key.startswith(inside)}
+    tops = tuple(f"{t}." for t in _MODELS if all(f"{t}.{fqn}" in paths for fqn in trained))
+    of_model = {key: tuple(key.split(".", 1)) for key in paths if key.startswith(tops)}
     return {**paths, **of_model, **found}
 
 
@@ -196,7 +193,7 @@ def _guessed(key: str) -> tuple[Any, ...]:
     ``optim.state.<fqn>.<slot>``, ``optim.param_groups.0.lr``, ``model.<fqn>``.
     """
     top, _, rest = key.partition(".")
-    if not rest or not _TOPS.fullmatch(top):
+    if not rest or top not in (*_MODELS, *_OPTIMIZERS):
         return (key,)
     part, _, below = rest.partition(".")
     fqn, _, leaf = below.rpartition(".")
