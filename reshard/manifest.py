@@ -332,3 +332,12 @@ def _check_coverage(entry: Entry) -> None:
             f" overlap; together they hold {held} elements for {entry.numel}",
             "shards of two different runs or world sizes are mixed",
         )
+
+
+def most_common_dtype(held: Iterable[Entry]) -> str:
+    """The float dtype of most tensors; empty where there is none."""
+    counts: dict[DType, int] = {}
+    for entry in held:
+        if entry.dtype.family == "float":
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + 1
+    return str(max(counts, key=lambda dtype: counts[dtype])) if counts else ""

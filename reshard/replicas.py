@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from reshard.box import Box, contiguous_cuts, row_major, whole
@@ -131,6 +130,8 @@ def averaged(
     if policy != "mean":
         yield manifest, []
         return
+    from tempfile import TemporaryDirectory  # not at the start: few runs come here
+
     with TemporaryDirectory(prefix="reshard-") as place, SourceFiles() as pool:
         path = Path(place) / "means"
         entries, notes = [], []

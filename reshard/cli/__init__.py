@@ -6,6 +6,7 @@ input; 4 not enough memory or disk; 5 refused as unsafe; 70 a bug of ours; 130 i
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,9 +21,12 @@ from reshard.signals import ENDING
 
 __all__ = ["cli", "main"]
 
+_NEW_OBJECTS = 50_000  # before garbage is looked for; by default 700, a tenth of the start-up
+
 
 def main() -> NoReturn:
     """Run the command line; every failure is one message and a documented exit code."""
+    gc.set_threshold(_NEW_OBJECTS)
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
             signal.signal(number, _interrupt)

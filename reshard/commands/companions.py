@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from reshard.files import small
-from reshard.formats import huggingface
+from reshard.formats.huggingface import companions as beside
+from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
 from reshard.manifest import Manifest, OutputFile, Skeleton
 
@@ -44,7 +45,7 @@ def config_beside(manifest: Manifest) -> Path | None:
         CorruptError: it is not JSON.
     """
     place = directory(manifest.origin.path)
-    found = huggingface.companions(None, [place, place.resolve().parent]).directory
+    found = beside.companions(None, [place, place.resolve().parent]).directory
     return found / "config.json" if found else None
 
 
@@ -57,14 +58,14 @@ def _progress(path: Path, manifest: Manifest) -> bytes:
     held = json.loads(data) if wanted is not None else {}
     if held.get(hf_trainer.BATCH) == wanted:
         return data
-    return huggingface.json_text({**held, hf_trainer.BATCH: wanted})
+    return json_text({**held, hf_trainer.BATCH: wanted})
 
 
 def _beside(folder: Path) -> list[Path]:
     """A model's files and the run's progress; nothing of a directory that has neither."""
-    found = list(huggingface.companions(None, [folder]).others)
+    found = list(beside.companions(None, [folder]).others)
     config = folder / "config.json"
-    if config.is_file() and huggingface.is_model_config(config):
+    if config.is_file() and beside.is_model_config(config):
         found.append(config)
     progress = folder / _PROGRESS
     if progress.is_file():

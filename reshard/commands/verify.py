@@ -15,7 +15,7 @@ from reshard.commands.lines import LISTED
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, ReadOptions, metered
 from reshard.errors import CorruptError, UsageError
-from reshard.formats import huggingface
+from reshard.formats.json_files import json_object
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
 from reshard.output import commit
@@ -269,7 +269,7 @@ def _config(manifest: Manifest) -> dict[str, Any] | None:
     """The transformers config beside the checkpoint; a broken one says nothing here."""
     try:
         path = config_beside(manifest)
-        return huggingface.json_object(path) if path else None
+        return json_object(path) if path else None
     except CorruptError:
         return None
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tarfile import is_tarfile
+from typing import TYPE_CHECKING
 
 from reshard.errors import (
     IncompleteError,
@@ -26,13 +26,16 @@ from reshard.formats import (
     pytorch,
     run,
     safetensors,
-    torch_file,
 )
-from reshard.formats.dcp import hf_shards
+from reshard.formats.dcp.names import is_hf_shard
+from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
+from reshard.formats.torch_saves import SUFFIXES
 from reshard.manifest import Entry, Manifest, check
-from reshard.model_parallel.rules import builtin, with_users
 from reshard.paths import as_path
+
+if TYPE_CHECKING:
+    from reshard.model_parallel.rules import Table
 
 PLAIN_SUFFIXES = (".pt", ".bin", ".pth")
 Paths = str | Path | Sequence[str | Path]
@@ -110,10 +113,12 @@ def open_alone(path: Path) -> None:
     """
     if path.suffix == ".safetensors":
         safetensors.read(path)
-    elif path.suffix in torch_file.SUFFIXES:
+    elif path.suffix in SUFFIXES:
+        from reshard.formats import torch_file
+
         torch_file.read(path)
     elif path.suffix == ".json":
-        huggingface.json_object(path)
+        json_object(path)
 
 
 def as_paths(paths: Paths) -> list[Path]:
@@ -126,11 +131,17 @@ def _deepspeed(place: Place, choice: _Choice) -> Manifest:
 
 
 def _megatron(place: Place, choice: _Choice) -> Manifest:
-    return megatron.read(place, with_users(builtin("megatron"), choice.rules))
+    return megatron.read(place, _table(megatron.NAME, choice))
 
 
 def _meta(place: Place, choice: _Choice) -> Manifest:
-    return meta.read(place, with_users(builtin(meta.NAME), choice.rules))
+    return meta.read(place, _table(meta.NAME, choice))
+
+
+def _table(name: str, choice: _Choice) -> Table:
+    from reshard.model_parallel.rules import builtin, with_users
+
+    return with_users(builtin(name), choice.rules)
 
 
 def _nanotron(place: Place, _choice: _Choice) -> Manifest:
@@ -224,12 +235,12 @@ def _refuse_one_of_many(place: Place) -> None:
         names = [name for name in place.files if name.endswith(".safetensors")]
         if not names and not _detected(place):
             names = [name for name in place.files if name.endswith(".bin")]
-        found = (_SHARD.search(name) for name in names if not hf_shards.is_shard(name))
+        found = (_SHARD.search(name) for name in names if not is_hf_shard(name))
         shard = next((match for match in found if match), None)
         names += [name for name in place.files if name.endswith(PLAIN_SUFFIXES)]
     if shard and not place.chosen and huggingface.is_whole_set(place):
         return
-    if shard and int(shard[2]) > 1 and not hf_shards.is_shard(shard.string):
+    if shard and int(shard[2]) > 1 and not is_hf_shard(shard.string):
         raise IncompleteError(
             place,
             f"holds {shard.string}, shard {int(shard[1])} of {int(shard[2])}, without the index"
@@ -262,6 +273,8 @@ def _refuse_one_of_many(place: Place) -> None:
 
 def _hint(place: Place) -> str:
     """Checkpoints one level below or above, so that a wrong level costs one more command."""
+    from tarfile import is_tarfile  # which imports every way to compress
+
     if place.chosen and is_tarfile(place.path):
         return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
     if place.chosen:

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard.dtypes import DType
-from reshard.formats import huggingface, rng, skeletons, torch_writer
+from reshard.formats import rng, skeletons, torch_writer
+from reshard.formats.huggingface import writer
+from reshard.formats.json_files import json_text
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.target import Wholes
 from reshard.formats.training import Training
@@ -55,8 +57,8 @@ def unsharded(
 ) -> Skeleton:
     """Weights in safetensors, and ``torch.optim``'s own state, with names beside its numbers."""
     tensors = [(weight.value, written.weight_dtype(weight, dtype)) for weight in state.weights]
-    weights = huggingface.lay_out(
-        tensors, max_shard_bytes=_SHARD_BYTES, texts={}, metadata=huggingface.METADATA
+    weights = writer.lay_out(
+        tensors, max_shard_bytes=_SHARD_BYTES, texts={}, metadata=writer.METADATA
     )
     if weights_only:
         return weights
@@ -72,7 +74,7 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
         yield torch_writer.lay_out_object(name, rng.written(kept, rng.HF_TRAINER))
     if state.manifest.train.trainer_state is None:
-        text = huggingface.json_text(_progress(state))
+        text = json_text(_progress(state))
         yield skeletons.of_bytes("trainer_state.json", text)
 
 

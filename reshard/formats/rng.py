@@ -11,18 +11,15 @@ Sources: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``), tran
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
 from typing import Any, Literal
 
 from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats import torch_file
-from reshard.formats.place import Place
 from reshard.formats.torch_file import Tensor, TorchFile
 from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
 from reshard.manifest import Chunk
@@ -32,7 +29,6 @@ from reshard.pickles.values import Call, Global
 
 Policy = Literal["keep", "derive", "drop"]
 
-_NAMED = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 _WORDS = 624  # of a Mersenne Twister, 32 bits each; Python keeps its position behind them
 _MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056
 _DEVICES = ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa")
@@ -79,16 +75,6 @@ class RankRng:
     numpy: Twister
     cpu: bytes
     devices: Mapping[str, tuple[bytes, ...] | bytes] = field(default_factory=dict)
-
-
-def files_of(place: Place) -> tuple[str, ...]:
-    """The files of random states at a place, in rank order, up to the first that is missing."""
-    found = {
-        int(match[1] or 0): str(path)
-        for name, path in place.files.items()
-        if (match := _NAMED.fullmatch(name)) and torch_file.is_torch_file(path)
-    }
-    return tuple(found[rank] for rank in takewhile(found.__contains__, count()))
 
 
 # Reading

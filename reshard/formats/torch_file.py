@@ -22,18 +22,15 @@ from reshard.box import Index, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
+from reshard.formats.torch_saves import LEGACY, ZIP
 from reshard.formats.zip_directory import Member, read_directory
 from reshard.manifest import Chunk, Record, SourceFile
 from reshard.pickles.unpickle import Unpickled, loads
 from reshard.pickles.values import Builder, Call, Global
 
-SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # that such files have
-
 _MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
-_ZIP = b"PK\x03\x04"
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 @dataclass(slots=True, eq=False)
@@ -131,17 +128,6 @@ def number_at(files: SourceFiles, chunk: Chunk) -> float | int:
     return value
 
 
-def is_torch_file(path: Path) -> bool:
-    """Whether the first bytes are those of ``torch.save`` (zip, or the old stream's magic)."""
-    with path.open("rb") as file:
-        head = file.read(16)
-    return head.startswith((_ZIP, _legacy_head()))
-
-
-def _legacy_head() -> bytes:
-    return b"\x80\x02\x8a\x0a" + _LEGACY_MAGIC.to_bytes(10, "little")
-
-
 def read(
     path: str | Path,
     *,
@@ -162,10 +148,10 @@ def read(
     size = size_of(path)
     with SourceFiles() as files:
         head = files.read(path, 0, min(size, 16))
-        if head.startswith(_ZIP):
+        if head.startswith(ZIP):
             archive = Section(files, path, 0, size)
             return read_archive(archive, builders=builders, alike=alike)
-        if head.startswith(_legacy_head()):
+        if head.startswith(LEGACY):
             return _read_legacy(path, size, files, builders or {})
     raise CorruptError(
         path,

@@ -8,6 +8,7 @@ reported, and a conversion goes on only after ``--allow-pickle NAME``.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 _RUNS_CODE_MODULES = frozenset(
     """
@@ -37,35 +38,47 @@ NESTED_CLASSES = frozenset(
     ("torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState",)
 )
 
-_EXPECTED = re.compile(
-    r"""
-    torch\.(\w*Storage|Size|Tensor|device|dtype|layout|storage\.\w+Storage)
-    | torch\.(b?float\d+\w*|double|half|u?int\d+|bool|complex\d+|qu?int\d+|strided|sparse_\w+)
-    | torch\._utils\._rebuild_\w+
-    | torch\._tensor\._rebuild_from_type_v2
-    | torch\.nn\.parameter\.(Parameter|Buffer)
-    | torch\.serialization\._get_layout
-    | torch\.torch_version\.TorchVersion
-    | torch\.distributed\.([\w.]+\.)?_?[A-Z]\w*
-    | torch\.distributed\.remote_device\._remote_device
-    | collections\.(OrderedDict|defaultdict|Counter|deque)
-    | builtins\.(set|frozenset|list|dict|tuple|bytearray|bytes|complex|slice|range)
-    | builtins\.(int|float|str|bool|object)
-    | _codecs\.encode | copyreg\._reconstructor | _io\.BytesIO
-    | numpy\.(ndarray|dtype|u?int\d+|float\d+|bool_?)
-    | numpy\._?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)
-    | numpy\.random\._pickle\.__\w+_ctor | numpy\.random\._\w+\.[A-Z]\w*
-    | numpy\.dtypes\.\w+
-    | signal\.Signals | argparse\.Namespace | types\.SimpleNamespace
-    | datetime\.(datetime|timedelta|date|timezone)
-    | pathlib\.(_local\.)?(Pure)?(Posix|Windows)?Path
-    | omegaconf\.([\w.]+\.)?[A-Z]\w*
-    | (deepspeed|transformers|accelerate|megatron|lightning|pytorch_lightning|trl|peft)
-      \.([\w.]+\.)?[A-Z]\w*
-    | deepspeed\.(utils\.tensor_fragment|runtime\.bf16_optimizer)\.fragment_address
-    """,
-    re.VERBOSE,
-)
+# First word of a dotted name -> what may follow it; each is compiled when its word is met.
+_FRAMEWORK = r"([\w.]+\.)?[A-Z]\w*"
+_EXPECTED = {
+    "torch": r"""
+        (\w*Storage|Size|Tensor|device|dtype|layout|storage\.\w+Storage)
+        | (b?float\d+\w*|double|half|u?int\d+|bool|complex\d+|qu?int\d+|strided|sparse_\w+)
+        | _utils\._rebuild_\w+
+        | _tensor\._rebuild_from_type_v2
+        | nn\.parameter\.(Parameter|Buffer)
+        | serialization\._get_layout
+        | torch_version\.TorchVersion
+        | distributed\.([\w.]+\.)?_?[A-Z]\w*
+        | distributed\.remote_device\._remote_device
+        """,
+    "collections": "OrderedDict|defaultdict|Counter|deque",
+    "builtins": """
+        set|frozenset|list|dict|tuple|bytearray|bytes|complex|slice|range
+        |int|float|str|bool|object
+        """,
+    "_codecs": "encode",
+    "copyreg": "_reconstructor",
+    "_io": "BytesIO",
+    "numpy": r"""
+        (ndarray|dtype|u?int\d+|float\d+|bool_?)
+        | _?core\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer)
+        | random\._pickle\.__\w+_ctor | random\._\w+\.[A-Z]\w*
+        | dtypes\.\w+
+        """,
+    "signal": "Signals",
+    "argparse": "Namespace",
+    "types": "SimpleNamespace",
+    "datetime": "datetime|timedelta|date|timezone",
+    "pathlib": r"(_local\.)?(Pure)?(Posix|Windows)?Path",
+    "omegaconf": _FRAMEWORK,
+    "deepspeed": rf"""
+        {_FRAMEWORK} | (utils\.tensor_fragment|runtime\.bf16_optimizer)\.fragment_address
+        """,
+    **dict.fromkeys(
+        "transformers accelerate megatron lightning pytorch_lightning trl peft".split(), _FRAMEWORK
+    ),
+}
 
 
 def runs_code(name: str) -> bool:
@@ -80,7 +93,13 @@ def runs_code(name: str) -> bool:
 
 def expected(name: str) -> bool:
     """Whether the frameworks that reshard knows write this name into their checkpoints."""
-    return _EXPECTED.fullmatch(name) is not None
+    top, _, rest = name.partition(".")
+    return top in _EXPECTED and _follows(top).fullmatch(rest) is not None
+
+
+@cache
+def _follows(top: str) -> re.Pattern[str]:
+    return re.compile(_EXPECTED[top], re.VERBOSE)
 
 
 def unknown(names: set[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from reshard.box import Index
 from reshard.errors import CorruptError
 from reshard.formats import deepspeed, huggingface, run
 from reshard.formats.deepspeed import train as engine
+from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
@@ -95,7 +96,7 @@ def index(manifest: Manifest) -> Check:
 
 def _total(path: Path, held: int) -> Iterator[str]:
     try:
-        stated = huggingface.json_object(path).get("metadata", {}).get("total_size")
+        stated = json_object(path).get("metadata", {}).get("total_size")
     except (CorruptError, AttributeError):  # the reader took another file, or it says nothing
         return
     if isinstance(stated, int) and stated != held:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -99,7 +99,7 @@ class Ranks:
         self._grouped = False
         self._is_told = False  # why this rank ends
         self._patience = patience
-        self._store.set(f"host/{rank}", socket.gethostname())
+        self._store.set(f"host/{rank}", platform.node())
         self._watch = Watch(self._store, rank, size, patience)
         self._watch.start()
         self.meet()
@@ -253,7 +253,7 @@ class Ranks:
         failure = error if ours or self._watch.failure is None else self._watch.failure
         with contextlib.suppress(RuntimeError):  # the store died with its machine
             self._store.set(f"ending/{self.rank}", "")
-            tell(self._store, f"rank {self.rank} ({socket.gethostname()})", failure)
+            tell(self._store, f"rank {self.rank} ({platform.node()})", failure)
             silent = self._silent() if self.first else []
             interrupted = getattr(failure, "exit_code", None) == INTERRUPTED
             interrupted |= isinstance(failure, KeyboardInterrupt)

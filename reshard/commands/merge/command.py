@@ -23,7 +23,10 @@ from reshard.commands.reading import Meter, one_of
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
 from reshard.files import SourceFiles, small
-from reshard.formats import huggingface, torch_writer
+from reshard.formats.huggingface import writer
+from reshard.formats.huggingface.companions import Companions, matched_config
+from reshard.formats.huggingface.companions import companions as find_companions
+from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.paths import as_path
@@ -146,11 +149,11 @@ def _prepare(
 ) -> _Job:
     near = _near(source, manifest)
     try:
-        companions = huggingface.companions(options.hf_dir, near)
+        companions = find_companions(options.hf_dir, near)
     except CorruptError:
         if is_directory:
             raise
-        companions = huggingface.Companions(None, None, ())  # a file needs no config
+        companions = Companions(None, None, ())  # a file needs no config
     named = naming.chosen(manifest, _asked(options, companions, is_directory=is_directory))
     if named.config is not None:
         companions = replace(companions, config=dict(named.config))
@@ -178,9 +181,7 @@ def _prepare(
     return _Job(edited, chosen, skeleton, planned, [*named.notes, *changes])
 
 
-def _asked(
-    options: MergeOptions, companions: huggingface.Companions, *, is_directory: bool
-) -> naming.Asked:
+def _asked(options: MergeOptions, companions: Companions, *, is_directory: bool) -> naming.Asked:
     return naming.Asked(
         whose=options.names or (None if is_directory or options.family else "source"),
         family=options.family,
@@ -201,29 +202,31 @@ def _near(source: Path, manifest: Manifest) -> list[Path]:
 def _lay_out(
     destination: Path,
     chosen: weights.Weights,
-    companions: huggingface.Companions,
+    companions: Companions,
     options: MergeOptions,
     *,
     untied: bool,
 ) -> tuple[Skeleton, list[str]]:
     if destination.suffix in formats.PLAIN_SUFFIXES:
+        from reshard.formats import torch_writer
+
         return torch_writer.lay_out(destination.name, chosen.tensors), []
     if destination.suffix == ".safetensors":
         # as safetensors.torch.save_model: the alias, and the name that holds its value
-        metadata = {**huggingface.METADATA, **chosen.dropped_aliases}
-        return huggingface.single_file(destination.name, chosen.tensors, metadata), []
+        metadata = {**writer.METADATA, **chosen.dropped_aliases}
+        return writer.single_file(destination.name, chosen.tensors, metadata), []
     texts = {path.name: small(path) for path in companions.others}
     changes: list[str] = []
     if companions.config is not None:
-        config, changes = huggingface.matched_config(
+        config, changes = matched_config(
             companions.config, chosen.tensors, _main_dtype(chosen.tensors), untied=untied
         )
-        texts["config.json"] = huggingface.json_text(config)
-    skeleton = huggingface.lay_out(
+        texts["config.json"] = json_text(config)
+    skeleton = writer.lay_out(
         chosen.tensors,
         max_shard_bytes=options.max_shard_bytes,
         texts=texts,
-        metadata=huggingface.METADATA,
+        metadata=writer.METADATA,
     )
     return skeleton, changes
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import fresh_adam, groups, huggingface, megatron
+from reshard.formats.huggingface.companions import is_model_config
+from reshard.formats.huggingface.reader import described
 from reshard.formats.place import directory
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
@@ -34,13 +36,13 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
     if not is_weights(manifest):
         return manifest, shapes
     if shapes is not None:
-        return huggingface.described(manifest, shapes), shapes
+        return described(manifest, shapes), shapes
     config = directory(manifest.origin.path) / "config.json"
     problem = ""
-    if config.is_file() and huggingface.is_model_config(config):
+    if config.is_file() and is_model_config(config):
         try:
             shapes = Told(str(config), options.wrap).shapes()
-            return huggingface.described(manifest, shapes), shapes
+            return described(manifest, shapes), shapes
         except (UsageError, UnsupportedError) as error:
             problem = f"{config} does not help: {error.problem}"
     if options.init_optimizer == "zeros":

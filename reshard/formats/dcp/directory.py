@@ -15,27 +15,17 @@ from reshard.formats.dcp import metadata
 from reshard.formats.dcp.flattened import restored
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
+from reshard.formats.dcp.names import METADATA
 from reshard.formats.place import Place, missing_ranks
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 
-_METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
 _OPTIMIZER_KEY = re.compile(rf"({'|'.join(_OPTIMIZERS)})\.(?=(?:state|param_groups)\.)")
 _LISTED = 4
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
-
-
-def is_part(name: str) -> bool:
-    """Whether a file's name is one of DCP's."""
-    return name == _METADATA or name.endswith((".distcp", ".metadata"))
-
-
-def detect(place: Place) -> bool:
-    """Whether DCP's files lie in a directory."""
-    return any(is_part(name) for name in place.files)
 
 
 def read(place: Place) -> Found:
@@ -102,8 +92,8 @@ def _stale(place: Place, used: set[str]) -> list[str]:
 
 
 def _metadata_files(place: Place) -> list[Path]:
-    if _METADATA in place.files:
-        return [place.files[_METADATA]]
+    if METADATA in place.files:
+        return [place.files[METADATA]]
     ranks = {
         int(match[1]): path
         for name, path in place.files.items()

@@ -11,7 +11,6 @@ Source: torch 2.13 ``distributed/checkpoint/hf_storage.py``, ``_hf_utils.py``
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,18 +20,13 @@ from typing import Any
 from reshard.box import Box, as_index
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats import safetensors
+from reshard.formats.dcp.names import HF_SHARD, is_hf_shard
 from reshard.formats.place import Place, missing_ranks
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.manifest import Chunk, SourceFile
 
-_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _INFO = "DCP_SHARDING_INFO"
-
-
-def is_shard(name: str) -> bool:
-    """Whether a file's name is that of one rank's shard."""
-    return _SHARD.fullmatch(name) is not None
 
 
 def read(place: Place) -> Found:
@@ -42,8 +36,8 @@ def read(place: Place) -> Found:
         IncompleteError: a rank's shard is missing.
         CorruptError: a header that does not say where its blocks lie.
     """
-    shards = {name: path for name, path in place.files.items() if is_shard(name)}
-    ranks = {int(_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
+    shards = {name: path for name, path in place.files.items() if is_hf_shard(name)}
+    ranks = {int(HF_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
     missing = missing_ranks({rank - 1 for rank in ranks}, max(ranks))
     if missing:
         raise IncompleteError(

@@ -9,6 +9,7 @@
     expert_ranks    which ranks hold which experts
     cuts        how tensor-parallel ranks share a parameter
     affine      what AutoTP says of that
+    dialects    whose words a pipeline's names are
     neox        GPT-NeoX's settings
     directory   which files there are, and whether they belong together
     states      the two kinds of file, opened and checked against each other
@@ -29,16 +30,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.formats.deepspeed import directory
+from reshard.formats.deepspeed.directory import NAME, detect
 from reshard.formats.place import Place
 from reshard.manifest import Manifest
-from reshard.model_parallel.rules import Table, with_users
 
-NAME = "deepspeed"
-
-
-def detect(place: Place) -> bool:
-    """Whether a DeepSpeed checkpoint lies at this file or directory."""
-    return directory.detect(place)
+__all__ = ["NAME", "detect", "read"]
 
 
 def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Manifest:
@@ -63,7 +59,10 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
         from reshard.formats.deepspeed import parallel
 
         return parallel.read(files, rules)
-    with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
+    if rules:
+        from reshard.model_parallel.rules import Table, with_users
+
+        with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
     if mixed:
         from reshard.formats.deepspeed import experts
 

@@ -20,7 +20,7 @@ from typing import Any
 from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
-from reshard.formats.deepspeed import affine, neox
+from reshard.formats.deepspeed import affine, dialects, neox
 from reshard.formats.deepspeed.layers import TIED
 from reshard.model_parallel.rules import Table, builtin, with_users
 from reshard.model_parallel.shards import REPLICATED, Split
@@ -31,12 +31,10 @@ _ROW = "parameter_with_row_parallelism_patterns"
 _GATED = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _STAGES = "pipeline_replicated_parameter_patterns"
-_QKV = re.compile(r"(?:sequential\.)?(\d{1,9})\.(self_)?attention\.query_key_value\.weight")
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEATS = re.compile(r"[*+{]")
 _MOST_REPEATS = 3
 _LONGEST = 512  # letters of a name
-_FIRST_OF_BLOOM = 3  # the layer of its first block; 2 in Megatron-DeepSpeed and GPT-NeoX
 _MLP = (
     ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"),
     ("mlp.linear1.weight", "mlp.linear2.weight"),
@@ -70,7 +68,7 @@ class Cuts:
         self._info = info
         self._names = tuple(shapes)
         self._buffers = frozenset(buffers)
-        self._dialect, blocks = dialect_of(shapes)
+        self._dialect, blocks = dialects.of_names(shapes)
         self.notes: dict[str, None] = {}
         megatron = builtin(self._table_name(ranks))
         none = Table(f"{megatron.source}, whose names are others", ())
@@ -80,7 +78,7 @@ class Cuts:
 
     def _table_name(self, ranks: int) -> str:
         """Of the built-in table; which of them GPT-NeoX's settings say."""
-        if self._dialect != neox.DIALECT or ranks == 1:
+        if self._dialect != dialects.NEOX or ranks == 1:
             return "megatron"
         said = neox.settings(self._where)
         if said is None:
@@ -253,16 +251,6 @@ def _compiled(text: str) -> re.Pattern[str]:
 
 def _finds(text: str, fqn: str) -> bool:
     return len(fqn) <= _LONGEST and _compiled(text).match(fqn) is not None
-
-
-def dialect_of(names: Iterable[str]) -> tuple[str | None, int]:
-    """(which words of the table a pipeline speaks, its number of blocks); None: none of them."""
-    found = {int(m[1]): m[2] for name in names if (m := _QKV.fullmatch(name))}
-    if not found:
-        return None, 0
-    if None in found.values():
-        return neox.DIALECT, len(found)
-    return ("bloom" if min(found) == _FIRST_OF_BLOOM else "layers"), len(found)
 
 
 def _is_gated(shapes: Mapping[str, Index]) -> bool:

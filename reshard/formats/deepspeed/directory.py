@@ -21,6 +21,8 @@ from reshard.files import MAX_POINTER, small
 from reshard.formats.place import Place
 from reshard.units import some
 
+NAME = "deepspeed"
+
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"((?:bf16_)?zero)_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

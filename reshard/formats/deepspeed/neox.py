@@ -16,7 +16,6 @@ from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
 from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
-DIALECT = "neox"
 FOLDER = "configs"
 _POSITIONS = {"rotary": "rope"}
 _BIASES = ("use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms")

@@ -9,9 +9,8 @@ from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizer import Optimizer
 from reshard.formats.place import Place
-from reshard.formats.state_dict.assemble import most_common_dtype
 from reshard.formats.values import plain
-from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState
+from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
 
 _READ = frozenset(
     """

@@ -1,5 +1,9 @@
 """Llama as Meta publishes it: ``consolidated.NN.pth``, a file a tensor-parallel rank, params.json.
 
+    directory   which files they are
+    reader      every rank's file as one manifest
+    target      the files of other ranks
+
 Sources: meta-llama/llama ``llama/model.py`` (ParallelEmbedding: the embedding is cut along dim 1),
 meta-llama/llama3 ``llama/model.py`` (VocabParallelEmbedding: along dim 0); fairscale
 ``nn/model_parallel/layers.py``.
@@ -7,181 +11,24 @@ meta-llama/llama3 ``llama/model.py`` (VocabParallelEmbedding: along dim 0); fair
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from reshard.box import Index
-from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import huggingface, torch_file
-from reshard.formats.place import Place, missing_ranks
-from reshard.formats.state_dict import assemble, tree
-from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, keyed
-from reshard.model_parallel.combine import tensor_ranks
-from reshard.model_parallel.rules import Table, builtin
-from reshard.model_parallel.shards import REPLICATED, Split
-from reshard.model_parallel.traits import Traits
-from reshard.paths import as_path
-from reshard.pickles import trust
-from reshard.schema import COUNT, INTEGER, NUMBER, expect, fields, maybe
+from reshard.formats.meta.directory import NAME, detect
+from reshard.formats.place import Place
+from reshard.manifest import Manifest
 
-NAME = "meta"
-PARAMS = "params.json"
-EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+if TYPE_CHECKING:
+    from reshard.model_parallel.rules import Table
 
-_FILE = re.compile(r"consolidated\.(\d+)\.pth")
-_NORM = "norm.weight"
-_GATE = "layers.0.feed_forward.w1.weight"
-_FREQUENCIES = "rope.freqs"
-_POSITIONS = {500000.0: 8192, 1000000.0: 16384}  # by rope_theta: Llama 3, Code Llama
-_PARAMS = fields(
-    dim=COUNT,
-    n_layers=COUNT,
-    n_heads=COUNT,
-    n_kv_heads=maybe(COUNT),
-    vocab_size=maybe(INTEGER),
-    rope_theta=maybe(NUMBER),
-    norm_eps=maybe(NUMBER),
-)
-_MIXED = "files of different models are mixed: fetch the checkpoint again as a whole"
-
-
-def detect(place: Place) -> bool:
-    """Whether a model of Meta's lies directly at a place."""
-    return not place.chosen and any(map(_FILE.fullmatch, place.files)) and PARAMS in place.files
+__all__ = ["NAME", "detect", "read"]
 
 
 def read(place: Place, table: Table | None = None) -> Manifest:
     """Every rank's file as one manifest.
 
     Raises:
-        IncompleteError: a rank's file is missing.
-        CorruptError: files contradict each other, or params.json.
-        UnsupportedError: more ranks than key and value heads.
-        UsageError: no rule says how a tensor is cut.
+        ReshardError: as `reader.read`.
     """
-    table = table or builtin(NAME)
-    files = {int(m[1]): path for name, path in place.files.items() if (m := _FILE.fullmatch(name))}
-    missing = missing_ranks(files, max(files) + 1)
-    if missing:
-        raise IncompleteError(
-            place,
-            f"holds {files[max(files)].name}, but no file of rank {', '.join(map(str, missing))}",
-            "fetch the missing files",
-        )
-    params = huggingface.json_object(place.files[PARAMS])
-    expect(place.files[PARAMS], params, _PARAMS)
-    groups = params.get("n_kv_heads") or params.get("n_heads")
-    if type(groups) is int and groups % len(files):
-        raise UnsupportedError(
-            place,
-            f"has {groups} key and value heads over {len(files)} ranks: which rank has which part"
-            " of one is not known",
-        )
-    ranks = [_rank(files[number], place, params, len(files)) for number in sorted(files)]
+    from reshard.formats.meta import reader
 
-    def split_of(name: str, shape: Index) -> Split:
-        if name == EMBEDDING:
-            return Split(_embedding_dim(ranks[0], shape))
-        return REPLICATED if name == _FREQUENCIES else table.need(name, {}).rule.split(gated=True)
-
-    made = tensor_ranks(ranks, split_of)
-    _check_vocabulary(made, params, place)
-    return made
-
-
-def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Manifest:
-    file = torch_file.read(path)
-    entries = [
-        Entry(
-            name,
-            BUFFER if name == _FREQUENCIES else PARAM,
-            tensor.dtype,
-            tensor.shape,
-            tensor.chunks,
-        )
-        for name, leaf in tree.tensors(tree.of_file(file)).items()
-        if (tensor := tree.logical(leaf))
-    ]
-    dims = {entry.fqn: len(entry.shape) for entry in entries}
-    if (dims.get(EMBEDDING), dims.get(_NORM, 1)) != (2, 1):
-        raise CorruptError(
-            path,
-            f"holds no matrix {EMBEDDING!r} or no vector {_NORM!r}: it is no model of Meta's",
-        )
-    origin = Origin(
-        format=NAME,
-        path=str(place),
-        detail="consolidated",
-        mesh={"world": world, "tp": world},
-        precision=assemble.most_common_dtype(entries),
-    )
-    source = file.source()
-    manifest = Manifest(
-        origin,
-        keyed(entries),
-        {source.path: source},
-        trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
-        unknown_globals=trust.unknown(file.globals),
-    )
-    return with_params(manifest, params)
-
-
-def with_params(manifest: Manifest, params: Mapping[str, Any]) -> Manifest:
-    """A manifest that says of its model what params.json does."""
-    return replace(manifest, train=replace(manifest.train, config=dict(params)))
-
-
-def _embedding_dim(rank: Manifest, shape: Index) -> int:
-    """Along which dim the embedding is cut: the width of a norm says how wide it is as a whole."""
-    norm = rank.entries.get((PARAM, _NORM))
-    if norm is None:
-        raise IncompleteError(rank.origin.path, f"holds no {_NORM!r}", "fetch it again")
-    return 0 if shape[1] == norm.shape[0] else 1
-
-
-def _check_vocabulary(made: Manifest, params: Mapping[str, Any], place: Place) -> None:
-    rows, width = made.entries[PARAM, EMBEDDING].shape
-    words = params.get("vocab_size")
-    known = type(words) is int and words > 0  # Llama 2 says -1: as the tokenizer
-    if (known and rows != words) or params.get("dim") not in (None, width):
-        raise CorruptError(
-            place.files[PARAMS],
-            f"says {words} words of {params.get('dim')} elements, and the files hold an embedding"
-            f" of {rows} of {width}",
-            _MIXED,
-        )
-
-
-def traits(manifest: Manifest) -> Traits:
-    """What params.json and the tensors say of the model.
-
-    The largest number of positions is in neither; nothing that is computed depends on it.
-    """
-    params: Mapping[str, Any] = manifest.train.config
-    heads, hidden = params.get("n_heads"), params.get("dim")
-    gate = manifest.entries.get((PARAM, _GATE))
-    theta = float(params.get("rope_theta") or 10000.0)
-    odd = ["rotations scaled by a factor that it does not say (use_scaled_rope)"]
-    return Traits(
-        source=str(as_path(manifest.origin.path) / PARAMS),
-        layers=params.get("n_layers"),
-        hidden=hidden,
-        heads=heads,
-        groups=params.get("n_kv_heads") or heads,
-        head_dim=hidden // heads if hidden and heads else None,
-        ffn=gate.shape[0] if gate else None,
-        vocab=manifest.entries[PARAM, EMBEDDING].shape[0],
-        positions="rope",
-        max_positions=_POSITIONS.get(theta, 4096),
-        rope_theta=theta,
-        activation="silu",
-        gated=True,
-        norm="rmsnorm",
-        norm_eps=params.get("norm_eps"),
-        linear_bias=False,
-        qkv_bias=False,
-        odd=tuple(odd if params.get("use_scaled_rope") else ()),
-    )
+    return reader.read(place, table)

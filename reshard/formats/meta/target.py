@@ -7,8 +7,9 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.formats import huggingface, skeletons, torch_writer
-from reshard.formats.meta import EMBEDDING, PARAMS
+from reshard.formats import skeletons, torch_writer
+from reshard.formats.json_files import json_text
+from reshard.formats.meta.directory import EMBEDDING, PARAMS
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training
 from reshard.manifest import Entry, Skeleton
@@ -46,7 +47,7 @@ def lay_out(
         )
         for rank in range(ranks)
     ]
-    return skeletons.joined([*files, skeletons.of_bytes(PARAMS, huggingface.json_text(params))])
+    return skeletons.joined([*files, skeletons.of_bytes(PARAMS, json_text(params))])
 
 
 def notes(state: Training, *, ranks: int) -> Iterator[str]:

@@ -10,7 +10,8 @@ from typing import Any
 from reshard import counts
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
-from reshard.formats import huggingface, safetensors, torch_file
+from reshard.formats import safetensors, torch_file
+from reshard.formats.json_files import json_object
 from reshard.formats.nanotron import layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
 from reshard.formats.nanotron.layout import Cut, Layout
@@ -18,7 +19,6 @@ from reshard.formats.nanotron.optimizer import Optimizer
 from reshard.formats.nanotron.slices import Placed
 from reshard.formats.nanotron.stages import Stage
 from reshard.formats.place import Place
-from reshard.formats.state_dict.assemble import most_common_dtype
 from reshard.formats.values import plain
 from reshard.manifest import (
     PARAM,
@@ -30,6 +30,7 @@ from reshard.manifest import (
     SourceFile,
     TrainState,
     keyed,
+    most_common_dtype,
 )
 from reshard.pickles import trust
 
@@ -146,7 +147,7 @@ def _weight(
 def _json(place: Place, name: str) -> dict[str, Any]:
     """A file beside the weights; nothing where a save has none."""
     path = place.files.get(name)
-    return huggingface.json_object(path) if path else {}
+    return json_object(path) if path else {}
 
 
 def _stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
@@ -176,7 +177,7 @@ def _sizes(place: Place) -> dict[str, int]:
     """``optimizer_config.json``, which has its numbers as text."""
     folder = place.folders.get("optimizer")
     path = folder.files.get("optimizer_config.json") if folder else None
-    held = huggingface.json_object(path).get("parallelism") if path else None
+    held = json_object(path).get("parallelism") if path else None
     if not isinstance(held, dict):
         return {}
     return {

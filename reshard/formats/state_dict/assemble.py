@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
-from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats.state_dict import flat, optimizer, parts, tree
@@ -27,6 +26,7 @@ from reshard.manifest import (
     Origin,
     TrainState,
     keyed,
+    most_common_dtype,
 )
 from reshard.model import ModelShapes, Told
 from reshard.pickles import trust
@@ -367,12 +367,3 @@ def _notes(
     if differing:
         shown = ", ".join(dotted(path) for path in differing[:_LISTED])
         yield f"the ranks saved different values of {shown}: the first rank's are taken"
-
-
-def most_common_dtype(held: Iterable[Entry]) -> str:
-    """The float dtype of most tensors; empty where there is none."""
-    counts: dict[DType, int] = {}
-    for entry in held:
-        if entry.dtype.family == "float":
-            counts[entry.dtype] = counts.get(entry.dtype, 0) + 1
-    return str(max(counts, key=lambda dtype: counts[dtype])) if counts else ""

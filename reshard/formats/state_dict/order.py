@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from reshard.formats.training import Group
+if TYPE_CHECKING:
+    from reshard.formats.training import Group
 
 Sign = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
 Groups = Sequence[Sequence[Sign]]

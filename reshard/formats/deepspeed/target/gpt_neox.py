@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.formats import skeletons
-from reshard.formats.deepspeed import neox
-from reshard.formats.deepspeed.cuts import dialect_of
+from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.target import carried
 from reshard.formats.deepspeed.target.pipeline import layers_of
 from reshard.formats.training import Training
@@ -79,7 +78,7 @@ def notes(state: Training, sizes: Sizes) -> Iterator[str]:
 def _is_neox(state: Training) -> bool:
     origin = state.manifest.origin
     names = (weight.fqn for weight in state.weights)
-    return origin.format.startswith("deepspeed") and dialect_of(names)[0] == neox.DIALECT
+    return origin.format.startswith("deepspeed") and dialects.of_names(names)[0] == dialects.NEOX
 
 
 def _args(state: Training) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from reshard.errors import UsageError
-from reshard.formats.deepspeed.cuts import dialect_of
+from reshard.formats.deepspeed import dialects
 from reshard.formats.deepspeed.layers import TIED, layer_of
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
@@ -147,7 +147,7 @@ def _methods(
         "uniform": lambda count: uniform(total, count),
     }
     order = ["parameters", "uniform", "type:"]
-    if dialect_of(sizes)[0] is not None:
+    if dialects.of_names(sizes)[0] is not None:
         order = ["type:", "parameters", "uniform"]
     return {name: methods[name] for name in order}
 

@@ -1,12 +1,4 @@
-"""What PyTorch-native training leaves in a directory: DCP, rank files, whole files, in any mixture.
-
-Accelerate, HF Trainer, Lightning, verl, torchtitan, FairScale and plain scripts differ in how they
-name these parts; what is in them is told by its form (`state_dict.parts`).
-
-Names: Accelerate 1.15 ``utils/constants.py`` and ``fsdp_utils.py``; transformers 5 ``trainer.py``;
-Lightning 2.6 ``strategies/fsdp.py`` (``meta.pt``); verl 0.9 ``fsdp_checkpoint_manager.py``;
-torchtitan 0.3 ``components/checkpoint.py``.
-"""
+"""Every part that PyTorch-native training left at a place, as one manifest."""
 
 from __future__ import annotations
 
@@ -15,64 +7,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from reshard.errors import CorruptError, UnrecognisedError, UsageError
-from reshard.formats import huggingface, rank_files, rng, stages, torch_file
-from reshard.formats.dcp import directory as dcp
-from reshard.formats.dcp import hf_shards
+from reshard.errors import UnrecognisedError, UsageError
+from reshard.formats import huggingface, stages
+from reshard.formats.dcp import directory, hf_shards
+from reshard.formats.dcp import names as dcp
 from reshard.formats.place import Place
-from reshard.formats.rank_files import Ranks
-from reshard.formats.state_dict import assemble, parts, tree
+from reshard.formats.pytorch import beside, labels, names
+from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
+from reshard.formats.pytorch.ranks import Ranks, families_of
+from reshard.formats.state_dict import assemble, parts
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
-from reshard.formats.values import plain
 from reshard.manifest import Manifest, Origin
 from reshard.model import Told
-from reshard.pickles import trust
 
-NAME = "torch"
-_RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
-_FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _COPY = "{} is taken to be the same model as {}; it is not read"
-_STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
-_COMPANIONS = {
-    "scheduler.pt": "scheduler",
-    "scheduler.bin": "scheduler",
-    "rng_state.pth": "rng",
-    "rng_state_0.pth": "rng",
-    "random_states_0.pkl": "rng",
-}
-_TRAINER_STATE = "trainer_state.json"
-
-
-def detect(place: Place) -> bool:
-    """Whether a sharded training checkpoint's parts lie at a place."""
-    if place.chosen:
-        return is_rank_file(place.chosen)
-    return (
-        dcp.detect(place)
-        or any(map(hf_shards.is_shard, place.files))
-        or any(map(rank_files.is_part, place.files))
-        or any(_is_dcp_part(name, folder) for name, folder in place.folders.items())
-    )
-
-
-def detect_loosely(place: Place) -> bool:
-    """Whether any ``torch.save`` file lies at a place that nothing else recognises.
-
-    Raises:
-        CorruptError: a file that is by its name a part of the checkpoint is none.
-    """
-    if place.chosen:
-        return torch_file.is_torch_file(place.path)
-    return bool(rank_files.torch_files(place))
-
-
-def is_rank_file(name: str) -> bool:
-    """Whether a file's name says that it is one rank's, or one of DCP's."""
-    return dcp.is_part(name) or hf_shards.is_shard(name) or rank_files.is_of_rank(name)
 
 
 def read(
@@ -99,16 +50,16 @@ def read(
         saved, trainer = [(Ranks.open({0: place.path}).joined(place), list[str]())], {}
     else:
         chosen, place = place.chosen, Place(place.directories)
-        (saved, key), trainer = _by_stage(place, key, chosen), _trainer_state(place)
+        (saved, key), trainer = _by_stage(place, key, chosen), beside.trainer_state(place)
     found = saved[0][0]
     origin = Origin(
-        format=_framework(place, found),
+        format=labels.framework(place, found),
         path=str(place),
-        detail=_detail(place),
-        versions=_versions(found),
+        detail=labels.detail(place),
+        versions=labels.versions(found),
     )
     told = Told(model, wrap) if model else None
-    nearby = _nearby(place, wrap)
+    nearby = beside.nearby(place, wrap)
     if wrap and not (told or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
@@ -126,42 +77,9 @@ def read(
             trainer_state=trainer,
         )
     if train.step is None:
-        train = replace(train, step=_step_of(place))
-    files = () if place.chosen else rng.files_of(place)
+        train = replace(train, step=labels.step_of(place))
+    files = () if place.chosen else beside.random_files(place)
     return replace(made, train=replace(train, rng_files=files))
-
-
-def with_companions(manifest: Manifest, place: Place) -> Manifest:
-    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
-
-    Raises:
-        CorruptError: one of them is damaged.
-    """
-    for near in (Place(place.directories), place.above()):
-        trainer = _trainer_state(near)
-        held = {
-            kind: path
-            for name, path in near.files.items()
-            if (kind := _COMPANIONS.get(name)) and torch_file.is_torch_file(path)
-        }
-        if not trainer and not held:
-            continue
-        opened = {kind: torch_file.read(path) for kind, path in held.items()}
-        values = {kind: plain(tree.of_file(file)) for kind, file in opened.items()}
-        train = manifest.train
-        unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
-        return replace(
-            manifest,
-            train=replace(
-                train,
-                scheduler=train.scheduler or values.get("scheduler"),
-                rng=train.rng or values.get("rng"),
-                rng_files=rng.files_of(near),
-                trainer_state=trainer or None,
-            ),
-            unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
-        )
-    return manifest
 
 
 Collected = tuple[Found, list[str]]  # with what is to be said of it
@@ -178,7 +96,7 @@ def _by_stage(
     Returns:
         Also the key, without the name of a file whose tree stands for the whole.
     """
-    grouped = rank_files.families(rank_files.torch_files(place))
+    grouped = families_of(names.torch_files(place))
     families = {stem: Ranks.open(held) for stem, held in grouped.items()}
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
@@ -256,12 +174,12 @@ def _collected(place: Place, families: dict[str, Ranks], warnings: list[str]) ->
     """One tree of all parts, each under the name of its file or folder."""
     found = Found({}, str(place), {})
     if dcp.detect(place):
-        _take(found, None, dcp.read(place))
-    if any(map(hf_shards.is_shard, place.files)):
+        _take(found, None, directory.read(place))
+    if any(map(dcp.is_hf_shard, place.files)):
         _take(found, None, hf_shards.read(place))
     for name, folder in place.folders.items():
-        if _is_dcp_part(name, folder):
-            _take(found, name, dcp.read(folder))
+        if is_dcp_part(name, folder):
+            _take(found, name, directory.read(folder))
     weights = _weights_beside(place)
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
@@ -302,10 +220,6 @@ def _take(found: Found, name: str | None, part: Found) -> None:
     found.plain_is_buffer = found.plain_is_buffer and part.plain_is_buffer
 
 
-def _is_dcp_part(name: str, folder: Place) -> bool:
-    return _FOLDER.fullmatch(name) is not None and dcp.detect(folder)
-
-
 def _weights_beside(place: Place) -> dict[str, Path]:
     """Full weights in safetensors, by the name of their model."""
     found = {
@@ -321,70 +235,3 @@ def _safetensors(place: Place, path: Path) -> Found:
     made = huggingface.read(Place(place.directories, path.name))
     state = {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
     return Found(state, str(place), dict(made.files), plain_is_buffer=False, ordered=False)
-
-
-def _step_of(place: Place) -> int | None:
-    """The step in the directory's name, or in its parent's (verl: ``global_step_3/actor``)."""
-    names = [folder.name for folder in (place, place.above())]
-    found = (_STEP.fullmatch(name) for name in names)
-    return next((int(match[1]) for match in found if match), None)
-
-
-def _nearby(place: Place, wrap: str | None) -> Told | None:
-    """The model of a transformers config beside the checkpoint; a broken one says nothing."""
-    for near in (place, place.folders.get("huggingface") if not place.chosen else None):
-        config = near.files.get("config.json") if near else None
-        with contextlib.suppress(CorruptError):
-            if config and huggingface.is_model_config(config):
-                return Told(str(config), wrap)
-    return None
-
-
-def _trainer_state(place: Place) -> dict[str, Any]:
-    """HF Trainer's own account of the run, without its log.
-
-    Raises:
-        CorruptError: it is no JSON object.
-    """
-    path = place.files.get(_TRAINER_STATE)
-    if path is None:
-        return {}
-    state = huggingface.json_object(path)
-    return {key: value for key, value in state.items() if key != "log_history"}
-
-
-def _framework(place: Place, found: Found) -> str:
-    """Who wrote it, as far as the names tell; only messages depend on it."""
-    names = [place.chosen] if place.chosen else [*place.files, *place.folders]
-    root = found.root if isinstance(found.root, dict) else {}
-    is_dcp = any(map(dcp.is_part, names))
-    signs = {
-        "hf-trainer": _TRAINER_STATE in names,
-        "verl": any(re.match(r"model_world_size_\d+_rank_\d+\.pt", name) for name in names),
-        "lightning": "pytorch-lightning_version" in root or "meta.pt" in names,
-        "accelerate": any(re.match("random_states_|pytorch_model_fsdp", name) for name in names),
-        "fairscale": any(
-            isinstance(node, dict) and "shard_metadata" in node for node in (root, *root.values())
-        ),
-        "torchtitan": is_dcp and "train_state" in root,
-        "dcp": is_dcp,
-        "fsdp": found.world > 1,
-    }
-    return next((name for name, present in signs.items() if present), NAME)
-
-
-def _detail(place: Place) -> str:
-    if place.chosen:
-        return "state dict"
-    kinds = []
-    if dcp.detect(place) or any(dcp.detect(f) for f in place.folders.values()):
-        kinds.append("DCP")
-    if any(rank_files.is_of_rank(name) and not _RANDOM.match(name) for name in place.files):
-        kinds.append("rank files")
-    return ", ".join(kinds) or "state dict"
-
-
-def _versions(found: Found) -> dict[str, str]:
-    root = found.root if isinstance(found.root, dict) else {}
-    version = root.get("pytorch-lightning_version")
-    return {"lightning": str(version)} if isinstance(version, str) else {}

@@ -1,7 +1,4 @@
-"""Files that ranks saved: which belong together, by their names, and what all of them hold as one.
-
-Libraries number the files of ranks in ways of their own; what they have in common is told here.
-"""
+"""Files that ranks saved: which belong together, by their names, and all of them as one."""
 
 from __future__ import annotations
 
@@ -11,36 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import CorruptError, IncompleteError, StaleError
+from reshard.errors import IncompleteError, StaleError
 from reshard.formats import torch_file
-from reshard.formats.place import Place, missing_ranks
+from reshard.formats.place import missing_ranks
+from reshard.formats.pytorch.names import RANK, is_of_rank
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.found import Found
 from reshard.formats.torch_file import TorchFile
 
-# Between these words and the suffix stands the rank.
-_SUFFIX = "|".join(map(re.escape, torch_file.SUFFIXES))
-_RANK = re.compile(
-    rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)*(?:{_SUFFIX}))$"
-)
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
-_STRONG = re.compile(  # beside a model, these make a directory a training checkpoint
-    r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
-    r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
-)
-_HF_SHARD = re.compile(r"-\d+-of-\d+\.bin$")
-_ARGUMENTS = "training_args"
-
-
-def is_of_rank(name: str) -> bool:
-    """Whether a file's name says which rank's it is."""
-    return _RANK.fullmatch(name) is not None
-
-
-def is_part(name: str) -> bool:
-    """Whether a file's name says that it is a part of a training checkpoint."""
-    return _STRONG.fullmatch(name) is not None or is_of_rank(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,32 +60,6 @@ class Ranks:
         )
 
 
-def torch_files(place: Place) -> dict[str, Path]:
-    """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
-
-    Raises:
-        CorruptError: one that is by its name a part of the checkpoint is none.
-    """
-    found = {}
-    for name, path in place.files.items():
-        if (
-            path.suffix not in torch_file.SUFFIXES
-            or _HF_SHARD.search(name)
-            or path.stem == _ARGUMENTS
-        ):
-            continue
-        if torch_file.is_torch_file(path):
-            found[name] = path
-        elif is_part(name):
-            size = path.stat().st_size
-            raise CorruptError(
-                path,
-                f"is no file of torch.save ({size} bytes)" if size else "is empty",
-                "fetch it again; a node-local disk may still hold it",
-            )
-    return found
-
-
 def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
     """Whether numbers in names are ranks without a word that says so: shards lie in the files.
 
@@ -121,7 +72,7 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
     return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
 
 
-def families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
+def families_of(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
     """Rank -> file, by what the files' names have in common; a file by itself is rank 0's.
 
     Raises:
@@ -129,7 +80,7 @@ def families(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
         CorruptError: two files are of one rank.
     """
     found: dict[str, dict[int, Path]] = {}
-    pattern = _NUMBERED if _is_numbered_by_rank(files) else _RANK
+    pattern = _NUMBERED if _is_numbered_by_rank(files) else RANK
     for name, path in files.items():
         match = pattern.fullmatch(name)
         common = re.sub(r"[-_.]?(rank|world_size_\d+)", "", match[1]) if match else path.stem

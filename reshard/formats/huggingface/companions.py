@@ -1,0 +1,101 @@
+"""What makes weights a model directory: its config, and the files that are copied as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.dtypes import DType
+from reshard.errors import UsageError
+from reshard.formats.json_files import json_object
+from reshard.manifest import Entry
+
+_COMPANIONS = re.compile(
+    r"(config|generation_config|tokenizer.*|special_tokens_map|added_tokens|vocab|preprocessor_config"
+    r"|processor_config|video_preprocessor_config|image_processor_config|chat_template.*)\.json"
+    r"|merges\.txt|vocab\.txt|.*\.(model|tiktoken|jinja)"
+)
+_MODEL_CODE = re.compile(r"(modeling|configuration|tokenization|processing|image_processing)_")
+_EMBEDDING = re.compile(
+    r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared)\.weight"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """The files that make weights a model directory; ``config`` is parsed, the rest is copied."""
+
+    directory: Path | None
+    config: dict[str, Any] | None
+    others: tuple[Path, ...]
+
+
+def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
+    """Config, tokenizer and processor files from ``hf_dir``, else from beside the checkpoint.
+
+    Raises:
+        UsageError: ``hf_dir`` was given and has no config.json.
+        CorruptError: config.json is not JSON.
+    """
+    candidates = [hf_dir] if hf_dir else [*near, *(path / "huggingface" for path in near)]
+    for place in candidates:
+        config = place / "config.json"
+        if config.is_file():
+            if not hf_dir and not is_model_config(config):
+                continue  # some other program's config.json
+            parsed = json_object(config)
+            others = [
+                child
+                for child in sorted(place.iterdir())
+                if child.is_file() and _belongs(child.name, parsed)
+            ]
+            return Companions(place, parsed, tuple(others))
+    if hf_dir:
+        raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
+    return Companions(None, None, ())
+
+
+def is_model_config(path: Path) -> bool:
+    """Whether a ``config.json`` is transformers'.
+
+    Raises:
+        CorruptError: it is not JSON.
+    """
+    return bool({"model_type", "architectures"} & json_object(path).keys())
+
+
+def _belongs(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a file beside config.json is part of the model; code only where auto_map asks."""
+    if name.endswith(".py"):
+        return bool(config.get("auto_map")) and _MODEL_CODE.match(name) is not None
+    return name != "config.json" and _COMPANIONS.fullmatch(name) is not None
+
+
+def matched_config(
+    config: Mapping[str, Any], tensors: Sequence[tuple[Entry, DType]], dtype: str, *, untied: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The config with dtype and vocab_size as written, and what was changed."""
+    updated = json.loads(json.dumps(config))
+    changes: list[str] = []
+
+    def put(section: dict[str, Any], key: str, value: Any) -> None:
+        if section.get(key) != value:
+            changes.append(f"config.json: {key} {section.get(key)!r} -> {value!r}")
+            section[key] = value
+
+    sections = [updated, *(value for value in updated.values() if isinstance(value, dict))]
+    keyed_sections = [(s, k) for s in sections for k in ("dtype", "torch_dtype") if k in s]
+    for section, key in keyed_sections or [(updated, "dtype")]:
+        if key in section or section is updated:
+            put(section, key, dtype)
+    rows = {entry.shape[0] for entry, _ in tensors if _EMBEDDING.fullmatch(entry.fqn)}
+    sized = [section for section in sections if "vocab_size" in section]
+    if len(rows) == 1 and len(sized) == 1:
+        put(sized[0], "vocab_size", rows.pop())
+    if untied and updated.get("tie_word_embeddings") is not False:
+        put(updated, "tie_word_embeddings", False)
+    return updated, changes

@@ -1,0 +1,44 @@
+"""Which files of a directory are a model's weights, told by their names."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.formats.place import Place
+
+NAME = "huggingface"
+INDEX = "model.safetensors.index.json"
+_INDEXES = (INDEX, "pytorch_model.bin.index.json")
+_INDEX = re.compile(r"[\w.-]+\.(safetensors|bin)\.index(\.\w+)?\.json")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
+
+
+def detect(place: Place) -> bool:
+    """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
+    if place.chosen:
+        return is_index(place.chosen) or place.chosen.endswith(".safetensors")
+    return index_of(place) is not None or any(name.endswith(".safetensors") for name in place.files)
+
+
+def index_of(place: Place) -> str | None:
+    """The name of a directory's index of shards; of several that are no model's, none."""
+    usual = next((name for name in _INDEXES if name in place.files), None)
+    others = [name for name in place.files if is_index(name)]
+    return usual or (others[0] if len(others) == 1 else None)
+
+
+def is_index(name: str) -> bool:
+    """Diffusers and adapters name theirs otherwise; a variant stands before ``json``."""
+    return _INDEX.fullmatch(name) is not None
+
+
+def is_whole_set(place: Place) -> bool:
+    """Whether the safetensors files are all shards of one save, by their names: 1 to N of N."""
+    names = [name for name in place.files if name.endswith(".safetensors")]
+    shards = [match for name in names if (match := _SHARD.fullmatch(name))]
+    numbers = sorted(int(match["number"]) for match in shards)
+    return (
+        1 < len(names) == len(shards)
+        and len({(match["stem"], match["of"]) for match in shards}) == 1
+        and numbers == list(range(1, int(shards[0]["of"]) + 1))
+    )

@@ -1,0 +1,202 @@
+"""A model's weights as a manifest: one file, shards under an index, or shards that lost it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    StaleError,
+    UnrecognisedError,
+    UnsafeError,
+    UnsupportedError,
+    UsageError,
+)
+from reshard.files import small
+from reshard.formats import safetensors
+from reshard.formats.huggingface.directory import NAME, index_of, is_index, is_whole_set
+from reshard.formats.place import Place
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    keyed,
+    most_common_dtype,
+)
+from reshard.pickles import trust
+
+if TYPE_CHECKING:
+    from reshard.model import ModelShapes
+
+
+def read(place: Place) -> Manifest:
+    """Read a directory through its index, a directory of one file, or one file.
+
+    Raises:
+        UnsafeError: the index names a file outside its directory.
+        IncompleteError: a shard, or a tensor that the index promises, is missing.
+        CorruptError: shards and index contradict each other.
+        UnrecognisedError: several files and no index.
+    """
+    if place.chosen and not is_index(place.chosen):
+        return _read_file(place.path)
+    if not place.chosen and "model.safetensors" in place.files:
+        # as transformers chooses, before any .bin index
+        return _read_file(place.files["model.safetensors"])
+    index = place.chosen or index_of(place)
+    if index is not None:
+        return _read_indexed(place, place.files[index])
+    found = [path for path in place.files.values() if path.suffix == ".safetensors"]
+    if is_whole_set(place):
+        return _read_unindexed(place.path, sorted(found))
+    if len(found) != 1:
+        raise UnrecognisedError(
+            place,
+            f"holds {len(found)} safetensors files and no index that says how they belong"
+            f" together: {', '.join(file.name for file in found[:4])}",
+            "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
+        )
+    return _read_file(found[0])
+
+
+def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
+    """All shards of a save whose index is lost: each says itself what it holds."""
+    read = [_read_shard(path) for path in shards]
+    entries = [entry for held, _, _ in read for entry in held]
+    made = _manifest(directory, entries, {source.path: source for _, source, _ in read}, set())
+    text = f"no model.safetensors.index.json: {len(shards)} shards belong together by their names"
+    return replace(made, warnings=(*made.warnings, text))
+
+
+def _read_file(path: Path) -> Manifest:
+    entries, source, globals_ = _read_shard(path)
+    return _manifest(path, entries, {source.path: source}, globals_)
+
+
+def _read_indexed(place: Place, index: Path) -> Manifest:
+    try:
+        weight_map = json.loads(small(index))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        safe = all(_is_plain_name(name) for name in names)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptError(index, f"is not an index: no weight_map ({error})") from error
+    if not safe:
+        bad = next(name for name in names if not _is_plain_name(name))
+        raise UnsafeError(
+            index,
+            f"names the file {bad!r}, which lies outside the directory",
+            "the index was tampered with: do not use this checkpoint",
+        )
+    entries: list[Entry] = []
+    sources: dict[str, SourceFile] = {}
+    globals_: set[str] = set()
+    for name in names:
+        shard = place.files.get(name)
+        if shard is None:
+            raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
+        held, source, seen = _read_shard(shard)
+        _check_shard(index, shard, {entry.fqn for entry in held}, weight_map)
+        entries += held
+        sources[source.path] = source
+        globals_ |= seen
+    order = {fqn: position for position, fqn in enumerate(weight_map)}
+    entries.sort(key=lambda entry: order[entry.fqn])
+    return _manifest(index.parent, entries, sources, globals_)
+
+
+def _is_plain_name(name: str) -> bool:
+    return bool(name) and PurePosixPath(name).name == name and name not in (".", "..")
+
+
+def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[str, str]) -> None:
+    promised = {fqn for fqn, name in weight_map.items() if name == shard.name}
+    if promised - held:
+        fqn = min(promised - held)
+        raise IncompleteError(index, f"says that {shard.name} holds {fqn!r}; it does not")
+    if held - promised:
+        fqn = min(held - promised)
+        raise StaleError(
+            shard, f"holds {fqn!r}, which {index.name} does not list there: a stale index or shard"
+        )
+
+
+def _read_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
+    if path.suffix != ".safetensors":
+        return _read_torch_shard(path)
+    shard = safetensors.read(path)
+    entries = [
+        Entry(name, PARAM, chunk.dtype, chunk.box.shape, (chunk,))
+        for name, chunk in shard.tensors.items()
+    ]
+    return entries, shard.source, set()
+
+
+def _read_torch_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
+    from reshard.formats import torch_file
+    from reshard.formats.state_dict import parts, tree
+
+    file = torch_file.read(path)
+    state = parts.find(tree.of_file(file), str(path)).model
+    held = [
+        Entry(name, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
+        for name, leaf in state.items()
+        if (tensor := tree.logical(leaf))
+    ]
+    return held, file.source(), file.globals
+
+
+def _manifest(
+    path: Path, entries: list[Entry], sources: dict[str, SourceFile], globals_: set[str]
+) -> Manifest:
+    return Manifest(
+        origin=Origin(
+            format=NAME if path.is_dir() else "safetensors",
+            path=str(path),
+            detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
+            mesh={"world": 1},
+            precision=most_common_dtype(entries),
+        ),
+        entries=keyed(entries),
+        files=sources,
+        trained_dtypes={entry.fqn: entry.dtype for entry in entries},
+        unknown_globals=trust.unknown(globals_),
+        ordered=False,  # files and index are sorted by name, or by dtype and name
+    )
+
+
+def described(manifest: Manifest, model: ModelShapes) -> Manifest:
+    """A model's weights in the model's order, its buffers known as such, its tied names listed.
+
+    Raises:
+        UsageError: the model is another one.
+        UnsupportedError: the files hold both names of a tied tensor.
+    """
+    shapes = {**model.parameters, **model.buffers}
+    held: dict[str, Entry] = {}
+    for entry in manifest.entries.values():
+        first = model.tied.get(entry.fqn, entry.fqn)
+        wanted = shapes.get(first)
+        if wanted != entry.shape:
+            found = f"of {entry.shape}, in the model of {wanted}" if wanted else "not in the model"
+            raise UsageError(model.source, f"is another model: {entry.fqn!r} is {found}")
+        if first in held:
+            raise UnsupportedError(
+                manifest.origin.path,
+                f"stores {held[first].fqn!r} and {entry.fqn!r}, which are one tensor in the model",
+                "reshard merge compares them and writes one",
+            )
+        held[first] = replace(entry, kind=BUFFER if first in model.buffers else PARAM)
+    lacking = [fqn for fqn in shapes if fqn not in held]
+    if lacking:
+        raise UsageError(model.source, f"is another model: no file holds {lacking[0]!r}")
+    names = [*model.tied.items(), *((first, first) for first in held)]
+    tied = {alias: held[first].fqn for alias, first in names if held[first].fqn != alias}
+    return replace(manifest.with_entries(held[fqn] for fqn in shapes), tied=tied, ordered=True)

@@ -1,0 +1,84 @@
+"""Weights as safetensors: one file, or shards with their index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+from reshard.dtypes import DType
+from reshard.formats import safetensors
+from reshard.formats.huggingface.directory import INDEX
+from reshard.formats.json_files import json_text
+from reshard.manifest import Entry, OutputFile, Skeleton
+
+METADATA = {"format": "pt"}
+
+
+def lay_out(
+    tensors: Sequence[tuple[Entry, DType]],
+    *,
+    max_shard_bytes: int,
+    texts: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+) -> Skeleton:
+    """Shards with their index (none for a single shard), and the given small files.
+
+    Args:
+        tensors: entries in state-dict order, each with the dtype to write.
+        texts: name -> content of the files beside the weights.
+    """
+    shards = list(_shards(tensors, max_shard_bytes))
+    files = [OutputFile(name, len(data), ((0, data),)) for name, data in sorted(texts.items())]
+    entries: list[Entry] = []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        made = single_file(name, shard, metadata)
+        files += made.files
+        entries += made.entries
+        weight_map.update((entry.fqn, name) for entry, _ in shard)
+    if len(shards) > 1:
+        data = _index(weight_map, tensors)
+        files.append(OutputFile(INDEX, len(data), ((0, data),)))
+    return Skeleton(tuple(files), tuple(entries))
+
+
+def single_file(
+    name: str, tensors: Sequence[tuple[Entry, DType]], metadata: Mapping[str, str]
+) -> Skeleton:
+    """One safetensors file."""
+    header, placed, nbytes = safetensors.lay_out(name, tensors, metadata)
+    return Skeleton((OutputFile(name, nbytes, ((0, header),)),), tuple(placed))
+
+
+def _shards(
+    tensors: Iterable[tuple[Entry, DType]], limit: int
+) -> Iterable[list[tuple[Entry, DType]]]:
+    """Greedy, in order; a tensor larger than the limit has a shard of its own."""
+    shard: list[tuple[Entry, DType]] = []
+    size = 0
+    for entry, dtype in tensors:
+        nbytes = entry.numel * dtype.itemsize
+        if nbytes > limit:
+            yield [(entry, dtype)]
+            continue
+        if shard and size + nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append((entry, dtype))
+        size += nbytes
+    if shard:
+        yield shard
+
+
+def _index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]) -> bytes:
+    tensors = list(tensors)
+    total = sum(entry.numel * dtype.itemsize for entry, dtype in tensors)
+    parameters = sum(prod(entry.shape) for entry, _ in tensors)
+    index = {
+        "metadata": {"total_parameters": parameters, "total_size": total},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return json_text(index)

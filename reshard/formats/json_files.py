@@ -1,0 +1,43 @@
+"""The small JSON files that lie beside weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptError
+from reshard.files import small
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        CorruptError: it holds something else.
+    """
+    try:
+        config = json.loads(small(path))
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(path, f"is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CorruptError(path, "is not a JSON object")
+    return config
+
+
+def json_text(value: Any) -> bytes:
+    r"""JSON as transformers writes its files: two spaces, sorted keys, a newline at the end.
+
+    Half of a surrogate pair, which a source's JSON may hold, is no UTF-8: all is escaped then.
+
+    >>> json_text({"a": "\xe9"}), json_text({"a": "\ud800"})
+    (b'{\n  "a": "\xc3\xa9"\n}\n', b'{\n  "a": "\\ud800"\n}\n')
+    """
+    try:
+        return _json_lines(value, ascii_only=False).encode()
+    except UnicodeEncodeError:
+        return _json_lines(value, ascii_only=True).encode()
+
+
+def _json_lines(value: Any, *, ascii_only: bool) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"

@@ -1,0 +1,97 @@
+"""What lies beside a checkpoint's tensors: the trainer's state, its scheduler, a model's config."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import replace
+from itertools import count, takewhile
+from typing import Any
+
+from reshard.errors import CorruptError
+from reshard.formats import torch_file
+from reshard.formats.huggingface.companions import is_model_config
+from reshard.formats.json_files import json_object
+from reshard.formats.place import Place
+from reshard.formats.state_dict import tree
+from reshard.formats.torch_saves import is_torch_file
+from reshard.formats.values import plain
+from reshard.manifest import Manifest
+from reshard.model import Told
+from reshard.pickles import trust
+
+_RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
+TRAINER_STATE = "trainer_state.json"
+_COMPANIONS = {
+    "scheduler.pt": "scheduler",
+    "scheduler.bin": "scheduler",
+    "rng_state.pth": "rng",
+    "rng_state_0.pth": "rng",
+    "random_states_0.pkl": "rng",
+}
+
+
+def with_companions(manifest: Manifest, place: Place) -> Manifest:
+    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
+
+    Raises:
+        CorruptError: one of them is damaged.
+    """
+    for near in (Place(place.directories), place.above()):
+        trainer = trainer_state(near)
+        held = {
+            kind: path
+            for name, path in near.files.items()
+            if (kind := _COMPANIONS.get(name)) and is_torch_file(path)
+        }
+        if not trainer and not held:
+            continue
+        opened = {kind: torch_file.read(path) for kind, path in held.items()}
+        values = {kind: plain(tree.of_file(file)) for kind, file in opened.items()}
+        train = manifest.train
+        unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
+        return replace(
+            manifest,
+            train=replace(
+                train,
+                scheduler=train.scheduler or values.get("scheduler"),
+                rng=train.rng or values.get("rng"),
+                rng_files=random_files(near),
+                trainer_state=trainer or None,
+            ),
+            unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
+        )
+    return manifest
+
+
+def nearby(place: Place, wrap: str | None) -> Told | None:
+    """The model of a transformers config beside the checkpoint; a broken one says nothing."""
+    for near in (place, place.folders.get("huggingface") if not place.chosen else None):
+        config = near.files.get("config.json") if near else None
+        with contextlib.suppress(CorruptError):
+            if config and is_model_config(config):
+                return Told(str(config), wrap)
+    return None
+
+
+def trainer_state(place: Place) -> dict[str, Any]:
+    """HF Trainer's own account of the run, without its log.
+
+    Raises:
+        CorruptError: it is no JSON object.
+    """
+    path = place.files.get(TRAINER_STATE)
+    if path is None:
+        return {}
+    state = json_object(path)
+    return {key: value for key, value in state.items() if key != "log_history"}
+
+
+def random_files(place: Place) -> tuple[str, ...]:
+    """The files of random states at a place, in rank order, up to the first that is missing."""
+    found = {
+        int(match[1] or 0): str(path)
+        for name, path in place.files.items()
+        if (match := _RANDOM.fullmatch(name)) and is_torch_file(path)
+    }
+    return tuple(found[rank] for rank in takewhile(found.__contains__, count()))

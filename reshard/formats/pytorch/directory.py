@@ -1,0 +1,46 @@
+"""Whether parts of a training checkpoint lie in a directory, told by their names."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.formats.dcp import names as dcp
+from reshard.formats.place import Place
+from reshard.formats.pytorch import names
+from reshard.formats.torch_saves import is_torch_file
+
+NAME = "torch"
+_FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
+
+
+def detect(place: Place) -> bool:
+    """Whether a sharded training checkpoint's parts lie at a place."""
+    if place.chosen:
+        return is_rank_file(place.chosen)
+    return (
+        dcp.detect(place)
+        or any(map(dcp.is_hf_shard, place.files))
+        or any(map(names.is_part, place.files))
+        or any(is_dcp_part(name, folder) for name, folder in place.folders.items())
+    )
+
+
+def detect_loosely(place: Place) -> bool:
+    """Whether any ``torch.save`` file lies at a place that nothing else recognises.
+
+    Raises:
+        CorruptError: a file that is by its name a part of the checkpoint is none.
+    """
+    if place.chosen:
+        return is_torch_file(place.path)
+    return bool(names.torch_files(place))
+
+
+def is_rank_file(name: str) -> bool:
+    """Whether a file's name says that it is one rank's, or one of DCP's."""
+    return dcp.is_part(name) or dcp.is_hf_shard(name) or names.is_of_rank(name)
+
+
+def is_dcp_part(name: str, folder: Place) -> bool:
+    """Whether a folder holds a part that DCP wrote."""
+    return _FOLDER.fullmatch(name) is not None and dcp.detect(folder)

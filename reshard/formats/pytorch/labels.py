@@ -1,0 +1,61 @@
+"""What the names of a checkpoint's parts say: who wrote them, of which kinds, at which step."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.formats.dcp import names as dcp
+from reshard.formats.place import Place
+from reshard.formats.pytorch import names
+from reshard.formats.pytorch.beside import TRAINER_STATE
+from reshard.formats.pytorch.directory import NAME
+from reshard.formats.state_dict.found import Found
+
+_RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
+_STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
+
+
+def step_of(place: Place) -> int | None:
+    """The step in the directory's name, or in its parent's (verl: ``global_step_3/actor``)."""
+    near = (folder.name for folder in (place, place.above()))
+    found = map(_STEP.fullmatch, near)
+    return next((int(match[1]) for match in found if match), None)
+
+
+def framework(place: Place, found: Found) -> str:
+    """Who wrote it, as far as the names tell; only messages depend on it."""
+    present = [place.chosen] if place.chosen else [*place.files, *place.folders]
+    root = found.root if isinstance(found.root, dict) else {}
+    is_dcp = any(map(dcp.is_part, present))
+    signs = {
+        "hf-trainer": TRAINER_STATE in present,
+        "verl": any(re.match(r"model_world_size_\d+_rank_\d+\.pt", name) for name in present),
+        "lightning": "pytorch-lightning_version" in root or "meta.pt" in present,
+        "accelerate": any(re.match("random_states_|pytorch_model_fsdp", name) for name in present),
+        "fairscale": any(
+            isinstance(node, dict) and "shard_metadata" in node for node in (root, *root.values())
+        ),
+        "torchtitan": is_dcp and "train_state" in root,
+        "dcp": is_dcp,
+        "fsdp": found.world > 1,
+    }
+    return next((name for name, shown in signs.items() if shown), NAME)
+
+
+def detail(place: Place) -> str:
+    """The kinds of files that there are."""
+    if place.chosen:
+        return "state dict"
+    kinds = []
+    if dcp.detect(place) or any(dcp.detect(f) for f in place.folders.values()):
+        kinds.append("DCP")
+    if any(names.is_of_rank(name) and not _RANDOM.match(name) for name in place.files):
+        kinds.append("rank files")
+    return ", ".join(kinds) or "state dict"
+
+
+def versions(found: Found) -> dict[str, str]:
+    """The libraries' versions, where a part says them."""
+    root = found.root if isinstance(found.root, dict) else {}
+    version = root.get("pytorch-lightning_version")
+    return {"lightning": str(version)} if isinstance(version, str) else {}
