@@ -20,6 +20,7 @@ from reshard import dtypes
 from reshard.box import Box
 from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile, contiguous
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.plan.planner import plan
 
 ROWS, COLUMNS, MATRICES, ROUNDS = 4096, 11008, 6, 3
@@ -91,7 +92,7 @@ def seconds(source: Cut, target: Cut, place: Path) -> float:
         out = place / f"out{number}"
         out.mkdir()
         began = time.process_time()
-        execute(plan(entries, skeleton), skeleton, known, out, workers=1)
+        execute(plan(entries, skeleton), known, out, MoveOptions())
         taken.append(time.process_time() - began)
         shutil.rmtree(out)
     for name in files:

@@ -247,6 +247,11 @@ class Skeleton:
     entries: tuple[Entry, ...]
     checksums: tuple[StoredChecksum, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """Of all its files."""
+        return sum(file.nbytes for file in self.files)
+
 
 def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
     """Entries by key.

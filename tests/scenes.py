@@ -17,6 +17,7 @@ from reshard.formats import safetensors
 from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk, Entry, OutputFile, Record, Skeleton, SourceFile, contiguous
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.plan.planner import plan
 
 BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
@@ -210,8 +211,8 @@ def run(made, skeleton, out, *, window_bytes=4 << 20, workers=1, read_bytes=4 <<
     """Execute a target of a scene into a new directory."""
     out.mkdir()
     planned = plan(made.entries, skeleton, window_bytes)
-    sources = files or made.files()
-    return execute(planned, skeleton, sources, out, workers=workers, read_bytes=read_bytes)
+    options = MoveOptions(workers=workers, read_bytes=read_bytes)
+    return execute(planned, files or made.files(), out, options)
 
 
 def contents(out):

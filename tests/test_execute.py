@@ -24,6 +24,7 @@ from reshard.manifest import (
 from reshard.move import share
 from reshard.move.execute import execute
 from reshard.move.fill import Filler
+from reshard.move.options import MoveOptions
 from reshard.plan.copies import Window
 from reshard.plan.planner import plan
 from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
@@ -62,7 +63,7 @@ def test_an_expanded_source_is_read_whatever_the_read_limit(tmp_path):
         out.mkdir()
         files = {chunk.file: SourceFile(chunk.file, 24)}
         planned = plan({entry.key: entry}, skeleton)
-        execute(planned, skeleton, files, out, workers=1, read_bytes=read_bytes)
+        execute(planned, files, out, MoveOptions(read_bytes=read_bytes))
         assert (out / "o").read_bytes() == wanted
 
 
@@ -93,7 +94,7 @@ def test_what_is_held_for_several_copies_stays_within_the_read_limit(tmp_path):
             held = max(held, sum(len(data) for *_, data in filler._held))
     assert 0 < held <= limit
     (tmp_path / "out").mkdir()
-    execute(planned, skeleton, known, tmp_path / "out", workers=1, read_bytes=limit)
+    execute(planned, known, tmp_path / "out", MoveOptions(read_bytes=limit))
     for chunk in placed:
         wanted = np.hstack(stored)[:, chunk.box.origin[1] :][:, : columns // 6]
         assert (tmp_path / "out" / chunk.file).read_bytes() == wanted.tobytes()
@@ -141,7 +142,7 @@ def test_without_verify_nothing_is_read_back(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", Faulty(3, 0.5).pwrite)
     (tmp_path / "out").mkdir()
     planned = plan(made.entries, skeleton)
-    execute(planned, skeleton, made.files(), tmp_path / "out", workers=1, verify=False)
+    execute(planned, made.files(), tmp_path / "out", MoveOptions(verify=False))
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -174,7 +175,8 @@ def test_progress_counts_every_output_byte_once(tmp_path):
         seen = []
         out = tmp_path / f"out{workers}"
         out.mkdir()
-        execute(planned, skeleton, made.files(), out, workers=workers, progress=seen.append)
+        options = MoveOptions(workers=workers, progress=seen.append)
+        execute(planned, made.files(), out, options)
         assert sum(seen) == sum(entry.nbytes for entry in made.entries.values())
 
 

@@ -15,6 +15,7 @@ from reshard.box import Box, whole
 from reshard.errors import CorruptError
 from reshard.manifest import Chunk, Entry, Record, SourceFile, StoredChecksum, contiguous
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.plan.planner import plan
 from tests.scenes import contents, expected, run, scene, single, whole_target
 
@@ -56,7 +57,7 @@ class Interleaved:
         out.mkdir()
         skeleton = single(*entries)
         planned = plan({e.key: e for e in entries}, skeleton, options.pop("window_bytes", 256))
-        return execute(planned, skeleton, self.files, out, **{"workers": 1, **options})
+        return execute(planned, self.files, out, MoveOptions(**options))
 
 
 SUBSETS = [(0,), (1,), (4,), (3, 2), (0, 1), (2, 4), (0, 1, 2, 3, 4)]
@@ -159,11 +160,11 @@ def test_records_that_touch_are_checked_one_by_one(tmp_path):
         out.mkdir()
         planned = plan({entry.key: entry}, skeleton)
         if at is None:
-            execute(planned, skeleton, files, out, workers=1)
+            execute(planned, files, out, MoveOptions())
             assert (out / "o").read_bytes() == data
         else:
             with pytest.raises(CorruptError, match=f"data/{at // 400} "):
-                execute(planned, skeleton, files, out, workers=1)
+                execute(planned, files, out, MoveOptions())
 
 
 @pytest.mark.parametrize("gap", [4, 0])

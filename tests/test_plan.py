@@ -26,6 +26,7 @@ from reshard.manifest import (
     contiguous,
 )
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.plan.copies import block
 from reshard.plan.planner import plan
 from tests.scenes import expected, scene, sharded_target, whole_target
@@ -341,7 +342,7 @@ def test_what_ranks_share_by_columns_is_read_once(tmp_path, monkeypatch, ranks):
 
     monkeypatch.setattr(SourceFiles, "read_into", counted)
     sources = {held.file: SourceFile(held.file, values.nbytes)}
-    execute(planned, skeleton, sources, tmp_path / "out", workers=2, read_bytes=1 << 14)
+    execute(planned, sources, tmp_path / "out", MoveOptions(workers=2, read_bytes=1 << 14))
     assert sum(read) <= values.nbytes
     for rank in range(ranks):
         made = np.fromfile(tmp_path / "out" / f"{rank}", "<f4").reshape(rows, step)

@@ -20,6 +20,7 @@ from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.formats import safetensors
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.plan.planner import plan
 from tests.menagerie import menagerie, raw, same
 
@@ -130,9 +131,8 @@ def test_what_we_write_is_read_by_the_library(tmp_path):
     header, placed, size = safetensors.lay_out("out.safetensors", tensors, None)
     skeleton = Skeleton((OutputFile("out.safetensors", size, ((0, header),)),), tuple(placed))
     (tmp_path / "out").mkdir()
-    execute(
-        plan(manifest.entries, skeleton, 64), skeleton, manifest.files, tmp_path / "out", workers=2
-    )
+    planned = plan(manifest.entries, skeleton, 64)
+    execute(planned, manifest.files, tmp_path / "out", MoveOptions(workers=2))
     with safe_open(tmp_path / "out" / "out.safetensors", "pt") as theirs:
         assert all(same(theirs.get_tensor(name), t) for name, t in ZOO.items())
     assert (tmp_path / "out" / "out.safetensors").read_bytes() == source.read_bytes()

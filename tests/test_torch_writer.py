@@ -21,6 +21,7 @@ from reshard.formats import torch_file, torch_writer, zip_directory
 from reshard.formats.torch_writer import AS_WRITTEN, Part, Slot, Storage, lay_out, lay_out_object
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
 from reshard.plan.planner import plan
 from tests.menagerie import menagerie, raw, same
@@ -63,7 +64,7 @@ class Source:
         self.path.write_bytes(self.data)
         files = {str(self.path): SourceFile(str(self.path), len(self.data))}
         planned = plan(keyed(self.entries), skeleton, 4096)
-        execute(planned, skeleton, files, directory, workers=1)
+        execute(planned, files, directory, MoveOptions())
         return directory / skeleton.files[0].name
 
 

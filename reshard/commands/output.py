@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from reshard import units
 from reshard.commands.inspect import Inspection
@@ -15,13 +14,12 @@ from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
 from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
-from reshard.move import execute, journal
 from reshard.move import job as jobs
-from reshard.move.job import Job
+from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
+from reshard.move.unfinished import Unfinished, unfinished
 from reshard.output import commit
-from reshard.output.destination import check_destination, check_space
-from reshard.output.partial import Partial
+from reshard.output.destination import check_destination
 from reshard.paths import as_path
 from reshard.plan.extents import by_file
 from reshard.plan.planner import Plan
@@ -30,7 +28,6 @@ from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
-    from reshard.remote.partial import RemotePartial
 
 OnOverflow = Literal["error", "clamp", "allow"]
 Check = Callable[[Path], None]
@@ -74,6 +71,22 @@ class OutputOptions(ReadOptions):
         """
         one_of("on_overflow", self.on_overflow, get_args(OnOverflow))
         one_of("replicas", self.replicas, get_args(Replicas))
+
+    def moving(self, progress: Progress) -> MoveOptions:
+        """How bytes are to be moved.
+
+        Raises:
+            ReshardError: as `budget`.
+        """
+        workers, window_bytes = self.budget()
+        return MoveOptions(
+            workers=workers,
+            read_bytes=window_bytes,
+            clamp=self.on_overflow == "clamp",
+            verify=self.verify,
+            progress=self.team.watched(progress),
+            team=self.team,
+        )
 
 
 def opened(
@@ -124,7 +137,6 @@ def check_places(skeleton: Skeleton) -> None:
 
 def write(
     plan: Plan,
-    skeleton: Skeleton,
     manifest: Manifest,
     destination: Path,
     options: OutputOptions,
@@ -133,7 +145,7 @@ def write(
     look: Check,
     meter: Meter | None = None,
 ) -> Written:
-    """Write the skeleton's files to a partial place, check them, and move them to theirs.
+    """Write the target's files to a partial place, check them, and move them to theirs.
 
     Args:
         look: reads the written files' own headers, as a stranger would.
@@ -142,8 +154,7 @@ def write(
         ReshardError: nothing is left at the destination then.
     """
     team = options.team
-    nbytes = sum(file.nbytes for file in skeleton.files)
-    job = jobs.describe(manifest.files.values(), _shaping(options), skeleton)
+    job = jobs.describe(manifest.files.values(), _shaping(options), plan.target)
     check_same(team, manifest.origin.path, json.dumps(job))
     claimed = commit.claimed(
         destination,
@@ -152,50 +163,15 @@ def write(
         resume=options.resume,
         team=team,
     )
-    with claimed as place, metered(meter, nbytes) as bar, team.heeded():
-        done, notes = _begun(place, job, skeleton, options)
+    with claimed as place, metered(meter, plan.target.nbytes) as bar, team.heeded():
+        growing = unfinished(place, job, plan, manifest.files, options.moving(bar))
+        done, notes = _begun(place, growing, options)
         if done is not None:
             bar(done.nbytes)
-        how = {"done": done, **_how(options, bar)}
-        outcome = _carried_out(plan, skeleton, manifest.files, place, job, how)
+        outcome = growing.finish(done)
         jobs.check_sources(job, own(team, list(manifest.files.values())))
-        _check_written(outcome, skeleton, place.output, options, look)
+        _check_written(outcome, plan.target, place.output, options, look)
     return Written(outcome, done.nbytes if done else 0, notes)
-
-
-def _carried_out(
-    plan: Plan,
-    skeleton: Skeleton,
-    sources: Mapping[str, SourceFile],
-    place: commit.Place,
-    job: Job,
-    how: Mapping[str, Any],
-) -> Outcome:
-    """What came of it; what is done for good is written down beside the output."""
-    if isinstance(place, Partial):
-        if how["team"].first:
-            nbytes = sum(file.nbytes for file in skeleton.files)
-            check_space(place.destination, nbytes - place.held_bytes)
-        with journal.Journal(place, job, sources, how["team"].rank).writing() as kept:
-            return execute.execute(plan, skeleton, sources, place.output, keep=kept.keep, **how)
-    from reshard.move import receipts, upload
-
-    there = cast("RemotePartial", place)
-    sent = receipts.Receipts(there, job, sources, verified=how["verify"])
-    return upload.write(plan, skeleton, sources, there.output, keep=sent.keep, **how)
-
-
-def _how(options: OutputOptions, bar: Progress) -> dict[str, Any]:
-    """What an execution is told, wherever its output lies."""
-    workers, window_bytes = options.budget()
-    return {
-        "workers": workers,
-        "read_bytes": window_bytes,
-        "clamp": options.on_overflow == "clamp",
-        "verify": options.verify,
-        "progress": options.team.watched(bar),
-        "team": options.team,
-    }
 
 
 def _check_written(
@@ -216,12 +192,11 @@ def _shaping(options: OutputOptions) -> dict[str, object]:
 
 
 def _begun(
-    place: commit.Place, job: Job, skeleton: Skeleton, options: OutputOptions
+    place: commit.Place, growing: Unfinished, options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
     """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
     team = options.team
-    find, check = _earlier(place, job, skeleton, options)
-    left = find() if options.resume and team.first else None
+    left = growing.left() if options.resume and team.first else None
     goes_on = told(team, "on" if left else "")
     if not goes_on:
         size = place.held_bytes if team.first else 0
@@ -231,29 +206,10 @@ def _begun(
         gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
         return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
     left = left or Outcome()
-    done = check(left)
+    done = growing.intact(left)
     lost = left.nbytes - done.nbytes
     again = f"{units.show_bytes(lost)} of it were not as they had been written: done again"
     return done, [again] if lost > 0 else []
-
-
-def _earlier(
-    place: commit.Place, job: Job, skeleton: Skeleton, options: OutputOptions
-) -> tuple[Callable[[], Outcome | None], Callable[[Outcome], Outcome]]:
-    """How to find what an earlier run says it has done, and what of it is so."""
-    verify, team = options.verify, options.team
-    if isinstance(place, Partial):
-        workers, _ = options.budget()
-        return partial(journal.left, place, job), lambda left: journal.intact(
-            left, place, skeleton, verify=verify, workers=workers, team=team
-        )
-    from reshard.move import receipts
-
-    there = cast("RemotePartial", place)
-    receipts.begin(there, job)
-    return partial(receipts.left, there, job), lambda _: receipts.intact(
-        there, job, verify=verify, team=team
-    )
 
 
 def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:

@@ -17,7 +17,8 @@ from reshard.checksum import crc32
 from reshard.dtypes import WIDEST
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, Skeleton, SourceFile, StoredChecksum
-from reshard.move.fill import READ_BYTES, Filler
+from reshard.move.fill import Filler
+from reshard.move.options import MoveOptions
 from reshard.move.outcome import Keep, Outcome, unkept
 from reshard.move.outputs import BLOCK_BYTES, OutputFiles, Writer
 from reshard.move.records import check_record, record_crc
@@ -26,62 +27,43 @@ from reshard.move.spans import Spans
 from reshard.move.workers import spread
 from reshard.plan.copies import Window
 from reshard.plan.planner import Plan
-from reshard.ranks.team import ALONE, Progress, Team, own, unseen
+from reshard.ranks.team import own
 
 
-def execute(  # noqa: PLR0913 - a keyword an option
+def execute(
     plan: Plan,
-    skeleton: Skeleton,
     sources: Mapping[str, SourceFile],
     directory: Path,
+    options: MoveOptions,
     *,
-    workers: int,
-    read_bytes: int = READ_BYTES,
-    clamp: bool = False,
-    verify: bool = True,
-    progress: Progress = unseen,
     done: Outcome | None = None,
     keep: Keep = unkept,
-    team: Team = ALONE,
 ) -> Outcome:
-    """Create the skeleton's files in ``directory`` and fill them.
+    """Create the files of a plan's target in ``directory`` and fill them.
 
     Args:
-        read_bytes: an upper limit of one read that needs a cast or has gaps.
-        clamp: see `cast.cast`.
-        verify: read every byte back.
-        progress: called with the bytes of every finished window.
         done: what an earlier run saw of windows that are in the files already.
         keep: called by each worker after each batch.
-        team: each rank fills its share of the windows, and learns what all of them saw.
 
     Raises:
         CorruptError: a source record does not match its stored checksum, or a file is short.
         DifferentError: a file does not hold what was written to it.
         ResourceError: the disk is full.
     """
-    before = done or Outcome()
-    share = Share(team, sum(file.nbytes for file in skeleton.files) - before.nbytes)
+    before, target, team = done or Outcome(), plan.target, options.team
+    share = Share(team, target.nbytes - before.nbytes)
     with SourceFiles() as pool, OutputFiles(directory) as files:
-        run = Run(pool, files, sources, skeleton, verify=verify)
+        run = Run(pool, files, sources, target, options)
         if team.first:
-            run.create(skeleton.files, anew=done is None)
+            run.create(target.files, anew=done is None)
         team.meet()
         batches = share.of(_undone(plan, before, files) if done else plan.batches())
-        batches = in_turns(batches, workers)
-        seen = run.fill(
-            batches,
-            workers=workers,
-            read_bytes=read_bytes,
-            clamp=clamp,
-            progress=progress,
-            keep=keep,
-        )
+        seen = run.fill(in_turns(batches, options.workers), keep)
         share.check()
         outcome = pooled(team, seen)
         outcome.add(before)
-        check_records(outcome.reads, sources, pool, workers, team)
-        run.store_checksums(own(team, skeleton.checksums), outcome)
+        check_records(outcome.reads, sources, pool, options)
+        run.store_checksums(own(team, target.checksums), outcome)
     team.meet()
     return outcome
 
@@ -113,15 +95,14 @@ class Run:
         pool: SourceFiles,
         files: OutputFiles,
         sources: Mapping[str, SourceFile],
-        skeleton: Skeleton,
-        *,
-        verify: bool,
+        target: Skeleton,
+        options: MoveOptions,
     ) -> None:
         self._pool = pool
         self._files = files
-        self._job = _Job(sources, skeleton)
-        self._verify = verify
-        self._writer = Writer(files, verify=verify)
+        self._sums = _Sums(sources, target)
+        self._options = options
+        self._writer = Writer(files, verify=options.verify)
 
     def create(self, files: Iterable[OutputFile], *, anew: bool = True) -> None:
         """Make files of their full size, with their literals; see `OutputFiles.create`."""
@@ -130,21 +111,16 @@ class Run:
             for offset, data in file.literals:
                 self._writer.write(file.name, offset, memoryview(data))
 
-    def fill(
-        self,
-        batches: Iterable[Batch],
-        *,
-        workers: int,
-        read_bytes: int,
-        clamp: bool,
-        progress: Progress,
-        keep: Keep = unkept,
-    ) -> Outcome:
-        """Fill windows of files that are there; arguments as in `execute`.
+    def fill(self, batches: Iterable[Batch], keep: Keep = unkept) -> Outcome:
+        """Fill windows of files that are there.
+
+        Args:
+            keep: as in `execute`.
 
         Raises:
             CorruptError, DifferentError, ResourceError: as `execute`.
         """
+        options = self._options
         crew: list[_Worker] = []
         taken: list[Outcome] = []
 
@@ -157,13 +133,19 @@ class Run:
 
         def hire() -> _Worker:
             filler = Filler(
-                self._pool, clamp=clamp, read_bytes=read_bytes, summed=self._job.sums_source
+                self._pool,
+                clamp=options.clamp,
+                read_bytes=options.read_bytes,
+                summed=self._sums.of_source,
             )
-            writer = Writer(self._files, verify=self._verify)
-            crew.append(_Worker(filler, writer, self._job, read_bytes, shown))
+            writer = Writer(self._files, verify=options.verify)
+            crew.append(_Worker(filler, writer, self._sums, options.read_bytes, shown))
             return crew[-1]
 
-        spread(batches, hire, workers, lambda batch: progress(sum(w.nbytes for w in batch)))
+        def done(batch: Batch) -> None:
+            options.progress(sum(window.nbytes for window in batch))
+
+        spread(batches, hire, options.workers, done)
         outcome = Outcome()
         for seen in (*taken, *(worker.seen for worker in crew)):
             outcome.add(seen)
@@ -180,18 +162,18 @@ class Run:
                 self._writer.write(stored.file, place, memoryview(crc.to_bytes(4, "little")))
 
 
-class _Job:
+class _Sums:
     """Of which files anyone wants checksums."""
 
-    def __init__(self, sources: Mapping[str, SourceFile], skeleton: Skeleton) -> None:
+    def __init__(self, sources: Mapping[str, SourceFile], target: Skeleton) -> None:
         self._sources = {path for path, file in sources.items() if file.has_checksums}
-        self._targets = {stored.file for stored in skeleton.checksums}
+        self._targets = {stored.file for stored in target.checksums}
 
-    def sums_source(self, path: str) -> bool:
+    def of_source(self, path: str) -> bool:
         """Whether the file has stored checksums to compare."""
         return path in self._sources
 
-    def sums_target(self, name: str) -> bool:
+    def of_target(self, name: str) -> bool:
         """Whether the file is to store checksums of what it holds."""
         return name in self._targets
 
@@ -200,7 +182,7 @@ class _Worker:
     """One thread: fills a window and writes it."""
 
     def __init__(
-        self, filler: Filler, writer: Writer, job: _Job, read_bytes: int, keep: Keep
+        self, filler: Filler, writer: Writer, sums: _Sums, read_bytes: int, keep: Keep
     ) -> None:
         self.filler = filler
         self.seen = Outcome()
@@ -208,7 +190,7 @@ class _Worker:
         self._keep = keep
         self._crc: int | None = None  # of the window at hand, if its file stores checksums
         self._writer = writer
-        self._job = job
+        self._sums = sums
         self._block = memoryview(bytearray(max(min(BLOCK_BYTES, read_bytes), WIDEST)))
         self._window = bytearray()
 
@@ -230,7 +212,7 @@ class _Worker:
         filled = sum(copy.numel * copy.target_dtype.itemsize for copy in window.copies)
         if filled != window.nbytes:  # the coverage proof makes this impossible
             raise AssertionError(f"{filled} of {window.nbytes} bytes of a window are filled")
-        self._crc = 0 if self._job.sums_target(window.file) else None
+        self._crc = 0 if self._sums.of_target(window.file) else None
         if all(copy.is_run for copy in window.copies):
             self._stream(window)
         else:
@@ -273,8 +255,7 @@ def check_records(
     reads: Spans,
     sources: Mapping[str, SourceFile],
     pool: SourceFiles,
-    workers: int,
-    team: Team,
+    options: MoveOptions,
 ) -> None:
     """Compare the stored checksum of every record of which a byte was used.
 
@@ -287,8 +268,8 @@ def check_records(
         if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
     ]
     spread(
-        own(team, touched),
+        own(options.team, touched),
         lambda: lambda item: check_record(pool, *item, reads),
-        workers,
+        options.workers,
         lambda _item: None,
     )

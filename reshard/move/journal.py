@@ -1,8 +1,8 @@
 """What of an unfinished output is on the disk for good, so that another run can go on from it.
 
-The first line of a journal says which job it is of; every
-other is what was seen of a batch of windows, whose bytes were made durable before the line was
-written. A line that is cut off or damaged ends the journal: what it told of is done again.
+The first line of a journal says which job it is of; every other is what was seen of a batch of
+windows, whose bytes were made durable before the line was written. A line that is cut off or
+damaged ends the journal: what it told of is done again.
 
 Each process of a run appends to a journal of its own, and all that lie in the place are read.
 """
@@ -19,17 +19,21 @@ from queue import SimpleQueue
 from stat import S_ISREG
 
 from reshard.files import SourceFiles
-from reshard.manifest import Skeleton, SourceFile
+from reshard.manifest import SourceFile
 from reshard.move import job as jobs
+from reshard.move.execute import execute
 from reshard.move.job import Job
+from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.outputs import write_at
 from reshard.move.records import crc_of
 from reshard.move.share import pooled
 from reshard.move.spans import FileSpan, Spans
 from reshard.move.workers import spread
+from reshard.output.destination import check_space
 from reshard.output.partial import Partial, disk_error, sync
-from reshard.ranks.team import ALONE, Progress, Team, own, unseen
+from reshard.plan.planner import Plan
+from reshard.ranks.team import own
 
 BATCH_BYTES = 256 << 20
 """What a worker writes between two lines, so what a kill can cost it."""
@@ -40,30 +44,90 @@ NAME = "journal"
 class Journal:
     """The journal of one process: a thread of its own makes batches durable and writes them down.
 
+    An `unfinished.Unfinished`: what is left is that of all processes of an earlier run.
+
     Args:
-        place: claimed; an earlier run's journal of this rank is gone on with.
+        place: claimed, or joined; an earlier run's journal of this rank is gone on with.
         job: see `job.describe`.
-        sources: reads of those that have checksums of their own are kept too, to be compared.
     """
 
     def __init__(
-        self, place: Partial, job: Job, sources: Mapping[str, SourceFile], rank: int = 0
+        self,
+        place: Partial,
+        job: Job,
+        plan: Plan,
+        sources: Mapping[str, SourceFile],
+        options: MoveOptions,
     ) -> None:
         self._place = place
-        self._path = place.path / (f"{NAME}-{rank}" if rank else NAME)
         self._job = job
-        self._checked = {path for path, file in sources.items() if file.has_checksums}
+        self._plan = plan
+        self._sources = sources
+        self._options = options
+        rank = options.team.rank
+        self._path = place.path / (f"{NAME}-{rank}" if rank else NAME)
         self._batches: SimpleQueue[Outcome | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._stopped = False
         self._end: int | None = None  # where the next line goes; None: nothing is written yet
 
-    def keep(self, seen: Outcome) -> Outcome:
-        """Take over a batch once it is worth a line; see `outcome.Keep`.
+    def left(self) -> Outcome | None:
+        """What the journals of earlier runs say is there; None where there is no journal.
+
+        Where the cut of the windows has changed since, a value that was counted as made infinite
+        or zero may be counted again.
 
         Raises:
-            ReshardError: an earlier batch could not be made durable.
+            UsageError: they are of another job; the message says what is different.
         """
+        seen, found = Outcome(), False
+        for path in self._place.journals:
+            lines = map(jobs.document, _whole_lines(path))
+            begun_as = next(lines, None)
+            if begun_as is None:
+                continue
+            jobs.check_same(self._place.destination, begun_as, self._job)
+            found = True
+            for document in lines:
+                seen.add(Outcome.from_json(document))
+        seen.nbytes = seen.windows.nbytes  # windows of another cut: some may have been done twice
+        self._place.kept_bytes = seen.nbytes
+        return seen if found else None
+
+    def intact(self, left: Outcome) -> Outcome:
+        """The same without windows that are not as they were written; journals forget those.
+
+        To verify is to read what has a checksum. Of others it is enough that the file is there at
+        its size: what was read back when it was written, and flushed, is trusted.
+        """
+        team = self._options.team
+        whole = self._whole_files() if team.first else set()
+        there = Spans(span for span in left.windows if span[0] in whole)
+        seen = pooled(team, replace(left, windows=there))
+        if self._options.verify:
+            mine = own(team, sorted(seen.windows, key=lambda span: span[:2]))
+            seen = replace(seen, windows=pooled(team, Outcome(self._as_written(mine))).windows)
+        seen = replace(seen, nbytes=seen.windows.nbytes)
+        if team.first and seen.nbytes < left.nbytes:
+            self._tell_again(seen)
+        return seen
+
+    def finish(self, done: Outcome | None) -> Outcome:
+        """Fill what is not there, and write down what is done.
+
+        Raises:
+            ReshardError: as `execute.execute`, or what is done could not be made durable.
+        """
+        place, options = self._place, self._options
+        if options.team.first:
+            check_space(place.destination, self._plan.target.nbytes - place.held_bytes)
+        with self._writing():
+            return execute(
+                self._plan, self._sources, place.output, options, done=done, keep=self._keep
+            )
+
+    def _keep(self, seen: Outcome) -> Outcome:
+        """Take over a batch once it is worth a line; see `outcome.Keep`."""
         if self._error is not None:
             raise self._error
         if seen.nbytes < BATCH_BYTES:
@@ -72,16 +136,12 @@ class Journal:
         return Outcome()
 
     @contextmanager
-    def writing(self) -> Iterator[Journal]:
-        """Write down what `keep` takes, until the end of the block; a signal does not wait for it.
-
-        Raises:
-            ReshardError: a batch could not be made durable.
-        """
+    def _writing(self) -> Iterator[None]:
+        """Write down what `_keep` takes until the block ends; a signal does not wait for it."""
         thread = threading.Thread(target=self._work, name="journal")
         thread.start()
         try:
-            yield self
+            yield
         except Exception:  # what is done already is worth its line all the more
             raise
         except BaseException:
@@ -102,7 +162,7 @@ class Journal:
 
     def _append(self, seen: Outcome) -> None:
         """The files first, then the line that vouches for them."""
-        output, text = self._place.output, jobs.line(seen.to_json(self._checked))
+        output, text = self._place.output, jobs.line(seen.to_json())
         sync(output / name for name in seen.windows.files)
         first = self._end is None
         if first:
@@ -122,76 +182,49 @@ class Journal:
             sync([self._place.path, self._place.path.parent])
         self._place.kept_bytes += seen.nbytes
 
+    def _tell_again(self, seen: Outcome) -> None:
+        """Put one journal in the place of all: the next run must not trust what this does not."""
+        place = self._place
+        whole = (next(_whole_lines(path), None) for path in place.journals)
+        begun_as = next(line for line in whole if line is not None)
+        new = place.path / f"{NAME}-new"  # until it is whole, it says what the others say too
+        try:
+            with _durable(new, os.O_TRUNC) as descriptor:
+                write_at(descriptor, memoryview(begun_as + jobs.line(seen.to_json())), 0)
+            new.replace(place.path / NAME)
+            for path in place.journals[1:]:
+                path.unlink()
+        except OSError as error:
+            raise disk_error(new, error) from error
+        sync([place.path])
 
-def left(place: Partial, job: Job) -> Outcome | None:
-    """What the journals of earlier runs say is there; None where there is no journal.
+    def _whole_files(self) -> set[str]:
+        """Those of the output that are there at their size; any others are removed."""
+        whole: set[str] = set()
+        for file in self._plan.target.files:
+            path = self._place.output / file.name
+            status = path.lstat() if os.path.lexists(path) else None
+            if status is None:
+                continue
+            if S_ISREG(status.st_mode) and (status.st_size, status.st_nlink) == (file.nbytes, 1):
+                whole.add(file.name)
+            else:
+                path.unlink()
+        return whole
 
-    Where the cut of the windows has changed since, a value that was counted as made infinite or
-    zero may be counted again.
+    def _as_written(self, windows: Iterable[FileSpan]) -> Spans:
+        """Those that hold what their checksum says, or have none."""
+        same: list[FileSpan] = []
+        with SourceFiles() as pool:
 
-    Raises:
-        UsageError: they are of another job; the message says what is different.
-    """
-    seen, found = Outcome(), False
-    for path in place.journals:
-        lines = map(jobs.document, _whole_lines(path))
-        begun_as = next(lines, None)
-        if begun_as is None:
-            continue
-        jobs.check_same(place.destination, begun_as, job)
-        found = True
-        for document in lines:
-            seen.add(Outcome.from_json(document))
-    seen.nbytes = seen.windows.nbytes  # some may have been done twice, in windows of another cut
-    place.kept_bytes = seen.nbytes
-    return seen if found else None
+            def check(window: FileSpan) -> None:
+                name, offset, nbytes, crc = window
+                path = str(self._place.output / name)
+                if crc is None or crc == crc_of(pool, path, offset, nbytes):
+                    same.append(window)
 
-
-def intact(
-    seen: Outcome,
-    place: Partial,
-    skeleton: Skeleton,
-    *,
-    verify: bool,
-    workers: int,
-    team: Team = ALONE,
-    progress: Progress = unseen,
-) -> Outcome:
-    """The same without windows that are not as they were written: no journal tells of those then.
-
-    Args:
-        seen: by the first rank, which tells the others.
-        verify: read those that have a checksum; of others it is enough that the file is there at
-            its size: what was read back when it was written, and flushed, is trusted.
-    """
-    said = seen.nbytes
-    whole = _whole_files(place, skeleton) if team.first else set()
-    there = Spans(span for span in seen.windows if span[0] in whole)
-    seen = pooled(team, replace(seen, windows=there))
-    if verify:
-        mine = own(team, sorted(seen.windows, key=lambda span: span[:2]))
-        there = _as_written(mine, place.output, workers, progress)
-        seen = replace(seen, windows=pooled(team, Outcome(there)).windows)
-    seen = replace(seen, nbytes=seen.windows.nbytes)
-    if team.first and seen.nbytes < said:
-        _tell_again(place, seen)
-    return seen
-
-
-def _tell_again(place: Partial, seen: Outcome) -> None:
-    """Put one journal in the place of all: the next run must not trust what this one did not."""
-    whole = (next(_whole_lines(path), None) for path in place.journals)
-    begun_as = next(line for line in whole if line is not None)
-    new = place.path / f"{NAME}-new"  # until it is whole, it says what the others say too
-    try:
-        with _durable(new, os.O_TRUNC) as descriptor:
-            write_at(descriptor, memoryview(begun_as + jobs.line(seen.to_json())), 0)
-        new.replace(place.path / NAME)
-        for path in place.journals[1:]:
-            path.unlink()
-    except OSError as error:
-        raise disk_error(new, error) from error
-    sync([place.path])
+            spread(windows, lambda: check, self._options.workers, lambda _window: None)
+        return Spans(same)
 
 
 @contextmanager
@@ -203,36 +236,6 @@ def _durable(path: Path, flags: int = 0) -> Iterator[int]:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _whole_files(place: Partial, skeleton: Skeleton) -> set[str]:
-    """Those of the output that are there at their size; any others are removed."""
-    whole: set[str] = set()
-    for file in skeleton.files:
-        path = place.output / file.name
-        status = path.lstat() if os.path.lexists(path) else None
-        if status is None:
-            continue
-        if S_ISREG(status.st_mode) and (status.st_size, status.st_nlink) == (file.nbytes, 1):
-            whole.add(file.name)
-        else:
-            path.unlink()
-    return whole
-
-
-def _as_written(
-    windows: Iterable[FileSpan], directory: Path, workers: int, progress: Progress
-) -> Spans:
-    same: list[FileSpan] = []
-    with SourceFiles() as pool:
-
-        def check(window: FileSpan) -> None:
-            name, offset, nbytes, crc = window
-            if crc is None or crc == crc_of(pool, str(directory / name), offset, nbytes):
-                same.append(window)
-
-        spread(windows, lambda: check, workers, lambda window: progress(window[2]))
-    return Spans(same)
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,16 +28,11 @@ class Outcome:
         self.overflowed += other.overflowed
         self.flushed += other.flushed
 
-    def to_json(self, checked: Collection[str] | None = None) -> dict[str, Any]:
-        """A document of it.
-
-        Args:
-            checked: of other sources, reads are left out.
-        """
-        reads = (span for span in self.reads if checked is None or span[0] in checked)
+    def to_json(self) -> dict[str, Any]:
+        """A document of it."""
         return {
             "windows": _by_file(self.windows),
-            "reads": _by_file(reads),
+            "reads": _by_file(self.reads),
             "overflowed": self.overflowed,
             "flushed": self.flushed,
         }

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 
 from reshard.manifest import OutputFile, SourceFile
 from reshard.move import job as jobs
+from reshard.move import upload
 from reshard.move.job import Job
+from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.share import pooled
 from reshard.move.spans import Spans
-from reshard.ranks.team import ALONE, Team
+from reshard.plan.planner import Plan
 from reshard.remote import writing
 from reshard.remote.partial import RemotePartial
-from reshard.remote.path import RemotePath
 from reshard.remote.store import version_of
 
 WORTH = 1 << 20
@@ -32,22 +33,71 @@ _REQUESTS_AT_ONCE = 16
 
 
 class Receipts:
-    """Those of one process.
+    """Those of a job; an `unfinished.Unfinished`.
 
     Args:
-        place: claimed.
-        sources: reads of those that have checksums of their own are kept too, to be compared.
-        verified: whether files are read back before.
+        place: claimed, or joined; the job's output grows in a folder of its own there.
+        job: see `job.describe`.
     """
 
     def __init__(
-        self, place: RemotePartial, job: Job, sources: Mapping[str, SourceFile], *, verified: bool
+        self,
+        place: RemotePartial,
+        job: Job,
+        plan: Plan,
+        sources: Mapping[str, SourceFile],
+        options: MoveOptions,
     ) -> None:
         self._place = place
         self._job = job
-        self._checked = {path for path, file in sources.items() if file.has_checksums}
-        self._verified = verified
+        self._plan = plan
+        self._sources = sources
+        self._options = options
+        digest = jobs.digest(job)
+        place.output = place.path / f"output-{digest}"
+        self._folder = place.path / f"sent-{digest}"
+        self._begun_as = place.path / f"{_JOB}{digest}"
         self._begun = False
+
+    def left(self) -> Outcome | None:
+        """What receipts of earlier runs say is there; None where there are none.
+
+        Raises:
+            UsageError: they are of another job; the message says what is different.
+        """
+        place = self._place
+        place.path.store.forget()
+        begun = list(place.path.glob(f"{_JOB}*"))
+        mine = self._begun_as in begun
+        for path in () if mine else begun:
+            for line in jobs.whole(path.read_bytes().splitlines(keepends=True)):
+                jobs.check_same(place.destination, jobs.document(line), self._job)
+        seen = Outcome()
+        for receipt in self._receipts():
+            seen.add(receipt.seen)
+        place.kept_bytes = seen.nbytes
+        return seen if mine else None
+
+    def intact(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the store is asked anew
+        """The same without files of which the store says something else now, or nothing.
+
+        To verify is to count those for nothing that were not read back.
+        """
+        verify, team = self._options.verify, self._options.team
+        seen = Outcome()
+        for receipt in self._receipts() if team.first else ():
+            if receipt.is_good and (receipt.verified or not verify):
+                seen.add(receipt.seen)
+        return pooled(team, seen)
+
+    def finish(self, done: Outcome | None) -> Outcome:
+        """Send the files that are not there, each with its receipt.
+
+        Raises:
+            ReshardError: as `upload.write`, or a receipt cannot be written.
+        """
+        output, options = self._place.output, self._options
+        return upload.write(self._plan, self._sources, output, options, done=done, keep=self.keep)
 
     def keep(self, file: OutputFile, seen: Outcome) -> None:
         """A file is there; safe for threads.
@@ -58,56 +108,38 @@ class Receipts:
         if file.nbytes < WORTH:
             return
         if not self._begun:
-            (self._place.path / f"{_JOB}{jobs.digest(self._job)}").write_bytes(jobs.line(self._job))
+            self._begun_as.write_bytes(jobs.line(self._job))
             self._begun = True
         sent = self._place.output / file.name
         said = sent.store.info(str(sent))
         whole = Spans([(file.name, 0, file.nbytes, None)])
         document = {
             "version": version_of(said) if said else (),
-            "verified": self._verified,
-            "seen": replace(seen, windows=whole).to_json(self._checked),
+            "verified": self._options.verify,
+            "seen": replace(seen, windows=whole).to_json(),
         }
-        (_folder(self._place, self._job) / file.name).write_bytes(jobs.line(document))
+        (self._folder / file.name).write_bytes(jobs.line(document))
         self._place.kept_bytes += file.nbytes
 
+    def _receipts(self) -> list[_Receipt]:
+        """Those of earlier runs."""
+        names = writing.sizes_below(self._folder)
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
+            found = threads.map(self._read, names)
+            return [receipt for receipt in found if receipt is not None]
 
-def begin(place: RemotePartial, job: Job) -> None:
-    """Have the output of this job grow in a place of its own."""
-    place.output = place.path / f"output-{jobs.digest(job)}"
-
-
-def left(place: RemotePartial, job: Job) -> Outcome | None:
-    """What receipts of earlier runs say is there; None where there are none.
-
-    Raises:
-        UsageError: they are of another job; the message says what is different.
-    """
-    place.path.store.forget()
-    begun = {path.name: path for path in place.path.glob(f"{_JOB}*")}
-    mine = f"{_JOB}{jobs.digest(job)}"
-    for path in begun.values() if mine not in begun else ():
-        for line in jobs.whole(path.read_bytes().splitlines(keepends=True)):
-            jobs.check_same(place.destination, jobs.document(line), job)
-    seen = Outcome()
-    for receipt in _receipts(place, job):
-        seen.add(receipt.seen)
-    place.kept_bytes = seen.nbytes
-    return seen if mine in begun else None
-
-
-def intact(place: RemotePartial, job: Job, *, verify: bool, team: Team = ALONE) -> Outcome:
-    """The same without files of which the store says something else now, or nothing.
-
-    Args:
-        verify: those that were not read back count for nothing.
-        team: the first rank asks, and tells the others.
-    """
-    seen = Outcome()
-    for receipt in _receipts(place, job) if team.first else ():
-        if receipt.is_good and (receipt.verified or not verify):
-            seen.add(receipt.seen)
-    return pooled(team, seen)
+    def _read(self, name: str) -> _Receipt | None:
+        """What a receipt says, and whether its file's version is the one that it was given for."""
+        path = self._folder / name
+        for line in jobs.whole([path.read_bytes()]):
+            said = jobs.document(line)
+            seen = Outcome.from_json(said["seen"])
+            (name,) = seen.windows.files
+            info = path.store.info(str(self._place.output / name))
+            version = version_of(info) if info else ()
+            is_good = bool(version) and list(version) == said["version"]
+            return _Receipt(seen, said["verified"], is_good)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +147,3 @@ class _Receipt:
     seen: Outcome
     verified: bool
     is_good: bool
-
-
-def _receipts(place: RemotePartial, job: Job) -> list[_Receipt]:
-    folder = _folder(place, job)
-    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
-        found = threads.map(lambda name: _read(place, folder / name), writing.sizes_below(folder))
-        return [receipt for receipt in found if receipt is not None]
-
-
-def _read(place: RemotePartial, path: RemotePath) -> _Receipt | None:
-    """What a receipt says, and whether its file's version is the one that it was given for."""
-    for line in jobs.whole([path.read_bytes()]):
-        said = jobs.document(line)
-        seen = Outcome.from_json(said["seen"])
-        (name,) = seen.windows.files
-        info = path.store.info(str(place.output / name))
-        version = version_of(info) if info else ()
-        return _Receipt(seen, said["verified"], bool(version) and list(version) == said["version"])
-    return None
-
-
-def _folder(place: RemotePartial, job: Job) -> RemotePath:
-    return place.path / f"sent-{jobs.digest(job)}"

@@ -19,15 +19,14 @@ from pathlib import Path
 
 from reshard.errors import ResourceError
 from reshard.files import SourceFiles
-from reshard.manifest import OutputFile, Skeleton, SourceFile
+from reshard.manifest import OutputFile, SourceFile
 from reshard.move.execute import Run, check_records
-from reshard.move.fill import READ_BYTES
+from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.outputs import OutputFiles
 from reshard.move.share import Batch, Share, pooled
 from reshard.move.spans import Spans
 from reshard.plan.planner import Plan
-from reshard.ranks.team import ALONE, Progress, Team, unseen
 from reshard.remote.path import RemotePath
 from reshard.remote.writing import check_same, upload
 
@@ -37,24 +36,14 @@ Keep = Callable[[OutputFile, Outcome], None]
 """Told of a file that has arrived, and of what was seen when it was made."""
 
 
-def unkept(_file: OutputFile, _seen: Outcome) -> None:
-    """Of a run that leaves no receipts."""
-
-
-def write(  # noqa: PLR0913 - by keyword, each with a default that is right alone
+def write(
     plan: Plan,
-    skeleton: Skeleton,
     sources: Mapping[str, SourceFile],
     directory: RemotePath,
+    options: MoveOptions,
     *,
-    workers: int,
-    read_bytes: int = READ_BYTES,
-    clamp: bool = False,
-    verify: bool = True,
-    progress: Progress = unseen,
-    done: Outcome | None = None,
-    keep: Keep = unkept,
-    team: Team = ALONE,
+    done: Outcome | None,
+    keep: Keep,
 ) -> Outcome:
     """As `execute.execute`, into an object store; each rank makes whole files.
 
@@ -65,9 +54,9 @@ def write(  # noqa: PLR0913 - by keyword, each with a default that is right alon
     Raises:
         ReshardError: a file cannot be sent; else as there.
     """
-    before = done or Outcome()
+    before, target, team = done or Outcome(), plan.target, options.team
     there = set(before.windows.files)
-    sizes = {file.name: file.nbytes for file in skeleton.files if file.name not in there}
+    sizes = {file.name: file.nbytes for file in target.files if file.name not in there}
     mine = Share(team, sum(sizes.values())).files(sizes)
     seen = Outcome()
     with (
@@ -75,26 +64,23 @@ def write(  # noqa: PLR0913 - by keyword, each with a default that is right alon
         tempfile.TemporaryDirectory(prefix="reshard-") as here,
         OutputFiles(Path(here)) as made,
         ThreadPoolExecutor(_FILES_AT_ONCE) as threads,
-        _Sending(threads, made, directory, verify=verify, keep=keep) as sending,
+        _Sending(threads, made, directory, verify=options.verify, keep=keep) as sending,
     ):
-        run = Run(pool, made, sources, skeleton, verify=verify)
-        files = {file.name: file for file in skeleton.files if file.name in mine}
+        run = Run(pool, made, sources, target, options)
+        files = {file.name: file for file in target.files if file.name in mine}
         sending.reserve(files.values())
         for file, batches in _by_file(plan.by_file(), files):
             sending.make_room(file)
             run.create([file])
-            part = run.fill(
-                batches, workers=workers, read_bytes=read_bytes, clamp=clamp, progress=progress
-            )
-            run.store_checksums(
-                (stored for stored in skeleton.checksums if stored.file == file.name), part
-            )
+            part = run.fill(batches)
+            stored = (each for each in target.checksums if each.file == file.name)
+            run.store_checksums(stored, part)
             sending.send(file, part)
             seen.add(replace(part, windows=Spans()))
         sending.finish()
         outcome = pooled(team, seen)
         outcome.add(before)
-        check_records(outcome.reads, sources, pool, workers, team)
+        check_records(outcome.reads, sources, pool, options)
     team.meet()
     directory.store.forget()  # what was listed before others had sent theirs
     return outcome

@@ -125,8 +125,6 @@ def check_space(destination: Path, nbytes: int) -> None:
     Raises:
         ResourceError: the file system has less free space than ``nbytes``.
     """
-    if is_remote(str(destination)):
-        return  # its store has room; `move.upload` looks at what it needs here
     free = shutil.disk_usage(destination.resolve().parent).free
     if free < nbytes:
         raise ResourceError(

@@ -26,7 +26,7 @@ _SMALL = 256 << 10  # bytes of a tensor that may as well be read again for every
 
 
 class Plan:
-    """Windows in the order of the output files, then woven tensors; no two share a byte.
+    """Windows in the order of the target's files, then woven tensors; no two share a byte.
 
     They are made each time that one goes through them, a file at a time: a plan of millions of
     copies takes the memory of one file's.
@@ -38,7 +38,7 @@ class Plan:
     def __init__(
         self, source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES
     ) -> None:
-        self._target = target
+        self.target = target
         self._limit = window_bytes
         self._sources = [_matching(source, entry) for entry in target.entries]
         for entry in target.entries:
@@ -57,7 +57,7 @@ class Plan:
                 copies = (c for piece in group for c in piece.copies(piece.byte_offset - start))
                 yield (Window(file, start, nbytes, tuple(copies)),)
         for number in sorted(self._woven):
-            yield from self._bands(self._target.entries[number], held_by(self._sources[number]))
+            yield from self._bands(self.target.entries[number], held_by(self._sources[number]))
 
     def by_file(self) -> Plan:
         """The same, where a file must be whole before the next: nothing is woven."""
@@ -68,19 +68,19 @@ class Plan:
     @property
     def copied_bytes(self) -> int:
         """Source bytes that are moved, each counted once a copy."""
-        return sum(map(_copied_bytes, self._sources, self._target.entries))
+        return sum(map(_copied_bytes, self._sources, self.target.entries))
 
     @property
     def window_bytes(self) -> int:
         """No window is larger, and no batch reads more: the limit, or the largest file."""
-        largest = max((file.nbytes for file in self._target.files), default=0)
+        largest = max((file.nbytes for file in self.target.files), default=0)
         return min(max(self._limit, WIDEST), largest)
 
     def _files(self) -> Iterator[tuple[str, Iterator[list[_Piece]]]]:
         """Each output file, and the pieces of each of its windows."""
-        uses = list(map(_uses, self._target.entries))
+        uses = list(map(_uses, self.target.entries))
         held: dict[int, Held] = {}
-        for file, found in by_file(self._target):
+        for file, found in by_file(self.target):
             extents = [extent for extent in found if extent.entry not in self._woven]
             for extent in extents:
                 if extent.entry not in held:

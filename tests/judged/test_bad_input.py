@@ -404,9 +404,9 @@ def tiny_disk(tmp_path):
 
 def test_disk_that_fills_up_midway(copied, tiny_disk, monkeypatch):
     import reshard
-    from reshard.commands import output
+    from reshard.move import journal
 
-    monkeypatch.setattr(output, "check_space", lambda *_: None)
+    monkeypatch.setattr(journal, "check_space", lambda *_: None)
     with pytest.raises(reshard.errors.ResourceError, match="disk is full"):
         reshard.merge(copied("z2_bf16"), tiny_disk / "x.safetensors", dtype="fp32")
     assert list(tiny_disk.iterdir()) == []

@@ -25,6 +25,7 @@ from reshard.formats.torch_writer import AS_WRITTEN
 from reshard.formats.training import training
 from reshard.layout.partition import equal_piece
 from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call
 from reshard.plan.planner import plan
 from reshard.tensors import read_block
@@ -62,7 +63,7 @@ def split(source, directory, **options):
     check_places(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
     planned = plan(manifest.entries, skeleton)
-    execute(planned, skeleton, manifest.files, directory, workers=2)
+    execute(planned, manifest.files, directory, MoveOptions(workers=2))
     return directory
 
 

@@ -20,7 +20,8 @@ from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.state_dict.written import Value
 from reshard.formats.training import training
 from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
-from reshard.move import execute
+from reshard.move.execute import execute
+from reshard.move.options import MoveOptions
 from reshard.plan.planner import plan
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
@@ -58,7 +59,7 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     check(Manifest(Origin("target", ""), keyed(skeleton.entries), files))
     out.mkdir(parents=True)
     copies = plan(manifest.entries, skeleton)
-    execute.execute(copies, skeleton, manifest.files, out, workers=1)
+    execute(copies, manifest.files, out, MoveOptions())
     return out
 
 

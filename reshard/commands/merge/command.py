@@ -108,7 +108,6 @@ def _written(
         return
     made = write(
         job.plan,
-        job.skeleton,
         job.edited.manifest,
         destination,
         options,

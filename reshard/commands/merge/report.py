@@ -140,5 +140,5 @@ def describe(
             *chosen.notes,
         ],
         bytes_read=plan.copied_bytes,
-        bytes_written=sum(file.nbytes for file in skeleton.files),
+        bytes_written=skeleton.nbytes,
     )

@@ -118,7 +118,6 @@ def _split(
         return report
     output = write(
         planned,
-        held,
         manifest,
         destination,
         options,

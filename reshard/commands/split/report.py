@@ -104,7 +104,7 @@ def describe(
         notes=list(laid.notes),
         warnings=list(manifest.warnings),
         bytes_read=plan.copied_bytes,
-        bytes_written=sum(file.nbytes for file in skeleton.files),
+        bytes_written=skeleton.nbytes,
     )
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:
