@@ -95,24 +95,16 @@ def merge(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
 
 
 @cli.command()
-@options.sources
-@options.output
-@click.option("--to", type=options.TARGET, help="Layout.  [default: as the source]")
-@options.world_size
-@options.layout
-@options.source
+@options.resharding(
+    click.option("--to", type=options.TARGET, help="Layout.  [default: as the source]")
+)
 def split(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
     """Write the training state of SOURCE, optimizer and all, for another number of ranks."""
     _split(sources, destination, **given)
 
 
 @cli.command()
-@options.sources
-@options.output
-@click.option("--to", type=options.TARGET, required=True, help="Layout.")
-@options.world_size
-@options.layout
-@options.source
+@options.resharding(click.option("--to", type=options.TARGET, required=True, help="Layout."))
 def convert(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
     """Write the training state of SOURCE, optimizer and all, in another layout."""
     _split(sources, destination, **given)

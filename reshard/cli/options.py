@@ -272,10 +272,15 @@ layout = together(
     ),
 )
 
-world_size = click.option(
+_world_size = click.option(
     "--world-size",
     "--num-shards",
     "world_size",
     type=click.IntRange(min=1),
     help="Ranks of the run to come.  [default: as the source]",
 )
+
+
+def resharding(to: Option) -> Option:
+    """All that split and convert take; they differ in whether ``--to`` must be given."""
+    return together(source, layout, _world_size, to, output, sources)
