@@ -271,5 +271,4 @@ def check_records(
         own(options.team, touched),
         lambda: lambda item: check_record(pool, *item, reads),
         options.workers,
-        lambda _item: None,
     )

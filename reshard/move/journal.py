@@ -223,7 +223,7 @@ class Journal:
                 if crc is None or crc == crc_of(pool, path, offset, nbytes):
                     same.append(window)
 
-            spread(windows, lambda: check, self._options.workers, lambda _window: None)
+            spread(windows, lambda: check, self._options.workers)
         return Spans(same)
 
 

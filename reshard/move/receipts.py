@@ -22,13 +22,12 @@ from reshard.move.share import pooled
 from reshard.move.spans import Spans
 from reshard.plan.planner import Plan
 from reshard.remote import writing
-from reshard.remote.partial import RemotePartial
+from reshard.remote.partial import JOB, OUTPUT, SENT, RemotePartial
 from reshard.remote.store import version_of
 
 WORTH = 1 << 20
 """Bytes of a file; a smaller one is sent again as soon as it is looked for."""
 
-_JOB = "job-"
 _REQUESTS_AT_ONCE = 16
 
 
@@ -54,9 +53,9 @@ class Receipts:
         self._sources = sources
         self._options = options
         digest = jobs.digest(job)
-        place.output = place.path / f"output-{digest}"
-        self._folder = place.path / f"sent-{digest}"
-        self._begun_as = place.path / f"{_JOB}{digest}"
+        place.output = place.path / f"{OUTPUT}-{digest}"
+        self._folder = place.path / f"{SENT}-{digest}"
+        self._begun_as = place.path / f"{JOB}-{digest}"
         self._begun = False
 
     def left(self) -> Outcome | None:
@@ -67,7 +66,7 @@ class Receipts:
         """
         place = self._place
         place.path.store.forget()
-        begun = list(place.path.glob(f"{_JOB}*"))
+        begun = list(place.path.glob(f"{JOB}-*"))
         mine = self._begun_as in begun
         for path in () if mine else begun:
             for line in jobs.whole(path.read_bytes().splitlines(keepends=True)):
@@ -97,7 +96,9 @@ class Receipts:
             ReshardError: as `upload.write`, or a receipt cannot be written.
         """
         output, options = self._place.output, self._options
-        return upload.write(self._plan, self._sources, output, options, done=done, keep=self.keep)
+        return upload.write(
+            self._plan, self._sources, output, options, done=done, arrived=self.keep
+        )
 
     def keep(self, file: OutputFile, seen: Outcome) -> None:
         """A file is there; safe for threads.

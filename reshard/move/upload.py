@@ -32,7 +32,7 @@ from reshard.remote.writing import check_same, upload
 
 _FILES_AT_ONCE = 8
 
-Keep = Callable[[OutputFile, Outcome], None]
+Arrived = Callable[[OutputFile, Outcome], None]
 """Told of a file that has arrived, and of what was seen when it was made."""
 
 
@@ -43,13 +43,13 @@ def write(
     options: MoveOptions,
     *,
     done: Outcome | None,
-    keep: Keep,
+    arrived: Arrived,
 ) -> Outcome:
     """As `execute.execute`, into an object store; each rank makes whole files.
 
     Args:
         done: what an earlier run saw of files that are there already.
-        keep: called by the thread that has sent a file.
+        arrived: called by the thread that has sent a file.
 
     Raises:
         ReshardError: a file cannot be sent; else as there.
@@ -64,7 +64,7 @@ def write(
         tempfile.TemporaryDirectory(prefix="reshard-") as here,
         OutputFiles(Path(here)) as made,
         ThreadPoolExecutor(_FILES_AT_ONCE) as threads,
-        _Sending(threads, made, directory, verify=options.verify, keep=keep) as sending,
+        _Sending(threads, made, directory, verify=options.verify, arrived=arrived) as sending,
     ):
         run = Run(pool, made, sources, target, options)
         files = {file.name: file for file in target.files if file.name in mine}
@@ -107,13 +107,13 @@ class _Sending:
         directory: RemotePath,
         *,
         verify: bool,
-        keep: Keep,
+        arrived: Arrived,
     ) -> None:
         self._threads = threads
         self._made = made
         self._directory = directory
         self._verify = verify
-        self._keep = keep
+        self._arrived = arrived
         self._room = 0
         self._under_way: deque[tuple[Future[None], int]] = deque()
         self._stop = threading.Event()
@@ -163,7 +163,7 @@ class _Sending:
         upload(made, sent, self._stop)
         if self._verify:
             check_same(made, sent, self._stop)
-        self._keep(file, seen)
+        self._arrived(file, seen)
         made.unlink()
 
     def _nbytes(self) -> int:

@@ -14,7 +14,7 @@ def spread(
     items: Iterable[T],
     make: Callable[[], Callable[[T], Any]],
     workers: int,
-    done: Callable[[T], None],
+    done: Callable[[T], None] = lambda _item: None,
 ) -> None:
     """Apply a worker's function to every item; one worker is a plain loop.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from reshard import signals
 from reshard.errors import ExistsError
 from reshard.output.partial import Partial, sync
+from reshard.ranks import holder
 
 
 class Local(Partial):
@@ -29,7 +30,7 @@ class Local(Partial):
         there = self.destination
         taken = os.path.lexists(there)
         if taken and not (there.is_dir() and not any(there.iterdir())):
-            raise _taken(there)
+            raise holder.came_first(there)
 
     def settle(self) -> None:
         """Make the output durable: what this machine has in its own cache."""
@@ -61,7 +62,7 @@ class Local(Partial):
         try:
             os.link(made, self.destination)  # unlike rename, replaces nothing of another process
         except FileExistsError as error:
-            raise _taken(self.destination) from error
+            raise holder.came_first(self.destination) from error
         except OSError:  # a file system without hard links
             made.rename(self.destination)
 
@@ -83,12 +84,6 @@ class Local(Partial):
             raise ExistsError(
                 destination, f"could not be put in place: {error.strerror}", "nothing was changed"
             ) from error
-
-
-def _taken(destination: Path) -> ExistsError:
-    return ExistsError(
-        destination, "was created by another process meanwhile", "nothing was changed"
-    )
 
 
 def _exchange(a: Path, b: Path) -> bool:

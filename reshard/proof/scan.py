@@ -312,5 +312,5 @@ def _check_records(
             with lock:
                 found.altered.append(item)
 
-    spread(summed, lambda: check, workers, lambda _item: None)
+    spread(summed, lambda: check, workers)
     found.altered.sort(key=lambda item: (item[0], item[1].byte_offset))

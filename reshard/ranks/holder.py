@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
+
+from reshard.errors import ExistsError
 
 Holder = dict[str, object]  # pid, host
 
@@ -38,3 +41,10 @@ def is_dead(who: Holder) -> bool:
     except (PermissionError, ValueError):
         return False
     return False
+
+
+def came_first(destination: Path) -> ExistsError:
+    """What to raise where another process has written what this one was to write."""
+    return ExistsError(
+        destination, "was created by another process meanwhile", "nothing was changed"
+    )

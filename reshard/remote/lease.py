@@ -16,7 +16,7 @@ from reshard.remote.path import RemotePath
 
 BEAT = 10.0  # seconds between two signs
 PATIENCE = 60.0  # seconds without one, and the process is taken for dead
-_PREFIX = "lock-"
+LOCK = "lock-"  # what the signs' names begin with
 
 
 class Lease(threading.Thread):
@@ -30,7 +30,7 @@ class Lease(threading.Thread):
         super().__init__(name="reshard-lease", daemon=True)
         self._place = place
         self._destination = destination
-        self._sign = place / f"{_PREFIX}{secrets.token_hex(8)}"
+        self._sign = place / f"{LOCK}{secrets.token_hex(8)}"
         self._ended = threading.Event()
 
     def take(self) -> None:
@@ -77,7 +77,7 @@ class Lease(threading.Thread):
 
     def _others(self) -> list[RemotePath]:
         self._sign.store.forget()
-        there = self._place.glob(f"{_PREFIX}*")
+        there = self._place.glob(f"{LOCK}*")
         return [sign for sign in there if sign.name != self._sign.name]
 
     def _check_silent(self, other: RemotePath) -> None:

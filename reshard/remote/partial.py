@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard.errors import ExistsError
+from reshard.ranks import holder
 from reshard.remote import publish, writing
-from reshard.remote.lease import Lease
+from reshard.remote.lease import LOCK, Lease
 from reshard.remote.path import RemotePath
+
+JOB, SENT, OUTPUT = "job", "sent", "output"
+"""What names in the place begin with; ``-`` and a digest follow where they are of one job."""
 
 _MOVING = "moving"
 
@@ -28,7 +31,7 @@ class RemotePartial:
     def __init__(self, destination: RemotePath) -> None:
         self.destination = destination
         self.path = path_of(destination)
-        self.output = self.path / "output"
+        self.output = self.path / OUTPUT
         self.kept_bytes = 0  # of the output, with which a later run could go on
         self.published = False
         self.only_copy = False
@@ -39,14 +42,14 @@ class RemotePartial:
     def noted_bytes(self) -> int:
         """What a run has noted there as done for good: files that have a receipt."""
         sizes = writing.sizes_below(self.path)
-        noted = (name.replace("sent-", "output-", 1) for name in sizes if name.startswith("sent-"))
+        noted = (n.replace(SENT, OUTPUT, 1) for n in sizes if n.startswith(SENT))
         return sum(sizes.get(name, 0) for name in noted)
 
     @property
     def held_bytes(self) -> int:
         """What the output takes in the store by now."""
         sizes = writing.sizes_below(self.path).items()
-        return sum(nbytes for name, nbytes in sizes if name.startswith("output"))
+        return sum(nbytes for name, nbytes in sizes if name.startswith(OUTPUT))
 
     def claim(self) -> None:
         """Take it, over from a process that is no more if there was one.
@@ -75,7 +78,8 @@ class RemotePartial:
     def clear(self) -> None:
         """Remove what is in it."""
         writing.abort_uploads(self.path)
-        writing.remove([self.path / n for n in self._names() if not n.startswith("lock-")])
+        names = writing.sizes_below(self.path)
+        writing.remove([self.path / name for name in names if not name.startswith(LOCK)])
 
     def remove(self) -> None:
         """Remove it, if it was claimed."""
@@ -90,7 +94,7 @@ class RemotePartial:
         """
         self.destination.store.forget()
         if self.destination.exists() and not is_moving(self.destination):
-            raise _taken(self.destination)
+            raise holder.came_first(self.destination)
 
     def settle(self) -> None:
         """A store answers when it has what was sent."""
@@ -140,16 +144,7 @@ class RemotePartial:
         """What is at the destination must be of a run that died while it copied."""
         foreign = there.items() - writing.sizes_below(self.output).items()
         if foreign or not is_moving(self.destination):
-            raise _taken(self.destination)
-
-    def _names(self) -> list[str]:
-        return list(writing.sizes_below(self.path))
-
-
-def _taken(destination: RemotePath) -> ExistsError:
-    return ExistsError(
-        destination, "was created by another process meanwhile", "nothing was changed"
-    )
+            raise holder.came_first(self.destination)
 
 
 def path_of(destination: RemotePath) -> RemotePath:
