@@ -14,7 +14,7 @@ from threading import Lock, Thread
 import pytest
 from s3fs import S3FileSystem
 
-from reshard.remote import store
+from reshard.remote import attempts, store
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "llama-zero3-4ranks"
 DROP, CUT, SLOW = "drop", "cut", "slow"  # or the status to answer with: 500, 503, 403
@@ -126,7 +126,7 @@ def started():
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        patch.setattr(store, "FIRST_WAIT", 0.01)
+        patch.setattr(attempts, "FIRST_WAIT", 0.01)
         patch.setitem(store._S3["config_kwargs"], "retries", {"total_max_attempts": 1})
         store.store.cache_clear()
         S3FileSystem.clear_instance_cache()  # of another module's server

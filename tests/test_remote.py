@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import reshard
 from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageError
 from reshard.paths import as_path, is_remote
-from reshard.remote import store, writing
+from reshard.remote import attempts, writing
 from tests import s3
 from tests.s3 import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 
@@ -135,7 +135,7 @@ def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_p
 
 
 def test_a_store_that_stays_away_is_an_error_that_names_the_url(proxy, monkeypatch):
-    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     proxy.fault = lambda _method, path, _number: 500 if "optim_states" in path else None
     with pytest.raises(ReshardError, match=r"(?s)s3://bucket/run/.*optim_states.*2 attempts"):
         reshard.merge("s3://bucket/run", "s3://bucket/never/model.safetensors")
@@ -149,7 +149,7 @@ def test_what_may_not_be_read_is_said_at_once(files, proxy):
 
 @pytest.mark.parametrize("stage", ["upload", "copy", "marker"])
 def test_a_write_that_fails_leaves_nothing(files, proxy, monkeypatch, stage):
-    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
 
     def fault(method, path, _number):
         copying = method == "PUT" and ".partial/" not in path
@@ -207,7 +207,7 @@ def test_an_export_is_replaced_when_asked(files):
 
 
 def test_what_cannot_be_put_in_place_of_the_old_is_kept(files, proxy, monkeypatch):
-    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     reshard.merge(EXAMPLE, "s3://bucket/lost/model")
     wanted = contents(files, "bucket/lost/model")
     proxy.fault = lambda method, path, _number: (

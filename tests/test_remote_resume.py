@@ -12,7 +12,7 @@ import pytest
 import reshard
 from reshard.errors import DifferentError, ExistsError, ReshardError, UsageError
 from reshard.move import receipts
-from reshard.remote import lease, store
+from reshard.remote import attempts, lease
 from tests.s3 import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 
 OUT = "s3://bucket/out/dcp"
@@ -55,7 +55,7 @@ def whole(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def every_file_counts(monkeypatch, files):
     monkeypatch.setattr(receipts, "WORTH", 1)
-    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     yield
     if files.find("bucket/out"):
         files.rm("bucket/out", recursive=True)

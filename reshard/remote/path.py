@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from reshard.errors import IncompleteError, UsageError
 from reshard.remote import reading
-from reshard.remote.store import Info, Store, attempt, store, version_of, written_at
+from reshard.remote.attempts import attempt
+from reshard.remote.store import Info, Store, store, version_of, written_at
 
 _BUFFER = 64 << 10
 

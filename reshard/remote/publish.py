@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from reshard import signals
 from reshard.errors import DifferentError, ReshardError
 from reshard.remote import writing
+from reshard.remote.attempts import attempt
 from reshard.remote.path import RemotePath
-from reshard.remote.store import attempt
 
 _COPIES_AT_ONCE = 16
 _STEP = 0.2, 5.0  # seconds between two looks at a copy that is under way, the first and the longest

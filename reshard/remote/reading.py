@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from reshard.errors import CorruptError, IncompleteError, ReshardError
-from reshard.remote.store import Store, attempt, store_of, version_of
+from reshard.remote.attempts import attempt
+from reshard.remote.store import Store, store_of, version_of
 
 _BLOCK = 256 << 10
 _KEPT = 64  # blocks of a process: 16 MiB

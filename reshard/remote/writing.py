@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import DifferentError, ReshardError, UsageError
+from reshard.remote.attempts import attempt
 from reshard.remote.path import RemotePath
 from reshard.remote.reading import fetch
-from reshard.remote.store import attempt
 
 _PART = 16 << 20  # bytes of one part of an upload
 _MOST_PARTS = 9_000  # S3 takes ten thousand
