@@ -30,7 +30,7 @@ from typing import Any
 
 from reshard import dtypes, formats
 from reshard.box import whole
-from reshard.commands.output import check_places
+from reshard.commands.target import check_places
 from reshard.dtypes import DType
 from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.targets import TARGETS

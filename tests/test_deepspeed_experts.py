@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.commands.output import check_places, check_skeleton
+from reshard.commands.target import check_places, check_skeleton
 from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_ranks, target

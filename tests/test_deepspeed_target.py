@@ -10,7 +10,7 @@ from math import prod
 import pytest
 
 from reshard.box import whole
-from reshard.commands.output import check_places, check_skeleton
+from reshard.commands.target import check_places, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, target

@@ -1,4 +1,4 @@
-"""What every command that writes shares: proof of the target, staging, a look at what was made."""
+"""What every command that writes shares: its options, staging, a look at what was made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
-from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
+from reshard.manifest import Manifest, Skeleton
 from reshard.move import job as jobs
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
@@ -21,7 +21,6 @@ from reshard.move.unfinished import Unfinished, unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
-from reshard.plan.extents import by_file
 from reshard.plan.planner import Plan
 from reshard.ranks.team import ALONE, Progress, Team, check_same, own, told
 from reshard.replicas import Replicas
@@ -108,33 +107,6 @@ def opened(
     return manifest
 
 
-def check_skeleton(skeleton: Skeleton) -> None:
-    """The target is held to the same proof as a source, for each dtype that a tensor gets."""
-    files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
-    entries = {(e.kind, f"{e.fqn} ({e.dtype}, {n})"): e for n, e in enumerate(skeleton.entries)}
-    check(Manifest(Origin("target", ""), entries, files))
-
-
-def check_places(skeleton: Skeleton) -> None:
-    """Every chunk of a target lies inside its file, and no two on the same bytes.
-
-    Raises:
-        DifferentError: a target that would damage itself.
-    """
-    sizes = {file.name: file.nbytes for file in skeleton.files}
-    for file, extents in by_file(skeleton):
-        end, last = 0, None
-        for extent in extents:
-            entry = skeleton.entries[extent.entry]
-            stop = extent.byte_offset + extent.nbytes
-            if extent.byte_offset < 0 or stop > sizes[file]:
-                raise DifferentError(file, f"{entry.fqn!r} would lie outside of it")
-            if last is not None and extent.byte_offset < end:
-                names = f"{last.fqn!r} and {entry.fqn!r}"
-                raise DifferentError(file, f"{names} would lie on the same bytes")
-            end, last = stop, entry
-
-
 def write(
     plan: Plan,
     manifest: Manifest,
@@ -174,18 +146,6 @@ def write(
     return Written(outcome, done.nbytes if done else 0, notes)
 
 
-def _check_written(
-    outcome: Outcome, skeleton: Skeleton, output: Path, options: OutputOptions, look: Check
-) -> None:
-    if outcome.overflowed and options.on_overflow == "error":
-        _refuse_overflow(outcome, skeleton)
-    if options.verify and options.team.first:
-        for file in skeleton.files:
-            if file.nbytes != (output / file.name).stat().st_size:
-                raise DifferentError(file.name, "has another size than planned")
-        look(output)
-
-
 def _shaping(options: OutputOptions) -> dict[str, object]:
     given = {each.name: getattr(options, each.name) for each in fields(options)}
     return {name: value for name, value in given.items() if name not in _AS_YOU_LIKE}
@@ -212,15 +172,16 @@ def _begun(
     return done, [again] if lost > 0 else []
 
 
-def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
-    """The page of a report: what came in, what went out.
-
-    Args:
-        document: ``to_json()`` of the report.
-    """
-    from reshard.html import pages
-
-    return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)
+def _check_written(
+    outcome: Outcome, skeleton: Skeleton, output: Path, options: OutputOptions, look: Check
+) -> None:
+    if outcome.overflowed and options.on_overflow == "error":
+        _refuse_overflow(outcome, skeleton)
+    if options.verify and options.team.first:
+        for file in skeleton.files:
+            if file.nbytes != (output / file.name).stat().st_size:
+                raise DifferentError(file.name, "has another size than planned")
+        look(output)
 
 
 def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
@@ -235,3 +196,14 @@ def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
         "choose --dtype bf16 or fp32, keep those tensors with --keep-fp32 REGEX,"
         " or accept it with --on-overflow clamp|allow",
     )
+
+
+def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
+    """The page of a report: what came in, what went out.
+
+    Args:
+        document: ``to_json()`` of the report.
+    """
+    from reshard.html import pages
+
+    return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)

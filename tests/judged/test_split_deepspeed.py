@@ -14,7 +14,7 @@ import torch
 
 from reshard import formats, keys
 from reshard.box import whole
-from reshard.commands.output import check_places, check_skeleton
+from reshard.commands.target import check_places, check_skeleton
 from reshard.dtypes import BFLOAT16
 from reshard.errors import IncompleteError
 from reshard.files import SourceFiles

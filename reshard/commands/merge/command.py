@@ -11,15 +11,10 @@ from typing import get_args
 from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.merge.report import MergeReport, describe
-from reshard.commands.output import (
-    OutputOptions,
-    check_skeleton,
-    opened,
-    page_of,
-    write,
-)
+from reshard.commands.output import OutputOptions, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
+from reshard.commands.target import check_skeleton
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError
 from reshard.files import SourceFiles, small

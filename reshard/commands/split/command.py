@@ -12,7 +12,7 @@ from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
-from reshard.commands.output import check_places, opened, page_of, write
+from reshard.commands.output import opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import for_megatron, own_states
@@ -21,6 +21,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested
 from reshard.commands.split.state import is_weights, made_state, stored, told
+from reshard.commands.target import check_places
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles

@@ -1,0 +1,34 @@
+"""A target held to proof, before a byte of it is written."""
+
+from __future__ import annotations
+
+from reshard.errors import DifferentError
+from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
+from reshard.plan.extents import by_file
+
+
+def check_skeleton(skeleton: Skeleton) -> None:
+    """The target is held to the same proof as a source, for each dtype that a tensor gets."""
+    files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
+    entries = {(e.kind, f"{e.fqn} ({e.dtype}, {n})"): e for n, e in enumerate(skeleton.entries)}
+    check(Manifest(Origin("target", ""), entries, files))
+
+
+def check_places(skeleton: Skeleton) -> None:
+    """Every chunk of a target lies inside its file, and no two on the same bytes.
+
+    Raises:
+        DifferentError: a target that would damage itself.
+    """
+    sizes = {file.name: file.nbytes for file in skeleton.files}
+    for file, extents in by_file(skeleton):
+        end, last = 0, None
+        for extent in extents:
+            entry = skeleton.entries[extent.entry]
+            stop = extent.byte_offset + extent.nbytes
+            if extent.byte_offset < 0 or stop > sizes[file]:
+                raise DifferentError(file, f"{entry.fqn!r} would lie outside of it")
+            if last is not None and extent.byte_offset < end:
+                names = f"{last.fqn!r} and {entry.fqn!r}"
+                raise DifferentError(file, f"{names} would lie on the same bytes")
+            end, last = stop, entry
