@@ -161,7 +161,8 @@ def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
         raise IncompleteError(
             manifest.origin.path,
             f"lists {without_value(lacking)}",
-            f"what is tied to another weight, or not needed, can be left out: --exclude {regex}",
+            f"what is tied to another weight, or not needed, can be left out: --exclude {regex};"
+            " another model may have them: --fill-missing-from MODEL",
         )
 
 

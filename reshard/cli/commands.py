@@ -55,6 +55,9 @@ def inspect(
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a directory's files.")
 @click.option("--hf-dir", type=options.PATH, help="Model whose config, tokenizer... to copy.")
 @click.option(
+    "--fill-missing-from", type=options.PATH, help="Model whose weights the checkpoint lacks."
+)
+@click.option(
     "--names",
     type=click.Choice(["source", "hf"]),
     help="Whose.  [default: Hugging Face's, of Megatron's and Meta's models in a directory]",

@@ -89,9 +89,17 @@ class OutputOptions(ReadOptions):
 
 
 def opened(
-    sources: Sequence[Path], destination: Path, options: OutputOptions, *, is_directory: bool
+    sources: Sequence[Path],
+    destination: Path,
+    options: OutputOptions,
+    *,
+    is_directory: bool,
+    beside: Sequence[Path] = (),
 ) -> Manifest:
     """The checkpoint that is asked for, once it is known to be safe and its destination free.
+
+    Args:
+        beside: what else is read, and so is never written to.
 
     Raises:
         ReshardError: the source cannot be read or trusted, or the destination is taken.
@@ -99,7 +107,7 @@ def opened(
     manifest = trusted(sources, options)
     check_destination(
         destination,
-        [*sources, as_path(manifest.origin.path)],
+        [*sources, as_path(manifest.origin.path), *beside],
         is_directory=is_directory,
         overwrite=options.overwrite,
         resume=options.resume,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import reshard
 from tests.judges.deepspeed_cases import CASES
@@ -62,6 +62,22 @@ def test_fp32_merge_is_what_deepspeed_reports(case, made, tmp_path):
     check_weights(merged, reference, without=not_saved(case, reference))
     assert report.verified
     assert report.dropped_aliases == reference["tied"]
+
+
+@pytest.mark.parametrize("case", [name for name in MERGED if CASES[name].exclude_frozen])
+def test_the_base_model_gives_what_deepspeed_left_out(case, made, tmp_path):
+    reference = reference_of(case, made)
+    trained = {name: value.float() + 1 for name, value in reference["params"].items()}
+    aliases = {alias: trained[kept].clone() for alias, kept in reference["tied"].items()}
+    save_file({**trained, **reference["frozen"], **aliases}, tmp_path / "base.safetensors")
+    report = reshard.merge(
+        checkpoint_of(case, made),
+        tmp_path / "x.safetensors",
+        dtype="fp32",
+        fill_missing_from=tmp_path / "base.safetensors",
+    )
+    assert set(report.filled) == not_saved(case, reference)
+    check_weights(load_file(tmp_path / "x.safetensors"), reference)
 
 
 @pytest.mark.parametrize("case", MERGED)

@@ -10,13 +10,14 @@ from typing import get_args
 
 from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
+from reshard.commands.merge import filling
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import OutputOptions, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, one_of
 from reshard.commands.target import check_skeleton
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, DifferentError
+from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, small
 from reshard.formats.huggingface import writer
 from reshard.formats.huggingface.companions import Companions, matched_config
@@ -36,6 +37,7 @@ class MergeOptions(OutputOptions):
     keep_fp32: Sequence[str] = ()
     max_shard_bytes: int = 5 * 10**9
     hf_dir: Path | None = None
+    fill_missing_from: Path | None = None  # a model: weights that the checkpoint lacks
     tied: weights.Tied = "auto"
     names: naming.Whose | None = None  # None: Hugging Face's for a directory, where they are known
     family: str | None = None  # which of Hugging Face's models it is; None: as the source says
@@ -47,9 +49,13 @@ class MergeOptions(OutputOptions):
         """Refuse a choice that there is not.
 
         Raises:
-            UsageError: naming the choices.
+            UsageError: naming the choices, or two that contradict each other.
         """
         OutputOptions.__post_init__(self)
+        if self.fill_missing_from and (self.edits.include or self.edits.exclude):
+            raise UsageError(
+                filling.OPTION, "would bring back what --include and --exclude leave out"
+            )
         one_of("tied", self.tied, get_args(weights.Tied))
         one_of("names", self.names, (None, *get_args(naming.Whose)))
 
@@ -77,7 +83,8 @@ def merge(
     is_directory = _is_directory(destination)
     destination = as_path(destination).resolve()  # a link is followed once, here
     check_page(options, sources, destination)
-    manifest = opened(sources, destination, options, is_directory=is_directory)
+    beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
+    manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
     with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):
         job = _prepare(averaged, sources[0], destination, options, is_directory=is_directory)
         job.weights.notes += means
@@ -99,6 +106,7 @@ def _written(
     """Write it, but for a dry run; the report says what came of it."""
     report.peak_buffer_bytes = options.budget()[0] * 2 * job.plan.window_bytes
     report.changes = job.changes
+    report.filled = job.filled
     if options.dry_run:
         return
     made = write(
@@ -131,6 +139,7 @@ class _Job:
     skeleton: Skeleton
     plan: Plan
     changes: list[str]
+    filled: list[str]  # weights of the model that fills up
 
 
 def _prepare(
@@ -142,6 +151,8 @@ def _prepare(
     is_directory: bool,
 ) -> _Job:
     near = _near(source, manifest)
+    if options.fill_missing_from:
+        near.append(directory(options.fill_missing_from))
     try:
         companions = find_companions(options.hf_dir, near)
     except CorruptError:
@@ -152,6 +163,10 @@ def _prepare(
     if named.config is not None:
         companions = replace(companions, config=dict(named.config))
     edited = keys.edit(named.manifest, options.edits)
+    filled: list[str] = []
+    if options.fill_missing_from:
+        base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
+        edited.manifest, filled = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     with SourceFiles() as pool:
         untied = weights.settle_ties(
@@ -172,7 +187,7 @@ def _prepare(
     check_skeleton(skeleton)
     _, window_bytes = options.budget()
     planned = plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
-    return _Job(edited, chosen, skeleton, planned, [*named.notes, *changes])
+    return _Job(edited, chosen, skeleton, planned, [*named.notes, *changes], filled)
 
 
 def _asked(options: MergeOptions, companions: Companions, *, is_directory: bool) -> naming.Asked:

@@ -33,6 +33,7 @@ class MergeReport:
     from_copy: int = 0
     buffers: int = 0
     kept_fp32: list[str] = field(default_factory=list)
+    filled: list[str] = field(default_factory=list)  # from another model
     dropped_aliases: dict[str, str] = field(default_factory=dict)
     written_aliases: dict[str, str] = field(default_factory=dict)
     stripped: list[tuple[str, str]] = field(default_factory=list)
@@ -97,6 +98,7 @@ class MergeReport:
         yield from listed("renamed", [f"{old} -> {new}" for old, new in self.renamed])
         yield from listed("excluded", self.excluded)
         yield from listed("kept fp32", self.kept_fp32)
+        yield from listed("filled", self.filled)
         if self.optimizer_tensors_left:
             count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} (merge writes weights)"
