@@ -268,10 +268,8 @@ def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:
 def _excluded_frozen(first: ModelStates, stage: int) -> list[str]:
     """Stages 2 and 3 list their frozen parameters, unless they were asked not to save them."""
     if stage >= 2 and first.root.get("frozen_param_shapes", {}) is None:
-        return [
-            "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint"
-            " (merge --fill-missing-from takes them from the base model)"
-        ]
+        text = "saved with exclude_frozen_parameters: frozen weights are not in this checkpoint"
+        return [f"{text} (merge --fill-missing-from takes them from the base model)"]
     return []
 
 
