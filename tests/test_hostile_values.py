@@ -248,3 +248,16 @@ def test_half_a_letter_in_a_config_is_written_as_it_was(tmp_path):
     (place / "config.json").write_text(json.dumps(config))
     reshard.merge(place, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"
+
+
+def test_the_states_of_groups_in_a_tuple_are_as_in_a_list(tmp_path):
+    run = shutil.copytree(DATA / "deepspeed_0.16.4" / "z2_elastic" / "run", tmp_path / "run")
+    for path in run.glob("*/*optim_states.pt"):
+        state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        replaced(path, base_optimizer_state=tuple(state["base_optimizer_state"]))
+    listed = formats.read(DATA / "deepspeed_0.16.4" / "z2_elastic" / "run")
+    assert formats.read(run).entries.keys() == listed.entries.keys()
+    for path in run.glob("*/*optim_states.pt"):
+        replaced(path, base_optimizer_state=())
+    with pytest.raises(CorruptError, match="base_optimizer_state holds 0 groups, and no 0"):
+        formats.read(run)

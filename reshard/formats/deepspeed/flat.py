@@ -62,12 +62,13 @@ def group_state(rank: OptimizerStates, group: int) -> dict[str, Any]:
         CorruptError: there is no such group.
     """
     state = rank.root.get("base_optimizer_state") or {}
-    if isinstance(state, list) and group >= len(state):
+    if isinstance(state, dict):
+        return state.get("state", {}).get(group) or {}
+    if group >= len(state):
         raise CorruptError(
             rank.file.path, f"base_optimizer_state holds {len(state)} groups, and no {group}", MIXED
         )
-    found = state[group] if isinstance(state, list) else state.get("state", {}).get(group)
-    return found or {}
+    return state[group] or {}
 
 
 def slots_of(state: dict[str, Any]) -> Slots:
