@@ -61,7 +61,9 @@ def group_state(rank: OptimizerStates, group: int) -> dict[str, Any]:
     Raises:
         CorruptError: there is no such group.
     """
-    state = rank.root.get("base_optimizer_state") or {}
+    state = rank.root.get("base_optimizer_state")
+    if state is None:
+        return {}
     if isinstance(state, dict):
         return state.get("state", {}).get(group) or {}
     if group >= len(state):
