@@ -37,15 +37,46 @@ def _difference(made: Path, reference: Path) -> str:
 
 
 def _tensors(made: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
-    import torch
+    for path in _files(made):
+        tensors = _of_safetensors(path, stack) if path.suffix == ".safetensors" else _of_torch(path)
+        for name, tensor in tensors:
+            yield from _by_layer(name, tensor)
+
+
+def _files(made: Path) -> list[Path]:
+    if made.is_dir():
+        return sorted(made.rglob("*.safetensors")) or sorted(made.rglob("*.pt"))
+    return [made]
+
+
+def _of_safetensors(path: Path, stack: ExitStack) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
-    if made.suffix == ".pt":
-        state = torch.load(made, mmap=True, weights_only=True)
-        yield from state.get("model", state).items()
+    file = stack.enter_context(safe_open(path, "pt"))
+    for name in file.keys():  # noqa: SIM118 - not a mapping
+        yield name, file.get_tensor(name)
+
+
+def _of_torch(path: Path) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    state = torch.load(path, mmap=True, weights_only=False)
+    for name, value in state.get("model", state).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+
+
+NORMS = {  # what a layer of Megatron-core's own calls them, by what its torch_dist calls them
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def _by_layer(name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+    """One tensor, or one a layer: Megatron's torch_dist has those of all layers as one."""
+    before, layers, own = name.partition("decoder.layers.")
+    if not layers or own[0].isdigit():
+        yield name, tensor
         return
-    files = sorted(made.glob("*.safetensors")) if made.is_dir() else [made]
-    for path in files:
-        file = stack.enter_context(safe_open(path, "pt"))
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            yield name, file.get_tensor(name)
+    for number, part in enumerate(tensor):
+        yield f"{before}{layers}{number}.{NORMS.get(own, own)}", part

@@ -11,6 +11,8 @@ from contest import HERE, PYTHON, THREADS, Contender, limits
 import reshard
 from reshard.manifest import MASTER, PARAM
 
+DCP_TO_TORCH = [PYTHON, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
+
 
 def needed_spans(run: Path, *, masters: bool) -> list[tuple[str, int, int]]:
     """Where the weights' bytes lie, in the order of the output."""
@@ -58,7 +60,6 @@ def of_zero(run: Path, dtype: str, spans: Path) -> list[Contender]:
 
 def of_dcp(source: Path, spans: Path) -> list[Contender]:
     spans.write_text(json.dumps(needed_spans(source, masters=False)))
-    convert = [PYTHON, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch"]
     accelerate = [str(Path(PYTHON).parent / "accelerate"), "merge-weights"]
     return [
         *ours(source),
@@ -67,7 +68,7 @@ def of_dcp(source: Path, spans: Path) -> list[Contender]:
             lambda out: [PYTHON, "-m", "reshard", "merge", str(source), f"{out}.pt"],
         ),
         *limits(spans),
-        Contender("dcp_to_torch", lambda out: [*convert, str(source), f"{out}.pt"]),
+        Contender("dcp_to_torch", lambda out: [*DCP_TO_TORCH, str(source), f"{out}.pt"]),
         Contender("accelerate merge-weights", lambda out: [*accelerate, str(source), str(out)]),
     ]
 
@@ -97,6 +98,21 @@ def of_verl(source: Path, spans: Path) -> list[Contender]:
 
 
 def of_megatron(source: Path, spans: Path) -> list[Contender]:
-    """No merger of Megatron's is in a registry: against the limit alone."""
+    """What ``dist_checkpointing`` saved, or a file a rank of ``--ckpt-format torch``.
+
+    Megatron-LM's converter takes part where ``RESHARD_MEGATRON`` says where its clone lies.
+    """
     spans.write_text(json.dumps(needed_spans(source, masters=False)))
-    return [*ours(source, "--dtype", "keep"), *limits(spans)]
+    found = [*ours(source), *limits(spans)]
+    (iteration,) = source.glob("iter_*")
+    if (iteration / ".metadata").exists():
+        command = [PYTHON, str(HERE / "peers.py"), "plain", str(iteration)]
+        return [
+            *found,
+            Contender("load_plain_tensors", lambda out: [*command, f"{out}.safetensors"]),
+            Contender("dcp_to_torch", lambda out: [*DCP_TO_TORCH, str(iteration), f"{out}.pt"]),
+        ]
+    if "RESHARD_MEGATRON" in os.environ:
+        convert = [PYTHON, str(HERE / "peers.py"), "convert", str(source)]
+        found.append(Contender("tools/checkpoint/convert.py", lambda out: [*convert, str(out)]))
+    return found

@@ -2,16 +2,26 @@
 
     python benchmarks/peers.py consolidate SHARDS OUTPUT --threads 2
     RESHARD_VERL=PACKAGES python benchmarks/peers.py verl ACTOR OUTPUT
+    python benchmarks/peers.py plain ITERATION OUTPUT
+    RESHARD_MEGATRON=CLONE python benchmarks/peers.py convert RUN OUTPUT
 
 ``consolidate`` is PyTorch's ``consolidate_safetensors_files``. ``verl`` is ``python -m
 verl.model_merger``: entered without ``verl/__init__.py``, which imports Ray, and with a checkpoint
 that has no tokenizer, so it is spared some of what it does at its user's.
+
+``plain`` is Megatron-core's ``load_plain_tensors``, and a ``save_file`` of its tensors. ``convert``
+is Megatron-LM's ``tools/checkpoint/convert.py`` to one rank, of a clone at core_v0.12.3. That of
+later releases fails for more than one tensor parallel rank: 0.13 and 0.14 build the layers of a
+rank as if it held all of them, from 0.15 on its loader gives no ``model_builder`` (Megatron-LM's
+issue 2845). It asks for Transformer Engine, whose layers it does not use here, and for kernels,
+which are not built.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import json
 import os
 import struct
@@ -51,9 +61,68 @@ def verl(source: Path, output: Path) -> None:
     importlib.import_module("verl.model_merger.__main__").main()
 
 
+def plain(source: Path, output: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing import load_plain_tensors
+    from safetensors.torch import save_file
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state = load_plain_tensors(str(source))
+    save_file({k: v for k, v in state.items() if isinstance(v, torch.Tensor)}, output)
+    dist.destroy_process_group()
+
+
+def convert(source: Path, output: Path) -> None:
+    root = Path(os.environ["RESHARD_MEGATRON"])
+    sys.path.append(str(Path(__file__).resolve().parents[1]))  # where the tests lie
+    from tests.judges.megatron_cpu import pass_for_gpus
+
+    pass_for_gpus()
+    sys.path[:0] = [str(root), str(root / "tools" / "checkpoint")]
+    kernels: Any = types.ModuleType("megatron.legacy.fused_kernels")
+    kernels.load = lambda _args: None
+    sys.modules[kernels.__name__] = kernels
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    installed = importlib.metadata.version
+    importlib.metadata.version = (  # asked for before anything else, and not used by local layers
+        lambda name: "2.0" if name == "transformer-engine" else installed(name)
+    )
+    for part in ("loader", "saver"):
+        _without_kernels(
+            importlib.import_module(f"{part}_core"), f"MegatronCheckpoint{part.title()}LLM"
+        )
+    told = {
+        "model-type": "GPT",
+        "loader": "core",
+        "saver": "core",
+        "load-dir": source,
+        "save-dir": output,
+        "megatron-path": root,
+        "loader-transformer-impl": "local",
+        "saver-transformer-impl": "local",
+        "target-tensor-parallel-size": 1,
+        "target-pipeline-parallel-size": 1,
+        "position-embedding-type": "rope",
+    }
+    sys.argv = ["-", *(f"--{name}={value}" for name, value in told.items())]
+    importlib.import_module("convert").main()
+
+
+def _without_kernels(module: Any, name: str) -> None:
+    """The loader and the saver write Megatron's command line themselves."""
+    kind = getattr(module, name)
+    usual = kind.build_sys_argv
+    off = ("--no-rope-fusion", "--no-gradient-accumulation-fusion")
+    kind.build_sys_argv = lambda self: [*usual(self), *off]
+
+
+PEERS = {"verl": verl, "plain": plain, "convert": convert}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("peer", choices=["consolidate", "verl"])
+    parser.add_argument("peer", choices=["consolidate", *PEERS])
     parser.add_argument("source", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--threads", type=int, default=1)
@@ -61,7 +130,7 @@ def main() -> None:
     if args.peer == "consolidate":
         consolidate(args.source, args.output, args.threads)
     else:
-        verl(args.source, args.output)
+        PEERS[args.peer](args.source, args.output)
 
 
 if __name__ == "__main__":

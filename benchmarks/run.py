@@ -29,14 +29,8 @@ def _merged(stage: int, dtype: str) -> Case:
     return lambda made, spans: merge.of_zero(made.zero(stage), dtype, spans)
 
 
-def _split(stage: int, ranks: int, to_stage: int) -> Case:
-    return lambda made, spans: split.to_ranks(made.zero(stage), ranks, to_stage, spans)
-
-
-def _megatron(made: Sources, spans: Path, *options: str) -> list[Contender]:
-    name = "megatron" + "".join(options)
-    to = ("--to", "megatron", "--init-optimizer", "none", "--tp", "4", "--pp", "2")
-    return merge.of_megatron(made.converted(name, made.model(), *to, *options), spans)
+def _split(stage: int, ranks: int) -> Case:
+    return lambda made, spans: split.to_ranks(made.zero(stage), ranks, stage, spans)
 
 
 CASES: dict[str, Case] = {
@@ -49,11 +43,13 @@ CASES: dict[str, Case] = {
     "merge-dcp": lambda made, spans: merge.of_dcp(made.fsdp("dcp"), spans),
     "merge-hf-shards": lambda made, spans: merge.of_hf_shards(made.fsdp("hf"), spans),
     "merge-verl": lambda made, spans: merge.of_verl(made.fsdp("verl"), spans),
-    "merge-megatron": _megatron,
-    "merge-megatron-dist": lambda m, s: _megatron(m, s, "--ckpt-format", "torch_dist"),
-    "split-zero2": _split(2, 6, 2),
-    "split-zero3": _split(3, 6, 3),
-    "stage-2-to-3": _split(2, RANKS, 3),
+    "merge-megatron": lambda made, spans: merge.of_megatron(made.megatron("torch"), spans),
+    "merge-megatron-dist": lambda made, spans: merge.of_megatron(
+        made.megatron("torch_dist"), spans
+    ),
+    "split-zero2": _split(2, 6),
+    "split-zero3": _split(3, 6),
+    "stage-2-to-3": lambda made, spans: split.to_ranks(made.zero(2), made.ranks, 3, spans),
     "to-universal": lambda made, _spans: split.to_universal(made.zero(2)),
     "split-dcp": lambda made, _spans: split.dcp_shards(
         made.converted("dcp", made.zero(2), "--to", "dcp"), made.zero(2) / "config.json", 6

@@ -1,4 +1,4 @@
-"""What is measured: checkpoints that real DeepSpeed and PyTorch write, made once in a place."""
+"""What is measured: checkpoints that real frameworks write, made once in a place."""
 
 from __future__ import annotations
 
@@ -56,6 +56,12 @@ class Sources:
         place = self.place / f"fsdp-{form}"
         self._torchrun(place, "make_dcp.py", str(place), "--forms", form)
         return place / {"dcp": "accelerate/pytorch_model_fsdp_0"}.get(form, form)
+
+    def megatron(self, form: str) -> Path:
+        """Weights over tensor and pipeline parallel ranks: ``torch`` or ``torch_dist``."""
+        place = self.place / "megatron"
+        self._torchrun(place, "make_megatron.py", str(place))
+        return place / form
 
     def converted(self, name: str, source: Path, *options: str) -> Path:
         """What reshard makes of another source, where no peer writes such a form at this size."""

@@ -26,7 +26,7 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 
 from tests.judges.megatron_cases import FAMILIES, MULTIPLE, SEQUENCE, SHARDING, Case
-from tests.judges.megatron_models import DTYPES, MICRO, SAMPLES, SEED
+from tests.judges.megatron_models import COMMON, DTYPES, MICRO, SAMPLES, SEED
 from tests.judges.megatron_run import DECAY, LR, Run
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -80,7 +80,7 @@ def rank_directory(base: Path) -> Path:
 def _save_legacy(run: Run, args: Namespace, base: Path) -> None:
     place = rank_directory(base)
     place.mkdir(exist_ok=True)
-    if run.case.distributed:
+    if run.case.distributed and not run.case.weights_only:
         run.optimizer.save_parameter_state(str(place / "distrib_optim.pt"))
     if mpu.get_expert_data_parallel_rank() == 0:
         torch.save(_state(run, args, None), place / "model_optim_rng.pt")
@@ -136,12 +136,13 @@ def _state(
             if metadata is None
             else model.sharded_state_dict(metadata=metadata)
         )
-    state["optimizer"] = (
-        run.optimizer.state_dict()
-        if metadata is None
-        else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
-    )
-    state["opt_param_scheduler"] = run.scheduler.state_dict()
+    if not run.case.weights_only:
+        state["optimizer"] = (
+            run.optimizer.state_dict()
+            if metadata is None
+            else run.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        )
+        state["opt_param_scheduler"] = run.scheduler.state_dict()
     if not is_loading or run.case.rng:
         state["rng_state"] = random_states(sharded=metadata is not None)
     state["num_floating_point_operations_so_far"] = 0
@@ -184,14 +185,14 @@ def random_states(*, sharded: bool = False) -> Any:
 
 def namespace(case: Case, ckpt_format: str) -> Namespace:
     """What ``parse_args`` and ``validate_args`` leave of these settings (training/arguments.py)."""
-    family, grid = FAMILIES[case.family], case.grid
-    heads, experts = family.get("num_attention_heads", 4), family.get("num_moe_experts")
-    queries = family["num_query_groups"]
+    family, grid = COMMON | FAMILIES[case.family], case.grid
+    heads, experts = family["num_attention_heads"], family.get("num_moe_experts")
+    queries, layers = family["num_query_groups"], family["num_layers"]
     return Namespace(
         tensor_model_parallel_size=grid.tp,
         pipeline_model_parallel_size=grid.pp,
         virtual_pipeline_model_parallel_size=grid.vpp,
-        num_layers_per_virtual_pipeline_stage=4 // grid.pp // grid.vpp if grid.vpp else None,
+        num_layers_per_virtual_pipeline_stage=layers // grid.pp // grid.vpp if grid.vpp else None,
         num_virtual_stages_per_pipeline_rank=None,
         expert_model_parallel_size=grid.ep,
         expert_tensor_parallel_size=grid.etp or grid.tp,
@@ -205,13 +206,13 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         account_for_embedding_in_pipeline_split=False,
         account_for_loss_in_pipeline_split=False,
         pipeline_model_parallel_layout=None,
-        num_layers=4,
-        encoder_num_layers=4,
+        num_layers=layers,
+        encoder_num_layers=layers,
         mtp_num_layers=None,
-        hidden_size=32,
+        hidden_size=family["hidden_size"],
         ffn_hidden_size=family["ffn_hidden_size"],
         num_attention_heads=heads,
-        kv_channels=family.get("kv_channels", 32 // heads),
+        kv_channels=family.get("kv_channels", family["hidden_size"] // heads),
         group_query_attention=queries != heads,
         num_query_groups=queries if queries != heads else 1,
         multi_latent_attention=False,
@@ -223,6 +224,7 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         add_bias_linear=family["add_bias_linear"],
         add_qkv_bias=family.get("add_qkv_bias", False),
         qk_layernorm=family.get("qk_layernorm", False),
+        apply_query_key_layer_scaling=False,
         position_embedding_type=family["position_embedding_type"],
         add_position_embedding=True,
         max_position_embeddings=SEQUENCE,
@@ -273,6 +275,6 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         ckpt_format=ckpt_format,
         use_dist_ckpt=ckpt_format == "torch_dist",
         ckpt_fully_parallel_save=True,
-        no_save_optim=None,
+        no_save_optim=case.weights_only or None,
         no_save_rng=None,
     )
