@@ -3,9 +3,10 @@
     python benchmarks/run.py --size 230 --rounds 3
     python benchmarks/run.py --only merge-zero2 split-zero2 --place /dev/shm/bench
 
-Real DeepSpeed and PyTorch write the checkpoints first. Every command is a whole process, start-up
-included; commands take turns, after a round that is not counted, in which the tensors of every
-merged file are compared with reshard's. Nothing is asserted about time: it measures.
+Real DeepSpeed, PyTorch and Megatron-core write the checkpoints first. Every command is a whole
+process, start-up included; commands take turns, after a round that is not counted, in which the
+tensors of every merged file are compared with reshard's. Nothing is asserted about time: it
+measures. ``peers.py`` says which mergers take part where a variable names their packages.
 """
 
 from __future__ import annotations
