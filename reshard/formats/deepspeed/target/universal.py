@@ -20,6 +20,7 @@ Loaders: ``runtime/base_optimizer.py`` (``load_hp_checkpoint_state_from_checkpoi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
@@ -38,6 +39,7 @@ from reshard.manifest import Entry, Skeleton
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL3 = f"zero_pp_rank_0_{_MODEL}"
+_STEP = "step.pt"
 
 
 def files(choice: Choice, marks: Marks | None = None, models: Skeleton | None = None) -> Skeleton:
@@ -98,20 +100,23 @@ def common_hyper(choice: Choice) -> dict[str, Any]:
 def _zero(choice: Choice, marks: Marks | None) -> Iterator[Skeleton]:
     folder, counts = f"{choice.tag}/zero", steps(choice)
     known = tuple(dict.fromkeys(name for g in choice.groups for name in names_of(g.members)))
+    whole = _Alike({"cat_dim": 0})
     for group, count in zip(choice.groups, counts, strict=True):
         names = names_of(group.members) or known  # zeros for a group that was never updated
         dtypes = {name: dtype_of(name, group.members) for name in names}
-        counter = step(count or 0, group.hyper) if names and _counts(counts) else None
+        counter = None
+        if names and _counts(counts):
+            counter = torch_writer.lay_out_object(_STEP, step(count or 0, group.hyper))
         for member in group.members:
             _check_name(choice, member.fqn)
             place = f"{folder}/{member.fqn}"
-            cut = marks.of(member.fqn) if marks else {"cat_dim": 0}
-            yield _file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32, cut)
+            files = _Alike(marks.of(member.fqn)) if marks else whole
+            yield files.file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32)
             for name, dtype in dtypes.items():
                 _check_name(choice, name)
-                yield _file(f"{place}/{name}.pt", member, member.slots.get(name), dtype, cut)
+                yield files.file(f"{place}/{name}.pt", member, member.slots.get(name), dtype)
             if counter is not None:
-                yield torch_writer.lay_out_object(f"{place}/step.pt", counter)
+                yield skeletons.named(counter, f"{place}/{_STEP}")
     yield torch_writer.lay_out_object(f"{folder}/optimizer_state.pt", _optimizer(choice, counts))
 
 
@@ -120,14 +125,33 @@ def _counts(counts: list[float | None]) -> bool:
     return any(count is not None for count in counts)
 
 
-def _file(
-    name: str, member: Trained, value: Entry | None, dtype: DType, cut: Mapping[str, Any]
-) -> Skeleton:
-    """One tensor; zeros where the parameter has no such value."""
-    numel = member.weight.value.numel
-    parts = run_of(value, 0, numel) if value else ()
-    slot = Slot(Storage(dtype, numel, parts), _stored(member.weight.shape))
-    return torch_writer.lay_out_object(name, {**cut, "param": slot})
+class _Alike:
+    """Files of tensors that ranks share in one way; those that differ in names alone share bytes.
+
+    Args:
+        cut: what each says of that.
+    """
+
+    def __init__(self, cut: Mapping[str, Any]) -> None:
+        self._cut = cut
+        self._made: dict[tuple[DType, Index, Index | None], Skeleton] = {}
+
+    def file(self, name: str, member: Trained, value: Entry | None, dtype: DType) -> Skeleton:
+        """One tensor; zeros where the parameter has no such value."""
+        shape, held = member.weight.shape, value.shape if value else None
+        made = self._made.get((dtype, shape, held))
+        if made is None:
+            numel = member.weight.value.numel
+            parts = run_of(value, 0, numel) if value else ()
+            slot = Slot(Storage(dtype, numel, parts), _stored(shape))
+            made = torch_writer.lay_out_object(name, {**self._cut, "param": slot})
+            self._made[dtype, shape, held] = made
+            return made
+        same = skeletons.named(made, name)
+        if value is None:
+            return same
+        own = (replace(entry, kind=value.kind, fqn=value.fqn) for entry in same.entries)
+        return replace(same, entries=tuple(own))
 
 
 def _stored(shape: Index) -> Index:
