@@ -242,3 +242,25 @@ def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_
         )
     for name in "cd":
         assert read[name].root["module"]["w"].storage.file == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("make", [torch.arange, lambda n: {"cat_dim": 0, "param": torch.ones(n)}])
+def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch, make):
+    loads, parsed = torch_file.loads, []
+    counted = lambda data, **options: parsed.append(data) or loads(data, **options)  # noqa: E731
+    monkeypatch.setattr(torch_file, "loads", counted)
+    alike, read = torch_file.Alike(), {}
+    for name in ("a", "b", "longer_by_far"):
+        torch.save(make(5), tmp_path / name)
+        read[name] = torch_file.read(tmp_path / name, alike=alike)
+    assert len(parsed) == 1
+    for name, file in read.items():
+        alone = torch_file.read(tmp_path / name)
+        held, wanted = (
+            f.root["param"] if isinstance(f.root, dict) else f.root for f in (file, alone)
+        )
+        assert (file.records, file.source()) == (alone.records, alone.source())
+        assert held.place == wanted.place
+        assert file.chunk(held) == alone.chunk(wanted)
+        assert held.storage.file == str(tmp_path / name)
+    assert read["a"].root is not read["b"].root

@@ -74,7 +74,7 @@ class Place:
         first = self.directories[0]
         return first / self.chosen if self.chosen else first
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The directory's own name."""
         return self.directories[0].resolve().name

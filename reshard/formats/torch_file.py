@@ -271,12 +271,13 @@ TORCH_BUILDERS: dict[str, Builder] = {
 
 
 class Alike:
-    """Pickles of files that ranks write alike but for the device: each is parsed once.
+    """Pickles that many files hold, of ranks or of parameters of one shape: each is parsed once.
 
-    Only those without a tensor that has elements, whose place would be the file's own.
+    Of those with tensors that have elements, whose places are each file's own, only the simplest
+    are kept: a tensor, or a dict of tensors and plain values.
     """
 
-    _MOST = 16  # devices of a node
+    _MOST = 16  # devices of a node, shapes of a model
 
     def __init__(self) -> None:
         self._seen: dict[bytes, tuple[Unpickled, tuple[Storage, ...]]] = {}
@@ -287,13 +288,32 @@ class Alike:
         """What a pickle holds, not to be changed; and its storages, without their places."""
         if data in self._seen:
             done, held = self._seen[data]
-            return done, tuple(replace(storage, file=path, byte_offset=-1) for storage in held)
+            own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in held}
+            return replace(done, value=_with_storages(done.value, own)), tuple(own.values())
         storages = _Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
         found = tuple(storages.by_key.values())
-        if len(self._seen) < self._MOST and not any(storage.nbytes for storage in found):
+        bare = not any(storage.nbytes for storage in found)
+        if len(self._seen) < self._MOST and (bare or _is_simple(done.value)):
             self._seen[data] = done, found
         return done, found
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether it is a tensor, or a dict of tensors and plain values."""
+    values = value.values() if isinstance(value, dict) else (value,)
+    return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
+
+
+def _with_storages(value: Any, own: Mapping[int, Storage]) -> Any:
+    """A simple value with tensors on other storages, by the identity of theirs; else the same."""
+    if not _is_simple(value):
+        return value
+    if isinstance(value, dict):
+        return {key: _with_storages(each, own) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        return replace(value, storage=own[id(value.storage)])
+    return value
 
 
 def read_archive(

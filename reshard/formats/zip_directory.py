@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.checksum import crc32
 from reshard.errors import CorruptError
@@ -26,8 +26,7 @@ _MAX_DIRECTORY = 1 << 30
 _DAMAGED = "the file is truncated or was altered: fetch it again"
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One stored member; ``limit`` is the byte at which its data must have ended."""
 
     name: str
@@ -157,7 +156,8 @@ def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int
         name = data[at : at + name_size].decode("utf-8", "replace")
         extra = data[at + name_size : at + name_size + extra_size]
         at += name_size + extra_size + comment_size
-        size, packed, offset = _wide(path, extra, size, packed, offset)
+        if extra:
+            size, packed, offset = _wide(path, extra, size, packed, offset)
         if method != 0 or size != packed:
             raise CorruptError(
                 path, f"zip member {name!r} is compressed; torch.save stores its members plain"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,18 @@ class Cuts:
         self._buffers = frozenset(buffers)
         self._dialect, blocks = dialects.of_names(shapes)
         self.notes: dict[str, None] = {}
-        megatron = builtin(self._table_name(ranks))
-        none = Table(f"{megatron.source}, whose names are others", ())
-        self._table = with_users(megatron if self._dialect else none, rules)
+        self._rules = rules
         self._constants = {"layers": blocks}
         self._gated = _is_gated(shapes)
+        if ranks > 1 or rules is not None:
+            _ = self._table  # what is wrong with it, or to be noted, is said at once
+
+    @cached_property
+    def _table(self) -> Table:
+        """The lines of all tables; a checkpoint without ranks to join is spared reading them."""
+        megatron = builtin(self._table_name(self._ranks))
+        none = Table(f"{megatron.source}, whose names are others", ())
+        return with_users(megatron if self._dialect else none, self._rules)
 
     def _table_name(self, ranks: int) -> str:
         """Of the built-in table; which of them GPT-NeoX's settings say."""

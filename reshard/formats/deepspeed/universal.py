@@ -27,7 +27,7 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
 from reshard.formats.place import Place
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_file import Alike, Tensor, TorchFile
 from reshard.manifest import (
     BUFFER,
     MASTER,
@@ -63,10 +63,11 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
+    alike = Alike()
     for folder in place.folders["zero"].folders.values():
         if folder.name in module and folder.name not in shapes:
             continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
-        for kind, file, tensor in _tensors(folder):
+        for kind, file, tensor in _tensors(folder, alike):
             files[file.path] = file
             if kind == "step":
                 steps[folder.name] = float(file.number(tensor))
@@ -142,13 +143,13 @@ def _entry(
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 
-def _tensors(folder: Place) -> Iterator[tuple[str, TorchFile, Tensor]]:
+def _tensors(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tensor]]:
     """(kind, file, tensor) of one parameter's folder."""
     paths = [path for path in folder.files.values() if path.suffix == ".pt"]
     if not any(path.name == "fp32.pt" for path in paths):
         raise IncompleteError(folder, "has no fp32.pt", "the conversion was interrupted: repeat it")
     for path in paths:
-        file = torch_file.read(path, builders=BUILDERS)
+        file = torch_file.read(path, builders=BUILDERS, alike=alike)
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
         if isinstance(value, (int, float)) and path.stem == "step":
             continue
