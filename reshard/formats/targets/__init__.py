@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from reshard.formats.skeletons import Laid
-from reshard.formats.targets import model_parallel, pytorch
+from reshard.formats.targets import model_parallel
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training
 
@@ -28,6 +28,8 @@ _OF_MEGATRON = (
 )
 _OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by")
 
+LayOut = Callable[[Training, Request], Laid]
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -41,10 +43,22 @@ class Target:
     """
 
     name: str
-    lay_out: Callable[[Training, Request], Laid]
+    lay_out: LayOut
     tagged: bool = False
     heeds: tuple[str, ...] = ()
     keeps_rng: bool = False
+
+
+def _by_pytorch(name: str) -> LayOut:
+    """A function of `pytorch`, which imports what lays out all of its targets."""
+
+    def lay_out(state: Training, asked: Request) -> Laid:
+        from reshard.formats.targets import pytorch
+
+        made: Laid = getattr(pytorch, name)(state, asked)
+        return made
+
+    return lay_out
 
 
 TARGETS = {
@@ -57,36 +71,36 @@ TARGETS = {
             heeds=("zero_stage", *PARALLEL, *_OF_DEEPSPEED),
         ),
         Target("ds-universal", model_parallel.of_universal, tagged=True, heeds=("zero_stage",)),
-        Target("dcp", pytorch.of_dcp),
+        Target("dcp", _by_pytorch("of_dcp")),
         Target(
             "accelerate",
-            pytorch.of_accelerate,
+            _by_pytorch("of_accelerate"),
             keeps_rng=True,
             heeds=("state_dict_type", "rank_files", "device"),
         ),
         Target(
             "hf-trainer",
-            pytorch.of_hf_trainer,
+            _by_pytorch("of_hf_trainer"),
             keeps_rng=True,
             heeds=("zero_stage", "state_dict_type"),
         ),
-        Target("fsdp2", pytorch.of_ranks, heeds=("device", "mesh", "tp_plan")),
+        Target("fsdp2", _by_pytorch("of_ranks"), heeds=("device", "mesh", "tp_plan")),
         Target(
             "verl",
-            pytorch.of_verl,
+            _by_pytorch("of_verl"),
             heeds=("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params"),
         ),
         Target(
             "fsdp",
-            pytorch.of_fsdp,
+            _by_pytorch("of_fsdp"),
             keeps_rng=True,
             heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
         ),
         Target("megatron", model_parallel.of_megatron, heeds=(*PARALLEL, *_OF_MEGATRON)),
         Target("meta", model_parallel.of_meta, heeds=("tp",)),
         Target("nanotron", model_parallel.of_nanotron, heeds=(*PARALLEL, "zero_stage")),
-        Target("colossalai", pytorch.of_colossalai),
-        Target("torch", pytorch.of_torch),
+        Target("colossalai", _by_pytorch("of_colossalai")),
+        Target("torch", _by_pytorch("of_torch")),
     )
 }
 NAMES = tuple(TARGETS)

@@ -1,15 +1,13 @@
-"""Targets that are files of grids of ranks: DeepSpeed's, Megatron's, Meta's, nanotron's."""
+"""Targets that are files of grids of ranks: DeepSpeed's, Megatron's, Meta's, nanotron's.
+
+Each imports what lays it out when it is asked for.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from reshard.errors import IncompleteError, UsageError
-from reshard.formats.deepspeed import target as deepspeed
-from reshard.formats.megatron import target as megatron
-from reshard.formats.meta import target as meta
-from reshard.formats.nanotron import target as nanotron
-from reshard.formats.nanotron.choice import Wanted as NanotronWanted
 from reshard.formats.skeletons import Laid
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training
@@ -22,6 +20,8 @@ def of_deepspeed(state: Training, asked: Request) -> Laid:
         IncompleteError: nothing says in which order the model has its parameters.
         ReshardError: as `deepspeed.target.lay_out`.
     """
+    from reshard.formats.deepspeed import target as deepspeed
+
     if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
             state.manifest.origin.path,
@@ -39,6 +39,8 @@ def of_universal(state: Training, asked: Request) -> Laid:
         UsageError: the optimizer is to be left out.
         ReshardError: as `deepspeed.target.lay_out_universal`.
     """
+    from reshard.formats.deepspeed import target as deepspeed
+
     if asked.weights_only:
         raise UsageError(
             "--to ds-universal",
@@ -64,6 +66,8 @@ def of_megatron(state: Training, asked: Request) -> Laid:
     Raises:
         ReshardError: as `megatron.target.lay_out`.
     """
+    from reshard.formats.megatron import target as megatron
+
     if asked.megatron is None or asked.described is None:  # `requested` gives both
         raise AssertionError("megatron")
     return megatron.lay_out(state, asked.megatron, asked.described)
@@ -75,6 +79,8 @@ def of_meta(state: Training, asked: Request) -> Laid:
     Raises:
         UsageError: the optimizer is not left out, or a size does not divide.
     """
+    from reshard.formats.meta import target as meta
+
     known = asked.described
     if known is None:  # the commands give it
         raise AssertionError("meta")
@@ -94,11 +100,14 @@ def of_nanotron(state: Training, asked: Request) -> Laid:
         UsageError: a stage that it has not.
         ReshardError: as `nanotron.target.lay_out`.
     """
+    from reshard.formats.nanotron import target as nanotron
+    from reshard.formats.nanotron.choice import Wanted
+
     if asked.zero_stage > 1:
         raise UsageError(
             f"--zero-stage {asked.zero_stage}", "nanotron has 0 and 1", "give one of them"
         )
-    wanted = NanotronWanted(
+    wanted = Wanted(
         sizes=asked.parallel,
         data=asked.data_parallel,
         zero=asked.zero_stage == 1,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from reshard.dtypes import FLOAT32, DType
-from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
-from reshard.formats.megatron.target.choice import Wanted
-from reshard.formats.state_dict.mesh import Grid
-from reshard.layout.tensor_parallel import Plan
-from reshard.model import ModelShapes
-from reshard.model_parallel.described import Described
 from reshard.model_parallel.sizes import ONE, Sizes
+
+if TYPE_CHECKING:  # each is of some targets only
+    from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
+    from reshard.formats.megatron.target.choice import Wanted
+    from reshard.formats.state_dict.mesh import Grid
+    from reshard.layout.tensor_parallel import Plan
+    from reshard.model import ModelShapes
+    from reshard.model_parallel.described import Described
 
 StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)

@@ -14,7 +14,6 @@ dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 from __future__ import annotations
 
 from reshard.formats import skeletons
-from reshard.formats.megatron.target import dist, legacy
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
 from reshard.formats.skeletons import Laid
 from reshard.formats.training import Training
@@ -29,6 +28,8 @@ def lay_out(state: Training, wanted: Wanted, described: Described) -> Laid:
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `choice.choose`.
     """
+    from reshard.formats.megatron.target import dist, legacy
+
     choice = choose(state, wanted, described)
     inside = legacy.directory(choice)
     if wanted.form == "torch_dist":
