@@ -36,7 +36,7 @@ class OpenFiles:
 
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
-        self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
+        self._descriptors: OrderedDict[str, Descriptor] = OrderedDict()
         self._most_open = _most_open()
         self._lock = threading.Lock()
 
@@ -56,11 +56,17 @@ class OpenFiles:
         with self._lock:
             self._descriptors.clear()
 
-    def _open(self, path: str) -> _Descriptor:
+    def open(self, path: str) -> Descriptor:
+        """A descriptor of the file, for as long as the caller holds it.
+
+        Raises:
+            IncompleteError: the file is not there.
+            ReshardError: it cannot be opened.
+        """
         with self._lock:
             descriptor = self._descriptors.get(path)
             if descriptor is None:
-                descriptor = self._descriptors[path] = _Descriptor(path, self._flags)
+                descriptor = self._descriptors[path] = Descriptor(path, self._flags)
                 if len(self._descriptors) > self._most_open:
                     self._descriptors.popitem(last=False)
             else:
@@ -75,20 +81,7 @@ class OpenFiles:
             IncompleteError: the file is not there.
             ReshardError: it cannot be read.
         """
-        descriptor = self._open(path)
-        done = 0
-        while done < len(target):
-            try:
-                count = _pread(descriptor.number, target[done:], byte_offset + done)
-            except OSError as error:
-                raise ReshardError(path, f"cannot be read: {error.strerror}") from error
-            if count == 0:
-                raise CorruptError(
-                    path,
-                    f"{len(target)} bytes expected at {byte_offset}, the file ends after {done}",
-                    "the file became shorter while it was read: is a job still writing to it?",
-                )
-            done += count
+        self.open(path).read_into(byte_offset, target)
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
         """The bytes at ``byte_offset``.
@@ -96,7 +89,7 @@ class OpenFiles:
         Raises:
             CorruptError, IncompleteError, ReshardError: as `read_into`.
         """
-        descriptor = self._open(path)  # held: else another thread's file may get its number
+        descriptor = self.open(path)  # held: else another thread's file may get its number
         with contextlib.suppress(OSError):  # which read_into meets again and explains
             data = os.pread(descriptor.number, nbytes, byte_offset)
             if len(data) == nbytes:
@@ -219,16 +212,38 @@ class Section:
             )
 
 
-class _Descriptor:
-    """A descriptor that closes when the pool and the last running read have let go of it."""
+class Descriptor:
+    """A descriptor that closes when the pool and all who read or write have let go of it."""
 
     def __init__(self, path: str, flags: int) -> None:
+        self.path = path
         try:
             self.number = os.open(path, flags)
         except FileNotFoundError as error:
             raise IncompleteError(path, "is not there", "was the checkpoint moved?") from error
         except OSError as error:
             raise ReshardError(path, f"cannot be opened: {error.strerror}") from error
+
+    def read_into(self, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes at ``byte_offset``.
+
+        Raises:
+            CorruptError, ReshardError: as `OpenFiles.read_into`.
+        """
+        done, wanted = 0, len(target)
+        while done < wanted:
+            try:
+                rest = target[done:] if done else target
+                count = _pread(self.number, rest, byte_offset + done)
+            except OSError as error:
+                raise ReshardError(self.path, f"cannot be read: {error.strerror}") from error
+            if count == 0:
+                raise CorruptError(
+                    self.path,
+                    f"{wanted} bytes expected at {byte_offset}, the file ends after {done}",
+                    "the file became shorter while it was read: is a job still writing to it?",
+                )
+            done += count
 
     def close(self) -> None:
         """Close it now, whoever still holds it."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from reshard.errors import DifferentError
-from reshard.files import OpenFiles
+from reshard.files import Descriptor, OpenFiles
 from reshard.manifest import OutputFile
 from reshard.output.partial import disk_error
 
@@ -26,6 +26,7 @@ class OutputFiles(OpenFiles):
     def __init__(self, directory: Path) -> None:
         super().__init__(os.O_RDWR)
         self.directory = directory
+        self._prefix = os.path.join(directory, "")  # noqa: PTH118 - a path is made for every block
 
     def close(self) -> None:
         """Close every file at once: an error that is on its way out may hold one of them."""
@@ -52,19 +53,9 @@ class OutputFiles(OpenFiles):
         except OSError as error:
             raise disk_error(path, error) from error
 
-    def write(self, name: str, byte_offset: int, data: memoryview) -> None:
-        """Write bytes at an offset.
-
-        Raises:
-            ResourceError: the disk is full.
-            ReshardError: it cannot be written.
-        """
-        path = self.path(name)
-        descriptor = self._open(path)
-        try:
-            write_at(descriptor.number, data, byte_offset)
-        except OSError as error:
-            raise disk_error(Path(path), error) from error
+    def output(self, name: str) -> Descriptor:
+        """A file of the output, for as long as the caller holds it."""
+        return self.open(self.path(name))
 
     def forget(self, name: str) -> None:
         """Close a file that is done."""
@@ -73,7 +64,7 @@ class OutputFiles(OpenFiles):
 
     def path(self, name: str) -> str:
         """Where a file of the output lies."""
-        return os.path.join(self.directory, name)  # noqa: PTH118 - a call a block
+        return self._prefix + name
 
 
 class Writer:
@@ -82,6 +73,7 @@ class Writer:
     def __init__(self, files: OutputFiles, *, verify: bool) -> None:
         self._files = files
         self._back = bytearray(BLOCK_BYTES if verify else 0)
+        self._whole = memoryview(self._back)
 
     def write(self, name: str, byte_offset: int, data: memoryview) -> None:
         """Write bytes at an offset, block by block.
@@ -90,23 +82,35 @@ class Writer:
             DifferentError: the file does not hold what was written.
             ResourceError: the disk is full.
         """
+        file = self._files.output(name)
         if not self._back:
-            self._files.write(name, byte_offset, data)
+            _write(file, byte_offset, data)
             return
         for start in range(0, len(data), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
-            self._files.write(name, byte_offset + start, block)
-            self._check(name, byte_offset + start, block)
+            _write(file, byte_offset + start, block)
+            self._check(file, byte_offset + start, block)
 
-    def _check(self, name: str, byte_offset: int, block: memoryview) -> None:
+    def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
         """Compare with what the file holds: one comparison of memory, as bytearrays have it."""
-        path, nbytes = self._files.path(name), len(block)
-        self._files.read_into(path, byte_offset, memoryview(self._back)[:nbytes])
-        held = self._back if nbytes == len(self._back) else self._back[:nbytes]
+        nbytes = len(block)
+        if nbytes == BLOCK_BYTES:
+            file.read_into(byte_offset, self._whole)
+            held = self._back
+        else:
+            file.read_into(byte_offset, self._whole[:nbytes])
+            held = self._back[:nbytes]
         if held != block:
             raise DifferentError(
-                path,
+                file.path,
                 f"bytes {byte_offset} to {byte_offset + nbytes} read back differ from those"
                 " written",
                 "the disk or its file system is at fault: nothing was kept",
             )
+
+
+def _write(file: Descriptor, byte_offset: int, data: memoryview) -> None:
+    try:
+        write_at(file.number, data, byte_offset)
+    except OSError as error:
+        raise disk_error(Path(file.path), error) from error
