@@ -154,7 +154,7 @@ def test_a_run_that_died_anywhere_leaves_nothing_or_all_and_goes_on(lab, name, k
 
 def test_a_run_that_dies_again_and_again_comes_to_its_end(lab):
     for step in range(30):
-        code = lab.run([*SPLIT, "--resume", "--no-verify"], kind="power", at=280, seed=step)
+        code = lab.run([*SPLIT, "--resume", "--no-verify"], kind="power", at=200, seed=step)
         if "out" in lab.beside():
             break
     assert step > 1

@@ -42,9 +42,19 @@ def disk_error(path: Path, error: OSError) -> ReshardError:
 
 def sync(paths: Iterable[Path]) -> None:
     """Make files and directories durable, many at once: a file system takes them together."""
-    with ThreadPoolExecutor(_SYNCS) as threads:
-        for _ in threads.map(_sync_one, paths):
+    waiting = list(paths)
+    count = min(_SYNCS, len(waiting))
+    if count < 2:
+        _sync_all(waiting)
+        return
+    with ThreadPoolExecutor(count) as threads:
+        for _ in threads.map(_sync_all, (waiting[first::count] for first in range(count))):
             pass
+
+
+def _sync_all(paths: Iterable[Path]) -> None:
+    for path in paths:
+        _sync_one(path)
 
 
 def _sync_one(path: Path) -> None:
