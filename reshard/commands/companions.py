@@ -51,14 +51,14 @@ def config_beside(manifest: Manifest) -> Path | None:
 
 def _progress(path: Path, manifest: Manifest) -> bytes:
     """The account of the run, with the batch of a rank that the manifest has."""
-    from reshard.formats import hf_trainer
+    from reshard.formats.pytorch.beside import BATCH
 
     data = small(path)
-    wanted = (manifest.train.trainer_state or {}).get(hf_trainer.BATCH)
+    wanted = (manifest.train.trainer_state or {}).get(BATCH)
     held = json.loads(data) if wanted is not None else {}
-    if held.get(hf_trainer.BATCH) == wanted:
+    if held.get(BATCH) == wanted:
         return data
-    return json_text({**held, hf_trainer.BATCH: wanted})
+    return json_text({**held, BATCH: wanted})
 
 
 def _beside(folder: Path) -> list[Path]:

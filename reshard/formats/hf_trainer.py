@@ -21,6 +21,7 @@ from reshard.dtypes import DType
 from reshard.formats import rng, skeletons, torch_writer
 from reshard.formats.huggingface import writer
 from reshard.formats.json_files import json_text
+from reshard.formats.pytorch.beside import BATCH
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.target import Wholes
 from reshard.formats.training import Training
@@ -31,7 +32,6 @@ _SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it
 _GROUPS = 2  # `Trainer.create_optimizer`
 _EVERY = 500  # steps: what TrainingArguments has for logging, evaluation and saving
 _MICRO = "train_micro_batch_size_per_gpu"
-BATCH = "train_batch_size"  # of one rank, in `trainer_state.json`
 
 
 def directory(state: Training) -> str:

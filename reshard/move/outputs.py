@@ -26,6 +26,7 @@ class OutputFiles(OpenFiles):
     def __init__(self, directory: Path) -> None:
         super().__init__(os.O_RDWR)
         self.directory = directory
+        self._folders: set[Path] = set()  # that are there
         self._prefix = os.path.join(directory, "")  # noqa: PTH118 - a path is made for every block
 
     def close(self) -> None:
@@ -41,10 +42,13 @@ class OutputFiles(OpenFiles):
             ResourceError: the disk is full.
             ReshardError: it cannot be written.
         """
-        path = self.directory / file.name
+        path = Path(self.path(file.name))
+        folder = path.parent
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if anew else 0)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if folder not in self._folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._folders.add(folder)
             descriptor = os.open(path, flags, 0o666)
             try:
                 os.ftruncate(descriptor, file.nbytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from reshard.formats.hf_trainer import BATCH
+from reshard.formats.pytorch.beside import BATCH
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import of_mesh
 

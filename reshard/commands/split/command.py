@@ -25,7 +25,6 @@ from reshard.commands.target import check_places
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats import hf_trainer
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Manifest, Skeleton
@@ -148,6 +147,8 @@ def _asked(options: SplitOptions) -> naming.Asked:
 def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:
     """What lies beside the state files goes beside them; above a tag's directory, above it."""
     if target.name == "hf-trainer":
+        from reshard.formats import hf_trainer
+
         inside = hf_trainer.directory(state)
         return with_companions(skeleton, state.manifest, beside=inside, above=inside)
     within = str(PurePosixPath(skeleton.files[-1].name).parent) if target.tagged else ""

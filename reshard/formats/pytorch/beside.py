@@ -22,6 +22,7 @@ from reshard.pickles import trust
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 TRAINER_STATE = "trainer_state.json"
+BATCH = "train_batch_size"  # of one rank, in it
 _COMPANIONS = {
     "scheduler.pt": "scheduler",
     "scheduler.bin": "scheduler",
