@@ -270,6 +270,22 @@ def test_a_command_without_a_page_imports_nothing_of_pages():
     subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
 
 
+def test_a_target_imports_only_what_lays_it_out(tmp_path):
+    example = str(ROOT / "examples" / "llama-zero3-4ranks")
+    probe = (
+        "import sys\n"
+        "from reshard.cli import cli\n"
+        f"cli(['convert', {example!r}, {str(tmp_path / 'o')!r}, '--to', 'ds-universal'],"
+        " standalone_mode=False)\n"
+        "others = ('nanotron.target', 'megatron.target.dist', 'megatron.target.legacy',"
+        " 'dcp.target', 'meta.target', 'colossalai.target', 'state_dict.target', 'hf_trainer')\n"
+        "loaded = {'torch', 'yaml', *(f'reshard.formats.{name}' for name in others)}\n"
+        "loaded &= set(sys.modules)\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, cwd=ROOT)
+
+
 def test_the_version_and_the_help_import_no_command_and_no_format():
     probe = (
         "import sys\n"
