@@ -17,7 +17,7 @@ else:
 Command = Callable[..., Any]
 Option = Callable[[Command], Command]
 
-_MEGATRON = "reshard.formats.megatron.target.choice"
+_MEGATRON = "reshard.formats.megatron.words"
 
 
 class OneOf(_Choice):
@@ -175,17 +175,17 @@ _megatron = together(
     ),
     click.option(
         "--transformer-impl",
-        type=OneOf(_MEGATRON, "IMPLS"),
+        type=OneOf(_MEGATRON, "Impl"),
         help="Whose layers Megatron will have.  [default: as is, else transformer_engine]",
     ),
     click.option(
         "--extra-state",
-        type=OneOf(_MEGATRON, "EXTRA_STATES"),
+        type=OneOf(_MEGATRON, "ExtraState"),
         help="Transformer Engine's own.  [default: keep, where they can be]",
     ),
     click.option(
         "--adam",
-        type=OneOf(_MEGATRON, "ADAMS"),
+        type=OneOf(_MEGATRON, "Adam"),
         help="Whose state Megatron will load.  [default: as is, else fused]",
     ),
     click.option(
@@ -195,7 +195,7 @@ _megatron = together(
     ),
     click.option(
         "--ckpt-format",
-        type=OneOf(_MEGATRON, "FORMS"),
+        type=OneOf(_MEGATRON, "Form"),
         help="Megatron's.  [default: as is, else torch]",
     ),
     click.option(

@@ -10,7 +10,8 @@ from reshard import dtypes
 from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UsageError
-from reshard.formats.megatron.target.choice import Form, Impl, Wanted
+from reshard.formats.megatron.target.choice import Wanted
+from reshard.formats.megatron.words import Form, Impl
 from reshard.manifest import Manifest
 from reshard.model_parallel import vocabulary
 from reshard.model_parallel.sizes import Sizes

@@ -12,7 +12,7 @@ from reshard.commands.reading import one_of
 from reshard.errors import UsageError
 from reshard.formats import targets
 from reshard.formats.fresh_adam import InitOptimizer
-from reshard.formats.megatron.target import choice as megatron
+from reshard.formats.megatron import words as megatron
 from reshard.formats.rng import Policy
 from reshard.formats.targets.request import (
     FSDP_VERSIONS,
@@ -66,10 +66,10 @@ class SplitOptions(OutputOptions):
         OutputOptions.__post_init__(self)
         if self.zero_stage is not None:
             one_of("zero_stage", self.zero_stage, range(4))
-        one_of("ckpt_format", self.ckpt_format, (None, *megatron.FORMS))
-        one_of("adam", self.adam, (None, *megatron.ADAMS))
-        one_of("extra_state", self.extra_state, (None, *megatron.EXTRA_STATES))
-        one_of("transformer_impl", self.transformer_impl, (None, *megatron.IMPLS))
+        one_of("ckpt_format", self.ckpt_format, (None, *get_args(megatron.Form)))
+        one_of("adam", self.adam, (None, *get_args(megatron.Adam)))
+        one_of("extra_state", self.extra_state, (None, *get_args(megatron.ExtraState)))
+        one_of("transformer_impl", self.transformer_impl, (None, *get_args(megatron.Impl)))
         for name in (*targets.PARALLEL, "vpp"):
             size = getattr(self, name)
             if size is not None and size < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
@@ -17,8 +17,6 @@ from reshard.formats.state_dict.tree import logical
 from reshard.manifest import Entry, Manifest
 from reshard.model_parallel.sizes import Sizes, of_mesh
 
-ExtraState = Literal["keep", "drop"]
-EXTRA_STATES = get_args(ExtraState)
 KIND = "_extra_state"  # of their entries
 
 _TRACKERS = "rng_tracker_states"

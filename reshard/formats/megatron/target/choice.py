@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups, scheduler
-from reshard.formats.megatron.target.carried import EXTRA_STATES, Carried, ExtraState
-from reshard.formats.megatron.target.groups import ADAMS, Adam, Groups
+from reshard.formats.megatron.target.carried import Carried
+from reshard.formats.megatron.target.groups import Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
+from reshard.formats.megatron.words import Adam, Form, Impl
 from reshard.formats.torch_writer import number
 from reshard.formats.training import (
     Training,
@@ -29,25 +30,6 @@ from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
-
-Form = Literal["torch", "torch_dist"]  # --ckpt-format
-FORMS = get_args(Form)
-Impl = Literal["local", "transformer_engine"]  # --transformer-impl
-IMPLS = get_args(Impl)
-
-__all__ = [
-    "ADAMS",
-    "EXTRA_STATES",
-    "FORMS",
-    "IMPLS",
-    "Adam",
-    "Choice",
-    "ExtraState",
-    "Form",
-    "Impl",
-    "Wanted",
-    "choose",
-]
 
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 _MOMENTS = {"exp_avg", "exp_avg_sq"}

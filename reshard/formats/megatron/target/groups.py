@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from reshard.errors import UnsupportedError
+from reshard.formats.megatron.words import Adam
 from reshard.formats.training import Group, Trained, Training
 from reshard.units import some
-
-Adam = Literal["fused", "torch"]
-ADAMS = ("fused", "torch")
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _TORCH_ONLY = ("foreach", "capturable", "differentiable", "fused", "maximize", "amsgrad")
