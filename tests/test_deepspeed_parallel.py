@@ -98,6 +98,13 @@ def test_a_model_that_nothing_describes_is_not_cut():
         cuts({}, "0.weight", "2.weight").split("0.weight", (8, 8))
 
 
+def test_a_run_of_no_tensor_parallel_ranks_is_told_where_else_to_go(tmp_path):
+    run = SAMPLE.parent.parent / "deepspeed_0.14.5/z3_mics_ws4/run"
+    with pytest.raises(UsageError, match="is of no tensor-parallel run: nothing says") as told:
+        split(run, tmp_path / "out", SplitOptions(tp=2))
+    assert "--to fsdp2 --mesh dp_shard=N,tp=2" in told.value.remedy
+
+
 def test_a_users_rules_describe_it(tmp_path):
     (tmp_path / "r.yaml").write_text('parameters:\n  "0.{p}": {cut: row}\n')
     mine = cuts({}, "0.weight", rules=tmp_path / "r.yaml")

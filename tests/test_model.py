@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
+import subprocess
+import sys
 import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -537,8 +541,6 @@ def code(tmp_path, monkeypatch):
 
 
 def test_a_factory_of_the_user(code):
-    import sys
-
     before = list(sys.path)
     shapes = describe("make_it:make", "Block")
     assert shapes.source == "make_it:make (Sequential)"
@@ -550,6 +552,37 @@ def test_a_factory_of_the_user(code):
     }
     assert shapes.units == (Unit("", ("1.weight", "1.bias")), Unit("0", ("0.0.weight", "0.0.bias")))
     assert sys.path == before
+
+
+DRAWN = """
+import sys
+import torch
+from torch import nn
+
+def make():
+    model = nn.TransformerEncoderLayer(8, 2)
+    model.words = nn.Embedding(4, 8)
+    nn.init.normal_(tensor=model.words.weight)
+    nn.init.trunc_normal_(model.words.weight)
+    model.here = nn.Parameter(torch.zeros(3, device="cpu").uniform_(1, 2))
+    return model
+
+if __name__ == "__main__":
+    from reshard.model.build import build
+    model = build("drawn:make")
+    assert model.words.weight.is_meta
+    assert model.here.min() >= 1
+    print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_first_values_are_not_drawn(tmp_path):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    run = [sys.executable, "drawn.py"]
+    root = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(run, cwd=tmp_path, env=env, text=True, capture_output=True, check=False)
+    assert done.stdout == "False\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
+# what fills a tensor in place with random numbers, as torch calls it
+_DRAWS = frozenset(
+    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
+)
+
 
 def build(model: str) -> nn.Module:
     """The module that a user names: a config, its directory or ``module:factory``.
@@ -38,7 +43,6 @@ def build(model: str) -> nn.Module:
 
 def _from_config(path: Path) -> nn.Module:
     """A transformers model on the meta device; the class is the config's, else a causal LM's."""
-    import torch
     import transformers
 
     file = path / "config.json" if path.is_dir() else path
@@ -57,7 +61,7 @@ def _from_config(path: Path) -> nn.Module:
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModel]
     built: nn.Module
     try:
-        with torch.device("meta"):
+        with _shapes_alone():
             if cls is not None:
                 built = cls(config)
                 return built
@@ -92,7 +96,7 @@ def _from_factory(spec: str) -> nn.Module:
                 "run reshard where the module lies, or set PYTHONPATH",
             ) from error
         try:
-            with torch.device("meta"):
+            with _shapes_alone():
                 built = factory()
         except Exception as error:
             raise UsageError(
@@ -103,6 +107,28 @@ def _from_factory(spec: str) -> nn.Module:
     if not isinstance(built, torch.nn.Module):
         raise UsageError(option, f"returned a {type(built).__name__}", "return the torch.nn.Module")
     return built
+
+
+@contextmanager
+def _shapes_alone() -> Iterator[None]:
+    """New tensors are on the meta device, and nothing draws their first values.
+
+    On that device torch draws them by code that imports its compiler, seconds for no value at all.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class NoValues(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            given = args[0] if args else (kwargs or {}).get("tensor")
+            if getattr(func, "__name__", "") in _DRAWS and given is not None and given.is_meta:
+                return given
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"), NoValues():
+        yield
 
 
 @contextmanager

@@ -33,7 +33,7 @@ _CUTS: Mapping[str, Split] = {
 }
 _MAYBE_GATED = "maybe_gated"
 TABLES = Path(__file__).parent / "tables"
-_FORM = "write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
+FORM = "under  parameters:  write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Table:
             raise UsageError(
                 f"{name!r}",
                 f"is named by no rule of {self.source}{self._nearest(name)}",
-                f"say in a file how it is cut, with --rules FILE: {_FORM}",
+                f"say in a file how it is cut, with --rules FILE: {FORM}",
             )
         return found
 
@@ -203,16 +203,16 @@ def document(text: str, source: str) -> Mapping[str, Any]:
     try:
         root = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(source, f"is no YAML: {str(error).splitlines()[0]}", _FORM) from error
+        raise UsageError(source, f"is no YAML: {str(error).splitlines()[0]}", FORM) from error
     if not isinstance(root, dict):
-        raise UsageError(source, "has no 'parameters' and no 'hf'", _FORM)
+        raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
     return root
 
 
 def _parsed(root: Mapping[str, Any], source: str) -> Table:
     lines, hf = root.get("parameters", {}), root.get("hf", {})
     if not isinstance(lines, dict) or not isinstance(hf, dict) or not (lines or hf):
-        raise UsageError(source, "has no 'parameters' and no 'hf'", _FORM)
+        raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
     return Table(
         source,
         tuple(_rule(str(n), line, source) for n, line in lines.items()),
@@ -227,7 +227,7 @@ def _rule(name: str, line: Any, source: str) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
     cut = line.get("cut")
     if cut not in (*_CUTS, _MAYBE_GATED):
-        raise UsageError(source, f"{name!r} has the cut {cut!r}", _FORM)
+        raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
     others = {key: _patterns(value) for key, value in line.items() if key != "cut"}
     return Rule(Pattern(name), cut, others)
 

@@ -44,6 +44,8 @@ _MLP = (
 class Cuts:
     """The cut of every parameter of one checkpoint.
 
+    ``are_known`` is whether anything says how parameters are cut.
+
     Args:
         where: the checkpoint, for messages.
         info: its ``universal_checkpoint_info``; empty where it has none.
@@ -73,6 +75,7 @@ class Cuts:
         self._rules = rules
         self._constants = {"layers": blocks}
         self._gated = _is_gated(shapes)
+        self.are_known = bool(info) or self._dialect is not None or rules is not None
         if ranks > 1 or rules is not None:
             _ = self._table  # what is wrong with it, or to be noted, is said at once
 

@@ -21,6 +21,7 @@ from reshard.formats.training import Group, Training, changed, refuse_odd_slots
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.moves import Move, moved
+from reshard.model_parallel.rules import FORM
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
 
@@ -189,6 +190,15 @@ class _Cutter:
             buffers=buffers,
             rules=wanted.rules,
         )
+        if self.size > 1 and not cuts.are_known:
+            raise UsageError(
+                f"--tp {self.size}",
+                f"{state.manifest.origin.path} is of no tensor-parallel run: nothing says how such"
+                f" ranks share its parameters ({next(iter(shapes), 'none')!r} ...)",
+                f"for more ranks without --tp: --world-size N; for Megatron-LM --to megatron --tp"
+                f" {self.size}; for FSDP 2 --to fsdp2 --mesh dp_shard=N,tp={self.size}; or say it"
+                f" with --rules FILE: {FORM}",
+            )
         self.splits = {fqn: cuts.split(fqn, shape) for fqn, shape in shapes.items()}
         for fqn, shape in shapes.items():
             self._shapes[fqn] = self._padded(fqn, shape, wanted.divisible)
