@@ -11,7 +11,7 @@ Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (``_local_post_sta
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -262,11 +262,11 @@ class _FlatState:
     slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]]
     step: float | None
 
-    def values(self, rank: int, ranks: int) -> dict[str, Slot]:
+    def values(self, rank: int, ranks: int) -> dict[str, Slot | int]:
         """A rank's pieces, padded with zeros to equal length."""
         start, stop = equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
-        made = {} if self.step is None else {"step": whole_slot(written.counter(self.step))}
+        made = _counted(self.step, self.slots)
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(_run(entries, start, stop)))
             made[name] = Slot(storage, (size,))
@@ -395,10 +395,18 @@ class _OrigOptimizer:
         return found
 
 
-def _slices(member: Trained, start: int, stop: int) -> dict[str, Slot]:
+def _counted(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
+    """The step, as the optimizer counts it."""
+    if step is None:
+        return {}
+    counter = written.counter(step, slots)
+    return {"step": counter if isinstance(counter, int) else whole_slot(counter)}
+
+
+def _slices(member: Trained, start: int, stop: int) -> dict[str, Slot | int]:
     if not member.slots or start >= stop:
         return {}
-    made = {} if member.step is None else {"step": whole_slot(written.counter(member.step))}
+    made = _counted(member.step, member.slots)
     for name, entry in member.slots.items():
         parts = tuple(_run([(0, entry)], start, stop))
         made[name] = Slot(Storage(entry.dtype, stop - start, parts), (stop - start,))

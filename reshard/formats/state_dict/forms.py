@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.errors import CorruptError
-from reshard.formats.state_dict import flat
+from reshard.formats.state_dict import flat, nested
 from reshard.formats.state_dict.flat import FlatUnit
 from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
 from reshard.formats.state_dict.tree import Local, is_tensor, logical
@@ -39,9 +39,11 @@ def shape_of(slots: Slots) -> Index | None:
     """The shape of the parameter that a state belongs to: that of its largest slot.
 
     Adafactor keeps a row and a column instead: torch's as (7, 1) and (1, 13), transformers' as (7,)
-    and (13,).
+    and (13,). What is nested counts where there is nothing else: SOAP's preconditioners do not.
     """
-    held = {k: tensor.shape for k, v in tensors_of(slots).items() if (tensor := logical(v))}
+    tensors = tensors_of(slots)
+    own = {name: value for name, value in tensors.items() if not nested.is_nested(name)}
+    held = {k: tensor.shape for k, v in (own or tensors).items() if (tensor := logical(v))}
     row, column = held.get("exp_avg_sq_row"), held.get("exp_avg_sq_col")
     if row and column:
         return (*row, column[-1])

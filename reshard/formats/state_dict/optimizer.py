@@ -17,6 +17,7 @@ from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.files import SourceFiles
+from reshard.formats.state_dict import nested
 from reshard.formats.state_dict.forms import (
     Parameters,
     Slots,
@@ -131,7 +132,7 @@ def _normal(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, 
     """State by key and the list of groups, whatever the form; indices are ints."""
     if _GROUPS in value:
         state = {
-            _key(key): slots
+            _key(key): nested.flattened(slots, is_tensor)
             for key, slots in value.get(_STATE, {}).items()
             if isinstance(slots, dict)
         }
@@ -188,8 +189,8 @@ def _hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
 
 def _number(value: Any, pool: SourceFiles) -> float | None:
     """The value of a counter, a plain number or a tensor of one element."""
-    if isinstance(value, (int, float)):
-        return float(value) if abs(value) < _LARGEST else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value if abs(value) < _LARGEST else None
     tensor = logical(value)
     if tensor is None or prod(tensor.shape) != 1 or not tensor.chunks:
         return None

@@ -24,7 +24,7 @@ from reshard.box import Box, Index, whole
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import rng, skeletons, torch_writer
-from reshard.formats.state_dict import written
+from reshard.formats.state_dict import nested, written
 from reshard.formats.state_dict.distributed import DTensors
 from reshard.formats.state_dict.mesh import Grid, Placing
 from reshard.formats.state_dict.parts import TRAIN_STATE
@@ -204,7 +204,7 @@ def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
     for fqn, slots in (moments or {"state": {}})["state"].items():
-        for name, value in slots.items():
+        for name, value in nested.flattened(slots, lambda leaf: isinstance(leaf, Value)).items():
             if isinstance(value, Value) and not value.divided and value.shape:
                 raise UnsupportedError(
                     str(fqn),

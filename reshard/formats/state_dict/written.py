@@ -23,7 +23,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
-from reshard.formats.state_dict import order
+from reshard.formats.state_dict import nested, order
 from reshard.formats.torch_writer import fp32
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
 from reshard.manifest import Entry, Manifest, TrainState
@@ -34,6 +34,7 @@ Listed = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _AMSGRAD = "max_exp_avg_sq"
+_OF_ADAM = {"betas", "eps"}  # hyper-parameters
 # What torch's AdamW keeps in a group beside its numbers, where another library's Adam does not.
 _SWITCHES: dict[str, Any] = {
     "maximize": False,
@@ -69,8 +70,14 @@ class Value:
         return prod(self.shape)
 
 
-def counter(step: float) -> Value:
-    """A step as torch's optimizers count it."""
+def counter(step: float, slots: Collection[str]) -> Value | int:
+    """A step as torch's optimizers count it; what others count in Python stays a number of it.
+
+    Args:
+        slots: of the parameter; an Adam's are taken for torch's, wherever they come from.
+    """
+    if isinstance(step, int) and not set(slots) >= _ADAM:
+        return step
     return Value(dtypes.FLOAT32, (), data=fp32(step))
 
 
@@ -119,15 +126,8 @@ def optimizer(
         UnsupportedError: it does what torch's does not.
     """
     refuse_without_optimizer(state)
-    other = state.manifest.train.opaque.get("optimizer", {})
     groups = (
-        (
-            hyper(state, group),
-            [
-                (member.fqn, {**_slots(state, group, member), **other.get(member.fqn, {})})
-                for member in held
-            ],
-        )
+        (hyper(state, group), [(member.fqn, _held(state, group, member)) for member in held])
         for group, held in zip(state.groups, numbered(state, keyed, model), strict=True)
     )
     return listed(groups, keyed, named=named or is_unsure(state))
@@ -213,29 +213,46 @@ def is_flat(manifest: Manifest) -> bool:
         path: [record.byte_offset for record in file.records]
         for path, file in manifest.files.items()
     }
-    owners: dict[tuple[str, int], str] = {}
+    owners: dict[tuple[str, int], tuple[str, int]] = {}
     for entry in manifest.entries.values():
         for chunk in entry.chunks:
             if chunk.box.volume and starts.get(chunk.file):
                 record = bisect_right(starts[chunk.file], chunk.byte_offset)
-                if owners.setdefault((chunk.file, record), entry.fqn) != entry.fqn:
+                held = entry.fqn, chunk.byte_offset
+                owner, at = owners.setdefault((chunk.file, record), held)
+                if owner != entry.fqn and at != chunk.byte_offset:  # no tensor that both share
                     return True
     return False
 
 
-def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value]:
+def _held(state: Training, group: Group, member: Trained) -> dict[str, Any]:
+    """All state of one parameter, as its optimizer had it.
+
+    Raises:
+        UnsupportedError: a part of it is an object that cannot be written again.
+    """
+    other = state.manifest.train.opaque.get("optimizer", {}).get(member.fqn, {})
+    lost = [name for name, value in other.items() if not is_faithful(value)]
+    if lost:
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"keeps {lost[0]!r} of {member.fqn!r} as an object that can only be described",
+            "write the weights alone with --weights-only",
+        )
+    return nested.restored({**_slots(state, group, member), **other})
+
+
+def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:
     """Step and slots of one parameter; nothing where it was never stepped."""
-    names = expected_slots(group)
-    if not member.slots and member.weight.value.numel == 0 and names:
+    slots: dict[str, Value | int] = {n: _slot(member, entry) for n, entry in member.slots.items()}
+    step = member.step
+    if member.slots:
+        check_slots(state, group, member)
+    elif not member.weight.value.numel and (names := expected_slots(group)):
         empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
         slots = {name: replace(empty) for name in names}
         step = next((m.step for m in group.members if m.slots), None)
-        return slots if step is None else {"step": counter(step), **slots}
-    if not member.slots:
-        return {} if member.step is None else {"step": counter(member.step)}
-    check_slots(state, member)
-    steps = {} if member.step is None else {"step": counter(member.step)}
-    return {**steps, **{name: _slot(member, entry) for name, entry in member.slots.items()}}
+    return slots if step is None else {"step": counter(step, slots), **slots}
 
 
 def _slot(member: Trained, entry: Entry) -> Value:
@@ -255,14 +272,19 @@ def expected_slots(group: Group) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_slots(state: Training, member: Trained) -> None:
-    """Refuse half of a state.
+def check_slots(state: Training, group: Group, member: Trained) -> None:
+    """Refuse half of an Adam's state.
+
+    Others share a name with it: Lion has an exp_avg alone, Adamax another beside, Adafactor an
+    exp_avg_sq of its vectors.
 
     Raises:
         IncompleteError: naming what is missing.
     """
-    missing = sorted(_ADAM - member.slots.keys()) if _ADAM & member.slots.keys() else []
-    if member.step is None and _ADAM & member.slots.keys():
+    held = member.slots.keys()
+    adam = held >= _ADAM or (held <= {*_ADAM, _AMSGRAD} and group.hyper.keys() >= _OF_ADAM)
+    missing = sorted(_ADAM - held) if adam else []
+    if adam and member.step is None:
         missing.append("step")
     if missing:
         raise IncompleteError(
@@ -292,9 +314,10 @@ def hyper(state: Training, group: Group) -> dict[str, Any]:
             raise UnsupportedError(
                 where, "was trained by an Adam without bias correction, which torch has not"
             )
-        found.setdefault("amsgrad", _AMSGRAD in slots)
-        for name, value in _SWITCHES.items():
-            found.setdefault(name, value)
+        if "foreach" not in found:  # torch's own have that; NAdam and RAdam not all the others
+            found.setdefault("amsgrad", _AMSGRAD in slots)
+            for name, value in _SWITCHES.items():
+                found.setdefault(name, value)
     return found
 
 

@@ -1,0 +1,165 @@
+"""Optimizers that are no Adam: their whole state goes along, and a real one goes on from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import reshard
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+from reshard.errors import IncompleteError, UnsupportedError
+
+
+class Lion(torch.optim.Optimizer):
+    """The state and the settings of lion-pytorch 0.2: an exp_avg, no step, no eps."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                moment = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.sub_(moment.lerp(param.grad, 0.1).sign(), alpha=group["lr"])
+                moment.lerp_(param.grad, 0.01)
+
+
+class Preconditioned(torch.optim.Adam):
+    """Lists and dicts of tensors beside an Adam's, as SOAP and Shampoo keep them."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for param, state in self.state.items():
+            state["beta"] = 0.5
+            if param.ndim == 2:
+                state["GG"] = [param @ param.T, None, param.T @ param]
+                state["left"] = {"inverse": param @ param.T, "updates": 3}
+
+
+class EightBit(torch.optim.Optimizer):
+    """What bitsandbytes 0.50 keeps: a dict of its own, with one map for all that is quantised."""
+
+    KEY = "__bnb_optimizer_quant_state__"
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8})
+        self.map = torch.linspace(0, 1, 256)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                kept = {"state1": param.grad.square()}
+                if param.ndim > 1:  # the large ones are quantised
+                    scale = param.grad.abs().max().reshape(1)
+                    codes = (param.grad.abs() / scale * 255).to(torch.uint8)
+                    kept = {"state1": codes, "qmap1": self.map, "absmax1": scale}
+                state[self.KEY] = kept
+                param.sub_(param.grad, alpha=group["lr"] / state["step"])
+
+
+def adafactor(params):
+    from transformers import Adafactor
+
+    return Adafactor(params)
+
+
+MADE = {
+    "adamax": torch.optim.Adamax,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adafactor": adafactor,
+    "lion": Lion,
+    "preconditioned": Preconditioned,
+    "eight bits": EightBit,
+}
+
+
+def fresh(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 4))
+    params = list(model.parameters())
+    wide = [param for param in params if param.ndim > 1]
+    rest = [param for param in params if param.ndim < 2]
+    return model, make([{"params": wide, "weight_decay": 0.1}, {"params": rest}])
+
+
+def train(model, optimizer):
+    model(torch.arange(6.0).reshape(2, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flat(value, path=()):
+    if isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {k: v for key, item in items for k, v in flat(item, (*path, key)).items()}
+    is_tensor = isinstance(value, torch.Tensor)
+    return {path: (value.dtype, value.shape, value.tolist()) if is_tensor else value}
+
+
+def without_names(states):
+    """What is written names the parameters of groups of which shapes alone tell too little."""
+    return {key: value for key, value in flat(states).items() if "param_names" not in key}
+
+
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("way", [("torch",), ("dcp", "torch"), ("accelerate", "torch")], ids=str)
+def test_it_goes_along_whole(name, way, tmp_path):
+    model, optimizer = fresh(MADE[name])
+    for _ in range(2):
+        train(model, optimizer)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}
+    torch.save(saved, tmp_path / "source.pt")
+    place = tmp_path / "source.pt"
+    for number, target in enumerate(way):
+        split(place, tmp_path / str(number), SplitOptions(to=target))
+        place = tmp_path / str(number)
+    got = torch.load(place / "checkpoint.pt", weights_only=False)
+    assert without_names(got["optimizer"]) == without_names(optimizer.state_dict())
+    again, resumed = fresh(MADE[name])
+    again.load_state_dict(got["model"])
+    resumed.load_state_dict(got["optimizer"])
+    for _ in range(2):
+        train(model, optimizer)
+        train(again, resumed)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_all_its_tensors_can_be_opened(tmp_path):
+    model, optimizer = fresh(MADE["eight bits"])
+    train(model, optimizer)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt"
+    )
+    with reshard.open(tmp_path / "a.pt") as checkpoint:
+        codes = checkpoint.optimizer(f"{EightBit.KEY}/state1")["0.weight"][...]
+    assert torch.equal(
+        torch.as_tensor(codes), optimizer.state[model[0].weight][EightBit.KEY]["state1"]
+    )
+
+
+def test_half_an_adam_is_refused(tmp_path):
+    model, optimizer = fresh(torch.optim.AdamW)
+    train(model, optimizer)
+    saved = optimizer.state_dict()
+    del saved["state"][1]["exp_avg_sq"]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a.pt")
+    with pytest.raises(IncompleteError, match=r"of '2.weight', but no exp_avg_sq of it"):
+        split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
+
+
+def test_what_can_only_be_described_is_refused(tmp_path):
+    model, optimizer = fresh(torch.optim.AdamW)
+    train(model, optimizer)
+    saved = optimizer.state_dict()
+    saved["state"][1]["pairs"] = {(0, 1): torch.ones(2)}
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a.pt")
+    with pytest.raises(UnsupportedError, match=r"keeps 'pairs' of '2.weight' as an object"):
+        split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
