@@ -184,6 +184,7 @@ class Manifest:
     tied_again: tuple[Entry, ...] = ()  # aliases of which a file has another copy than the kept one
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
+    nameless: tuple[str, ...] = ()  # optimizers whose states nothing names
     absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()

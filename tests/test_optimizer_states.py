@@ -163,3 +163,39 @@ def test_what_can_only_be_described_is_refused(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "a.pt")
     with pytest.raises(UnsupportedError, match=r"keeps 'pairs' of '2.weight' as an object"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
+
+
+def two_optimizers(first, second):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5))
+    params = list(model.parameters())
+    parts = [[params[at] for at in places] for places in (first, second)]
+    made = [torch.optim.AdamW(parts[0]), torch.optim.SGD(parts[1], lr=0.1, momentum=0.9)]
+    model(torch.ones(2, 3)).square().sum().backward()
+    for optimizer in made:
+        optimizer.step()
+    return {"model": model.state_dict(), "optimizers": [one.state_dict() for one in made]}
+
+
+def test_of_two_optimizers_both_go_along(tmp_path):
+    saved = two_optimizers((0, 4), (1, 2, 3, 5))
+    torch.save(saved, tmp_path / "a.pt")
+    report = split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="torch"))
+    said = [text for text in report.warnings if "2 optimizers become one" in text]
+    assert "optimizers.0, optimizers.1" in said[0]
+    got = torch.load(tmp_path / "out/checkpoint.pt", weights_only=False)["optimizer"]
+    first, second = saved["optimizers"]
+    states = [*first["state"].values(), *second["state"].values()]
+    assert flat(got["state"]) == flat(dict(enumerate(states)))
+    assert [group["lr"] for group in got["param_groups"]] == [1e-3, 0.1]
+
+
+def test_one_of_two_that_nothing_names_is_not_lost(tmp_path):
+    """The first one's (4,) may be any of three: only the second was written, without a word."""
+    saved = two_optimizers((0, 1), (4, 5))
+    torch.save(saved, tmp_path / "a.pt")
+    with reshard.open(tmp_path / "a.pt") as checkpoint:
+        assert checkpoint.manifest.nameless == ("optimizers.0",)
+        assert any("optimizers.0" in text for text in checkpoint.manifest.warnings)
+    with pytest.raises(IncompleteError, match=r"holds an optimizer \(optimizers.0\), and nothing"):
+        split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))

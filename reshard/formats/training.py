@@ -219,12 +219,14 @@ def refuse_without_optimizer(state: Training) -> None:
     Raises:
         IncompleteError: the source has none.
     """
-    if any(group.members for group in state.groups):
+    nameless = state.manifest.nameless
+    if not nameless and any(group.members for group in state.groups):
         return
-    if state.groups:
+    if nameless or state.groups:
+        which = f"an optimizer ({some(nameless, 1)})" if nameless else "an optimizer"
         raise IncompleteError(
             state.manifest.origin.path,
-            "holds an optimizer, and nothing that says which parameters its states are of",
+            f"holds {which}, and nothing that says which parameters its states are of",
             "say which model it is with --model config.json|DIR|module:factory, or leave the"
             " optimizer out: --init-optimizer none",
         )

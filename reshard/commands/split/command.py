@@ -73,7 +73,8 @@ class _Begun:
 def _split(
     begun: _Begun, destination: Path, options: SplitOptions, meter: Meter | None
 ) -> SplitReport:
-    manifest = keys.edit(begun.manifest, keys.Edits()).manifest
+    edited = keys.edit(begun.manifest, keys.Edits())
+    manifest = edited.manifest
     if manifest.absent:
         raise IncompleteError(
             manifest.origin.path,
@@ -110,7 +111,11 @@ def _split(
     planned = plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, laid._replace(skeleton=skeleton), planned)
     report.destination = begun.report_as
-    report.derived += [*begun.means, *named.notes, *made, *batch_notes, *differing]
+    stripped = [
+        f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
+        for old, new in edited.stripped[:1]
+    ]
+    report.derived += [*begun.means, *stripped, *named.notes, *made, *batch_notes, *differing]
     for each in own:
         each.tell(report)
     if options.dry_run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
 from reshard.formats.place import Place
 
@@ -10,6 +11,7 @@ NAME = "huggingface"
 INDEX = "model.safetensors.index.json"
 _INDEXES = (INDEX, "pytorch_model.bin.index.json")
 _INDEX = re.compile(r"[\w.-]+\.(safetensors|bin)\.index(\.\w+)?\.json")
+_WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
 
 
@@ -42,3 +44,8 @@ def is_whole_set(place: Place) -> bool:
         and len({(match["stem"], match["of"]) for match in shards}) == 1
         and numbers == list(range(1, int(shards[0]["of"]) + 1))
     )
+
+
+def weights_beside(place: Place, read: Container[str]) -> list[str]:
+    """The directory's other files of weights, by name."""
+    return sorted(name for name in place.files if _WEIGHTS.fullmatch(name) and name not in read)

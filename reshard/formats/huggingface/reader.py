@@ -19,7 +19,13 @@ from reshard.errors import (
 )
 from reshard.files import small
 from reshard.formats import safetensors
-from reshard.formats.huggingface.directory import NAME, index_of, is_index, is_whole_set
+from reshard.formats.huggingface.directory import (
+    NAME,
+    index_of,
+    is_index,
+    is_whole_set,
+    weights_beside,
+)
 from reshard.formats.place import Place
 from reshard.manifest import (
     BUFFER,
@@ -32,6 +38,7 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.pickles import trust
+from reshard.units import some
 
 if TYPE_CHECKING:
     from reshard.model import ModelShapes
@@ -46,6 +53,15 @@ def read(place: Place) -> Manifest:
         CorruptError: shards and index contradict each other.
         UnrecognisedError: several files and no index.
     """
+    made = _read(place)
+    others = weights_beside(place, {Path(path).name for path in made.files})
+    if others and not place.chosen:
+        text = f"holds other weights beside, which are not read: {some(others)}"
+        made = replace(made, warnings=(*made.warnings, text))
+    return made
+
+
+def _read(place: Place) -> Manifest:
     if place.chosen and not is_index(place.chosen):
         return _read_file(place.path)
     if not place.chosen and "model.safetensors" in place.files:

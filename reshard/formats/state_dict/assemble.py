@@ -109,6 +109,7 @@ def manifest(
         else frozenset(),
         trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
         warnings=tuple(said),
+        nameless=tuple(path for one in read for path in one.nameless),
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
     )
@@ -316,13 +317,18 @@ def _own(
     if any(n > 1 for n in claimed.values()) or (numbered and split.other_models):
         fitting = {p: one for p, one in read.items() if parts.number_of(p) == number}
         fitting = _nearest(split.model_path, fitting)
-    if len(fitting) < len(read) and not split.other_models:
-        lost = [dotted(path) for path in read if path not in fitting]
-        for one in read.values():
-            one.notes.append(f"optimizers that fit no parameter are left out: {', '.join(lost)}")
-            break
-        return [*fitting.values()] or [Optimizer(notes=next(iter(read.values())).notes)]
-    return list(fitting.values())
+    lost = [path for path in read if path not in fitting and not split.other_models]
+    if len(fitting) > 1:
+        shown = ", ".join(map(dotted, fitting))
+        text = f"{len(fitting)} optimizers become one, which has the param groups of all: {shown}"
+        next(iter(fitting.values())).notes.append(text)
+    if not lost:
+        return list(fitting.values())
+    notes = [note for path in lost for note in read[path].notes]
+    shown = ", ".join(map(dotted, lost))
+    notes.append(f"optimizers that fit no parameter are left out: {shown}")
+    stated = tuple(dotted(path) for path in lost if optimizer.has_state(split.optimizers[path]))
+    return [*fitting.values(), Optimizer(notes=notes, nameless=stated)]
 
 
 def _nearest(

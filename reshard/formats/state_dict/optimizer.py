@@ -47,6 +47,7 @@ class Optimizer:
     groups: list[ParamGroup] = field(default_factory=list)
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
     notes: list[str] = field(default_factory=list)
+    nameless: tuple[str, ...] = ()  # other optimizers whose states nothing names
 
 
 def is_optimizer(value: Any) -> bool:
@@ -81,6 +82,11 @@ def is_numbered(value: Any) -> bool:
     state, groups = _normal(value)
     keys = [key for group in groups for key in _members(group)] or list(state)
     return any(isinstance(key, int) for key in keys) and not _names_in(groups)
+
+
+def has_state(value: Any) -> bool:
+    """Whether an optimizer has made an update, of which it keeps anything."""
+    return any(map(tensors_of, _normal(value)[0].values()))
 
 
 def names_in(value: Any) -> set[str]:
