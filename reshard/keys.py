@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from reshard.errors import UsageError
 from reshard.manifest import Entry, Manifest, ParamGroup
@@ -29,6 +30,38 @@ def canonical(fqn: str) -> str:
     """
     *path, leaf = fqn.split(".")
     return ".".join([part for part in path if part not in WRAPPERS] + [leaf])
+
+
+def stripped(names: Iterable[str]) -> dict[str, str]:
+    """Names -> the same without wrappers, where all names of a model are known.
+
+    DDP has nothing beside its ``module``: one with others beside is a part of the model that is
+    called so. (What averages weights counts how many.)
+
+    >>> stripped(["module.b.module.weight", "module.b.norm.weight", "module._orig_mod.c"])
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'module.b.module.weight': 'b.module.weight',
+     'module.b.norm.weight': 'b.norm.weight',
+     'module._orig_mod.c': 'c'}
+    """
+    names = list(names)
+    beside: dict[tuple[str, ...], set[str]] = {}
+    for name in names:
+        path = tuple(name.split("."))
+        for depth, part in enumerate(path):
+            if part != "n_averaged":
+                beside.setdefault(path[:depth], set()).add(part)
+
+    def bare(name: str) -> str:
+        *path, leaf = name.split(".")
+        kept = [
+            part
+            for depth, part in enumerate(path)
+            if part not in WRAPPERS or (part == "module" and len(beside[tuple(path[:depth])]) > 1)
+        ]
+        return ".".join([*kept, leaf])
+
+    return {name: bare(name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +114,16 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done = Edited(manifest)
     names: dict[str, str] = {}
     used: set[str] = set()
+    train = manifest.train
+    everything = [*(entry.fqn for entry in manifest.entries.values()), *manifest.absent]
+    everything += [fqn for pair in manifest.tied.items() for fqn in pair]
+    everything += [fqn for group in train.param_groups for fqn in group.fqns]
+    everything += [*train.optimizer_step, *manifest.frozen, *manifest.trained_dtypes]
+    without = stripped(dict.fromkeys(everything)) if edits.strip_wrappers else {}
 
     def new_name(fqn: str) -> str:
         if fqn not in names:
-            bare = canonical(fqn) if edits.strip_wrappers else fqn
+            bare = without.get(fqn, fqn)
             if bare != fqn:
                 done.stripped.append((fqn, bare))
             names[fqn] = _renamed(bare, rename, used)
@@ -183,6 +222,7 @@ def _renamed_manifest(
             ParamGroup(group.hyper, tuple(map(new, group.fqns)))
             for group in manifest.train.param_groups
         ),
+        opaque=_renamed_states(manifest.train.opaque, new),
     )
     return replace(
         manifest.with_entries(kept),
@@ -191,3 +231,10 @@ def _renamed_manifest(
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
     )
+
+
+def _renamed_states(opaque: Mapping[str, Any], new: Callable[[str], str]) -> Mapping[str, Any]:
+    """What an optimizer keeps of its parameters that is no tensor, under their new names."""
+    if "optimizer" not in opaque:
+        return opaque
+    return {**opaque, "optimizer": {new(fqn): held for fqn, held in opaque["optimizer"].items()}}

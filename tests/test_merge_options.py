@@ -325,12 +325,14 @@ def test_no_strip_keeps_every_name(wrapped, tmp_path):
 
 @pytest.fixture
 def colliding(tmp_path) -> Path:
-    save_file({"module.a.w": torch.ones(2), "a.w": torch.zeros(3)}, tmp_path / "c.safetensors")
+    save_file({"_orig_mod.a.w": torch.ones(2), "a.w": torch.zeros(3)}, tmp_path / "c.safetensors")
     return tmp_path / "c.safetensors"
 
 
 def test_a_collision_by_stripping_is_refused(colliding, tmp_path):
-    with pytest.raises(UsageError, match=r"(?s)'module.a.w' and 'a.w'|'a.w' and 'module.a.w'"):
+    with pytest.raises(
+        UsageError, match=r"(?s)'_orig_mod.a.w' and 'a.w'|'a.w' and '_orig_mod.a.w'"
+    ):
         reshard.merge(colliding, tmp_path / "o.safetensors")
     assert names_in(tmp_path) == {"c.safetensors"}
 

@@ -53,6 +53,7 @@ class State:
         self.tied = manifest.tied
         self.weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
         self.weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
+        self.bare = {canonical(fqn): fqn for fqn in [*self.tied, *self.weights]}
         self.slots = {
             (entry.fqn, entry.kind): entry
             for entry in manifest.entries.values()
@@ -64,7 +65,8 @@ class State:
 
     def kept(self, name: str) -> str:
         """The fqn under which the checkpoint keeps a parameter."""
-        fqn = canonical(name)
+        bare = canonical(name)
+        fqn = name if name in self.weights else self.bare.get(bare, bare)
         return self.tied.get(fqn, fqn)
 
     def weight(self, name: str) -> Found | None:

@@ -70,10 +70,16 @@ class _Begun:
     means: Sequence[str]
 
 
+def _keeps_names(begun: _Begun, options: SplitOptions) -> bool:
+    """Whether the run to come calls its parameters as this one: it is the same code."""
+    is_deepspeed = begun.manifest.origin.format.startswith("deepspeed")
+    return is_deepspeed and options.to in (None, "deepspeed", "ds-universal") and not options.model
+
+
 def _split(
     begun: _Begun, destination: Path, options: SplitOptions, meter: Meter | None
 ) -> SplitReport:
-    edited = keys.edit(begun.manifest, keys.Edits())
+    edited = keys.edit(begun.manifest, keys.Edits(strip_wrappers=not _keeps_names(begun, options)))
     manifest = edited.manifest
     if manifest.absent:
         raise IncompleteError(

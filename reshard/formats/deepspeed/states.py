@@ -19,6 +19,9 @@ from reshard.schema import expect
 
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+_BY_NAME = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments")
+
 Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
 
 
@@ -165,7 +168,43 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
     expect(path, file.root, kinds.MODEL_STATES if alike is None else kinds.OTHER_MODEL_STATES)
-    return ModelStates(file, file.root)
+    return ModelStates(file, _as_the_module_has_them(file.root))
+
+
+def _as_the_module_has_them(root: dict[str, Any]) -> dict[str, Any]:
+    """The names of parameters that torch's ``checkpoint_wrapper`` is around, without it.
+
+    It hides itself from ``state_dict``, but not from ``named_parameters``, which DeepSpeed lists.
+    """
+    module = root["module"] or {}
+
+    def own(name: Any) -> Any:
+        if name in module or not isinstance(name, str):
+            return name
+        bare = ".".join(part for part in name.split(".") if part != _CHECKPOINTED)
+        return bare if bare in module else name
+
+    def named(held: Any) -> Any:
+        if isinstance(held, (list, tuple)):
+            return [named(item) for item in held]
+        return {own(name): value for name, value in held.items()}
+
+    if not isinstance(module, dict) or not any(_CHECKPOINTED in n for n in _listed(root)):
+        return root
+    listed = {key: named(root[key]) for key in _BY_NAME if root.get(key)}
+    if root.get("shared_params"):
+        listed["shared_params"] = {own(a): own(kept) for a, kept in root["shared_params"].items()}
+    if root.get("buffer_names"):
+        listed["buffer_names"] = [own(name) for name in root["buffer_names"]]
+    return {**root, **listed}
+
+
+def _listed(root: Mapping[str, Any]) -> Iterator[str]:
+    """The names of trained and frozen parameters."""
+    for key in _BY_NAME:
+        held = root.get(key) or {}
+        for group in [held] if isinstance(held, dict) else held:
+            yield from group
 
 
 def open_optimizer(path: Path, rank: int) -> OptimizerStates:

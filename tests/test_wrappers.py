@@ -1,0 +1,120 @@
+"""Wrappers of modules in names: what is one, what only looks like one, and where names stay."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import reshard
+from reshard.commands.split.command import split
+from reshard.commands.split.options import SplitOptions
+
+RUNS = {
+    2: Path(__file__).parent / "data/deepspeed_0.8.3/z2_apexadam/run",
+    3: Path(__file__).parent / "data/deepspeed_0.14.5/z3_mics_ws4/run",
+}
+
+
+def renamed(run, to, rename, sections):
+    """A copy of a DeepSpeed run whose parameters have other names in these sections."""
+    shutil.copytree(run, to)
+    for path in to.glob("*/*.pt"):
+        states = torch.load(path, weights_only=False)
+        held = states.get("optimizer_state_dict") or {}
+        for root in (states, held if isinstance(held, dict) else {}):
+            for key in sections & root.keys():
+                value = root[key]
+                if key == "buffer_names":
+                    root[key] = [rename(name) for name in value]
+                    continue
+                if key == "shared_params":
+                    root[key] = {rename(alias): rename(kept) for alias, kept in value.items()}
+                    continue
+                groups = value if isinstance(value, list) else [value]
+                made = [{rename(name): item for name, item in group.items()} for group in groups]
+                root[key] = made if isinstance(value, list) else made[0]
+        torch.save(states, path)
+    return to
+
+
+LISTED = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buffer_names"}
+LISTED |= {"shared_params"}
+
+
+@pytest.mark.parametrize("stage", RUNS)
+def test_a_part_under_checkpoint_wrapper_is_one_part(stage, tmp_path):
+    """It hides itself from state_dict alone: DeepSpeed lists other names than its module has."""
+
+    def wrap(name):
+        return f"_checkpoint_wrapped_module.{name}"
+
+    run = renamed(RUNS[stage], tmp_path / "run", wrap, LISTED)
+    reshard.merge(RUNS[stage], tmp_path / "plain.safetensors")
+    reshard.merge(run, tmp_path / "wrapped.safetensors")
+    plain, wrapped = (load_file(tmp_path / f"{name}.safetensors") for name in ("plain", "wrapped"))
+    assert plain.keys() == wrapped.keys()
+    assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
+    report = split(run, tmp_path / "out", SplitOptions(world_size=3))
+    assert report.optimizer_tensors_in == report.optimizer_tensors_out > 0
+
+
+@pytest.mark.parametrize("stage", RUNS)
+def test_a_compiled_run_of_deepspeed_keeps_its_names(stage, tmp_path):
+    run = renamed(
+        RUNS[stage], tmp_path / "run", lambda name: f"_orig_mod.{name}", LISTED | {"module"}
+    )
+    split(run, tmp_path / "out", SplitOptions(world_size=3))
+    model = next((tmp_path / "out").glob("*/*model_states.pt"))
+    assert all(name.startswith("_orig_mod.") for name in torch.load(model)["module"])
+    report = split(run, tmp_path / "dcp", SplitOptions(to="dcp"))
+    assert any("names lose their wrappers: _orig_mod." in text for text in report.derived)
+    with reshard.open(tmp_path / "dcp") as checkpoint:
+        assert not any("_orig_mod" in name for name in checkpoint)
+
+
+def merged_names(names, tmp_path):
+    save_file(
+        {name: torch.full((2,), float(at)) for at, name in enumerate(names)},
+        tmp_path / "a.safetensors",
+    )
+    reshard.merge(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    return sorted(load_file(tmp_path / "b.safetensors"))
+
+
+def test_a_part_that_is_called_module_is_none(tmp_path):
+    names = ["b.module.bias", "b.module.weight", "b.norm.weight", "module.weight", "w.weight"]
+    assert merged_names(names, tmp_path) == names
+
+
+def test_ddp_around_a_part_is_one(tmp_path):
+    names = ["module.a.module.x", "module.a.module.y", "module.b.z"]
+    assert merged_names(names, tmp_path) == ["a.x", "a.y", "b.z"]
+
+
+def test_averaged_weights_have_a_counter_beside(tmp_path):
+    assert merged_names(["module.x", "module.y", "n_averaged"], tmp_path) == [
+        "n_averaged",
+        "x",
+        "y",
+    ]
+
+
+def test_what_an_optimizer_keeps_in_python_follows_the_new_names(tmp_path):
+    """It stayed under the wrapped name, where nothing looked for it."""
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW([(f"module.{n}", p) for n, p in model.named_parameters()])
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["trust"] = 0.25
+    wrapped = {f"module.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": wrapped, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="torch"))
+    got = torch.load(tmp_path / "out/checkpoint.pt", weights_only=False)
+    assert got["model"].keys() == model.state_dict().keys()
+    assert [state["trust"] for state in got["optimizer"]["state"].values()] == [0.25, 0.25]
