@@ -28,7 +28,7 @@ def renamed(run, to, rename, sections):
         held = states.get("optimizer_state_dict") or {}
         for root in (states, held if isinstance(held, dict) else {}):
             for key in sections & root.keys():
-                value = root[key]
+                value = root[key] or {}
                 if key == "buffer_names":
                     root[key] = [rename(name) for name in value]
                     continue
@@ -46,14 +46,14 @@ LISTED = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "buff
 LISTED |= {"shared_params"}
 
 
+def wrapped_name(name):
+    return f"_checkpoint_wrapped_module.{name}"
+
+
 @pytest.mark.parametrize("stage", RUNS)
 def test_a_part_under_checkpoint_wrapper_is_one_part(stage, tmp_path):
     """It hides itself from state_dict alone: DeepSpeed lists other names than its module has."""
-
-    def wrap(name):
-        return f"_checkpoint_wrapped_module.{name}"
-
-    run = renamed(RUNS[stage], tmp_path / "run", wrap, LISTED)
+    run = renamed(RUNS[stage], tmp_path / "run", wrapped_name, LISTED)
     reshard.merge(RUNS[stage], tmp_path / "plain.safetensors")
     reshard.merge(run, tmp_path / "wrapped.safetensors")
     plain, wrapped = (load_file(tmp_path / f"{name}.safetensors") for name in ("plain", "wrapped"))
@@ -61,6 +61,16 @@ def test_a_part_under_checkpoint_wrapper_is_one_part(stage, tmp_path):
     assert all(torch.equal(plain[name], wrapped[name]) for name in plain)
     report = split(run, tmp_path / "out", SplitOptions(world_size=3))
     assert report.optimizer_tensors_in == report.optimizer_tensors_out > 0
+
+
+def test_a_universal_checkpoint_of_such_a_run_is_read_too(tmp_path):
+    split(RUNS[2], tmp_path / "plain", SplitOptions(to="ds-universal"))
+    run = renamed(tmp_path / "plain", tmp_path / "run", wrapped_name, LISTED)
+    for folder in [path for path in run.glob("*/zero/*") if path.is_dir()]:
+        folder.rename(folder.with_name(wrapped_name(folder.name)))
+    with reshard.open(tmp_path / "plain") as plain, reshard.open(run) as wrapped:
+        assert plain.keys() == wrapped.keys()
+        assert plain.manifest.train.optimizer_step == wrapped.manifest.train.optimizer_step
 
 
 @pytest.mark.parametrize("stage", RUNS)

@@ -21,6 +21,7 @@ from reshard.formats.deepspeed.states import (
     each,
     open_model,
     open_optimizer,
+    under_own_names,
 )
 from reshard.formats.place import Place
 from reshard.formats.state_dict.order import AmbiguousError
@@ -73,7 +74,8 @@ def read(
     models = [first, *(open_model(census.model[rank], alike) for rank in sorted(census.model)[1:])]
     ranks = [open_optimizer(census.optim[rank], rank) for rank in sorted(census.optim)]
     _check_models(models)
-    models[0] = first = _with_shapes(first, ranks)
+    models = under_own_names([_with_shapes(first, ranks), *models[1:]])
+    first = models[0]
     _check_ranks(ranks, first, parts)
     return _assemble(census.place, models, ranks, world_size, layers)
 

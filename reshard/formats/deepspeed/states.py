@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from reshard.schema import expect
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
-_BY_NAME = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments")
+_FRAGMENTS = "frozen_param_fragments"
 
 Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
 
@@ -168,43 +168,51 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
     expect(path, file.root, kinds.MODEL_STATES if alike is None else kinds.OTHER_MODEL_STATES)
-    return ModelStates(file, _as_the_module_has_them(file.root))
+    return ModelStates(file, file.root)
 
 
-def _as_the_module_has_them(root: dict[str, Any]) -> dict[str, Any]:
-    """The names of parameters that torch's ``checkpoint_wrapper`` is around, without it.
+def own_name(listed: str, module: Container[str]) -> str:
+    """The name that the module has for a parameter which torch's ``checkpoint_wrapper`` is around.
 
-    It hides itself from ``state_dict``, but not from ``named_parameters``, which DeepSpeed lists.
+    That hides itself from ``state_dict``, but not from ``named_parameters``, which DeepSpeed lists.
     """
-    module = root["module"] or {}
-
-    def own(name: Any) -> Any:
-        if name in module or not isinstance(name, str):
-            return name
-        bare = ".".join(part for part in name.split(".") if part != _CHECKPOINTED)
-        return bare if bare in module else name
-
-    def named(held: Any) -> Any:
-        if isinstance(held, (list, tuple)):
-            return [named(item) for item in held]
-        return {own(name): value for name, value in held.items()}
-
-    if not isinstance(module, dict) or not any(_CHECKPOINTED in n for n in _listed(root)):
-        return root
-    listed = {key: named(root[key]) for key in _BY_NAME if root.get(key)}
-    if root.get("shared_params"):
-        listed["shared_params"] = {own(a): own(kept) for a, kept in root["shared_params"].items()}
-    if root.get("buffer_names"):
-        listed["buffer_names"] = [own(name) for name in root["buffer_names"]]
-    return {**root, **listed}
+    if _CHECKPOINTED not in listed or listed in module:
+        return listed
+    bare = ".".join(part for part in listed.split(".") if part != _CHECKPOINTED)
+    return bare if bare in module else listed
 
 
-def _listed(root: Mapping[str, Any]) -> Iterator[str]:
-    """The names of trained and frozen parameters."""
-    for key in _BY_NAME:
-        held = root.get(key) or {}
-        for group in [held] if isinstance(held, dict) else held:
-            yield from group
+def under_own_names(models: Sequence[ModelStates]) -> list[ModelStates]:
+    """The ranks' model states, with what they say of parameters under the module's own names.
+
+    Of the other ranks only the fragments of frozen parameters are used.
+    """
+    first = models[0]
+    if not any(_CHECKPOINTED in name for name in first.names):
+        return list(models)
+    module, root = first.module, first.root
+
+    def named(held: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {own_name(str(name), module): value for name, value in held.items()}
+
+    own: dict[str, Any] = {
+        "param_shapes": [named(group) for group in first.shapes],
+        "shared_params": {
+            own_name(str(alias), module): own_name(str(kept), module)
+            for alias, kept in first.mapping("shared_params").items()
+        },
+        "buffer_names": [own_name(name, module) for name in sorted(first.buffers)],
+    }
+    if first.mapping("frozen_param_shapes"):
+        own["frozen_param_shapes"] = named(first.mapping("frozen_param_shapes"))
+    own = {key: value for key, value in own.items() if key in root}
+    made = [replace(first, root={**root, **own}), *models[1:]]
+    return [
+        replace(model, root={**model.root, _FRAGMENTS: named(model.mapping(_FRAGMENTS))})
+        if model.mapping(_FRAGMENTS)
+        else model
+        for model in made
+    ]
 
 
 def open_optimizer(path: Path, rank: int) -> OptimizerStates:

@@ -23,6 +23,8 @@ from reshard.formats.deepspeed.states import (
     ModelStates,
     Shapes,
     open_model,
+    own_name,
+    under_own_names,
     whole_entry,
 )
 from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
@@ -55,7 +57,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         UnsupportedError: a parameter that ds_to_universal put together wrongly.
         CorruptError: a file holds no tensor, or not its parameter's.
     """
-    models = _model_states(place)
+    models = under_own_names(_model_states(place))
     model = models[0]
     module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
@@ -65,14 +67,15 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     steps: dict[str, float] = {}
     alike = Alike()
     for folder in place.folders["zero"].folders.values():
-        if folder.name in module and folder.name not in shapes:
+        fqn = own_name(folder.name, module)
+        if fqn in module and fqn not in shapes:
             continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
         for kind, file, tensor in _tensors(folder, alike):
             files[file.path] = file
             if kind == "step":
-                steps[folder.name] = float(file.number(tensor))
+                steps[fqn] = float(file.number(tensor))
             else:
-                entries.append(ranks.checked(_entry(file, folder.name, kind, tensor, shapes)))
+                entries.append(ranks.checked(_entry(file, fqn, kind, tensor, shapes)))
     root = _optimizer_root(place, files)
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
