@@ -85,6 +85,37 @@ def test_indexes_of_other_names(tmp_path):
         assert set(checkpoint) == {"a", "b"}
 
 
+def test_other_weights_beside_are_named(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
+    with reshard.open(tmp_path) as checkpoint:
+        assert "which are not read: pytorch_model.bin" in checkpoint.manifest.warnings[0]
+    with reshard.open(tmp_path / "model.safetensors") as checkpoint:
+        assert not checkpoint.manifest.warnings
+
+
+@pytest.mark.parametrize("chosen", [".", "model.gguf"])
+def test_a_format_that_is_not_read_is_called_by_its_name(chosen, tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(
+        ReshardError, match=r"(?s)GGUF \(llama.cpp's\) is not read: give the PyTorch"
+    ):
+        reshard.open(tmp_path / chosen)
+
+
+def test_a_model_in_hugging_face_s_cache_is_found_by_its_snapshot(tmp_path):
+    snapshot = tmp_path / "models--a--b/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    blob = tmp_path / "models--a--b/blobs/0"
+    blob.parent.mkdir()
+    save_file({"a": torch.ones(2)}, blob)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0")
+    with pytest.raises(ReshardError, match=r"(?s)did you mean .*/snapshots/abc\?"):
+        reshard.open(tmp_path / "models--a--b")
+    with reshard.open(snapshot) as checkpoint:
+        assert list(checkpoint) == ["a"]
+
+
 def test_shards_of_torch_save_without_an_index(tmp_path):
     for number, name in enumerate("ab", 1):
         path = tmp_path / f"pytorch_model-0000{number}-of-00002.bin"

@@ -271,15 +271,33 @@ def _refuse_one_of_many(place: Place) -> None:
             )
 
 
+_FOREIGN = {
+    ".gguf": "GGUF (llama.cpp's)",
+    ".onnx": "ONNX",
+    ".msgpack": "Flax's msgpack",
+    ".h5": "HDF5 (Keras')",
+    ".npz": "numpy's npz",
+}
+
+
 def _hint(place: Place) -> str:
     """Checkpoints one level below or above, so that a wrong level costs one more command."""
     from tarfile import is_tarfile  # which imports every way to compress
 
     if place.chosen and is_tarfile(place.path):
         return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
+    names = [place.chosen] if place.chosen else place.files
+    foreign = [kind for suffix, kind in _FOREIGN.items() if any(n.endswith(suffix) for n in names)]
+    if foreign:
+        return (
+            f"{foreign[0]} is not read: give the PyTorch model beside it, or that it was made from"
+        )
     if place.chosen:
         return f"give the checkpoint's directory, e.g. {place.path.parent}"
-    beneath = [folder for name, folder in place.folders.items() if not name.startswith(".")]
+    folders = place.folders
+    if "snapshots" in folders:  # of a model in Hugging Face's cache
+        folders = folders["snapshots"].folders
+    beneath = [folder for name, folder in folders.items() if not name.startswith(".")]
     near = [*beneath, Place([place.path.resolve().parent])]
     found = [str(p) for p in near if _detected(p)]
     if found:
