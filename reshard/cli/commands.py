@@ -64,6 +64,11 @@ def inspect(
 )
 @options.family
 @options.vocab_size
+@click.option(
+    "--adapter",
+    metavar="NAME",
+    help="A LoRA adapter alone, as PEFT loads it; PEFT calls one that nobody named default.",
+)
 @click.option("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
 @click.option(
     "--tied",
