@@ -89,8 +89,8 @@ def merge(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
     in .safetensors, .pt, .bin or .pth, else a directory in Hugging Face form.
     """
     from reshard import keys
-    from reshard.commands.merge.command import MergeOptions
     from reshard.commands.merge.command import merge as run
+    from reshard.commands.merge.options import MergeOptions
 
     edits = keys.Edits(
         strip_wrappers=not given.pop("no_strip"),

@@ -308,8 +308,10 @@ def test_what_is_no_adapter_or_no_directory_is_refused(saved, tmp_path):
     source = saved(adapted())
     with pytest.raises(UsageError, match="is one file, and --adapter writes a directory"):
         reshard.merge(source, tmp_path / "out.safetensors", adapter="default")
-    with pytest.raises(UsageError, match="--tied: means nothing to --adapter"):
-        reshard.merge(source, tmp_path / "out", adapter="default", tied="keep")
+    for option, value in (("tied", "keep"), ("fill_missing_from", source), ("family", "llama")):
+        words = f"--{option.replace('_', '-')}: means nothing to --adapter"
+        with pytest.raises(UsageError, match=words):
+            reshard.merge(source, tmp_path / "out", adapter="default", **{option: value})
     with pytest.raises(UsageError, match=f"has no {CONFIG}"):
         reshard.merge(source, tmp_path / "out", adapter="default", hf_dir=tmp_path)
     torch.save(models.build("llama").state_dict(), tmp_path / "plain.pt")
