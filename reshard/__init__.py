@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # the names below come with the first use of one: see `__geta
     from reshard.commands.diff import DiffReport as DiffReport
     from reshard.commands.inspect import Inspection as Inspection
     from reshard.commands.inspect import inspect as inspect
-    from reshard.commands.merge.command import MergeOptions as MergeOptions
+    from reshard.commands.merge.options import MergeOptions as MergeOptions
     from reshard.commands.merge.report import MergeReport as MergeReport
     from reshard.commands.resume_check.command import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
@@ -44,7 +44,7 @@ _HOMES = {
     "DiffReport": "reshard.commands.diff",
     "Inspection": "reshard.commands.inspect",
     "LazyTensor": "reshard.tensors",
-    "MergeOptions": "reshard.commands.merge.command",
+    "MergeOptions": "reshard.commands.merge.options",
     "MergeReport": "reshard.commands.merge.report",
     "ResumeCheckOptions": "reshard.commands.resume_check.command",
     "ResumeReport": "reshard.commands.resume_check.report",
@@ -132,8 +132,8 @@ def merge(source: Paths, destination: str | Path, **options: Any) -> MergeReport
     Raises:
         ReshardError: nothing is left at the destination then.
     """
-    from reshard.commands.merge.command import MergeOptions
     from reshard.commands.merge.command import merge as run
+    from reshard.commands.merge.options import MergeOptions
 
     return run(source, destination, MergeOptions(**options))
 

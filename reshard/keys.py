@@ -168,6 +168,35 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     return done
 
 
+def only(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    """The tensors of these names alone, each under its new one; groups keep all their names.
+
+    A tied value stays if any of its names is wanted.
+
+    Raises:
+        UsageError: two of them would have the same name.
+    """
+    _refuse_collisions(dict(names))
+    heirs, tied = _inherit(dict(manifest.tied), names.__contains__)
+    moved = [
+        replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in manifest.entries.values()
+    ]
+    kept = [replace(each, fqn=names[each.fqn]) for each in moved if each.fqn in names]
+
+    def new(fqn: str) -> str:
+        return names.get(fqn, fqn)
+
+    return replace(
+        _renamed_manifest(manifest, kept, {new(alias): new(to) for alias, to in tied.items()}, new),
+        tied_again=tuple(
+            replace(again, fqn=new(again.fqn))
+            for again in manifest.tied_again
+            if again.fqn in names
+        ),
+        absent=tuple(new(fqn) for fqn in manifest.absent if fqn in names),
+    )
+
+
 def _inherit(
     tied: dict[str, str], wanted: Callable[[str], bool]
 ) -> tuple[dict[str, str], dict[str, str]]:

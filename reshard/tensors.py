@@ -50,6 +50,18 @@ def first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
     return None
 
 
+def is_zero(pool: SourceFiles, entry: Entry) -> bool:
+    """Whether every bit of a tensor is zero. Streams it.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    blocks = (
+        read_block(pool, entry, box) for box in contiguous_cuts(entry.shape, _COMPARE_ELEMENTS)
+    )
+    return not any(map(any, blocks))
+
+
 class LazyTensor:
     """A tensor of a checkpoint that is read when it is indexed.
 

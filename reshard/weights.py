@@ -24,7 +24,6 @@ from reshard.units import some
 Tied = Literal["auto", "keep", "drop"]
 
 _HEAD = "lm_head.weight"
-_LORA = re.compile(r"\.lora_(?:embedding_)?[AB]\b")
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
 _LISTED = 8
 
@@ -75,12 +74,6 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         raise UsageError("--keep-fp32", "matches no weight")
     if not result.tensors:
         raise CorruptError(manifest.origin.path, "holds no weights at all")
-    adapters = [entry.fqn for entry, _ in result.tensors if _LORA.search(entry.fqn)]
-    if adapters:
-        result.notes.append(
-            f"{len(adapters)} tensors of LoRA adapters ({some(adapters)}) are written under PEFT's"
-            " names, not added to the weights that they adapt: PEFT's merge_and_unload does that"
-        )
     return result
 
 

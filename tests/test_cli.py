@@ -35,7 +35,7 @@ OPTIONS = {
     | {
         *("--dtype", "--keep-fp32", "--max-shard-size", "--hf-dir", "--tied", "--no-strip"),
         *("--rename", "--include", "--exclude"),
-        *("--names", "--family", "--vocab-size", "--keep-padding"),
+        *("--names", "--family", "--vocab-size", "--keep-padding", "--adapter"),
     },
     "resume-check": SOURCE_OPTIONS
     | SPLIT_OPTIONS

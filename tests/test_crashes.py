@@ -503,7 +503,7 @@ def test_a_directory_that_is_read_only_is_told(lab, name):
 
 def test_every_option_is_known_to_shape_the_output_or_not():
     """A new option counts as one that does, so that no run goes on with another's bytes."""
-    from reshard.commands.merge.command import MergeOptions
+    from reshard.commands.merge.options import MergeOptions
     from reshard.commands.output import _shaping
 
     shaping = _shaping(MergeOptions())

@@ -24,7 +24,7 @@ LAYERS = (
     ("model_parallel", "plan"),
     ("formats",),
     ("move",),
-    ("tensors", "weights", "replicas"),
+    ("tensors", "weights", "replicas", "adapters"),
     ("proof",),
     ("html",),
     ("commands", "dcp"),

@@ -64,6 +64,11 @@ def inspect(
 )
 @options.family
 @options.vocab_size
+@click.option(
+    "--adapter",
+    metavar="NAME",
+    help="A LoRA adapter alone, as PEFT loads it; PEFT calls one that nobody named default.",
+)
 @click.option("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
 @click.option(
     "--tied",
@@ -84,8 +89,8 @@ def merge(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
     in .safetensors, .pt, .bin or .pth, else a directory in Hugging Face form.
     """
     from reshard import keys
-    from reshard.commands.merge.command import MergeOptions
     from reshard.commands.merge.command import merge as run
+    from reshard.commands.merge.options import MergeOptions
 
     edits = keys.Edits(
         strip_wrappers=not given.pop("no_strip"),

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard.commands import programs
-from reshard.commands.merge.command import MergeOptions, merge
+from reshard.commands.merge.command import merge
+from reshard.commands.merge.options import MergeOptions
 from reshard.commands.resume_check.command import ResumeCheckOptions, place_for, resume_check
 from reshard.errors import DifferentError
 

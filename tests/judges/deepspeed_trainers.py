@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.judges.deepspeed_cases import Case
 
 
-def _configure_accelerate() -> None:
+def configure_accelerate() -> None:
     """What ``accelerate launch`` does by environment, with the one backend that CPUs have.
 
     Left to itself accelerate finds no backend beside DeepSpeed on a CPU and counts one process.
@@ -39,7 +39,7 @@ def _configure_accelerate() -> None:
 
 def make_trainer(case: Case, out: Path) -> None:
     """The transformers Trainer with a DeepSpeed config full of ``auto``."""
-    _configure_accelerate()
+    configure_accelerate()
     arguments = hf_trainer.arguments(
         out / "run",
         case.steps,
@@ -65,7 +65,7 @@ def make_accelerate(case: Case, out: Path) -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.utils import DummyOptim
 
-    _configure_accelerate()
+    configure_accelerate()
     config = train.resolved_config(case, case.world, out)
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = train.build_model(case, config)

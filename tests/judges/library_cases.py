@@ -35,7 +35,8 @@ class Case:
         model: for ``--model``: whatever the files alone cannot tell; None if they can.
         wrap: for ``--wrap``.
         slots: whether the files, with ``model``, tell whose an optimizer state is.
-        expect: ``read``, ``refused``, or ``cannot: `` and why the library does not write it here.
+        expect: ``read``, ``adapter`` (by `test_adapters` alone), ``refused``, or ``cannot: `` and
+            why the library does not write it here.
         kept: whether a copy lies in ``tests/data``, for machines without the library.
         how: what the maker is told.
     """
@@ -247,7 +248,26 @@ def _peft() -> list[Case]:
             source="checkpoint-4",
             factory="llama",
             slots=False,
-        )
+            how={"kind": "single"},
+        ),
+        Case(
+            "peft_zero3",
+            "peft",
+            "Trainer over a DoRA model and ZeRO 3; an adapter without values beside it",
+            factory="llama",
+            source="checkpoint-2",
+            expect="adapter",
+            how={"kind": "zero3"},
+        ),
+        Case(
+            "peft_fsdp2",
+            "peft",
+            "save_state of two adapters over FSDP 2; one of them alone, as Trainer saves it",
+            factory="llama_biased",
+            source="whole",
+            expect="adapter",
+            how={"kind": "fsdp2"},
+        ),
     ]
 
 

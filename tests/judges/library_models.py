@@ -70,6 +70,13 @@ def llama_bf16() -> LlamaForCausalLM:
     return LlamaForCausalLM(llama_config(VOCAB)).to(torch.bfloat16)
 
 
+def llama_biased() -> LlamaForCausalLM:
+    """Its attention has biases."""
+    config = llama_config(VOCAB)
+    config.attention_bias = True
+    return LlamaForCausalLM(config)
+
+
 def llama_small() -> LlamaForCausalLM:
     """For samples that are kept in the repository."""
     return LlamaForCausalLM(llama_config(VOCAB, hidden=8, layers=1))

@@ -1,25 +1,76 @@
-"""A LoRA checkpoint of the transformers Trainer."""
+"""LoRA checkpoints: of one process, of DeepSpeed's ZeRO 3, and of FSDP 2.
+
+Beside each of the sharded ones lie ``base``, the model without adapters, and ``saved``, what PEFT
+itself makes of the gathered values, with the logits of the live one.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from torch import nn
 
+from tests.judges import hf_trainer, library_trainer
 from tests.judges import library_models as models
-from tests.judges import library_trainer
 from tests.judges import library_truth as truth
+from tests.judges.library_cpu import pass_for_gpus
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from peft import PeftModel
+    from torch import Tensor
+
     from tests.judges.library_cases import Case
+
+STEPS = 2
+CONFIGS = {
+    "single": {"default": {"r": 3, "target_modules": ["q_proj", "v_proj"]}},
+    "zero3": {
+        "default": {
+            "r": 3,
+            "rank_pattern": {"layers.0.self_attn.q_proj": 2},
+            "target_modules": ["q_proj", "v_proj"],
+            "modules_to_save": ["lm_head"],
+            "use_dora": True,
+        }
+    },
+    "fsdp2": {
+        "default": {
+            "r": 4,
+            "target_modules": ["q_proj", "embed_tokens"],
+            "bias": "lora_only",
+            "use_rslora": True,
+        },
+        "other": {"r": 2, "target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    },
+}
+"""Kind of run -> name of an adapter -> its configuration."""
 
 
 def make(case: Case, ckpt: Path) -> truth.Truth:
+    """Train two steps or four, and tell what was live."""
+    return {"single": _single, "zero3": _zero3, "fsdp2": _fsdp2}[case.how["kind"]](case, ckpt)
+
+
+def _adapted(case: Case, ckpt: Path, model: nn.Module) -> PeftModel:
+    """The model with its adapters; ``lora_B`` begins at zero, as everywhere."""
+    if dist.is_initialized() and dist.get_rank() == 0:
+        model.save_pretrained(ckpt.parent / "base")
+    (first, config), *others = CONFIGS[case.how["kind"]].items()
+    torch.manual_seed(5)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config), first)
+    for name, each in others:
+        adapted.add_adapter(name, LoraConfig(task_type="CAUSAL_LM", **each))
+    return adapted
+
+
+def _single(case: Case, ckpt: Path) -> truth.Truth:
     """The adapters as PEFT names them in the file; the live name has ``.default`` in it."""
-    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    model = get_peft_model(models.build(case.factory), config)
+    model = _adapted(case, ckpt, models.build(case.factory))
     trainer = library_trainer.train(case, model, ckpt)
     found = library_trainer.tell(trainer, model, model)
     adapters = get_peft_model_state_dict(model)
@@ -37,3 +88,100 @@ def make(case: Case, ckpt: Path) -> truth.Truth:
         "steps": {short[name]: step for name, step in found["steps"].items()},
         "groups": groups,
     }
+
+
+def _zero3(case: Case, ckpt: Path) -> truth.Truth:
+    """The Trainer over ZeRO 3, every parameter of which is cut.
+
+    ``hollow`` is what a script makes that calls ``save_pretrained`` itself, on the partitions.
+    """
+    import deepspeed
+
+    from tests.judges import deepspeed_train, deepspeed_trainers
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    deepspeed_train.start_rank()
+    deepspeed_trainers.configure_accelerate()
+    arguments = hf_trainer.arguments(
+        ckpt,
+        STEPS,
+        accelerator_config={"use_configured_state": True},
+        deepspeed={
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 8},
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_param_persistence_threshold": 0,
+            },
+            "train_micro_batch_size_per_gpu": "auto",
+        },
+        fp16=True,
+        save_steps=STEPS,
+        learning_rate=1e-2,
+        per_device_train_batch_size=models.BATCH // case.world,
+    )
+    model = _adapted(case, ckpt, models.build(case.factory))
+    trainer = hf_trainer.train(model, arguments, models.tokens(STEPS * models.BATCH))
+    adapted = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    adapted.save_pretrained(ckpt / "hollow", is_main_process=dist.get_rank() == 0)
+    logits = _logits(trainer.model_wrapped)
+    with deepspeed.zero.GatheredParameters(list(adapted.parameters())):
+        state = {name: truth.whole(value) for name, value in adapted.state_dict().items()}
+    return _saved(adapted, state, ckpt, {"default": logits})
+
+
+def _fsdp2(case: Case, ckpt: Path) -> truth.Truth:
+    """Accelerate's ``save_state`` of two adapters, and of the active one alone as Trainer does."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model
+
+    pass_for_gpus()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type="SHARDED_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    model = _adapted(case, ckpt, models.build(case.factory))
+    names = list(CONFIGS["fsdp2"])
+    for name in names:
+        model.set_requires_grad(name, requires_grad=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    rows = models.tokens(STEPS * models.BATCH)
+    for step in range(STEPS):
+        batch = rows[step * models.BATCH :][dist.get_rank() : models.BATCH : case.world]
+        for name in names:
+            model.set_adapter(name)
+            for each in names:
+                model.set_requires_grad(each, requires_grad=True)
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(str(ckpt / "whole"))
+    (ckpt / "alone").mkdir(exist_ok=True)
+    logits = {}
+    for name in names:
+        model.set_adapter(name)
+        logits[name] = _logits(model)
+    save_fsdp_model(plugin, accelerator, model, str(ckpt / "alone"), adapter_only=True)
+    state = {name: truth.whole(value) for name, value in model.state_dict().items()}
+    return _saved(model, state, ckpt, logits)
+
+
+def _logits(model: nn.Module) -> Tensor:
+    """Of two fixed rows; a collective."""
+    model.eval()
+    with torch.no_grad():
+        found: Tensor = model(input_ids=models.tokens(2)).logits
+    return found.clone()
+
+
+def _saved(model: Any, state: dict[str, Tensor], ckpt: Path, logits: dict[str, Tensor]) -> Any:
+    """What PEFT itself saves when it is given the gathered values."""
+    if dist.get_rank() == 0:
+        model.save_pretrained(
+            ckpt.parent / "saved", state_dict=state, selected_adapters=list(logits)
+        )
+    return {"logits": logits}

@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
 
 from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
-from reshard.commands.merge import filling
+from reshard.commands.merge import adapter, filling
+from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
-from reshard.commands.output import OutputOptions, opened, page_of, write
+from reshard.commands.output import opened, page_of, write
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, one_of
+from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
@@ -27,37 +27,6 @@ from reshard.formats.place import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.paths import as_path
 from reshard.plan.planner import Plan, plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions(OutputOptions):
-    """What a merge can be asked for; the defaults are the safe ones."""
-
-    dtype: str | None = None  # bf16, fp16, fp32, keep; None: as trained
-    keep_fp32: Sequence[str] = ()
-    max_shard_bytes: int = 5 * 10**9
-    hf_dir: Path | None = None
-    fill_missing_from: Path | None = None  # a model: weights that the checkpoint lacks
-    tied: weights.Tied = "auto"
-    names: naming.Whose | None = None  # None: Hugging Face's for a directory, where they are known
-    family: str | None = None  # which of Hugging Face's models it is; None: as the source says
-    vocab_size: int | None = None  # rows that are words; None: as the source says
-    keep_padding: bool = False  # of the vocabulary
-    edits: keys.Edits = field(default_factory=keys.Edits)
-
-    def __post_init__(self) -> None:
-        """Refuse a choice that there is not.
-
-        Raises:
-            UsageError: naming the choices, or two that contradict each other.
-        """
-        OutputOptions.__post_init__(self)
-        if self.fill_missing_from and (self.edits.include or self.edits.exclude):
-            raise UsageError(
-                filling.OPTION, "would bring back what --include and --exclude leave out"
-            )
-        one_of("tied", self.tied, get_args(weights.Tied))
-        one_of("names", self.names, (None, *get_args(naming.Whose)))
 
 
 def merge(
@@ -81,6 +50,8 @@ def merge(
     began = time.perf_counter()
     report_as, sources = str(destination), formats.as_paths(source)
     is_directory = _is_directory(destination)
+    if options.adapter is not None and not is_directory:
+        raise UsageError(destination, "is one file, and --adapter writes a directory")
     destination = as_path(destination).resolve()  # a link is followed once, here
     check_page(options, sources, destination)
     beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
@@ -139,7 +110,7 @@ class _Job:
     skeleton: Skeleton
     plan: Plan
     changes: list[str]
-    filled: list[str]  # weights of the model that fills up
+    filled: list[str] = field(default_factory=list)  # weights of the model that fills up
 
 
 def _prepare(
@@ -151,6 +122,8 @@ def _prepare(
     is_directory: bool,
 ) -> _Job:
     near = _near(source, manifest)
+    if options.adapter is not None:
+        return _prepare_adapter(manifest, options.adapter, near, options)
     if options.fill_missing_from:
         near.append(directory(options.fill_missing_from))
     try:
@@ -168,6 +141,7 @@ def _prepare(
         base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
         edited.manifest, filled = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
+    chosen.notes += adapter.noted(chosen)
     with SourceFiles() as pool:
         untied = weights.settle_ties(
             chosen,
@@ -184,10 +158,38 @@ def _prepare(
         if companions.config is not None and is_directory:
             kind = companions.config["architectures"][0]
             changes = [f"config.json is made from what the source says: a {kind}"]
+    job = _planned(edited, chosen, skeleton, [*named.notes, *changes], options)
+    job.filled = filled
+    return job
+
+
+def _prepare_adapter(
+    manifest: Manifest, name: str, near: Sequence[Path], options: MergeOptions
+) -> _Job:
+    """As `_prepare`, of an adapter's tensors alone: all its names are written, tied ones too."""
+    edited = keys.edit(manifest, options.edits)
+    taken = adapter.taken(edited.manifest, name, options.hf_dir, near)
+    edited.manifest = taken.manifest
+    chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
+    with SourceFiles() as pool:
+        weights.settle_ties(chosen, edited.manifest, config=None, policy="keep", pool=pool)
+        held = [entry for entry, _ in chosen.tensors]
+        chosen.notes += replicas.check(held, manifest.files, pool, options.replicas)
+        chosen.notes += [*taken.notes, *adapter.untrained(held, pool)]
+    return _planned(edited, chosen, taken.lay_out(chosen), taken.changes, options)
+
+
+def _planned(
+    edited: keys.Edited,
+    chosen: weights.Weights,
+    skeleton: Skeleton,
+    changes: list[str],
+    options: MergeOptions,
+) -> _Job:
     check_skeleton(skeleton)
     _, window_bytes = options.budget()
     planned = plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
-    return _Job(edited, chosen, skeleton, planned, [*named.notes, *changes], filled)
+    return _Job(edited, chosen, skeleton, planned, changes)
 
 
 def _asked(options: MergeOptions, companions: Companions, *, is_directory: bool) -> naming.Asked:

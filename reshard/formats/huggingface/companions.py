@@ -48,15 +48,16 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
             parsed = json_object(config)
-            others = [
-                child
-                for child in sorted(place.iterdir())
-                if child.is_file() and _belongs(child.name, parsed)
-            ]
-            return Companions(place, parsed, tuple(others))
+            return Companions(place, parsed, others(place, parsed))
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
     return Companions(None, None, ())
+
+
+def others(place: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The files of a directory that belong to a model, its config apart."""
+    children = [child for child in sorted(place.iterdir()) if child.is_file()]
+    return tuple(child for child in children if _belongs(child.name, config))
 
 
 def is_model_config(path: Path) -> bool:

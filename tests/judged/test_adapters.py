@@ -1,0 +1,319 @@
+"""LoRA adapters out of training checkpoints, against what PEFT itself saves and loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+import reshard
+from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
+from reshard.keys import Edits
+from tests.judges import library_models as models
+
+peft = pytest.importorskip("peft")
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PLAIN = {"r": 3, "target_modules": ["q_proj", "v_proj"]}
+FORMS = {  # every form that PEFT saves otherwise
+    "plain": PLAIN,
+    "dora": {**PLAIN, "use_dora": True},
+    "head": {**PLAIN, "modules_to_save": ["lm_head"]},
+    "ranks": {**PLAIN, "rank_pattern": {"layers.0.self_attn.q_proj": 5}},
+    "pattern": {"r": 3, "target_modules": r".*\.(q|v)_proj", "rank_pattern": {r"\d.*q_proj": 5}},
+    "bias": {**PLAIN, "bias": "lora_only"},
+    "biases": {**PLAIN, "bias": "all"},
+    "lora_bias": {**PLAIN, "lora_bias": True},
+    "embedding": {"r": 3, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "tokens": {**PLAIN, "trainable_token_indices": [1, 5, 7]},
+    "parameters": {"r": 3, "target_modules": [], "target_parameters": ["q_proj.weight"]},
+    "all_linear": {"r": 3, "target_modules": "all-linear"},
+}
+
+pytestmark = [
+    pytest.mark.judge,
+    pytest.mark.filterwarnings("ignore"),  # PEFT's and transformers' at each other
+]
+
+
+def adapted(form=PLAIN, factory="llama", name="default"):
+    """A model with adapters whose every value is drawn."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **form)
+    return drawn(peft.get_peft_model(models.build(factory), config, name))
+
+
+def drawn(model):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(std=0.1)
+    return model
+
+
+@pytest.fixture
+def want(tmp_path):
+    """Where PEFT itself saves the adapter."""
+    return tmp_path / "want"
+
+
+@pytest.fixture
+def saved(tmp_path, want):
+    """A model -> its whole state dict as a script saves it, configurations where PEFT has them."""
+
+    def save(model, **more):
+        run = tmp_path / "run"
+        model.save_pretrained(want)
+        run.mkdir(exist_ok=True)
+        torch.save({"model": model.state_dict(), **more}, run / "model.pt")
+        for config in want.rglob(CONFIG):
+            beside = run / config.relative_to(want)
+            beside.parent.mkdir(exist_ok=True)
+            shutil.copy(config, beside)
+        return run / "model.pt"
+
+    return save
+
+
+def edit(path, **values):
+    """Another configuration; None takes a value out."""
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def assert_same_directory(got, want):
+    for name in (WEIGHTS, CONFIG):
+        assert (got / name).read_bytes() == (want / name).read_bytes()
+
+
+def logits_of(model):
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=models.tokens(2)).logits
+
+
+@pytest.mark.parametrize(
+    ("form", "factory"),
+    [
+        *((form, "llama_biased") for form in FORMS),
+        *((form, "llama_tied") for form in ("head", "embedding", "tokens")),
+    ],
+)
+def test_the_file_is_the_one_that_peft_saves(form, factory, saved, want, tmp_path):
+    report = reshard.merge(
+        saved(adapted(FORMS[form], factory)), tmp_path / "out", adapter="default"
+    )
+    assert_same_directory(tmp_path / "out", want)
+    assert report.warnings == []
+
+
+SHARDED = [  # case, what a user gives, the adapter, and where PEFT saved it
+    ("peft_zero3", "checkpoint-2", "default", "saved"),
+    ("peft_fsdp2", "whole", "default", "saved"),
+    ("peft_fsdp2", "whole", "other", "saved/other"),
+    ("peft_fsdp2", "alone", "other", "saved/other"),
+]
+
+
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED)
+def test_out_of_shards_it_is_what_peft_saves_when_all_is_gathered(
+    case, source, name, place, library_case, tmp_path
+):
+    made = library_case(case)
+    given = {"hf_dir": made / place} if case == "peft_fsdp2" else {}  # which has none beside it
+    reshard.merge(made / "ckpt" / source, tmp_path / "out", adapter=name, **given)
+    assert_same_directory(tmp_path / "out", made / place)
+
+
+@pytest.mark.parametrize(("case", "source", "name", "place"), SHARDED[:2])
+def test_a_model_with_it_says_what_the_trained_one_said(
+    case, source, name, place, library_case, tmp_path
+):
+    made = library_case(case)
+    reshard.merge(made / "ckpt" / source, tmp_path / "out", adapter=name, hf_dir=made / place)
+    wanted = torch.load(made / "truth.pt")["logits"][name]
+    base = LlamaForCausalLM.from_pretrained(
+        made / "base", dtype=wanted.dtype, attn_implementation="eager"
+    )
+    assert not torch.equal(logits_of(base), wanted)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out", autocast_adapter_dtype=False)
+    assert torch.equal(logits_of(loaded), wanted)
+
+
+def test_weights_that_another_adapter_trained_are_named(library_case, tmp_path):
+    made = library_case("peft_fsdp2")  # default trained biases, and PEFT saves none with other
+    report = reshard.merge(
+        made / "ckpt" / "whole", tmp_path / "out", adapter="other", hf_dir=made / "saved"
+    )
+    (text,) = report.warnings
+    assert text.startswith("2 trained weights of the base model (base_model.model.model.layers.0")
+    assert "q_proj.base_layer.bias) left out, as PEFT saves none with this adapter" in text
+
+
+def test_an_empty_adapter_is_filled_from_the_shards_beside_it(library_case, tmp_path):
+    made = library_case("peft_zero3")
+    run = shutil.copytree(made / "ckpt" / "checkpoint-2", tmp_path / "run")
+    shutil.copy(made / "ckpt" / "hollow" / WEIGHTS, run / WEIGHTS)
+    report = reshard.merge(run, tmp_path / "out", adapter="default")
+    assert_same_directory(tmp_path / "out", made / "saved")
+    assert any(f"{WEIGHTS} holds no values (13 tensors of size 0)" in t for t in report.warnings)
+    with pytest.raises(IncompleteError, match="13 of 13 weights have size 0") as caught:
+        reshard.merge(run / WEIGHTS, tmp_path / "none", adapter="default")
+    assert caught.value.remedy == f"merge {run / 'global_step2'}"
+
+
+def test_one_of_several_adapters_by_its_name(saved, want, tmp_path):
+    model = adapted()
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"]))
+    source = saved(drawn(model))
+    with pytest.raises(UsageError, match=r"--adapter mine: .*: default, other"):
+        reshard.merge(source, tmp_path / "out", adapter="mine")
+    for name, place in (("default", want), ("other", want / "other")):
+        reshard.merge(source, tmp_path / name, adapter=name)
+        assert_same_directory(tmp_path / name, place)
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "lightning.model.", "_orig_mod."])
+def test_what_wraps_the_model_goes(wrapper, saved, want, tmp_path):
+    source = saved(adapted())
+    state = torch.load(source)["model"]
+    torch.save({f"{wrapper}{name}": value for name, value in state.items()}, source)
+    reshard.merge(source, tmp_path / "out", adapter="default")
+    assert_same_directory(tmp_path / "out", want)
+
+
+def test_adapters_that_transformers_added_itself(tmp_path):
+    model = models.build("llama")
+    model.add_adapter(peft.LoraConfig(**PLAIN))
+    drawn(model).save_pretrained(tmp_path / "want")
+    (tmp_path / "run").mkdir()
+    torch.save(model.state_dict(), tmp_path / "run" / "model.pt")
+    shutil.copy(tmp_path / "want" / CONFIG, tmp_path / "run")
+    reshard.merge(tmp_path / "run" / "model.pt", tmp_path / "out", adapter="default")
+    assert_same_directory(tmp_path / "out", tmp_path / "want")
+
+
+def test_of_peft_own_file_under_any_name(want, tmp_path):
+    adapted({**PLAIN, "modules_to_save": ["lm_head"]}).save_pretrained(want)
+    reshard.merge(want, tmp_path / "out", adapter="mine")
+    assert_same_directory(tmp_path / "out", want)
+
+
+def test_without_a_configuration_it_is_said_what_is_needed(saved, tmp_path):
+    source = saved(adapted(FORMS["ranks"]))
+    (source.parent / CONFIG).unlink()
+    with pytest.raises(IncompleteError) as caught:
+        reshard.merge(source, tmp_path / "out", adapter="default")
+    assert "no tensor tells its lora_alpha" in caught.value.problem
+    text = caught.value.remedy.partition(f"{CONFIG} by hand: ")[2].partition(" (use_rslora")[0]
+    by_hand = json.loads(text.replace("...", "16"))
+    (tmp_path / "hand").mkdir()
+    (tmp_path / "hand" / CONFIG).write_text(json.dumps(by_hand))
+    reshard.merge(source, tmp_path / "out", adapter="default", hf_dir=tmp_path / "hand")
+    assert peft.PeftConfig.from_pretrained(tmp_path / "out").lora_alpha == 16
+
+
+WRONG = {
+    "rank": ({"r": 4}, CorruptError, "it says r 4, and base_model.model.model.layers.0"),
+    "target": ({"target_modules": ["q_proj"]}, CorruptError, "target_modules do not name"),
+    "dora": ({"use_dora": True}, CorruptError, "use_dora True, and no tensor of it is there"),
+    "unsaved": ({"modules_to_save": ["norm"]}, CorruptError, "which has no trained copy"),
+    "lost": ({"modules_to_save": []}, CorruptError, "modules_to_save do not name .*lm_head"),
+    "alpha": ({"lora_alpha": 0}, CorruptError, "says lora_alpha 0, which makes every adapter"),
+    "no_alpha": ({"lora_alpha": None}, CorruptError, "has no 'lora_alpha', and no tensor"),
+    "text": ({"r": "3"}, CorruptError, "r is '3', where a number from 0 on is expected"),
+    "kind": ({"peft_type": "IA3"}, UnsupportedError, "is of peft_type 'IA3'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_the_configuration_of_another_adapter_is_refused(wrong, saved, tmp_path):
+    values, error, text = WRONG[wrong]
+    source = saved(adapted(FORMS["head"]))
+    edit(source.parent / CONFIG, **values)
+    with pytest.raises(error, match=text):
+        reshard.merge(source, tmp_path / "out", adapter="default")
+    assert not (tmp_path / "out").exists()
+
+
+def test_half_of_a_layer_is_refused(saved, tmp_path):
+    source = saved(adapted())
+    with pytest.raises(IncompleteError, match=r"1 adapted layer \(.*1.self_attn.q_proj\) with"):
+        reshard.merge(
+            source,
+            tmp_path / "out",
+            adapter="default",
+            edits=Edits(exclude=[r"1\.self_attn\.q_proj\.lora_B"]),
+        )
+
+
+def test_what_else_a_lora_layer_may_hold_is_refused(tmp_path):
+    config = peft.AdaLoraConfig(**{**PLAIN, "r": 8}, total_step=10, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(models.build("llama"), config)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UnsupportedError, match=r"lora_E.default.*: no part of LoRA that"):
+        reshard.merge(tmp_path / "model.pt", tmp_path / "out", adapter="default")
+
+
+def test_a_file_beside_the_checkpoint_that_cannot_be_read_is_named(saved, want, tmp_path):
+    source = saved(adapted())
+    (source.parent / "adapter_model.bin").write_bytes(b"not a pickle")
+    (text,) = reshard.merge(source, tmp_path / "out", adapter="default").warnings
+    assert text.startswith(f"{source.parent / 'adapter_model.bin'} is not read: ")
+    assert_same_directory(tmp_path / "out", want)
+
+
+def test_adapters_that_were_not_trained_are_named(saved, tmp_path):
+    model = adapted()
+    layers = model.base_model.model.model.layers
+    torch.nn.init.zeros_(layers[0].self_attn.q_proj.lora_B["default"].weight)
+    (text,) = reshard.merge(saved(model), tmp_path / "out", adapter="default").warnings
+    assert text.startswith("1 of 4 lora_B are all zero (base_model.model.model.layers.0")
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.zeros_(value)
+    (text,) = reshard.merge(saved(model), tmp_path / "all", adapter="default").warnings
+    assert text.endswith("the adapter changes nothing")
+
+
+def test_trained_weights_of_the_base_model_are_named(saved, tmp_path):
+    model = adapted()
+    norm = model.base_model.model.model.norm.weight.requires_grad_()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values())
+    for value in trained.values():
+        value.grad = torch.ones_like(value)
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"] = dict(zip(trained, state["state"].values(), strict=True))
+    state["param_groups"][0]["params"] = list(trained)
+    report = reshard.merge(
+        saved(model, optimizer=state), tmp_path / "out", adapter="default", key="model"
+    )
+    assert norm.requires_grad
+    assert any(
+        text.startswith("1 trained weight of the base model (base_model.model.model.norm.weight)")
+        for text in report.warnings
+    )
+
+
+def test_a_merge_of_all_weights_says_how_to_have_the_adapter(saved, tmp_path):
+    (text,) = reshard.merge(saved(adapted()), tmp_path / "out.safetensors").warnings
+    assert "--adapter default writes one alone, as PeftModel.from_pretrained loads it" in text
+
+
+def test_what_is_no_adapter_or_no_directory_is_refused(saved, tmp_path):
+    source = saved(adapted())
+    with pytest.raises(UsageError, match="is one file, and --adapter writes a directory"):
+        reshard.merge(source, tmp_path / "out.safetensors", adapter="default")
+    for option, value in (("tied", "keep"), ("fill_missing_from", source), ("family", "llama")):
+        words = f"--{option.replace('_', '-')}: means nothing to --adapter"
+        with pytest.raises(UsageError, match=words):
+            reshard.merge(source, tmp_path / "out", adapter="default", **{option: value})
+    with pytest.raises(UsageError, match=f"has no {CONFIG}"):
+        reshard.merge(source, tmp_path / "out", adapter="default", hf_dir=tmp_path)
+    torch.save(models.build("llama").state_dict(), tmp_path / "plain.pt")
+    with pytest.raises(UsageError, match="holds no LoRA adapter"):
+        reshard.merge(tmp_path / "plain.pt", tmp_path / "out", adapter="default")
