@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError
@@ -144,6 +146,44 @@ def test_ranks_at_two_steps_are_refused(copied):
     saved["state"][0]["step"] += 1
     torch.save(saved, file)
     with pytest.raises(CorruptError, match="the optimizer's step of"):
+        reshard.open(run)
+
+
+def test_a_moment_of_another_size_than_its_weight_is_refused(copied):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("optimizer_pp-1*dp-1*.pt"))
+    saved = torch.load(file, weights_only=False)
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"][:-1].clone()
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="the exp_avg of .* has shape .*, its weights make it"):
+        reshard.open(run)
+
+
+def test_a_moment_of_another_dtype_on_one_rank_is_refused(copied):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("optimizer_pp-1*dp-1*.pt"))
+    saved = torch.load(file, weights_only=False)
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].bfloat16()
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="the exp_avg of .* is bfloat16"):
+        reshard.open(run)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda held: {"data": held.half()}, "is float16 .*, float32 .* in"),
+        (lambda held: {"data": held, "more": torch.ones(2)}, r"holds \['data', 'more'\]"),
+        (lambda held: {"weight": held}, r"holds \['weight'\]"),
+    ],
+)
+def test_a_rank_s_weight_of_another_form_is_refused(made, says, copied):
+    run = copied("zero_tp2pp2dp2")
+    file = next(run.rglob("embed/**/model_weight*tp-rank-1-of-2.safetensors"))
+    with safe_open(file, framework="pt") as held:
+        tensor, said = held.get_tensor("data"), held.metadata()
+    save_file(made(tensor), file, said)
+    with pytest.raises(CorruptError, match=says):
         reshard.open(run)
 
 

@@ -7,6 +7,7 @@ optimizers: runs of one model made the same updates.
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -99,3 +100,31 @@ def test_weights_alone_go_to_other_stages(tmp_path):
     theirs, ours = files(KEPT / "llama_tp2pp3" / "ckpt"), files(tmp_path / "out")
     assert {name for name in theirs if "/model/" in name} < set(ours)
     assert all(same(loaded(ours[name]), loaded(theirs[name])) for name in ours)
+
+
+def test_a_run_without_schedulers_goes_to_other_stages_too(copied, tmp_path):  # noqa: F811
+    run = copied("qwen_pp3dp2")
+    shutil.rmtree(run / "3" / "lr_scheduler")
+    reshard.split(run, tmp_path / "out", **GRIDS["qwen_tp2"])
+    theirs, ours = files(KEPT / "qwen_tp2" / "ckpt"), files(tmp_path / "out")
+    assert list(ours) == [name for name in theirs if "lr_scheduler" not in name]
+    assert all(same(loaded(path), loaded(theirs[name])) for name, path in ours.items())
+
+
+def test_stages_whose_groups_differ_are_refused(copied, tmp_path):  # noqa: F811
+    run = copied("llama_pp2")
+    path = next(run.rglob("optimizer_pp-1-*.pt"))
+    saved = torch.load(path)
+    saved["param_groups"][0]["weight_decay"] += 0.5
+    torch.save(saved, path)
+    with pytest.raises(UnsupportedError, match="its stages have other param groups each"):
+        reshard.split(run, tmp_path / "out", pp=1, dp=1)
+
+
+def test_weights_alone_on_stages_of_another_rule_are_refused(copied, tmp_path):  # noqa: F811
+    run = copied("qwen_pp3dp2")
+    shutil.rmtree(run / "3" / "optimizer")
+    shutil.rmtree(run / "3" / "lr_scheduler")
+    _configured(run, lambda said: said.update(vocab_size=100000))
+    with pytest.raises(UnsupportedError, match="weights lie on other stages"):
+        reshard.split(run, tmp_path / "out", pp=2, weights_only=True)

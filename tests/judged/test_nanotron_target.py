@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import reshard
-from reshard.errors import UnsupportedError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from tests.judged.test_nanotron import CASES, KEPT, copied  # noqa: F401
 
 SLOTS = ("exp_avg", "exp_avg_sq")
@@ -216,6 +216,32 @@ def test_a_parameter_without_state_is_refused(copied, tmp_path):  # noqa: F811
     _with_optimizers(run, lambda saved: (saved["state"].pop(0), saved["names"].pop(0)))
     with pytest.raises(UnsupportedError, match="2 parameters were never stepped"):
         reshard.split(run, tmp_path / "out", tp=1)
+
+
+@pytest.mark.parametrize("lost", ["exp_avg_sq", "step"])
+def test_half_a_state_is_refused(lost, copied, tmp_path):  # noqa: F811
+    run = copied("fp32_tp2pp2")
+    _with_optimizers(run, lambda saved: saved["state"][1].pop(lost))
+    with pytest.raises(IncompleteError, match=f"has optimizer state of 'model.*, but no {lost}"):
+        reshard.split(run, tmp_path / "out", tp=1)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_optimizer_that_counts_no_steps_goes_there_and_back(zero, copied, tmp_path):  # noqa: F811
+    """As torch's SGD: one slot, no step, a None where there is no momentum yet."""
+    run = copied("fp32_tp2pp2")
+
+    def as_sgd(saved):
+        for number, slots in saved["state"].items():
+            saved["state"][number] = {"momentum_buffer": slots["exp_avg"], "last": None}
+
+    _with_optimizers(run, as_sgd)
+    reshard.split(run, tmp_path / "one", tp=1, dp=3 if zero else 1, zero_stage=zero)
+    reshard.split(tmp_path / "one", tmp_path / "two", tp=2, dp=1, zero_stage=0)
+    first, last = files(run), files(tmp_path / "two")
+    assert list(last) == list(first)
+    assert all(same(loaded(last[name]), loaded(path)) for name, path in first.items())
 
 
 def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F811

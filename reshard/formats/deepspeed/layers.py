@@ -117,9 +117,11 @@ def _check_all(files: Files, named: Names, found: Sequence[Module]) -> None:
     if lacking:
         layer = lacking[0].partition(".")[0]
         number = counts.natural(layer)
-        where = "the layer's file" if number is None else f"layer_{number:02d}-*"
+        where = "layer's file" if number is None else f"layer_{number:02d}-*"
         raise IncompleteError(
-            files.place, f"names {lacking[0]!r}, but {where} is missing", "copy it here"
+            files.place,
+            f"names {lacking[0]!r}, which no {where} here holds",
+            "copy the missing file here",
         )
 
 

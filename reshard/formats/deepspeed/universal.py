@@ -53,7 +53,8 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         rules: a user's table of how tensor-parallel ranks shared parameters.
 
     Raises:
-        IncompleteError: a parameter without its weights, or no model states beside ``zero``.
+        IncompleteError: a trained parameter without its folder or its weights, or no model states
+            beside ``zero``.
         UnsupportedError: a parameter that ds_to_universal put together wrongly.
         CorruptError: a file holds no tensor, or not its parameter's.
     """
@@ -81,6 +82,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     if not steps:
         steps = _common_step(root, files, masters)
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
+    _check_all(place, shapes, masters, tied)
     entries += _module_rest(models, ranks, masters, tied)
     places = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: places.get(entry.fqn, len(places)))
@@ -159,6 +161,24 @@ def _tensors(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tens
         if not isinstance(value, Tensor):
             raise CorruptError(path, "holds no tensor 'param'")
         yield (MASTER if path.stem == "fp32" else path.stem), file, value
+
+
+def _check_all(
+    place: Place, shapes: Mapping[str, Index], masters: Container[str], tied: Mapping[str, str]
+) -> None:
+    """What the module has of a trained parameter is not what the optimizer trained.
+
+    Raises:
+        IncompleteError: one has no folder.
+    """
+    lost = [f for f, shape in shapes.items() if prod(shape) and tied.get(f, f) not in masters]
+    if lost:
+        raise IncompleteError(
+            place.folders["zero"],
+            f"has no folder of {lost[0]!r}, which was trained"
+            + (f", nor of {len(lost) - 1} others" if lost[1:] else ""),
+            "the conversion or a copy was interrupted: repeat it",
+        )
 
 
 def _module_rest(

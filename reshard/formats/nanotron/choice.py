@@ -56,6 +56,7 @@ def known(state: Training, wanted: Wanted) -> Layout:
 
     Raises:
         UsageError: it does not.
+        IncompleteError: a moment of a parameter, or a step, is missing.
         UnsupportedError: a parameter cut in a way that is not known here.
     """
     found, mesh = layout_of(state), state.manifest.origin.mesh
@@ -132,6 +133,7 @@ def _check_optimizer(state: Training, found: Layout) -> None:
 
     Raises:
         UsageError: it is made anew, or in other groups.
+        IncompleteError: it lacks a moment of a parameter, or a step.
         UnsupportedError: it lacks parameters, or has some on the first rank alone.
     """
     path, alone = state.manifest.origin.path, "write the weights alone: --weights-only"
@@ -146,6 +148,8 @@ def _check_optimizer(state: Training, found: Layout) -> None:
             " nanotron loads none that lacks one",
             alone,
         )
+    for member in (member for group in state.groups for member in group.members):
+        written.check_slots(state, member)
     for group in (group for stage in found.stages for group in stage.groups):
         if not written.is_faithful(group.hyper):
             raise UnsupportedError(path, "a param group has settings that are no values", alone)

@@ -35,6 +35,7 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
 
     Raises:
         UsageError: it is no run of nanotron's, or the grid is none that its files tell of.
+        IncompleteError: the optimizer lacks a part of its state.
         UnsupportedError: a parameter that is cut in another way than nanotron's own layers do.
     """
     run = _Run(state, wanted, choice.known(state, wanted))

@@ -1,0 +1,133 @@
+"""Files of DeepSpeed's that contradict one another: refused by name, before anything is written.
+
+One damage a line, done to what DeepSpeed itself wrote, as mixed runs and lost files leave it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard.errors import CorruptError, IncompleteError
+from tests.judged.conftest import KEPT
+from tests.judged.damage import edited
+
+STAGE_2 = "deepspeed_0.8.3/z2_apexadam"
+STAGE_3 = "deepspeed_0.14.5/z3_mics_ws4"
+PIPELINE = "bloom/tp2pp2"
+RANK_1 = "*_rank_1_mp_rank_00_optim_states.pt"
+TRAINED = "extras.seven"
+MODEL = "*mp_rank_00_model_states.pt"
+
+
+def of_optimizer(change):
+    return lambda root: change(root["optimizer_state_dict"])
+
+
+def shorter(tensors):
+    tensors[0] = tensors[0][:-3].clone()
+
+
+DAMAGES = {
+    "a group fewer": (
+        *(
+            STAGE_2,
+            RANK_1,
+            of_optimizer(lambda held: held["single_partition_of_fp32_groups"].pop()),
+        ),
+        *(CorruptError, "holds 1 groups, param_shapes lists 2"),
+    ),
+    "a shorter piece": (
+        *(STAGE_2, RANK_1),
+        of_optimizer(lambda held: shorter(held["single_partition_of_fp32_groups"])),
+        *(CorruptError, r"the ranks hold \[100, 95\] elements, .* equal pieces are expected"),
+    ),
+    "pieces that are shorter on all ranks": (
+        *(STAGE_2, "*optim_states.pt"),
+        of_optimizer(lambda held: shorter(held["single_partition_of_fp32_groups"])),
+        *(CorruptError, "group 0"),
+    ),
+    "a sub-group fewer": (
+        *(STAGE_3, RANK_1, of_optimizer(lambda held: held["fp32_flat_groups"].pop())),
+        *(CorruptError, "holds 0 sub-groups, param_shapes lists 1"),
+    ),
+    "a shorter sub-group": (
+        *(STAGE_3, RANK_1, of_optimizer(lambda held: shorter(held["fp32_flat_groups"]))),
+        *(CorruptError, "rank 1 holds 114 elements of master .* take 117 a rank at 2 ranks"),
+    ),
+    "no sub-groups": (
+        *(STAGE_3, RANK_1, of_optimizer(lambda held: held.pop("fp32_flat_groups"))),
+        *(CorruptError, "has no fp32_flat_groups, which other ranks have"),
+    ),
+    "an optimizer's file of something else": (
+        *(STAGE_2, RANK_1, lambda root: root.pop("optimizer_state_dict")),
+        *(CorruptError, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state"),
+    ),
+    "a model's file of something else": (
+        *(STAGE_2, MODEL, lambda root: root.pop("module")),
+        *(CorruptError, "is not a DeepSpeed model states file: it has no 'module'"),
+    ),
+    "a layer's file without its tensors": (
+        *(PIPELINE, "layer_03-model_00*", lambda root: root.clear()),
+        *(IncompleteError, r"names '3\..*', which no layer_03-\* here holds"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "pattern", "change", "error", "says"), DAMAGES.values(), ids=DAMAGES
+)
+def test_what_contradicts_itself_is_refused(case, pattern, change, error, says, tmp_path):
+    run = Path(shutil.copytree(KEPT / case / "run", tmp_path / "run"))
+    for path in sorted(run.rglob(pattern)):
+        edited(path, change)
+    with pytest.raises(error, match=says) as refusal:
+        reshard.merge(run, tmp_path / "out.safetensors")
+    assert str(run) in str(refusal.value)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_a_layer_that_is_no_dict_is_refused(tmp_path):
+    run = Path(shutil.copytree(KEPT / PIPELINE / "run", tmp_path / "run"))
+    path = next(run.rglob("layer_03-model_01*"))
+    torch.save([torch.ones(2)], path)
+    with pytest.raises(CorruptError, match=r"layer_03-model_01.* is not a layer's state dict"):
+        reshard.merge(run, tmp_path / "out.safetensors")
+
+
+def test_frozen_weights_that_a_run_left_out_are_named(tmp_path):
+    """As ``exclude_frozen_parameters`` leaves them: shapes, and no values on any rank."""
+    run = Path(shutil.copytree(KEPT / STAGE_3 / "run", tmp_path / "run"))
+    for path in run.rglob(MODEL.replace("00", "*")):
+        edited(path, lambda root: root.update(frozen_param_fragments={}))
+    with pytest.raises(IncompleteError, match=r"frozen\.weight"):
+        reshard.merge(run, tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (lambda zero: shutil.rmtree(zero / TRAINED), IncompleteError, f"no folder of '{TRAINED}'"),
+        (lambda zero: (zero / TRAINED / "fp32.pt").unlink(), IncompleteError, "has no fp32.pt"),
+        (
+            lambda zero: torch.save({"param": [1.0]}, zero / TRAINED / "exp_avg.pt"),
+            CorruptError,
+            "exp_avg.pt.* holds no tensor 'param'",
+        ),
+        (
+            lambda zero: (zero.parent / "mp_rank_00_model_states.pt").unlink(),
+            IncompleteError,
+            "model_states",
+        ),
+    ],
+)
+def test_a_universal_directory_that_lost_something_is_refused(damage, error, says, made, tmp_path):
+    run = Path(shutil.copytree(made / "universal_z2" / "universal", tmp_path / "run"))
+    damage(next(run.rglob("zero")))
+    with pytest.raises(error, match=says):
+        reshard.merge(run, tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
