@@ -99,7 +99,7 @@ class TorchFile:
         return SourceFile(self.path, self.nbytes, tuple(ordered))
 
     def number(self, tensor: Tensor) -> float | int:
-        """The value of a one-element tensor (a step counter): the only data a reader reads."""
+        """The value of a one-element tensor, as a step counter is."""
         with SourceFiles() as files:
             return number_at(files, self.chunk(tensor))
 

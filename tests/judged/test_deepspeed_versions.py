@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import reshard
 from reshard.keys import Edits
 from tests.judged.conftest import KEPT
+from tests.judged.damage import edited
 
 CASES = sorted(str(place.relative_to(KEPT)) for place in KEPT.glob("deepspeed_*/*"))
 WITHOUT_TIES = {"deepspeed_0.9.1/z3_sub": r"^head\.weight$"}  # the files do not say that it is tied
@@ -97,3 +98,45 @@ def test_shapes_in_the_optimizers_files(tmp_path):
     for path in (tmp_path / "run").rglob("*_optim_states.pt"):
         torch.save({**torch.load(path, weights_only=False), "param_shapes": shapes}, path)
     assert_state(tmp_path / "run", torch.load(case / "truth.pt", weights_only=False))
+
+
+FUSED = KEPT / "deepspeed_0.19.8" / "z0_fused_groups" / "run"
+
+
+def optimizer_of(run):
+    (path,) = run.rglob("mp_rank_00_model_states.pt")
+    return torch.load(path, weights_only=False)["optimizer"]
+
+
+def test_a_fused_optimizer_is_written_as_deepspeed_wrote_it(tmp_path):
+    reshard.split(FUSED, tmp_path / "s", world_size=3)
+    theirs, ours = optimizer_of(FUSED), optimizer_of(tmp_path / "s")
+    assert list(ours) == list(theirs)
+    pairs = zip(ours["fp32_groups_flat"], theirs["fp32_groups_flat"], strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+    inner, wanted = ours["optimizer_state_dict"], theirs["optimizer_state_dict"]
+    assert [g["params"] for g in inner["param_groups"]] == [[0], [1]]
+    for group, known in zip(inner["param_groups"], wanted["param_groups"], strict=True):
+        assert known.items() <= group.items()
+    assert inner["state"].keys() == wanted["state"].keys()
+    for number, slots in wanted["state"].items():
+        held = inner["state"][number]
+        assert held.keys() == slots.keys()
+        assert held["step"] == slots["step"]
+        assert all(torch.equal(held[name], slots[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def test_a_fused_optimizer_in_another_order_is_not_guessed(tmp_path):
+    """Its sizes are the same; the weights are not those of its masters."""
+    run = shutil.copytree(FUSED, tmp_path / "run")
+    edited(
+        next(run.rglob("mp_rank_00_model_states.pt")),
+        lambda root: root["optimizer"]["fp32_groups_flat"][0].copy_(
+            root["optimizer"]["fp32_groups_flat"][0].roll(60)
+        ),
+    )
+    report = reshard.merge(run, tmp_path / "m.safetensors", dtype="fp32")
+    assert any("an order that no file tells" in text for text in report.warnings)
+    assert report.from_master == 0
+    with pytest.raises(reshard.errors.IncompleteError, match="nothing that says which parameters"):
+        reshard.split(run, tmp_path / "s", world_size=3)

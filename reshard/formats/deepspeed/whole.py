@@ -16,10 +16,10 @@ from typing import Any
 
 from reshard.box import Index, whole
 from reshard.errors import CorruptError
-from reshard.formats.deepspeed import expert_names, train
+from reshard.formats.deepspeed import expert_names, fused, train
 from reshard.formats.deepspeed.flat import slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
-from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
+from reshard.formats.state_dict.order import Sign, name_groups
 from reshard.formats.torch_file import Tensor
 from reshard.manifest import MASTER, Entry, contiguous
 
@@ -63,9 +63,9 @@ def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[
     experts = [bool(group.get("moe")) for group in torch_optimizer(model).get("param_groups", [])]
     if any(experts):
         return _of_experts(candidates, shapes, experts)
-    flat = model.mapping("optimizer").get("fp32_groups_flat")
-    if flat and [len(group) for group in shapes] != [len(candidates)]:
-        raise AmbiguousError(list(candidates))
+    flats = model.mapping("optimizer").get("fp32_groups_flat")
+    if flats:
+        return [[*names] for names in fused.name_groups(model, candidates, flats)]
     return name_groups(candidates, shapes)
 
 

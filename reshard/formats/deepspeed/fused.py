@@ -1,0 +1,104 @@
+"""Stage 0 around a fused optimizer: which parameters the one flat tensor of a group holds.
+
+``FP16_Optimizer`` (DeepSpeed 0.19.8 ``runtime/fp16/fused_optimizer.py``) joins the masters of each
+param group and names none. The sizes tell which shapes a group has, if what looks alike stands in
+one group; within it parameters stand in the order in which the user gave them, which for nearly
+everybody is the model's. So it is only where the first element of each weight is its master's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from math import isclose, prod
+
+from reshard.box import Index
+from reshard.dtypes import BFLOAT16, FLOAT16
+from reshard.files import SourceFiles
+from reshard.formats.deepspeed.states import ModelStates
+from reshard.formats.state_dict.order import AmbiguousError
+from reshard.formats.torch_file import Tensor
+
+_SEARCHED = 100_000  # steps of the search, and
+_TRIED = 100  # assignments that fit by size, before it is given up
+_REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's smallest number
+
+_Names = list[list[str]]
+
+
+def name_groups(
+    model: ModelStates, candidates: Mapping[str, Index], flats: Sequence[Tensor]
+) -> _Names:
+    """The members of each group.
+
+    Args:
+        candidates: parameters of the module in its order; frozen ones are among them.
+
+    Raises:
+        AmbiguousError: more than one assignment fits, or none.
+    """
+    alike: dict[Index, list[str]] = {}
+    for fqn, shape in candidates.items():
+        alike.setdefault(shape, []).append(fqn)
+    sizes = {shape: prod(shape) * len(fqns) for shape, fqns in alike.items()}
+    fitting = islice(_assignments(sizes, [flat.numel for flat in flats]), _TRIED)
+    named = (
+        [[f for f, shape in candidates.items() if owners[shape] == n] for n in range(len(flats))]
+        for owners in fitting
+    )
+    with SourceFiles() as files:
+        found = list(islice((n for n in named if _agree(files, model, n, flats)), 2))
+    if len(found) != 1:
+        raise AmbiguousError(
+            list(candidates), "were joined by a fused optimizer in an order that no file tells"
+        )
+    return found[0]
+
+
+def _assignments(
+    sizes: Mapping[Index, int], wanted: Sequence[int]
+) -> Iterator[dict[Index, int | None]]:
+    """The group of each shape, None of what is in none, so that every group is full."""
+    order = sorted(sizes, key=lambda shape: -sizes[shape])
+    steps = iter(range(_SEARCHED))
+
+    def search(at: int, left: list[int], rest: int) -> Iterator[dict[Index, int | None]]:
+        if sum(left) > rest or next(steps, None) is None:
+            return
+        if at == len(order):
+            yield {}
+            return
+        size = sizes[order[at]]
+        for owner in (*range(len(left)), None):
+            after = [n - size if number == owner else n for number, n in enumerate(left)]
+            if min(after, default=0) >= 0:
+                for others in search(at + 1, after, rest - size):
+                    yield {order[at]: owner, **others}
+
+    return search(0, list(wanted), sum(sizes.values()))
+
+
+def _agree(files: SourceFiles, model: ModelStates, groups: _Names, flats: Sequence[Tensor]) -> bool:
+    module = model.module
+    for names, flat in zip(groups, flats, strict=True):
+        at = 0
+        for fqn in names:
+            weight = module[fqn]
+            own, master = _element(files, model, weight, 0), _element(files, model, flat, at)
+            if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
+                return False
+            at += weight.numel
+    return True
+
+
+def _element(files: SourceFiles, model: ModelStates, tensor: Tensor, at: int) -> float:
+    """One element of a contiguous tensor, or the first of any; NaN of what no weight is in."""
+    chunk = model.file.chunk(tensor)
+    start = chunk.byte_offset + at * chunk.dtype.itemsize
+    raw = files.read(chunk.file, start, chunk.dtype.itemsize)
+    if chunk.dtype == BFLOAT16:
+        raw = b"\0\0" + raw
+    form = {2: "<e", 4: "<f"} if chunk.dtype == FLOAT16 else {4: "<f"}
+    found: float = struct.unpack(form[len(raw)], raw)[0] if len(raw) in form else float("nan")
+    return found
