@@ -20,6 +20,7 @@ from reshard.formats.deepspeed.states import ModelStates
 from reshard.formats.state_dict.order import AmbiguousError
 from reshard.formats.torch_file import Tensor
 
+_SHAPES = 200  # and more are no model's; the search goes a step deeper with each
 _SEARCHED = 100_000  # steps of the search, and
 _TRIED = 100  # assignments that fit by size, before it is given up
 _REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's smallest number
@@ -61,7 +62,7 @@ def _assignments(
 ) -> Iterator[dict[Index, int | None]]:
     """The group of each shape, None of what is in none, so that every group is full."""
     order = sorted(sizes, key=lambda shape: -sizes[shape])
-    steps = iter(range(_SEARCHED))
+    steps = iter(range(_SEARCHED if len(order) <= _SHAPES else 0))
 
     def search(at: int, left: list[int], rest: int) -> Iterator[dict[Index, int | None]]:
         if sum(left) > rest or next(steps, None) is None:
