@@ -88,7 +88,7 @@ def joined(ranks: Sequence[Manifest], entries: Iterable[Entry]) -> Manifest:
         first,
         entries=keyed(entries),
         files={path: file for rank in ranks for path, file in rank.files.items()},
-        train=_train([(rank.origin.path, rank.train) for rank in ranks]),
+        train=_train([(next(iter(rank.files), rank.origin.path), rank.train) for rank in ranks]),
         tied={alias: kept for rank in ranks for alias, kept in rank.tied.items()},
         tied_again=tuple(entry for rank in ranks for entry in rank.tied_again),
         frozen=frozenset().union(*(rank.frozen for rank in ranks)),

@@ -18,6 +18,7 @@ from tests.judged.damage import edited
 
 STAGE_2 = "deepspeed_0.8.3/z2_apexadam"
 STAGE_3 = "deepspeed_0.14.5/z3_mics_ws4"
+PARALLEL = "gpt_neox/tp2pp2"
 PIPELINE = "bloom/tp2pp2"
 RANK_1 = "*_rank_1_mp_rank_00_optim_states.pt"
 TRAINED = "extras.seven"
@@ -30,6 +31,11 @@ def of_optimizer(change):
 
 def shorter(tensors):
     tensors[0] = tensors[0][:-3].clone()
+
+
+def stepped(held):
+    for slots in held["base_optimizer_state"]["state"].values():
+        slots["step"] += 5
 
 
 DAMAGES = {
@@ -70,6 +76,19 @@ DAMAGES = {
     "a model's file of something else": (
         *(STAGE_2, MODEL, lambda root: root.pop("module")),
         *(CorruptError, "is not a DeepSpeed model states file: it has no 'module'"),
+    ),
+    "another step of a tensor-parallel rank": (
+        *(PARALLEL, "mp_rank_01_model_states.pt", lambda root: root.update(global_steps=4)),
+        *(CorruptError, "mp_rank_01_model_states.pt: is of step 4, mp_rank_00_model_.* of 3"),
+    ),
+    "other updates of a tensor-parallel rank": (
+        *(PARALLEL, "*_mp_rank_01_optim_states.pt", of_optimizer(stepped)),
+        *(CorruptError, r"'0\.word_embeddings\.weight' was updated 8 times, 3 on another rank"),
+    ),
+    "another model's tensor-parallel rank": (
+        *(PARALLEL, "mp_rank_01_model_states.pt"),
+        lambda root: root["param_shapes"][0].popitem(),
+        *(CorruptError, r"mp_rank_01_optim.* has 5 paddings for 4 parameters"),
     ),
     "a layer's file without its tensors": (
         *(PIPELINE, "layer_03-model_00*", lambda root: root.clear()),
