@@ -5,6 +5,7 @@ One damage a line, done to what DeepSpeed itself wrote, as mixed runs and lost f
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CorruptError, IncompleteError
+from reshard.errors import CorruptError, IncompleteError, ReshardError, UnsupportedError
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edited
 
@@ -150,3 +151,59 @@ def test_a_universal_directory_that_lost_something_is_refused(damage, error, say
     with pytest.raises(error, match=says):
         reshard.merge(run, tmp_path / "out.safetensors")
     assert not (tmp_path / "out.safetensors").exists()
+
+
+OFFLOADED = "deepspeed_0.19.8/z3_nvme_sub"
+
+
+def swapped(run, name):
+    return next(run.rglob(f"offloaded_tensors/rank01/{name}"))
+
+
+def two_groups(run):
+    for path in run.rglob("*_optim_states.pt"):
+        edited(
+            path,
+            of_optimizer(
+                lambda held: held["optimizer_state_dict"].update(
+                    param_groups=[
+                        {**held["optimizer_state_dict"]["param_groups"][0], "params": [number]}
+                        for number in (0, 1)
+                    ]
+                )
+            ),
+        )
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "says"),
+    [
+        (
+            lambda run: shutil.rmtree(swapped(run, "4_6.tensor.swp").parent),
+            IncompleteError,
+            "2 sub-groups of rank 1 were offloaded to disk, but 0 of their swap files are here",
+        ),
+        (
+            lambda run: swapped(run, "4_6.tensor.swp").unlink(),
+            IncompleteError,
+            "2 sub-groups of rank 1 were offloaded to disk, but 1 of their swap files are here",
+        ),
+        (
+            lambda run: swapped(run, "exp_avg_sq-0_3.tensor.swp").unlink(),
+            ReshardError,
+            "exp_avg_sq-0_3.tensor.swp",
+        ),
+        (
+            lambda run: os.truncate(swapped(run, "exp_avg-4_6.tensor.swp"), 2048),
+            CorruptError,
+            "exp_avg-4_6.tensor.swp: has 2048 bytes; its sub-group takes 2112 and padding",
+        ),
+        (two_groups, UnsupportedError, "their sizes do not tell the swap files apart"),
+    ],
+)
+def test_swap_files_that_are_not_all_there_are_refused(damage, error, says, tmp_path):
+    run = Path(shutil.copytree(KEPT / OFFLOADED / "run", tmp_path / "run"))
+    damage(run)
+    with pytest.raises(error, match=says) as refusal:
+        reshard.merge(run, tmp_path / "out.safetensors")
+    assert "offloaded_tensors" in str(refusal.value)
