@@ -252,6 +252,10 @@ def test_groups_that_are_none(made, tmp_path, groups_file):
         ("several groups without match", {}, {}),
         ("not a regular expression", {"match": "("}),
         ("has 'params'", {"params": [0]}),
+        ("must be a list of groups",),
+        ("frozen and has hyper-parameters", {"match": "norm", "frozen": True, "lr": 1.0}, {}),
+        ("has no such frozen", {"match": "norm", "frozen": "yes"}, {}),
+        ("a match that is neither a text nor a list", {"match": 3}, {}),
         ("no JSON object", "norm"),
         ("optimizer state", {"match": "norm", "frozen": True}, {"weight_decay": 0.1}),
     ):
