@@ -192,3 +192,30 @@ def test_a_pipeline_of_megatron_deepspeed_is_a_gpt2(tmp_path):
     wanted = judge.logits(held, truth["tokens"][:, :-1])
     assert (kind, ours.shape[-1]) == ("GPT2LMHeadModel", 122)  # as DeepSpeed says there, too
     torch.testing.assert_close(ours, wanted[..., :122], rtol=1e-4, atol=1e-4)
+
+
+def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path):
+    """DeepSpeed decays all of one group; Megatron has norms and biases apart, and a schedule."""
+    source, out = made / "hf_z2" / "run", tmp_path / "megatron"
+    truth = torch.load(made / "hf_z2" / "reference.pt", weights_only=False)
+    report = reshard.split(source, out, to="megatron", tp=2, pp=1, dp=1)
+    assert any("weight decay goes by Megatron's rule" in note for note in report.notes)
+    assert any("made anew, at 36 samples" in note for note in report.notes)
+    with reshard.open(out) as checkpoint:
+        decayed, plain = checkpoint.manifest.train.param_groups
+        assert (decayed.hyper["weight_decay"], plain.hyper["weight_decay"]) == (0.01, 0.0)
+        assert {fqn for fqn in checkpoint if "norm" in fqn} == set(plain.fqns)
+        assert set(decayed.fqns) == set(checkpoint) - set(plain.fqns)
+        assert set(checkpoint.manifest.train.optimizer_step.values()) == {3.0}
+        for own, theirs in (
+            ("decoder.layers.1.self_attention.linear_proj", "model.layers.1.self_attn.o_proj"),
+            ("decoder.layers.0.mlp.linear_fc2", "model.layers.0.mlp.down_proj"),
+            ("decoder.final_layernorm", "model.norm"),
+        ):
+            for slot in ("exp_avg", "exp_avg_sq"):
+                held = torch.as_tensor(checkpoint.optimizer(slot)[f"{own}.weight"][...])
+                assert torch.equal(held, truth["slots"][slot][f"{theirs}.weight"]), (slot, own)
+    for path in out.rglob("model_optim_rng.pt"):
+        scheduler = torch.load(path, weights_only=False)["opt_param_scheduler"]
+        assert (scheduler["num_steps"], scheduler["max_lr"]) == (36, 0.001)
+        assert (scheduler["start_wd"], scheduler["lr_decay_style"]) == (0.01, "constant")
