@@ -148,8 +148,9 @@ def _check_optimizer(state: Training, found: Layout) -> None:
             " nanotron loads none that lacks one",
             alone,
         )
-    for member in (member for group in state.groups for member in group.members):
-        written.check_slots(state, member)
+    for trained in state.groups:
+        for member in trained.members:
+            written.check_slots(state, trained, member)
     for group in (group for stage in found.stages for group in stage.groups):
         if not written.is_faithful(group.hyper):
             raise UnsupportedError(path, "a param group has settings that are no values", alone)
