@@ -12,7 +12,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import reshard
-from reshard.errors import IncompleteError, ReshardError, UnrecognisedError, UnsupportedError
+from reshard.errors import (
+    CorruptError,
+    IncompleteError,
+    ReshardError,
+    UnrecognisedError,
+    UnsupportedError,
+)
 
 STEPS = (2, 4)
 
@@ -70,6 +76,14 @@ def test_files_of_several_checkpoints_in_one_directory(tmp_path):
         (note,) = assert_is_of(step, tmp_path / f"ep0-ba{step}-rank0.pt")
         assert note == f"ep0-ba{other} is another checkpoint; it is not read"
         assert_is_of(step, tmp_path, key=f"ep0-ba{step}.state.model")
+
+
+@pytest.mark.parametrize("other", [7, [], torch.zeros(2)])
+def test_files_of_ranks_that_have_nothing_in_common(tmp_path, other):
+    torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "model_rank_0.pt")
+    torch.save(other, tmp_path / "model_rank_1.pt")
+    with pytest.raises(CorruptError, match="hold different things"):
+        reshard.inspect(tmp_path)
 
 
 def test_indexes_of_other_names(tmp_path):

@@ -119,9 +119,11 @@ def _refuse_mixed(found: Found) -> None:
     """Ranks that counted other steps did not save together.
 
     Raises:
-        CorruptError: naming the counter.
+        CorruptError: naming the counter; or the files have nothing in common.
     """
     for path in found.differing:
+        if not path:
+            raise CorruptError(found.where, "the ranks' files hold different things", tree.MIXED)
         if _COUNTER.fullmatch(str(path[-1])) and not any(parts.RNG.search(str(p)) for p in path):
             raise CorruptError(
                 found.where, f"the ranks' files disagree on {dotted(path)!r}", tree.MIXED
