@@ -16,7 +16,7 @@ from reshard.box import whole
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats import torch_file
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.manifest import Entry, Manifest, Origin, check
 from reshard.tensors import read_block
 from tests.menagerie import menagerie, raw, same

@@ -17,7 +17,7 @@ from reshard.box import Box, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import Section, SourceFiles
-from reshard.formats import torch_file, torch_writer, zip_directory
+from reshard.formats import torch_file, torch_objects, torch_writer, zip_directory
 from reshard.formats.torch_writer import AS_WRITTEN, Part, Slot, Storage, lay_out, lay_out_object
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
 from reshard.move.execute import execute
@@ -601,7 +601,7 @@ def copied(path, tmp_path, builders=AS_WRITTEN):
     made: dict[str, Storage] = {}
 
     def slot_of(leaf):
-        if not isinstance(leaf, torch_file.Tensor):
+        if not isinstance(leaf, torch_objects.Tensor):
             return None
         stored = leaf.storage
         if stored.key not in made:
@@ -614,7 +614,7 @@ def copied(path, tmp_path, builders=AS_WRITTEN):
 
 def plain(value, path):
     """Comparable: calls and tensors as tuples of what they hold."""
-    if isinstance(value, torch_file.Tensor):
+    if isinstance(value, torch_objects.Tensor):
         stored = value.storage
         with SourceFiles() as files:
             held = files.read(path, stored.byte_offset, stored.nbytes)

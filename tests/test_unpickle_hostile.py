@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import CorruptError, ReshardError, UnsafeError
-from reshard.formats import torch_file
+from reshard.formats import torch_objects
 from reshard.pickles.unpickle import loads
 from reshard.pickles.values import Call, Global
 
@@ -112,11 +112,11 @@ def limited(data, *, seconds=3, megabytes=3000):
         f"resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "from reshard.errors import ReshardError\n"
-        "from reshard.formats.torch_file import TORCH_BUILDERS, _Storages\n"
+        "from reshard.formats.torch_objects import TORCH_BUILDERS, Storages\n"
         "from reshard.pickles.unpickle import loads\n"
         "try:\n"
         "    loads(sys.stdin.buffer.read(), where='x', builders=TORCH_BUILDERS,\n"
-        "          persistent=_Storages('x'))\n"
+        "          persistent=Storages('x'))\n"
         "    said = 'ok'\n"
         "except ReshardError as error:\n"
         "    said = type(error).__name__ if len(str(error)) < 2000 else 'a long message'\n"
@@ -264,13 +264,13 @@ def mutated(chance, data):
 @pytest.mark.parametrize("seed", range(4))
 def test_fuzzed_pickles_raise_only_our_errors_and_quickly(torch_pickle, seed):
     chance = random.Random(seed)
-    builders = torch_file.TORCH_BUILDERS
+    builders = torch_objects.TORCH_BUILDERS
     messages, slowest = [], 0.0
     for _ in range(2000):
         data = mutated(chance, torch_pickle)
         began = time.thread_time()
         try:
-            loads(data, where="x", builders=builders, persistent=torch_file._Storages("x"))
+            loads(data, where="x", builders=builders, persistent=torch_objects.Storages("x"))
         except ReshardError as error:
             messages.append(str(error))
         slowest = max(slowest, time.thread_time() - began)

@@ -28,7 +28,7 @@ import atheris
 with atheris.instrument_imports(include=["reshard"], exclude=["reshard.__main__"]):
     import reshard
     from reshard.errors import ReshardError, understood
-    from reshard.formats import huggingface, safetensors, torch_file
+    from reshard.formats import huggingface, safetensors, torch_file, torch_objects
     from reshard.formats.place import Place
     from reshard.pickles.unpickle import loads
 
@@ -104,8 +104,8 @@ def _fuzzed(target: Target, found: list[Seed], scratch: Path) -> _Fuzzed:
 
 
 def _pickle(data: bytes, _place: Path) -> object:
-    storages = torch_file._Storages("x")  # noqa: SLF001 - what the reader of files gives it
-    return loads(data, where="x", builders=torch_file.TORCH_BUILDERS, persistent=storages)
+    storages = torch_objects.Storages("x")
+    return loads(data, where="x", builders=torch_objects.TORCH_BUILDERS, persistent=storages)
 
 
 def _of_file(name: str, read: Callable[[Path], object]) -> Read:

@@ -20,7 +20,7 @@ from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats import torch_file
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
 from reshard.manifest import Chunk
 from reshard.paths import as_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.formats.state_dict.tree import Local, Logical
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.pickles.values import Call, Global
 
 _MAX_DEPTH = 100

@@ -20,7 +20,7 @@ from reshard.errors import IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import target
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.formats.torch_writer import AS_WRITTEN
 from reshard.formats.training import training
 from reshard.layout.partition import equal_piece

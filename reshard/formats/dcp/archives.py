@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from reshard.files import Section
 from reshard.formats import torch_file, zip_directory
-from reshard.formats.torch_file import Storage, Tensor, TorchFile
+from reshard.formats.torch_objects import Storage, Tensor, TorchFile
 from reshard.manifest import Record
 
 _CRC = 16  # byte of the CRC in a central directory entry, which is 4 bytes long

@@ -14,10 +14,10 @@ from reshard.box import Box
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
-from reshard.formats import safetensors, torch_file
+from reshard.formats import safetensors, torch_objects
 from reshard.formats.dcp.archives import Archives
 from reshard.formats.dcp.metadata import Block
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.manifest import Chunk, Record, SourceFile
 
 _ZIP = b"PK"
@@ -73,7 +73,7 @@ class Items:
         whole = file.chunk(tensor)
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
 
-    def object(self, path: Path, block: Block) -> torch_file.TorchFile:
+    def object(self, path: Path, block: Block) -> torch_objects.TorchFile:
         """A stored object; its tensors are described, and its classes are names.
 
         Raises:
@@ -85,7 +85,7 @@ class Items:
             raise UnsupportedError(path, f"{block.key!r} is no torch.save archive")
         return self._open(section)
 
-    def _open(self, section: Section) -> torch_file.TorchFile:
+    def _open(self, section: Section) -> torch_objects.TorchFile:
         file = self._archives.open(section)
         self.globals |= file.globals
         self._records[section.path] += file.records.values()

@@ -12,7 +12,7 @@ from reshard.formats import torch_file
 from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.states import MIXED, ModelStates
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of
 from reshard.formats.deepspeed.kinds import OPTIMIZER
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.formats.torch_file import TorchFile
+from reshard.formats.torch_objects import TorchFile
 from reshard.manifest import BUFFER, PARAM, Manifest
 from reshard.model_parallel import combine
 from reshard.schema import expect, fields, maybe

@@ -16,7 +16,7 @@ from reshard.box import Index
 from reshard.counts import elements
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Entry
 

@@ -18,7 +18,7 @@ from reshard.dtypes import BFLOAT16, FLOAT16
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.formats.state_dict.order import AmbiguousError
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 
 _SHAPES = 200  # and more are no model's; the search goes a step deeper with each
 _SEARCHED = 100_000  # steps of the search, and

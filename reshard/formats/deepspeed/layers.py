@@ -16,7 +16,7 @@ from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats import torch_file
 from reshard.formats.deepspeed.directory import Files
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 
 TIED = "tied_modules."
 Names = Mapping[str, Index | None]  # name -> shape, where it is known

@@ -25,7 +25,8 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.place import Place
 from reshard.formats.state_dict.order import AmbiguousError
-from reshard.formats.torch_file import Alike, TorchFile
+from reshard.formats.torch_file import Alike
+from reshard.formats.torch_objects import TorchFile
 from reshard.manifest import (
     BUFFER,
     PARAM,

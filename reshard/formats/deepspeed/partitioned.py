@@ -23,7 +23,7 @@ from reshard.formats.deepspeed.states import (
     agree,
     piece_of,
 )
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.layout.runs import Places, Runs
 from reshard.manifest import MASTER, PARAM, Entry
 

@@ -13,7 +13,8 @@ from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
 from reshard.formats import torch_file
 from reshard.formats.deepspeed import kinds
-from reshard.formats.torch_file import Alike, Tensor, TorchFile
+from reshard.formats.torch_file import Alike
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.manifest import BUFFER, PARAM, Entry
 from reshard.schema import expect
 

@@ -23,7 +23,7 @@ from reshard.files import size_of
 from reshard.formats.deepspeed.partitioned import Swapped, piece_numel, sub_group_state
 from reshard.formats.deepspeed.states import OptimizerStates, Piece, Shapes
 from reshard.formats.place import Place
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.manifest import MASTER
 
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")

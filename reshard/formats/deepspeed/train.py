@@ -14,7 +14,7 @@ from reshard.formats.deepspeed.states import (
     agree,
     each,
 )
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import ParamGroup, TrainState
 from reshard.pickles.values import Call

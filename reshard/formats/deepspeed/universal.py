@@ -29,7 +29,8 @@ from reshard.formats.deepspeed.states import (
 )
 from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
 from reshard.formats.place import Place
-from reshard.formats.torch_file import Alike, Tensor, TorchFile
+from reshard.formats.torch_file import Alike
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.manifest import (
     BUFFER,
     MASTER,

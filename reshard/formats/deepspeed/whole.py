@@ -20,7 +20,7 @@ from reshard.formats.deepspeed import expert_names, fused, train
 from reshard.formats.deepspeed.flat import slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.formats.state_dict.order import Sign, name_groups
-from reshard.formats.torch_file import Tensor
+from reshard.formats.torch_objects import Tensor
 from reshard.manifest import MASTER, Entry, contiguous
 
 

@@ -24,7 +24,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
 from reshard.formats.state_dict.order import AmbiguousError, name_groups
 from reshard.formats.state_dict.tree import Logical, logical
-from reshard.formats.torch_file import number_at
+from reshard.formats.torch_objects import number_at
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence

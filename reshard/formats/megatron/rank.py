@@ -20,7 +20,7 @@ from reshard.formats.megatron.directory import OPTIMIZER, model_file
 from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Logical, logical
-from reshard.formats.torch_file import TorchFile
+from reshard.formats.torch_objects import TorchFile
 from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 
 _OLD_VERSION = 0.0  # of files that say none

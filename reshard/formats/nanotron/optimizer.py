@@ -16,10 +16,10 @@ from typing import Any
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats import torch_file
+from reshard.formats import torch_file, torch_objects
 from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.formats.values import plain
 from reshard.manifest import MASTER, Chunk, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
@@ -175,7 +175,7 @@ def _add_loose(
         fqn = names[index]
         value = slots.get(_STEP)
         if isinstance(value, Tensor):
-            value = torch_file.number_at(pool, file.chunk(value))
+            value = torch_objects.number_at(pool, file.chunk(value))
         if isinstance(value, (int, float)):
             step = found.steps.setdefault(fqn, float(value))
             if step != value:

@@ -14,7 +14,7 @@ from reshard.formats.place import missing_ranks
 from reshard.formats.pytorch.names import RANK, is_of_rank
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.found import Found
-from reshard.formats.torch_file import TorchFile
+from reshard.formats.torch_objects import TorchFile
 
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")

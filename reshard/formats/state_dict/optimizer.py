@@ -28,7 +28,7 @@ from reshard.formats.state_dict.forms import (
 )
 from reshard.formats.state_dict.order import AmbiguousError
 from reshard.formats.state_dict.tree import MIXED, Local, as_list, is_tensor, logical
-from reshard.formats.torch_file import number_at
+from reshard.formats.torch_objects import number_at
 from reshard.formats.values import plain
 from reshard.manifest import Entry, ParamGroup
 

@@ -16,7 +16,7 @@ from reshard import dtypes
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.layout.partition import Cut, mesh_box
 from reshard.manifest import Chunk
 from reshard.pickles.values import Call

@@ -10,7 +10,7 @@ from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
 from reshard.formats.state_dict import sharded
-from reshard.formats.torch_file import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.manifest import Chunk
 from reshard.pickles.values import Call
 
