@@ -3,7 +3,8 @@
 ``FP16_Optimizer`` (DeepSpeed 0.19.8 ``runtime/fp16/fused_optimizer.py``) joins the masters of each
 param group and names none. The sizes tell which shapes a group has, if what looks alike stands in
 one group; within it parameters stand in the order in which the user gave them, which for nearly
-everybody is the model's. So it is only where the first element of each weight is its master's.
+everybody is the model's. So it is only where each weight begins, ends and is in the middle as its
+master.
 """
 
 from __future__ import annotations
@@ -86,17 +87,22 @@ def _agree(files: SourceFiles, model: ModelStates, groups: _Names, flats: Sequen
         at = 0
         for fqn in names:
             weight = module[fqn]
-            own, master = _element(files, model, weight, 0), _element(files, model, flat, at)
-            if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
-                return False
+            for place in sorted({0, weight.numel // 2, weight.numel - 1}) if weight.numel else ():
+                own = _element(files, model, weight, place)
+                master = _element(files, model, flat, at + place)
+                if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
+                    return False
             at += weight.numel
     return True
 
 
 def _element(files: SourceFiles, model: ModelStates, tensor: Tensor, at: int) -> float:
-    """One element of a contiguous tensor, or the first of any; NaN of what no weight is in."""
+    """The element at a place in row-major order; NaN of a dtype that no weight is in."""
     chunk = model.file.chunk(tensor)
-    start = chunk.byte_offset + at * chunk.dtype.itemsize
+    start = chunk.byte_offset
+    for extent, stride in zip(reversed(tensor.shape), reversed(chunk.byte_strides), strict=True):
+        at, index = divmod(at, extent)
+        start += index * stride
     raw = files.read(chunk.file, start, chunk.dtype.itemsize)
     if chunk.dtype == BFLOAT16:
         raw = b"\0\0" + raw
