@@ -86,6 +86,28 @@ def test_files_of_ranks_that_have_nothing_in_common(tmp_path, other):
         reshard.inspect(tmp_path)
 
 
+@pytest.mark.parametrize("count", [0, 2, 9])
+def test_accelerates_count_of_micro_batches_is_no_step(tmp_path, count):
+    ckpt = tmp_path / "ckpt"
+    ckpt.mkdir()
+    model = torch.nn.Linear(3, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(3)).sum().backward()
+        adam.step()
+    save_file(model.state_dict(), ckpt / "model.safetensors", {"format": "pt"})
+    torch.save(adam.state_dict(), ckpt / "optimizer.bin")
+    torch.save({"step": count}, ckpt / "random_states_0.pkl")
+    with reshard.open(ckpt) as checkpoint:
+        assert checkpoint.manifest.train.step == 2
+    (check,) = (each for each in reshard.verify(ckpt).checks if each.name == "steps")
+    assert check.status == "passed"
+    reshard.split(ckpt, tmp_path / "out", to="accelerate", world_size=2)
+    for rank in range(2):
+        states = torch.load(tmp_path / "out" / f"random_states_{rank}.pkl")
+        assert states["step"] == count
+
+
 def test_indexes_of_other_names(tmp_path):
     for number, name in enumerate("ab", 1):
         with pytest.raises(ReshardError):  # nothing there, then a half

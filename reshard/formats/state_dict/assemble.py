@@ -81,6 +81,9 @@ def manifest(
     groups = tuple(group for one in read for group in one.groups)
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
     other = {fqn: value for one in read for fqn, value in one.other.items()}
+    step, opaque = _counted(split, steps)
+    if other:
+        opaque["optimizer"] = other
     named = {fqn for group in groups for fqn in group.fqns}
     stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
     return Manifest(
@@ -92,7 +95,7 @@ def manifest(
         entries=keyed(entries),
         files=found.files,
         train=TrainState(
-            step=split.step,
+            step=step,
             samples=split.samples,
             skipped_steps=split.skipped_steps,
             optimizer_step=steps,
@@ -101,7 +104,7 @@ def manifest(
             scaler=plain(split.scaler),
             rng=plain(split.rng),
             client={name: plain(value) for name, value in split.client.items()},
-            opaque={"optimizer": other} if other else {},
+            opaque=opaque,
         ),
         tied=tied,
         frozen=frozenset(fqn for fqn in named - stated if fqn in first and first[fqn].kind == PARAM)
@@ -113,6 +116,15 @@ def manifest(
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
     )
+
+
+def _counted(split: parts.Parts, steps: Mapping[str, float]) -> tuple[int | None, dict[str, Any]]:
+    """The run's step; beside it what Accelerate counted, where that is something else."""
+    if split.accumulated is None:
+        return split.step, {}
+    updates = int(max(steps.values(), default=split.accumulated))
+    step = updates if split.step is None else split.step
+    return step, {} if split.accumulated == step else {parts.ACCUMULATED: split.accumulated}
 
 
 def _refuse_mixed(found: Found) -> None:

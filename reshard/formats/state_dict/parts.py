@@ -35,6 +35,9 @@ _NAMED = {
     "skipped_steps": re.compile(r"skipped_steps"),
 }
 TRAIN_STATE = "train_state"  # the file in which reshard puts what is neither model nor optimizer
+# In `TrainState.opaque`: what Accelerate 1.15 (``accelerator.py``, ``_do_sync``) saves as its step,
+# among the random states: calls of ``accumulate`` in this epoch, 0 where a program makes none.
+ACCUMULATED = "accelerate's micro batches"
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class Parts:
     scaler: Any = None
     rng: Any = None
     step: int | None = None
+    accumulated: int | None = None  # Accelerate's count of micro batches
     samples: int | None = None
     skipped_steps: int | None = None
     client: dict[str, Any] = field(default_factory=dict)  # everything else, by dotted path
@@ -206,7 +210,7 @@ def _sort_one(parts: Parts, path: Path, value: Any) -> None:
     elif kind in ("samples", "skipped_steps") and type(value) is int:
         setattr(parts, kind, value)
     elif kind == "rng" and isinstance(value, dict) and type(value.get("step")) is int:
-        parts.step = value["step"]  # Accelerate counts its steps among the random states
+        parts.accumulated = value["step"]
         parts.rng = {name: state for name, state in value.items() if name != "step"} or None
     elif kind in ("scheduler", "scaler", "rng") and value:
         setattr(parts, kind, value)

@@ -27,7 +27,7 @@ from reshard.formats import rng, skeletons, torch_writer
 from reshard.formats.state_dict import nested, written
 from reshard.formats.state_dict.distributed import DTensors
 from reshard.formats.state_dict.mesh import Grid, Placing
-from reshard.formats.state_dict.parts import TRAIN_STATE
+from reshard.formats.state_dict.parts import ACCUMULATED, TRAIN_STATE
 from reshard.formats.state_dict.written import Keyed, Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
@@ -195,7 +195,8 @@ def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
         yield torch_writer.lay_out_object("scheduler.bin", beside["scheduler"])
     if "scaler" in beside:
         yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
-    counted = {"step": beside["step"]} if "step" in beside else {}
+    count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
+    counted = {} if count is None else {"step": count}
     for rank in range(ranks):
         kept = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
         if counted or kept:
