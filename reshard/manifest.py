@@ -7,6 +7,7 @@ that the chunks of every entry lie inside their files and cover the tensor exact
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -272,6 +273,12 @@ def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
     return table
 
 
+def most_common_dtype(held: Iterable[Entry]) -> str:
+    """The float dtype of most tensors, of the first where they are as many; empty without any."""
+    found = Counter(entry.dtype for entry in held if entry.dtype.family == "float")
+    return str(found.most_common(1)[0][0]) if found else ""
+
+
 def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
     """A chunk whose box lies in the file as a contiguous tensor of shape ``stored``."""
     return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
@@ -338,12 +345,3 @@ def _check_coverage(entry: Entry) -> None:
             f" overlap; together they hold {held} elements for {entry.numel}",
             "shards of two different runs or world sizes are mixed",
         )
-
-
-def most_common_dtype(held: Iterable[Entry]) -> str:
-    """The float dtype of most tensors; empty where there is none."""
-    counts: dict[DType, int] = {}
-    for entry in held:
-        if entry.dtype.family == "float":
-            counts[entry.dtype] = counts.get(entry.dtype, 0) + 1
-    return str(max(counts, key=lambda dtype: counts[dtype])) if counts else ""

@@ -11,6 +11,7 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, first_overlap, row_major, whole
+from reshard.dtypes import BFLOAT16, UINT8
 from reshard.errors import CorruptError
 from reshard.layout.partition import run_chunks
 from reshard.manifest import (
@@ -23,6 +24,7 @@ from reshard.manifest import (
     check,
     contiguous,
     keyed,
+    most_common_dtype,
 )
 
 F32 = dtypes.FLOAT32
@@ -252,3 +254,12 @@ def test_one_record_with_a_checksum_is_a_file_with_checksums():
 def test_a_checkpoint_of_which_nothing_says_its_ranks_is_of_one():
     assert Origin("test", "/t").world == 1
     assert Origin("test", "/t", mesh={"world": 6, "dp": 3}).world == 6
+
+
+def test_the_dtype_of_most_tensors():
+    def held(*found):
+        return [Entry(str(n), "param", dtype, (1,), ()) for n, dtype in enumerate(found)]
+
+    assert most_common_dtype(held(F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16)) == "bfloat16"
+    assert most_common_dtype(held(F32, BFLOAT16, BFLOAT16, F32)) == "float32"
+    assert most_common_dtype(held(UINT8)) == ""
