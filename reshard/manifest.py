@@ -276,7 +276,7 @@ def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
 def most_common_dtype(held: Iterable[Entry]) -> str:
     """The float dtype of most tensors, of the first where they are as many; empty without any."""
     found = Counter(entry.dtype for entry in held if entry.dtype.family == "float")
-    return str(found.most_common(1)[0][0]) if found else ""
+    return str(max(found, key=found.__getitem__)) if found else ""
 
 
 def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
