@@ -48,6 +48,13 @@ def test_only_what_is_missing_comes_from_the_base(source, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
 
 
+def test_a_base_that_has_nothing_more_is_told_of(source, tmp_path):
+    base = directory(tmp_path / "base", TRAINED)
+    report = reshard.merge(source, tmp_path / "out", fill_missing_from=base)
+    assert not report.filled
+    assert any("lacks none of that model's weights" in text for text in report.warnings)
+
+
 def test_a_tied_head_of_the_base_is_no_missing_weight(tmp_path):
     embedding = torch.arange(8.0).view(4, 2)
     save_file({"model.embed_tokens.weight": embedding}, tmp_path / "trained.safetensors")

@@ -142,6 +142,8 @@ def _prepare(
         edited.manifest, filled = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     chosen.notes += adapter.noted(chosen)
+    if options.fill_missing_from and not filled:
+        chosen.notes.append(f"{filling.OPTION}: the checkpoint lacks none of that model's weights")
     with SourceFiles() as pool:
         untied = weights.settle_ties(
             chosen,
