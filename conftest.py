@@ -21,9 +21,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Save what a worker measured: xdist kills one that takes ten seconds to end."""
     coverage = sys.modules.get("coverage")
     measured = coverage and coverage.Coverage.current()
-    if measured:
+    if measured and hasattr(session.config, "workerinput"):
         measured.save()
