@@ -199,3 +199,14 @@ def test_one_of_two_that_nothing_names_is_not_lost(tmp_path):
         assert any("optimizers.0" in text for text in checkpoint.manifest.warnings)
     with pytest.raises(IncompleteError, match=r"holds an optimizer \(optimizers.0\), and nothing"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
+
+
+def test_a_state_whose_names_are_no_texts_is_told_of(tmp_path):
+    model = torch.nn.Linear(3, 2)
+    state = {0: {7: torch.ones(2, 3)}, 1: {7: torch.ones(2)}}
+    groups = [{"lr": 0.1, "params": [0, 1]}]
+    held = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}}
+    torch.save(held, tmp_path / "x.pt")
+    with pytest.raises(reshard.ReshardError) as raised:
+        reshard.inspect(tmp_path / "x.pt")
+    assert "structure that its format has" not in str(raised.value)

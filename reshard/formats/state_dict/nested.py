@@ -42,7 +42,7 @@ def restored(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     root: dict[str, Any] = {}
     for name, value in state.items():
-        *above, last = name.split(_JOINT)
+        *above, last = name.split(_JOINT) if is_nested(name) else [name]
         place = root
         for part in above:
             place = place.setdefault(part, {})
@@ -50,9 +50,9 @@ def restored(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _with_lists(value) for name, value in root.items()}
 
 
-def is_nested(name: str) -> bool:
+def is_nested(name: object) -> bool:
     """Whether a slot's name is one that `flattened` joined."""
-    return _JOINT in name
+    return isinstance(name, str) and _JOINT in name
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:
