@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
+from reshard.formats.megatron.target import groups
 from reshard.formats.state_dict import flat, tree
 from reshard.formats.state_dict.tree import Local
+from reshard.formats.training import training
 from reshard.manifest import contiguous
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global
@@ -261,3 +264,13 @@ def test_the_states_of_groups_in_a_tuple_are_as_in_a_list(tmp_path):
         replaced(path, base_optimizer_state=())
     with pytest.raises(CorruptError, match="base_optimizer_state holds 0 groups, and no 0"):
         formats.read(run)
+
+
+def test_a_group_of_megatrons_that_is_told_apart_by_no_number():
+    run = DATA / "megatron_core_0.15.3" / "llama_dp2"
+    manifest = formats.read(next(run.rglob("latest_checkpointed_iteration.txt")).parent)
+    first, *rest = manifest.train.param_groups
+    odd = replace(first, hyper={**first.hyper, "lr_mult": {}})
+    state = training(replace(manifest, train=replace(manifest.train, param_groups=(odd, *rest))))
+    with pytest.raises(CorruptError, match="a param group whose lr_mult is a dict"):
+        groups.made(state, frozenset(), None)

@@ -7,11 +7,11 @@ of one dim, and biases, are not decayed), ``core/optimizer/optimizer.py``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.megatron.words import Adam
 from reshard.formats.training import Group, Trained, Training
 from reshard.units import some
@@ -53,6 +53,7 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
 
     Raises:
         UnsupportedError: groups that Megatron has no place for.
+        CorruptError: a setting that tells groups apart is no number.
     """
     members = {m.fqn: m for group in state.groups for m in group.members}
     own = all("wd_mult" in g.hyper or "pre_wd_mult" in g.hyper for g in state.groups)
@@ -70,7 +71,7 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
             if not held and (is_expert or not own):
                 continue
             mine = {**_of(hyper, state, fused=fused), "is_expert_parallel": is_expert}
-            identity = tuple(mine.get(key, mine.get(f"pre_{key}")) for key in _IDENTITY)
+            identity = tuple(_setting(mine, key, state) for key in _IDENTITY)
             known = found.setdefault(identity, (mine, []))
             if known[0] != mine:
                 raise UnsupportedError(
@@ -87,6 +88,17 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
     )
     apart = frozenset(fqn for group in groups if group.is_expert for fqn in group.fqns)
     return Groups(groups, members, apart, tuple(notes))
+
+
+def _setting(hyper: Mapping[str, Any], key: str, state: Training) -> Any:
+    value = hyper.get(key, hyper.get(f"pre_{key}"))
+    if isinstance(value, Hashable):
+        return value
+    raise CorruptError(
+        state.manifest.origin.path,
+        f"has a param group whose {key} is {shown(value)}, where a number is expected",
+        "give the groups with --param-groups FILE, or the weights with --weights-only",
+    )
 
 
 def is_torch(state: Training) -> bool:
