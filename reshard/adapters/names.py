@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.units import some
+
 ROOT = "base_model.model."  # where a PeftModel has the model that it adapts
 DEFAULT = "default"  # what PEFT calls an adapter that nobody named
 SAVED_MODULE = "modules_to_save"
@@ -72,6 +74,22 @@ def part(fqn: str) -> Part | None:
 def parts(fqns: Iterable[str]) -> list[Part]:
     """The tensors of adapters among these."""
     return [found for fqn in fqns if (found := part(fqn))]
+
+
+def told(fqns: Iterable[str]) -> list[str]:
+    """That adapters among weights are not added to these, and what to do with them."""
+    found = parts(fqns)
+    lora = [each for each in found if each.role in MATRICES]
+    if not lora:
+        return []
+    called = list(dict.fromkeys(each.adapter or DEFAULT for each in found))
+    text = (
+        f"{len(lora)} tensors of LoRA adapters ({some([each.fqn for each in lora])}) are written"
+        " under PEFT's names, not added to the weights that they adapt: --adapter"
+        f" {' or '.join(called)} writes one alone, as PeftModel.from_pretrained loads it, and"
+        " merge_and_unload adds it"
+    )
+    return [text]
 
 
 def unknown(fqns: Iterable[str]) -> list[str]:

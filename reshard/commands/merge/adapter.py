@@ -99,22 +99,6 @@ def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Pat
     )
 
 
-def noted(chosen: Weights) -> list[str]:
-    """That adapters among weights are not added to these, and what to do with them."""
-    found = names.parts(entry.fqn for entry, _ in chosen.tensors)
-    lora = [each for each in found if each.role in names.MATRICES]
-    if not lora:
-        return []
-    called = list(dict.fromkeys(each.adapter or names.DEFAULT for each in lora))
-    text = (
-        f"{len(lora)} tensors of LoRA adapters ({some([each.fqn for each in lora])}) are written"
-        " under PEFT's names, not added to the weights that they adapt: --adapter"
-        f" {' or '.join(called)} writes one alone, as PeftModel.from_pretrained loads it, and"
-        " merge_and_unload adds it"
-    )
-    return [text]
-
-
 def _name_in_names(where: str, name: str, found: Sequence[Part]) -> str:
     """What stands in the names of an adapter's tensors; nothing where PEFT itself saved it.
 

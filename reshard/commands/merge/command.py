@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reshard import formats, keys, replicas, weights
+from reshard.adapters import names as adapters
 from reshard.commands import naming
-from reshard.commands.merge import adapter, filling
-from reshard.commands.merge.options import MergeOptions
+from reshard.commands.merge.options import FILL, MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import opened, page_of, write
 from reshard.commands.page import check_page, write_page
@@ -138,12 +138,14 @@ def _prepare(
     edited = keys.edit(named.manifest, options.edits)
     filled: list[str] = []
     if options.fill_missing_from:
+        from reshard.commands.merge import filling
+
         base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
         edited.manifest, filled = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
-    chosen.notes += adapter.noted(chosen)
+    chosen.notes += adapters.told(entry.fqn for entry, _ in chosen.tensors)
     if options.fill_missing_from and not filled:
-        chosen.notes.append(f"{filling.OPTION}: the checkpoint lacks none of that model's weights")
+        chosen.notes.append(f"{FILL}: the checkpoint lacks none of that model's weights")
     with SourceFiles() as pool:
         untied = weights.settle_ties(
             chosen,
@@ -170,6 +172,8 @@ def _prepare_adapter(
 ) -> _Job:
     """As `_prepare`, of an adapter's tensors alone: all its names are written, tied ones too."""
     edited = keys.edit(manifest, options.edits)
+    from reshard.commands.merge import adapter
+
     taken = adapter.taken(edited.manifest, name, options.hf_dir, near)
     edited.manifest = taken.manifest
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)

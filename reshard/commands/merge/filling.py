@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard import keys, units
+from reshard.commands.merge.options import FILL
 from reshard.commands.reading import ReadOptions, trusted
 from reshard.errors import UsageError
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Manifest, keyed
-
-OPTION = "--fill-missing-from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Base:
         manifest = trusted([path], ReadOptions(allow_pickle=allow_pickle))
         if any(manifest.of_kind(MASTER)):
             raise UsageError(
-                f"{OPTION} {path}",
+                f"{FILL} {path}",
                 "is a training checkpoint, not a model",
                 "merge that into a model first, or give the base model",
             )
@@ -53,7 +52,7 @@ class Base:
         both = [fqn for fqn in offered if fqn in held]
         if not both:
             raise UsageError(
-                f"{OPTION} {self.path}",
+                f"{FILL} {self.path}",
                 f"has no name of the checkpoint's: it has {units.some(list(offered))}, the"
                 f" checkpoint {units.some(list(held))}",
                 "give the model that was trained; --rename changes the checkpoint's names",
@@ -61,7 +60,7 @@ class Base:
         for fqn in both:
             if offered[fqn].shape != held[fqn].shape:
                 raise UsageError(
-                    f"{OPTION} {self.path}",
+                    f"{FILL} {self.path}",
                     f"is another model: {fqn!r} is of {offered[fqn].shape}, in the checkpoint of"
                     f" {held[fqn].shape}",
                 )

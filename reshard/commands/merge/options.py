@@ -9,10 +9,11 @@ from typing import get_args
 
 from reshard import keys, weights
 from reshard.commands import naming
-from reshard.commands.merge import filling
 from reshard.commands.output import OutputOptions
 from reshard.commands.reading import one_of
 from reshard.errors import UsageError
+
+FILL = "--fill-missing-from"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +41,7 @@ class MergeOptions(OutputOptions):
         """
         OutputOptions.__post_init__(self)
         if self.fill_missing_from and (self.edits.include or self.edits.exclude):
-            raise UsageError(
-                filling.OPTION, "would bring back what --include and --exclude leave out"
-            )
+            raise UsageError(FILL, "would bring back what --include and --exclude leave out")
         one_of("tied", self.tied, get_args(weights.Tied))
         one_of("names", self.names, (None, *get_args(naming.Whose)))
         if self.adapter is not None:
