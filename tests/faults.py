@@ -38,11 +38,12 @@ class Disk:
         self.calls: list[list[str]] = []
         self.undo: list[tuple[set[str], object]] = []  # what makes it durable, how it is lost
         self.lock = threading.RLock()
-        self.real = {name: getattr(os, name) for name in ("pwrite", "fsync", "ftruncate", "preadv")}
+        names = ("pwrite", "fsync", "ftruncate", "preadv", "close")
+        self.real = {name: getattr(os, name) for name in names}
 
     def install(self) -> None:
         os.pwrite, os.fsync = self.pwrite, self.fsync
-        os.ftruncate, os.preadv = self.ftruncate, self.preadv
+        os.ftruncate, os.preadv, os.close = self.ftruncate, self.preadv, self.close
         sys.addaudithook(self.audit)
 
     def path(self, descriptor: int) -> str:
@@ -88,6 +89,12 @@ class Disk:
             with self.lock:
                 self.call("preadv", path)
         return self.real["preadv"](descriptor, buffers, offset)
+
+    def close(self, descriptor):
+        if self.fault.get("only") == "close":
+            with self.lock:
+                self.call("close", self.path(descriptor))
+        return self.real["close"](descriptor)
 
     def audit(self, event: str, arguments: tuple) -> None:
         if event == "open" and isinstance(arguments[0], (str, bytes)):

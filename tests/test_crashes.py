@@ -217,7 +217,7 @@ def test_a_line_of_the_journal_comes_after_its_bytes(lab):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_what_can_be_gone_on_with(lab, number):
     code = lab.run(MERGE, kind="signal", signal=number, at=8, within="/journal")
-    assert code == 130
+    assert code == 130, lab.said
     assert "interrupted; nothing was written to " in lab.said
     assert "that are done stay in" in lab.said
     assert "--resume goes on with them" in lab.said
@@ -225,6 +225,23 @@ def test_a_signal_leaves_what_can_be_gone_on_with(lab, number):
     assert lab.run([*MERGE, "--resume"]) == 0
     assert "of an interrupted run" in lab.told
     assert contents(lab.directory / "out") == lab.whole["merge"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_while_a_file_is_closed_is_heeded(lab, workers):
+    command = [*MERGE, "--workers", workers]
+    assert lab.run(command, within="", kind="none", at=-1, only="close") == 0
+    calls = [place for _, place in lab.calls]
+    sources = [at for at, place in enumerate(calls) if place.endswith("/x.pt")]
+    outputs = [at for at, place in enumerate(calls) if place.endswith("001-of-00003.safetensors")]
+    assert sources
+    for at in (*sources, outputs[-1]):
+        lab.clean()
+        close = {"only": "close", "within": "", "at": at}
+        assert lab.run(command, kind="signal", signal=signal.SIGTERM, **close) == 130, lab.said
+        assert "nothing was written to " in lab.said
+        assert "Traceback" not in lab.said
+        assert "out" not in lab.beside()
 
 
 def test_a_signal_before_anything_is_done_leaves_nothing(lab):

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 from typing import NoReturn
 
 import click
 
+from reshard import signals
 from reshard.cli.commands import cli
 from reshard.cli.run import say
 from reshard.errors import ReshardError
-from reshard.signals import ENDING
 
 __all__ = ["cli", "main"]
 
@@ -27,11 +26,9 @@ _NEW_OBJECTS = 50_000  # before garbage is looked for; by default 700, a tenth o
 def main() -> NoReturn:
     """Run the command line; every failure is one message and a documented exit code."""
     gc.set_threshold(_NEW_OBJECTS)
-    for number in ENDING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves it
-            signal.signal(number, _interrupt)
     try:
-        code = cli(standalone_mode=False) or 0  # an int where a command ended with its own code
+        with signals.raised():
+            code = cli(standalone_mode=False) or 0  # an int where a command ended with its own code
     except BaseException as error:  # noqa: BLE001 - nothing leaves without its message and code
         if "-v" in sys.argv or "--verbose" in sys.argv:
             import traceback
@@ -64,13 +61,6 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
     if isinstance(error, OSError):
         return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
-
-
-def _interrupt(_number: int, _frame: object) -> NoReturn:
-    """End with the cleaning-up done; a second signal must not end that."""
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
 
 
 def _fail(first: str, *more: str, code: int) -> int:
