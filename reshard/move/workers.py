@@ -42,8 +42,8 @@ def spread(
                 done(item)
 
     with ThreadPoolExecutor(workers) as threads:
-        running: list[Future[None]] = [threads.submit(loop) for _ in range(workers)]
         try:
+            running: list[Future[None]] = [threads.submit(loop) for _ in range(workers)]
             finished, _ = wait(running, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
