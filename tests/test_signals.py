@@ -23,6 +23,7 @@ class Referred:
 def called_back(_):
     Finalized.__del__(None)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 try:
     with signals.raised():
