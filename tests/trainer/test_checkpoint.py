@@ -241,7 +241,7 @@ def saved(tmp_path_factory):
         }
         for strategy in ("ddp", "zero2", "zero3")
     ]
-    worlds.run(2, worlds.train, jobs)
+    worlds.train(2, jobs)
     return base
 
 
