@@ -151,7 +151,9 @@ def train(world, jobs):
     try:
         return run(world, _train_all, jobs)
     except CrashError as error:
-        warnings.warn(f"trained once more: {error}", stacklevel=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # and no error, which it would be else
+            warnings.warn(f"trained once more: {error}", stacklevel=2)
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         return run(world, _train_all, jobs)
