@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # that such files have
+PLAIN_SUFFIXES = (".pt", ".bin", ".pth")  # those that weights alone are given
 ZIP = b"PK\x03\x04"
 LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 

@@ -19,21 +19,6 @@ Source: ColossalAI 0.5.0 ``checkpoint_io/general_checkpoint_io.py``,
     target      the files of an optimizer on another grid
 """
 
-from __future__ import annotations
-
 from reshard.formats.colossalai.directory import NAME, detect
-from reshard.formats.place import Place
-from reshard.manifest import Manifest
 
-__all__ = ["NAME", "detect", "read"]
-
-
-def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> Manifest:
-    """Read weights, optimizer, scheduler and running states; arguments as of `reader.read`.
-
-    Raises:
-        ReshardError: as `reader.read`.
-    """
-    from reshard.formats.colossalai import reader
-
-    return reader.read(place, model=model, wrap=wrap)
+__all__ = ["NAME", "detect"]

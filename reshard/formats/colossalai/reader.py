@@ -9,8 +9,9 @@ from typing import Any
 
 from reshard import counts
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import huggingface, torch_file
+from reshard.formats import torch_file
 from reshard.formats.colossalai.directory import INDEX, NAME, optimizer_at, weights_at
+from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
 from reshard.formats.state_dict import assemble, tree
@@ -47,7 +48,7 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
         raise IncompleteError(
             place, "holds an optimizer of ColossalAI and no weights", "give the directory of both"
         )
-    made = huggingface.read(weights)
+    made = of_huggingface.read(weights)
     stages = {chunk.file for entry in made.entries.values() for chunk in entry.chunks}
     pipeline = len({match[1] for file in stages if (match := _STAGE.search(Path(file).name))})
     entries = sorted(made.entries.values(), key=_stage)

@@ -1,5 +1,6 @@
 """Checkpoints that DeepSpeed wrote: ZeRO stages 0 to 3 as the ranks saved them, and universal.
 
+    reader      any of them as one manifest
     parallel    the ranks of a model-parallel run, joined
     layers      a pipeline's files
     experts     a mixture of experts, joined with the rest
@@ -25,48 +26,6 @@ Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``
 ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``, ``checkpoint/ds_to_universal.py``.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
-
-from reshard.formats.deepspeed import directory
 from reshard.formats.deepspeed.directory import NAME, detect
-from reshard.formats.place import Place
-from reshard.manifest import Manifest
 
-__all__ = ["NAME", "detect", "read"]
-
-
-def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Manifest:
-    """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
-
-    Args:
-        rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
-
-    Raises:
-        IncompleteError: a rank's file is missing.
-        CorruptError: files of different steps, world sizes or runs are mixed.
-        UsageError: nothing says how tensor-parallel ranks share a parameter.
-    """
-    place = directory.locate(place, tag)
-    if "zero" in place.folders:
-        from reshard.formats.deepspeed import universal
-
-        return universal.read(place, rules)
-    files = directory.census(place)
-    mixed = bool(files.experts or files.expert_optim)
-    if files.is_parallel and not mixed:
-        from reshard.formats.deepspeed import parallel
-
-        return parallel.read(files, rules)
-    if rules:
-        from reshard.model_parallel.rules import Table, with_users
-
-        with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
-    if mixed:
-        from reshard.formats.deepspeed import experts
-
-        return experts.read(files)
-    from reshard.formats.deepspeed import native
-
-    return native.read(files.ranks[0])
+__all__ = ["NAME", "detect"]

@@ -9,21 +9,6 @@ Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``)
 ``serialization/_base.py`` (greedy shards in state-dict order, ``metadata.total_size``).
 """
 
-from __future__ import annotations
-
 from reshard.formats.huggingface.directory import NAME, detect, index_of, is_whole_set
-from reshard.formats.place import Place
-from reshard.manifest import Manifest
 
-__all__ = ["NAME", "detect", "index_of", "is_whole_set", "read"]
-
-
-def read(place: Place) -> Manifest:
-    """Read a directory through its index, a directory of one file, or one file.
-
-    Raises:
-        ReshardError: as `reader.read`.
-    """
-    from reshard.formats.huggingface import reader
-
-    return reader.read(place)
+__all__ = ["NAME", "detect", "index_of", "is_whole_set"]

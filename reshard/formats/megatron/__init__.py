@@ -1,5 +1,6 @@
 """Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
 
+    reader      either format as one manifest
     words       by which a user chooses among its forms
     directory   where they lie, which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
@@ -20,45 +21,6 @@
 Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.
 """
 
-from __future__ import annotations
+from reshard.formats.megatron.directory import NAME, detect, holds
 
-from typing import TYPE_CHECKING
-
-from reshard.formats.megatron import directory
-from reshard.formats.place import Place
-from reshard.manifest import Manifest
-
-if TYPE_CHECKING:
-    from reshard.model_parallel.rules import Table
-
-NAME = "megatron"
-
-
-def detect(place: Place) -> bool:
-    """Whether a checkpoint of Megatron lies directly at a place."""
-    return directory.detect(place)
-
-
-def holds(place: Place) -> bool:
-    """Whether it is a run directory of Megatron's, whatever else lies in it."""
-    below = place.folders.values()
-    return directory.TRACKER in place.files and any(map(directory.detect, below))
-
-
-def read(place: Place, table: Table | None = None) -> Manifest:
-    """The checkpoint in a directory ``iter_0000003`` or ``release``.
-
-    Args:
-        table: how parameters are cut; None: as Megatron's own are.
-
-    Raises:
-        IncompleteError: a rank's part is missing.
-        CorruptError: files contradict each other.
-        UsageError: one rank's part is given, or no rule says how a parameter is cut.
-    """
-    from reshard.formats.megatron import dist, legacy
-    from reshard.model_parallel.rules import builtin
-
-    place = directory.whole(place)
-    table = table or builtin("megatron")
-    return dist.read(place, table) if directory.is_dist(place) else legacy.read(place, table)
+__all__ = ["NAME", "detect", "holds"]

@@ -20,6 +20,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.place import Place
 from reshard.units import some
 
+NAME = "megatron"
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = "model_optim_rng.pt"
 OPTIMIZER = "distrib_optim.pt"
@@ -53,6 +54,11 @@ def detect(place: Place) -> bool:
         folder = Place(place.directories)
         return _is_rank_folder(folder) or (_is_part(place.chosen) and is_dist(folder))
     return is_dist(place) or bool(rank_folders(place)) or _is_rank_folder(place)
+
+
+def holds(place: Place) -> bool:
+    """Whether it is a run directory of Megatron's, whatever else lies in it."""
+    return TRACKER in place.files and any(map(detect, place.folders.values()))
 
 
 def is_dist(place: Place) -> bool:

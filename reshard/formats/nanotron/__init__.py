@@ -15,29 +15,6 @@ Facts: nanotron at 2411b02 (April 2026), checkpoint version 1.5: ``serialize/wei
 ``optim/named_optimizer.py``, ``optim/gradient_accumulator.py``, ``trainer.py`` (save_checkpoint).
 """
 
-from __future__ import annotations
+from reshard.formats.nanotron.directory import NAME, detect
 
-from reshard.formats.nanotron import directory
-from reshard.formats.place import Place
-from reshard.manifest import Manifest
-
-NAME = "nanotron"
-
-
-def detect(place: Place) -> bool:
-    """Whether a checkpoint of nanotron lies at this directory, or around this file of one."""
-    return directory.locate(place) is not None
-
-
-def read(place: Place) -> Manifest:
-    """Read a step's directory, or that of a file of it.
-
-    Raises:
-        IncompleteError: a rank's file is missing.
-        CorruptError: files of different grids or runs are mixed.
-        UnsupportedError: a form of which nobody has seen a file.
-    """
-    from reshard.formats.nanotron import reader
-
-    found = directory.locate(place)
-    return reader.read(directory.census(found or place))
+__all__ = ["NAME", "detect"]

@@ -17,6 +17,7 @@ from reshard.box import index_of
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.place import Place
 
+NAME = "nanotron"
 METADATA = "checkpoint_metadata.json"
 MODEL_CONFIG = "model_config.json"
 AXES = ("pp", "dp", "tp", "exp")
@@ -68,6 +69,11 @@ class Census:
     def is_zero(self) -> bool:
         """Whether ZeRO-1 cut the optimizer."""
         return any("dp" in file.ranks for file in self.optimizer)
+
+
+def detect(place: Place) -> bool:
+    """Whether a checkpoint of nanotron lies at this directory, or around this file of one."""
+    return locate(place) is not None
 
 
 def locate(place: Place) -> Place | None:

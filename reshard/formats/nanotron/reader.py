@@ -12,7 +12,7 @@ from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats import safetensors, torch_file
 from reshard.formats.json_files import json_object
-from reshard.formats.nanotron import layout, optimizer, slices, stages
+from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
 from reshard.formats.nanotron.layout import Cut, Layout
 from reshard.formats.nanotron.optimizer import Optimizer
@@ -39,13 +39,15 @@ _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_paral
 _NUMBER = re.compile(r"(\d+)")
 
 
-def read(census: Census) -> Manifest:
-    """The manifest of one checkpoint.
+def read(place: Place) -> Manifest:
+    """The manifest of a step's directory, or of that of a file of it.
 
     Raises:
-        CorruptError: its files contradict one another.
-        IncompleteError: one is missing.
+        CorruptError: its files contradict one another, or are of different grids or runs.
+        IncompleteError: a rank's file is missing.
+        UnsupportedError: a form of which nobody has seen a file.
     """
+    census = directory.census(directory.locate(place) or place)
     files: dict[str, SourceFile] = {}
     places: dict[str, dict[tuple[int, int], Placed]] = {}
     cuts: dict[str, Cut | None] = {}
@@ -62,7 +64,7 @@ def read(census: Census) -> Manifest:
     versions = {"checkpoint": str(about["version"])} if "version" in about else {}
     return Manifest(
         origin=Origin(
-            format="nanotron",
+            format=directory.NAME,
             path=str(census.place),
             detail="ZeRO stage 1" if census.is_zero else "",
             versions=versions,

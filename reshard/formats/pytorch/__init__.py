@@ -15,40 +15,6 @@ Lightning 2.6 ``strategies/fsdp.py`` (``meta.pt``); verl 0.9 ``fsdp_checkpoint_m
 torchtitan 0.3 ``components/checkpoint.py``.
 """
 
-from __future__ import annotations
-
-from reshard.formats.place import Place
 from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
-from reshard.manifest import Manifest
 
-__all__ = ["NAME", "detect", "detect_loosely", "read", "with_companions"]
-
-
-def read(
-    place: Place,
-    *,
-    key: str | None = None,
-    model: str | None = None,
-    wrap: str | None = None,
-) -> Manifest:
-    """Every part at a place, as one manifest; a file that is no rank's, by itself.
-
-    Args and errors are those of `reader.read`.
-
-    Raises:
-        ReshardError: as `reader.read`.
-    """
-    from reshard.formats.pytorch import reader
-
-    return reader.read(place, key=key, model=model, wrap=wrap)
-
-
-def with_companions(manifest: Manifest, place: Place) -> Manifest:
-    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
-
-    Raises:
-        CorruptError: one of them is damaged.
-    """
-    from reshard.formats.pytorch import beside
-
-    return beside.with_companions(manifest, place)
+__all__ = ["NAME", "detect", "detect_loosely"]

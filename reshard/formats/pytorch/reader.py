@@ -12,6 +12,7 @@ from reshard.errors import UnrecognisedError, UsageError
 from reshard.formats import huggingface, stages
 from reshard.formats.dcp import directory, hf_shards
 from reshard.formats.dcp import names as dcp
+from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.place import Place
 from reshard.formats.pytorch import beside, labels, names
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
@@ -232,6 +233,6 @@ def _weights_beside(place: Place) -> dict[str, Path]:
 
 
 def _safetensors(place: Place, path: Path) -> Found:
-    made = huggingface.read(Place(place.directories, path.name))
+    made = of_huggingface.read(Place(place.directories, path.name))
     state = {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
     return Found(state, str(place), dict(made.files), plain_is_buffer=False, ordered=False)

@@ -1,0 +1,44 @@
+"""A DeepSpeed checkpoint as one manifest: which kind it is, with that kind's reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reshard.formats.deepspeed import directory
+from reshard.formats.place import Place
+from reshard.manifest import Manifest
+
+
+def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Manifest:
+    """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
+
+    Args:
+        rules: a user's table of how tensor-parallel ranks share parameters; see `cuts.Cuts`.
+
+    Raises:
+        IncompleteError: a rank's file is missing.
+        CorruptError: files of different steps, world sizes or runs are mixed.
+        UsageError: nothing says how tensor-parallel ranks share a parameter.
+    """
+    place = directory.locate(place, tag)
+    if "zero" in place.folders:
+        from reshard.formats.deepspeed import universal
+
+        return universal.read(place, rules)
+    files = directory.census(place)
+    mixed = bool(files.experts or files.expert_optim)
+    if files.is_parallel and not mixed:
+        from reshard.formats.deepspeed import parallel
+
+        return parallel.read(files, rules)
+    if rules:
+        from reshard.model_parallel.rules import Table, with_users
+
+        with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
+    if mixed:
+        from reshard.formats.deepspeed import experts
+
+        return experts.read(files)
+    from reshard.formats.deepspeed import native
+
+    return native.read(files.ranks[0])

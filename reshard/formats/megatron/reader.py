@@ -1,0 +1,24 @@
+"""A Megatron checkpoint of either format as one manifest."""
+
+from __future__ import annotations
+
+from reshard.formats.megatron import directory, dist, legacy
+from reshard.formats.place import Place
+from reshard.manifest import Manifest
+from reshard.model_parallel.rules import Table, builtin
+
+
+def read(place: Place, table: Table | None = None) -> Manifest:
+    """The checkpoint in a directory ``iter_0000003`` or ``release``.
+
+    Args:
+        table: how parameters are cut; None: as Megatron's own are.
+
+    Raises:
+        IncompleteError: a rank's part is missing.
+        CorruptError: files contradict each other.
+        UsageError: one rank's part is given, or no rule says how a parameter is cut.
+    """
+    place = directory.whole(place)
+    table = table or builtin(directory.NAME)
+    return dist.read(place, table) if directory.is_dist(place) else legacy.read(place, table)

@@ -1,0 +1,103 @@
+"""What is no checkpoint by itself, and what to say of it: one shard, a wrong level, a stranger."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import IncompleteError, UnsupportedError
+from reshard.formats import deepspeed, huggingface, meta, nanotron
+from reshard.formats.dcp.names import is_hf_shard
+from reshard.formats.place import Place
+from reshard.formats.registry import detected
+from reshard.formats.torch_saves import PLAIN_SUFFIXES
+
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
+_TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
+_MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; what stands before the rank's number
+    r"^((?:consolidated\.|.*(?:tp|pp|mp|ep)[-_]rank[-_])\d+)"
+)
+_FOREIGN = {
+    ".gguf": "GGUF (llama.cpp's)",
+    ".onnx": "ONNX",
+    ".msgpack": "Flax's msgpack",
+    ".h5": "HDF5 (Keras')",
+    ".npz": "numpy's npz",
+}
+
+
+def refuse_one_of_many(place: Place) -> None:
+    """A file that its name says to be one of several is never taken for the model.
+
+    Raises:
+        IncompleteError: a shard of a Hugging Face model, given without its index.
+        UnsupportedError: one rank's file of a format that is not read yet; torchtune's old shards.
+    """
+    if nanotron.detect(place):
+        return
+    names = [place.chosen] if place.chosen else []
+    shard = _SHARD.search(place.chosen or "")
+    if not place.chosen and huggingface.index_of(place) is None:
+        names = [name for name in place.files if name.endswith(".safetensors")]
+        if not names and not detected(place):
+            names = [name for name in place.files if name.endswith(".bin")]
+        found = (_SHARD.search(name) for name in names if not is_hf_shard(name))
+        shard = next((match for match in found if match), None)
+        names += [name for name in place.files if name.endswith(PLAIN_SUFFIXES)]
+    if shard and not place.chosen and huggingface.is_whole_set(place):
+        return
+    if shard and int(shard[2]) > 1 and not is_hf_shard(shard.string):
+        raise IncompleteError(
+            place,
+            f"holds {shard.string}, shard {int(shard[1])} of {int(shard[2])}, without the index"
+            " that says how the shards belong together",
+            "give the directory with the index (model.safetensors.index.json,"
+            " pytorch_model.bin.index.json) and all shards",
+        )
+    shards = [name for name in place.files if _TORCHTUNE.fullmatch(name)]
+    if len(shards) > 1 and any(map(_TORCHTUNE.fullmatch, names)):
+        raise UnsupportedError(
+            place.path,
+            f"holds shards of a model that torchtune wrote without an index: {shards[0]} ...",
+            "load those of one epoch and save them as one state dict; --from torch reads one alone",
+        )
+    for name in names:
+        match = _MODEL_PARALLEL.search(name)
+        siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
+        if len(siblings) > 1 and not (deepspeed.detect(place) or meta.detect(place)):
+            known = detected(Place(place.directories)) if place.chosen else None
+            raise UnsupportedError(
+                place.files[name],
+                "is one rank's shard of a model-parallel checkpoint"
+                + ("" if known else ", of a kind that reshard does not know"),
+                f"give its directory, which is read whole: {place.path.parent}"
+                if known
+                else "it would be wrong to take it for the whole model; --from torch does so if it"
+                " is",
+            )
+
+
+def hint(place: Place) -> str:
+    """Checkpoints one level below or above, so that a wrong level costs one more command."""
+    from tarfile import is_tarfile  # which imports every way to compress
+
+    if place.chosen and is_tarfile(place.path):
+        return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
+    names = [place.chosen] if place.chosen else place.files
+    foreign = [kind for suffix, kind in _FOREIGN.items() if any(n.endswith(suffix) for n in names)]
+    if foreign:
+        return (
+            f"{foreign[0]} is not read: give the PyTorch model beside it, or that it was made from"
+        )
+    if place.chosen:
+        return f"give the checkpoint's directory, e.g. {place.path.parent}"
+    folders = place.folders
+    if "snapshots" in folders:  # of a model in Hugging Face's cache
+        folders = folders["snapshots"].folders
+    beneath = [folder for name, folder in folders.items() if not name.startswith(".")]
+    near = [*beneath, Place([place.path.resolve().parent])]
+    found = [str(p) for p in near if detected(p)]
+    if found:
+        return f"did you mean {found[0]}?" + (
+            f" ({len(found)} candidates)" if len(found) > 1 else ""
+        )
+    return "give a run directory, a checkpoint directory, or a file of weights"
