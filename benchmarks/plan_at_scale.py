@@ -51,7 +51,7 @@ from reshard.manifest import (
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.sizes import Sizes
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 
 Shapes = dict[str, tuple[int, ...]]
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -243,7 +243,7 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     laid = timed("lay out", lambda: TARGETS[case.target].lay_out(training(manifest), request))
     skeleton = laid.skeleton
     timed("prove target", lambda: check_places(skeleton))
-    planned = plan(manifest.entries, skeleton)
+    planned = Plan(manifest.entries, skeleton)
     found["copies"] = timed("plan", lambda: sum(len(window.copies) for window in planned))
     found["files"] = len(manifest.files), len(skeleton.files)
     found["MB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

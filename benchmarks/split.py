@@ -11,7 +11,7 @@ from reshard import formats, keys
 from reshard.formats.targets import TARGETS
 from reshard.formats.targets.request import Request
 from reshard.formats.training import training
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 
 
 def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]]:
@@ -21,7 +21,7 @@ def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]
     skeleton = TARGETS["deepspeed"].lay_out(training(manifest), asked).skeleton
     return [
         (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
-        for window in plan(manifest.entries, skeleton)
+        for window in Plan(manifest.entries, skeleton)
         for copy in window.copies
     ]
 

@@ -21,7 +21,7 @@ from reshard.box import Box
 from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile, contiguous
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 
 ROWS, COLUMNS, MATRICES, ROUNDS = 4096, 11008, 6, 3
 
@@ -92,7 +92,7 @@ def seconds(source: Cut, target: Cut, place: Path) -> float:
         out = place / f"out{number}"
         out.mkdir()
         began = time.process_time()
-        execute(plan(entries, skeleton), known, out, MoveOptions())
+        execute(Plan(entries, skeleton), known, out, MoveOptions())
         taken.append(time.process_time() - began)
         shutil.rmtree(out)
     for name in files:

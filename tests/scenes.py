@@ -18,7 +18,7 @@ from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk, Entry, OutputFile, Record, Skeleton, SourceFile, contiguous
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 
 BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
 LAYOUTS = ("flat", "equal", "rows", "columns", "grid", "replicas", "whole")
@@ -210,7 +210,7 @@ def single(*entries, gap=0):
 def run(made, skeleton, out, *, window_bytes=4 << 20, workers=1, read_bytes=4 << 20, files=None):
     """Execute a target of a scene into a new directory."""
     out.mkdir()
-    planned = plan(made.entries, skeleton, window_bytes)
+    planned = Plan(made.entries, skeleton, window_bytes)
     options = MoveOptions(workers=workers, read_bytes=read_bytes)
     return execute(planned, files or made.files(), out, options)
 

@@ -29,7 +29,7 @@ from reshard.manifest import (
     contiguous,
     keyed,
 )
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 
 ADAM = {"lr": 0.1, "capturable": False}
 SHAPES = ((), (1,), (2,), (7,), (13,), (3, 5), (0, 5), (2, 3, 4), (31, 3), (1, 1))
@@ -102,7 +102,7 @@ def test_every_layout_covers_every_tensor_once():
         ).skeleton
         check_skeleton(skeleton)
         check_places(skeleton)
-        plan(source.entries, skeleton)
+        Plan(source.entries, skeleton)
         held = {key for key in source.entries if prod(source.entries[key].shape)}
         assert {e.key for e in skeleton.entries if e.numel} == held
         count = 1 if stage < 3 else ranks
@@ -298,7 +298,7 @@ def test_every_universal_layout_covers_every_tensor_once():
         skeleton = target.lay_out_universal(state, **asked).skeleton
         check_skeleton(skeleton)
         check_places(skeleton)
-        plan(source.entries, skeleton)
+        Plan(source.entries, skeleton)
         held = {key for key in source.entries if prod(source.entries[key].shape)}
         assert {e.key for e in skeleton.entries if e.numel} == held
         trained = sum(kind == "master" for kind, _ in held)

@@ -26,7 +26,7 @@ from reshard.move.execute import execute
 from reshard.move.fill import Filler
 from reshard.move.options import MoveOptions
 from reshard.plan.copies import Window
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
 
 F32 = dtypes.FLOAT32
@@ -62,7 +62,7 @@ def test_an_expanded_source_is_read_whatever_the_read_limit(tmp_path):
         out = tmp_path / f"out{read_bytes}"
         out.mkdir()
         files = {chunk.file: SourceFile(chunk.file, 24)}
-        planned = plan({entry.key: entry}, skeleton)
+        planned = Plan({entry.key: entry}, skeleton)
         execute(planned, files, out, MoveOptions(read_bytes=read_bytes))
         assert (out / "o").read_bytes() == wanted
 
@@ -86,7 +86,7 @@ def test_what_is_held_for_several_copies_stays_within_the_read_limit(tmp_path):
         placed.append(Chunk(box, f"{number}", 0, row_major(box.shape, 4), F32))
         files.append(OutputFile(f"{number}", box.volume * 4))
     skeleton = Skeleton(tuple(files), (replace(entry, chunks=tuple(placed)),))
-    planned, held = plan({entry.key: entry}, skeleton, limit), 0
+    planned, held = Plan({entry.key: entry}, skeleton, limit), 0
     with SourceFiles() as pool:
         filler = Filler(pool, read_bytes=limit, summed=lambda _file: False)
         for batch in planned.batches():
@@ -141,7 +141,7 @@ def test_without_verify_nothing_is_read_back(tmp_path, monkeypatch):
     skeleton = whole_target(made)
     monkeypatch.setattr(os, "pwrite", Faulty(3, 0.5).pwrite)
     (tmp_path / "out").mkdir()
-    planned = plan(made.entries, skeleton)
+    planned = Plan(made.entries, skeleton)
     execute(planned, made.files(), tmp_path / "out", MoveOptions(verify=False))
 
 
@@ -170,7 +170,7 @@ def test_progress_counts_every_output_byte_once(tmp_path):
     made = scene(tmp_path / "in", 10)
     skeleton = whole_target(made)
     (tmp_path / "out").mkdir()
-    planned = plan(made.entries, skeleton, 100)
+    planned = Plan(made.entries, skeleton, 100)
     for workers in (1, 3):
         seen = []
         out = tmp_path / f"out{workers}"

@@ -16,7 +16,7 @@ from reshard.errors import CorruptError
 from reshard.manifest import Chunk, Entry, Record, SourceFile, StoredChecksum, contiguous
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from tests.scenes import contents, expected, run, scene, single, whole_target
 
 F32 = dtypes.FLOAT32
@@ -56,7 +56,7 @@ class Interleaved:
     def run(self, out, entries, **options):
         out.mkdir()
         skeleton = single(*entries)
-        planned = plan({e.key: e for e in entries}, skeleton, options.pop("window_bytes", 256))
+        planned = Plan({e.key: e for e in entries}, skeleton, options.pop("window_bytes", 256))
         return execute(planned, self.files, out, MoveOptions(**options))
 
 
@@ -158,7 +158,7 @@ def test_records_that_touch_are_checked_one_by_one(tmp_path):
         path.write_bytes(flipped)
         out = tmp_path / f"out{number}"
         out.mkdir()
-        planned = plan({entry.key: entry}, skeleton)
+        planned = Plan({entry.key: entry}, skeleton)
         if at is None:
             execute(planned, files, out, MoveOptions())
             assert (out / "o").read_bytes() == data

@@ -28,7 +28,7 @@ from reshard.manifest import (
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.copies import block
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from tests.scenes import expected, scene, sharded_target, whole_target
 
 F32 = dtypes.FLOAT32
@@ -63,7 +63,7 @@ def test_windows_tile_every_target_exactly(tmp_path, window_bytes):
     for seed in range(6):
         made = scene(tmp_path, seed)
         for target in targets(made, seed):
-            planned = plan(made.entries, target, window_bytes)
+            planned = Plan(made.entries, target, window_bytes)
             wanted = {
                 (chunk.file, byte)
                 for entry in target.entries
@@ -84,7 +84,7 @@ def test_copies_paint_every_byte_of_their_window_once(tmp_path, window_bytes):
     for seed in range(3):
         made = scene(tmp_path, seed)
         for target in targets(made, seed):
-            for window in plan(made.entries, target, window_bytes):
+            for window in Plan(made.entries, target, window_bytes):
                 assert (painted(window) == 1).all()
 
 
@@ -102,7 +102,7 @@ def test_what_is_copied_is_the_target_byte_for_byte(tmp_path, window_bytes):
             for file in target.files:
                 for offset, data in file.literals:
                     outputs[file.name][offset : offset + len(data)] = data
-            for window in plan(made.entries, target, window_bytes):
+            for window in Plan(made.entries, target, window_bytes):
                 for copy in window.copies:
                     size, start = copy.dtype.itemsize, window.byte_offset + copy.target_offset
                     held = values(
@@ -125,7 +125,7 @@ def test_copies_hold_to_the_limit_of_the_wider_side():
     source = Entry("w", "param", dtypes.BFLOAT16, (8,), (narrow, wide))
     target = contiguous("o", 0, dtypes.BFLOAT16, whole((8,)), (8,))
     skeleton = Skeleton((OutputFile("o", 16),), (replace(source, chunks=(target,)),))
-    planned = plan({source.key: source}, skeleton, 16)
+    planned = Plan({source.key: source}, skeleton, 16)
     (window,) = planned
     assert [c.numel * c.dtype.itemsize for c in window.copies] == [4, 4, 16, 16]
     assert planned.copied_bytes == 4 * 2 + 4 * 8
@@ -152,7 +152,7 @@ def test_a_tensor_no_larger_than_a_window_is_taken_file_by_file():
     )
     skeleton = Skeleton((OutputFile("o0", 32), OutputFile("o1", 32)), (target,))
     for limit, together in ((63, 2), (64, 1), (65, 1)):
-        batches = list(plan({source.key: source}, skeleton, limit).batches())
+        batches = list(Plan({source.key: source}, skeleton, limit).batches())
         assert max(map(len, batches)) == together
 
 
@@ -161,7 +161,7 @@ def test_columns_become_equal_runs_file_by_file():
     places = Places(("o0", "o1", "o2"), (0, 0, 0))
     target = replace(source, chunks=Runs(places, F32, (8, 8), 0))
     skeleton = Skeleton(tuple(OutputFile(file, 88) for file in places.files), (target,))
-    batches = list(plan({source.key: source}, skeleton, 16).batches())
+    batches = list(Plan({source.key: source}, skeleton, 16).batches())
     assert {len(batch) for batch in batches} == {1}
     assert sum(window.nbytes for (window,) in batches) == source.nbytes
 
@@ -173,7 +173,7 @@ def test_factors_of_both_sides_are_one_factor_of_the_copy():
         target = halves("o")
         target = replace(target, chunks=tuple(replace(c, factor=wanted) for c in target.chunks))
         skeleton = Skeleton((OutputFile("o0", 32), OutputFile("o1", 32)), (target,))
-        planned = plan({source.key: source}, skeleton)
+        planned = Plan({source.key: source}, skeleton)
         assert {copy.factor for window in planned for copy in window.copies} == {factor}
 
 
@@ -187,14 +187,14 @@ def test_neighbours_share_a_window_that_they_just_fill():
     ]
     skeleton = Skeleton((OutputFile("o", 116),), tuple(placed))
     for limit, sizes in ((15, [8, 8]), (16, [16])):
-        assert [window.nbytes for window in plan(held, skeleton, limit)] == sizes
+        assert [window.nbytes for window in Plan(held, skeleton, limit)] == sizes
 
 
 @pytest.mark.parametrize("window_bytes", WINDOWS)
 def test_windows_are_ordered_and_at_most_the_limit_or_one_element(tmp_path, window_bytes):
     made = scene(tmp_path, 5)
     for number, target in enumerate(targets(made, 5)):
-        planned = plan(made.entries, target, window_bytes)
+        planned = Plan(made.entries, target, window_bytes)
         places = [(w.file, w.byte_offset) for w in planned]
         assert places == sorted(places) or number == 2  # which has columns
         assert all(0 < w.nbytes <= max(window_bytes, 8) for w in planned)
@@ -204,20 +204,20 @@ def test_windows_are_ordered_and_at_most_the_limit_or_one_element(tmp_path, wind
 
 def test_a_large_window_takes_everything_adjacent_at_once(tmp_path):
     made = scene(tmp_path, 2)
-    assert len(list(plan(made.entries, whole_target(made)))) == 1
+    assert len(list(Plan(made.entries, whole_target(made)))) == 1
 
 
 def test_a_plan_moves_each_byte_once_whatever_the_replicas(tmp_path):
     for seed in range(6):
         made = scene(tmp_path, seed, layouts=("replicas",))
-        planned = plan(made.entries, whole_target(made), 256)
+        planned = Plan(made.entries, whole_target(made), 256)
         assert planned.copied_bytes == sum(entry.nbytes for entry in made.entries.values())
 
 
 def test_a_plan_does_not_depend_on_the_order_of_chunks(tmp_path):
     made = scene(tmp_path, 3, layouts=("flat", "grid", "columns"))
     target = whole_target(made)
-    first = list(plan(made.entries, target, 128))
+    first = list(Plan(made.entries, target, 128))
     chance = random.Random(1)
     for _ in range(5):
         shuffled = {}
@@ -225,7 +225,7 @@ def test_a_plan_does_not_depend_on_the_order_of_chunks(tmp_path):
             chunks = list(entry.chunks)
             chance.shuffle(chunks)
             shuffled[key] = replace(entry, chunks=tuple(chunks))
-        assert list(plan(shuffled, target, 128)) == first
+        assert list(Plan(shuffled, target, 128)) == first
 
 
 def test_neighbouring_runs_become_one_copy():
@@ -274,7 +274,7 @@ def test_an_entry_that_the_source_lacks_is_refused(tmp_path):
     target = whole_target(made)
     lost = {key: entry for key, entry in made.entries.items() if key[1] != "t06"}
     with pytest.raises(ReshardError, match=r"t06.*lacks it"):
-        plan(lost, target)
+        Plan(lost, target)
 
 
 def test_an_entry_of_another_shape_is_refused(tmp_path):
@@ -283,7 +283,7 @@ def test_an_entry_of_another_shape_is_refused(tmp_path):
     key = ("param", "t06")
     turned = replace(made.entries[key], shape=(17, 11))
     with pytest.raises(ReshardError, match=r"t06.*\(17, 11\)"):
-        plan({**made.entries, key: turned}, target)
+        Plan({**made.entries, key: turned}, target)
 
 
 def test_a_target_that_is_not_contiguous_is_refused():
@@ -292,7 +292,7 @@ def test_a_target_that_is_not_contiguous_is_refused():
     turned = Chunk(whole((4, 4)), "o", 0, (4, 16), dtypes.FLOAT32)
     skeleton = Skeleton((OutputFile("o", 64),), (replace(entry, chunks=(turned,)),))
     with pytest.raises(ReshardError, match="contiguously"):
-        plan({entry.key: entry}, skeleton)
+        Plan({entry.key: entry}, skeleton)
 
 
 def test_flat_chunks_of_many_ranks_are_planned_in_time_that_grows_with_them():
@@ -306,7 +306,7 @@ def test_flat_chunks_of_many_ranks_are_planned_in_time_that_grows_with_them():
     entry = Entry("w", "param", dtypes.FLOAT32, (numel,), chunks)
     target = contiguous("o", 0, dtypes.FLOAT32, whole((numel,)), (numel,))
     skeleton = Skeleton((OutputFile("o", 4 * numel),), (replace(entry, chunks=(target,)),))
-    windows = list(plan({entry.key: entry}, skeleton, 512))
+    windows = list(Plan({entry.key: entry}, skeleton, 512))
     assert len(windows) == 4 * numel // 512
     assert all(len(window.copies) == 1 for window in windows)
     assert all(a.byte_offset + a.nbytes == b.byte_offset for a, b in pairwise(windows))
@@ -328,7 +328,7 @@ def test_what_ranks_share_by_columns_is_read_once(tmp_path, monkeypatch, ranks):
     )
     files = tuple(OutputFile(f"{rank}", 4 * rows * step) for rank in range(ranks))
     skeleton = Skeleton(files, (replace(entry, chunks=chunks),))
-    planned = plan({entry.key: entry}, skeleton, 1 << 14)
+    planned = Plan({entry.key: entry}, skeleton, 1 << 14)
     batches = list(planned.batches())
     assert len(batches) == -(-rows * width * 4 // (17 * width * 4)) > 30
     assert all([w.file for w in batch] == [f.name for f in files] for batch in batches)
@@ -357,7 +357,7 @@ def test_columns_that_lie_as_they_are_wanted_are_no_batch(tmp_path):
         chunks = (contiguous(f"{n}", 0, entry.dtype, b, b.shape) for n, b in enumerate(boxes))
         entries.append(replace(entry, chunks=tuple(chunks)))
     same = Skeleton((), tuple(entries))
-    assert {len(batch) for batch in plan(made.entries, same, 64).batches()} == {1}
+    assert {len(batch) for batch in Plan(made.entries, same, 64).batches()} == {1}
 
 
 @pytest.mark.parametrize("shape", [(64,), (8, 8)])
@@ -374,7 +374,7 @@ def test_a_factor_of_what_is_stored_reaches_every_copy(shape, ranks):
     files = tuple(OutputFile(f"{n}", b.volume * 4) for n, b in enumerate(parts))
     skeleton = Skeleton(files, (replace(entry, chunks=chunks),))
     for limit in WINDOWS:
-        windows = list(plan({entry.key: entry}, skeleton, limit))
+        windows = list(Plan({entry.key: entry}, skeleton, limit))
         assert {copy.factor for window in windows for copy in window.copies} == {2.0}
 
 

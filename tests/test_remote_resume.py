@@ -95,6 +95,9 @@ def test_a_run_goes_on_and_sends_only_what_is_not_there(files, proxy, whole):
     assert contents(files, "bucket/out/dcp") == {}
     assert not [name for name in files.find(PLACE) if "/lock-" in name]
     report = split(resume=True)
+    read = [path for method, path in proxy.seen if method == "GET" and "/sent-" in path]
+    assert {path.rsplit("/", 1)[-1] for path in read} == {"__0_0.distcp", "__1_0.distcp"}
+    assert len(read) == 2, "each receipt is fetched once"
     assert "__2_0.distcp" in sent(proxy)
     assert not {"__0_0.distcp", "__1_0.distcp"} & sent(proxy)
     assert contents(files, "bucket/out/dcp") == whole
@@ -203,7 +206,7 @@ def test_a_store_that_holds_other_bytes_leaves_nothing(files, proxy, monkeypatch
     def differ(_made, sent, _stop):
         raise DifferentError(sent, "differs")
 
-    monkeypatch.setattr(upload, "check_same", differ)
+    monkeypatch.setattr(upload, "check_read_back", differ)
     with pytest.raises(DifferentError):
         split(resume=True)
     assert files.find("bucket/out") == []

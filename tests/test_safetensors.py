@@ -21,7 +21,7 @@ from reshard.formats import safetensors
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from tests.menagerie import menagerie, raw, same
 
 ZOO = {name: tensor.clone().contiguous() for name, tensor in menagerie().items()}
@@ -131,7 +131,7 @@ def test_what_we_write_is_read_by_the_library(tmp_path):
     header, placed, size = safetensors.lay_out("out.safetensors", tensors, None)
     skeleton = Skeleton((OutputFile("out.safetensors", size, ((0, header),)),), tuple(placed))
     (tmp_path / "out").mkdir()
-    planned = plan(manifest.entries, skeleton, 64)
+    planned = Plan(manifest.entries, skeleton, 64)
     execute(planned, manifest.files, tmp_path / "out", MoveOptions(workers=2))
     with safe_open(tmp_path / "out" / "out.safetensors", "pt") as theirs:
         assert all(same(theirs.get_tensor(name), t) for name, t in ZOO.items())

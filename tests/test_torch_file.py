@@ -32,7 +32,7 @@ def save(value, path, form="zip"):
 
 def bits(file, tensor):
     """A tensor's bits through the planner and the executor; its coverage is proved on the way."""
-    entry = Entry("x", "param", tensor.dtype, tensor.shape, (file.chunk(tensor),))
+    entry = Entry("x", "param", tensor.dtype, tensor.shape, (tensor.chunk,))
     check(Manifest(Origin("test", ""), {entry.key: entry}, {file.path: file.source()}))
     with SourceFiles() as pool:
         return bytes(read_block(pool, entry, whole(entry.shape)))
@@ -261,6 +261,6 @@ def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch
         )
         assert (file.records, file.source()) == (alone.records, alone.source())
         assert held.place == wanted.place
-        assert file.chunk(held) == alone.chunk(wanted)
+        assert held.chunk == wanted.chunk
         assert held.storage.file == str(tmp_path / name)
     assert read["a"].root is not read["b"].root

@@ -23,7 +23,7 @@ from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contigu
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from tests.menagerie import menagerie, raw, same
 
 
@@ -63,7 +63,7 @@ class Source:
     def fill(self, skeleton, directory: Path) -> Path:
         self.path.write_bytes(self.data)
         files = {str(self.path): SourceFile(str(self.path), len(self.data))}
-        planned = plan(keyed(self.entries), skeleton, 4096)
+        planned = Plan(keyed(self.entries), skeleton, 4096)
         execute(planned, files, directory, MoveOptions())
         return directory / skeleton.files[0].name
 
@@ -180,7 +180,7 @@ def test_lay_out_writes_a_plain_dict_and_says_where_each_tensor_lies(tmp_path):
     assert unidentified(ours) == unidentified(tmp_path / "theirs.pt")
     file = torch_file.read(ours)
     for entry in skeleton.entries:
-        found = file.chunk(file.root[entry.fqn])
+        found = file.root[entry.fqn].chunk
         assert entry.chunks[0].byte_offset == found.byte_offset
         assert found.byte_offset % 64 == 0
 

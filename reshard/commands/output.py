@@ -22,7 +22,7 @@ from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
-from reshard.ranks.team import ALONE, Progress, Team, check_same, own, told
+from reshard.ranks.team import ALONE, Progress, Team, check_ranks_agree, own, told
 from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def write(
     """
     team = options.team
     job = jobs.describe(manifest.files.values(), _shaping(options), plan.target)
-    check_same(team, manifest.origin.path, json.dumps(job))
+    check_ranks_agree(team, manifest.origin.path, json.dumps(job))
     claimed = commit.claimed(
         destination,
         is_directory=is_directory,

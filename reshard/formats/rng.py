@@ -126,7 +126,7 @@ def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
 
 
 def _bytes(file: TorchFile, value: Any, pool: SourceFiles) -> bytes:
-    return bytes_of(file.path, file.chunk(value) if isinstance(value, Tensor) else None, pool)
+    return bytes_of(file.path, value.chunk if isinstance(value, Tensor) else None, pool)
 
 
 def bytes_of(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:

@@ -80,10 +80,6 @@ class TorchFile:
     globals: set[str]
     records: dict[str, Record] = field(default_factory=dict)  # storage key -> record
 
-    def chunk(self, tensor: Tensor) -> Chunk:
-        """The whole tensor as one chunk of itself."""
-        return tensor.chunk
-
     def source(self) -> SourceFile:
         """The file as a manifest lists it."""
         ordered = sorted(self.records.values(), key=lambda record: record.byte_offset)
@@ -92,7 +88,7 @@ class TorchFile:
     def number(self, tensor: Tensor) -> float | int:
         """The value of a one-element tensor, as a step counter is."""
         with SourceFiles() as files:
-            return number_at(files, self.chunk(tensor))
+            return number_at(files, tensor.chunk)
 
 
 _NUMBERS = {
@@ -114,7 +110,26 @@ def number_at(files: SourceFiles, chunk: Chunk) -> float | int:
     """
     if chunk.box.volume != 1 or chunk.dtype.name not in _NUMBERS:
         raise UnsupportedError(chunk.file, f"a counter of dtype {chunk.dtype} {chunk.box.shape}")
-    raw = files.read(chunk.file, chunk.byte_offset, chunk.dtype.itemsize)
+    return _unpacked(files, chunk, chunk.byte_offset)
+
+
+def weight_at(files: SourceFiles, chunk: Chunk, at: int) -> float:
+    """The element at a place of a chunk in row-major order; NaN of what is no plain float."""
+    start = chunk.byte_offset
+    for extent, stride in zip(reversed(chunk.box.shape), reversed(chunk.byte_strides), strict=True):
+        at, index = divmod(at, extent)
+        start += index * stride
+    if chunk.dtype == dtypes.BFLOAT16:
+        raw = files.read(chunk.file, start, chunk.dtype.itemsize)
+        found: float = struct.unpack("<f", b"\0\0" + raw)[0]
+        return found
+    plain = chunk.dtype.family == "float"
+    return float(_unpacked(files, chunk, start)) if plain else float("nan")
+
+
+def _unpacked(files: SourceFiles, chunk: Chunk, start: int) -> float | int:
+    """The number at a byte of a chunk's file."""
+    raw = files.read(chunk.file, start, chunk.dtype.itemsize)
     value: float | int = struct.unpack(_NUMBERS[chunk.dtype.name], raw)[0]
     return value
 

@@ -90,7 +90,7 @@ def digest(job: Job) -> str:
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def check_same(destination: Path, before: Job, now: Job) -> None:
+def check_same_job(destination: Path, before: Job, now: Job) -> None:
     """Refuse to go on with what another job has left.
 
     Raises:

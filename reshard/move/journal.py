@@ -86,7 +86,7 @@ class Journal:
             begun_as = next(lines, None)
             if begun_as is None:
                 continue
-            jobs.check_same(self._place.destination, begun_as, self._job)
+            jobs.check_same_job(self._place.destination, begun_as, self._job)
             found = True
             for document in lines:
                 seen.add(Outcome.from_json(document))

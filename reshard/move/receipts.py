@@ -8,7 +8,7 @@ sends late, that was taken for dead, comes to lie elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -57,6 +57,7 @@ class Receipts:
         self._folder = place.path / f"{SENT}-{digest}"
         self._begun_as = place.path / f"{JOB}-{digest}"
         self._begun = False
+        self._found: list[_Receipt] = []  # by the first rank, for all
 
     def left(self) -> Outcome | None:
         """What receipts of earlier runs say is there; None where there are none.
@@ -70,22 +71,25 @@ class Receipts:
         mine = self._begun_as in begun
         for path in () if mine else begun:
             for line in jobs.whole(path.read_bytes().splitlines(keepends=True)):
-                jobs.check_same(place.destination, jobs.document(line), self._job)
+                jobs.check_same_job(place.destination, jobs.document(line), self._job)
+        self._found = self._receipts()
         seen = Outcome()
-        for receipt in self._receipts():
+        for receipt in self._found:
             seen.add(receipt.seen)
         place.kept_bytes = seen.nbytes
         return seen if mine else None
 
-    def intact(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the store is asked anew
+    def intact(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the receipts of `left` say it
         """The same without files of which the store says something else now, or nothing.
 
         To verify is to count those for nothing that were not read back.
         """
         verify, team = self._options.verify, self._options.team
         seen = Outcome()
-        for receipt in self._receipts() if team.first else ():
-            if receipt.is_good and (receipt.verified or not verify):
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
+            good = list(threads.map(self._holds, self._found))
+        for receipt, is_good in zip(self._found, good, strict=True):
+            if is_good and (receipt.verified or not verify):
                 seen.add(receipt.seen)
         return pooled(team, seen)
 
@@ -130,21 +134,25 @@ class Receipts:
             return [receipt for receipt in found if receipt is not None]
 
     def _read(self, name: str) -> _Receipt | None:
-        """What a receipt says, and whether its file's version is the one that it was given for."""
-        path = self._folder / name
-        for line in jobs.whole([path.read_bytes()]):
+        """What a whole receipt says."""
+        for line in jobs.whole([(self._folder / name).read_bytes()]):
             said = jobs.document(line)
             seen = Outcome.from_json(said["seen"])
-            (name,) = seen.windows.files
-            info = path.store.info(str(self._place.output / name))
-            version = version_of(info) if info else ()
-            is_good = bool(version) and list(version) == said["version"]
-            return _Receipt(seen, said["verified"], is_good)
+            (file,) = seen.windows.files
+            return _Receipt(file, seen, said["verified"], said["version"])
         return None
+
+    def _holds(self, receipt: _Receipt) -> bool:
+        """Whether the store's file is the one that the receipt was given for."""
+        output = self._place.output
+        info = output.store.info(str(output / receipt.file))
+        version = version_of(info) if info else ()
+        return bool(version) and list(version) == receipt.version
 
 
 @dataclass(frozen=True, slots=True)
 class _Receipt:
+    file: str
     seen: Outcome
     verified: bool
-    is_good: bool
+    version: Sequence[object]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from reshard.move.outcome import Outcome
 from reshard.plan.copies import Window
-from reshard.ranks.team import Team, check_same
+from reshard.ranks.team import Team, check_ranks_agree
 
 _HELD = 1024  # batches, of which files are to be found
 Batch = tuple[Window, ...]
@@ -54,7 +54,7 @@ class Share:
         Raises:
             DifferentError: one has not.
         """
-        check_same(self._team, "the plan", self._digest.hexdigest())
+        check_ranks_agree(self._team, "the plan", self._digest.hexdigest())
 
     def _is_mine(self, at: int) -> bool:
         owner = min(at * self._team.size // self._nbytes, self._team.size - 1)

@@ -28,7 +28,7 @@ from reshard.move.share import Batch, Share, pooled
 from reshard.move.spans import Spans
 from reshard.plan.planner import Plan
 from reshard.remote.path import RemotePath
-from reshard.remote.writing import check_same, upload
+from reshard.remote.writing import check_read_back, upload
 
 _FILES_AT_ONCE = 8
 
@@ -162,7 +162,7 @@ class _Sending:
         made, sent = self._made.directory / file.name, self._directory / file.name
         upload(made, sent, self._stop)
         if self._verify:
-            check_same(made, sent, self._stop)
+            check_read_back(made, sent, self._stop)
         self._arrived(file, seen)
         made.unlink()
 

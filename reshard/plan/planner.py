@@ -31,6 +31,11 @@ class Plan:
     They are made each time that one goes through them, a file at a time: a plan of millions of
     copies takes the memory of one file's.
 
+    Args:
+        source: entries by key; both sides' coverage has been proved (`manifest.check`).
+        target: the skeleton; each of its entries must be in the source, with the same shape.
+        window_bytes: an upper limit of what a worker holds of each side at a time.
+
     Raises:
         ReshardError: the target asks for what the source lacks.
     """
@@ -111,20 +116,6 @@ class Plan:
                     nbytes = common.volume * chunk.dtype.itemsize
                     windows.append(Window(chunk.file, chunk.byte_offset + at, nbytes, copies))
             yield tuple(windows)
-
-
-def plan(source: Mapping[Key, Entry], target: Skeleton, window_bytes: int = WINDOW_BYTES) -> Plan:
-    """Plan every copy.
-
-    Args:
-        source: entries by key; both sides' coverage has been proved (`manifest.check`).
-        target: the skeleton; each of its entries must be in the source, with the same shape.
-        window_bytes: an upper limit of what a worker holds of each side at a time.
-
-    Raises:
-        ReshardError: the target asks for what the source lacks.
-    """
-    return Plan(source, target, window_bytes)
 
 
 def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:

@@ -83,7 +83,7 @@ def own(team: Team, items: Sequence[T]) -> Sequence[T]:
     return items[team.rank :: team.size]
 
 
-def check_same(team: Team, what: str, text: str) -> None:
+def check_ranks_agree(team: Team, what: str, text: str) -> None:
     """Hold every rank to what the first has.
 
     Raises:

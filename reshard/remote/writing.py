@@ -76,7 +76,7 @@ def upload(made: Path, destination: RemotePath, stop: threading.Event) -> None:
     store.forget()
 
 
-def check_same(made: Path, sent: RemotePath, stop: threading.Event) -> None:
+def check_read_back(made: Path, sent: RemotePath, stop: threading.Event) -> None:
     """Read an uploaded file back, and compare it with the one that was sent.
 
     Raises:

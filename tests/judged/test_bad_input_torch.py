@@ -423,6 +423,20 @@ def test_dcp_metadata_that_lie(copied, refused, edit, error, word):
     refused(announced(copied("fsdp2_dcp"), edit), error, word)
 
 
+def test_two_keys_of_one_place_without_paths(copied, refused):
+    def spell_twice(about):
+        about.planner_data = None  # as a planner leaves it that flattens nothing
+        kinds = about.state_dict_metadata
+        key = next(key for key, kind in kinds.items() if isinstance(kind, BytesStorageMetadata))
+        for name in ("optim.param_groups.0.lr", "optim.param_groups.00.lr"):
+            kinds[name] = kinds[key]
+            about.storage_data[replace(_index(about, key), fqn=name)] = about.storage_data[
+                _index(about, key)
+            ]
+
+    refused(announced(copied("fsdp2_dcp"), spell_twice), CorruptError, "is stored twice")
+
+
 def test_an_object_without_a_place(copied, refused):
     def forget(about):
         kinds = about.state_dict_metadata.items()
@@ -493,18 +507,56 @@ def test_the_last_shard_of_unconsolidated_weights(copied, merged):
         assert any("ranks" in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize("offsets", [[4], [4, 0, 0], [-4, 0], [3, 0], ["a", 0], None, [4.5, 0]])
-def test_unconsolidated_blocks_that_lie(copied, refused, offsets):
+def test_a_shard_between_of_unconsolidated_weights(copied, refused):
+    source = copied("hf_storage_sharded_ws4")
+    sorted(source.glob("shard-*"))[1].unlink()
+    refused(source, IncompleteError, "the shard of rank 3, but none of rank 1")
+
+
+@pytest.mark.parametrize("dtype", ["I32", "BF16"])
+def test_unconsolidated_blocks_of_two_dtypes(copied, refused, dtype):
     source = copied("hf_storage_sharded")
     path = max(source.glob("shard-*"))
+
+    def change(header):
+        start, stop = header["odd"]["data_offsets"]
+        assert header["odd"]["dtype"] == "F32"
+        rows, columns = header["odd"]["shape"]
+        header["odd"]["dtype"] = dtype
+        header["odd"]["shape"] = [rows, columns * (stop - start) // {"I32": 4, "BF16": 2}[dtype]]
+        header["odd"]["shape"][1] //= rows * columns
+
+    with_header(path, change)
+    refused(source, CorruptError, "has another dtype or other dims than in")
+
+
+def test_unconsolidated_blocks_without_a_place(copied, refused):
+    source = copied("hf_storage_sharded")
+    path = max(source.glob("shard-*"))
+    with_header(path, lambda header: header["__metadata__"].pop("DCP_SHARDING_INFO"))
+    refused(source, CorruptError, path.name, "DCP_SHARDING_INFO")
+
+
+def with_header(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Another header before the same data."""
     data = path.read_bytes()
     (nbytes,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + nbytes])
-    info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    info["odd"]["saved_offsets"] = offsets
-    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
+    edit(header)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + nbytes :])
+
+
+@pytest.mark.parametrize("offsets", [[4], [4, 0, 0], [-4, 0], [3, 0], ["a", 0], None, [4.5, 0]])
+def test_unconsolidated_blocks_that_lie(copied, refused, offsets):
+    source = copied("hf_storage_sharded")
+
+    def change(header):
+        info = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        info["odd"]["saved_offsets"] = offsets
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(info)
+
+    with_header(max(source.glob("shard-*")), change)
     refused(source, CorruptError, "shard-0000")
 
 

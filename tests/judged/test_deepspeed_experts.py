@@ -17,6 +17,7 @@ from reshard.errors import (
     DifferentError,
     IncompleteError,
     StaleError,
+    UnsupportedError,
     UsageError,
 )
 from tests.judged.alike import tensors
@@ -100,6 +101,45 @@ def test_an_expert_that_lacks_a_parameter_is_noticed(copied, tmp_path):
     del held["layers.0.deepspeed_moe.experts.deepspeed_experts.2.2.bias"]
     torch.save(held, path)
     with pytest.raises(CorruptError, match=r"same of its expert as layer_0_expert_0.*: 2\.bias"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+def test_experts_of_autoep_are_refused(copied, tmp_path):
+    run = copied("moe_z2")
+    path = next(run.rglob("mp_rank_00_model_states.pt"))
+    held = torch.load(path, weights_only=False)
+    assert held["ds_autoep_layers"] is None  # as DeepSpeed has it where AutoEP converted nothing
+    held["ds_autoep_layers"] = ["model.layers.0.mlp"]
+    torch.save(held, path)
+    with pytest.raises(UnsupportedError, match="experts of AutoEP"):
+        reshard.merge(run, tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "message"),
+    [
+        (
+            "layer_0_expert_1_mp_rank_00_model_states.pt",
+            "layer_0_expert_1_mp_rank_01_model_states.pt",
+            "layer_0_expert_1_mp_rank_01.*of an expert of a tensor-parallel run",
+        ),
+        (
+            "mp_rank_00_model_states.pt",
+            "mp_rank_01_model_states.pt",
+            "experts of a tensor- or pipeline-parallel run",
+        ),
+        (
+            "layer_0_expert_1_mp_rank_00_model_states.pt",
+            "expert_1_mp_rank_00_model_states.pt",
+            "expert_N files that name no layer",
+        ),
+    ],
+)
+def test_experts_in_forms_that_are_not_read_are_refused(source, name, message, copied, tmp_path):
+    run = copied("moe_z2")
+    path = next(run.rglob(source))
+    path.with_name(name).write_bytes(path.read_bytes())
+    with pytest.raises(UnsupportedError, match=message):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 

@@ -27,7 +27,7 @@ from reshard.layout.partition import equal_piece
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from reshard.tensors import read_block
 from tests.judges import deepspeed_judge
 
@@ -62,7 +62,7 @@ def split(source, directory, **options):
     check_skeleton(skeleton)
     check_places(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
-    planned = plan(manifest.entries, skeleton)
+    planned = Plan(manifest.entries, skeleton)
     execute(planned, manifest.files, directory, MoveOptions(workers=2))
     return directory
 
@@ -188,7 +188,7 @@ class Held:
     def _bytes(self, where, tensor):
         if not tensor.numel:
             return b""
-        at, size = self.file.chunk(tensor).byte_offset, tensor.dtype.itemsize
+        at, size = tensor.chunk.byte_offset, tensor.dtype.itemsize
         stored = self.path.read_bytes()[at : at + tensor.numel * size]
         return b"".join(stored[a * size : b * size] for a, b in self._values(where, tensor.numel))
 

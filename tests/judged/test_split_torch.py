@@ -22,7 +22,7 @@ from reshard.formats.training import training
 from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
@@ -58,7 +58,7 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
     check(Manifest(Origin("target", ""), keyed(skeleton.entries), files))
     out.mkdir(parents=True)
-    copies = plan(manifest.entries, skeleton)
+    copies = Plan(manifest.entries, skeleton)
     execute(copies, manifest.files, out, MoveOptions())
     return out
 

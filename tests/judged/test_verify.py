@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -85,6 +86,19 @@ def test_some_placeholders_of_zero_3_fail(made, tmp_path):
     assert {text.split()[0] for text in check.failures} == hollow
     report = reshard.merge(tmp_path / "model.safetensors", tmp_path / "out.safetensors")
     assert any("ZeRO-3 placeholders" in text for text in report.warnings)
+
+
+@pytest.mark.parametrize("more", [0, 1, -4])
+def test_an_index_that_states_another_size_is_warned_of(torch_made, tmp_path, more):
+    source = shutil.copytree(torch_made / "plain_index" / "ckpt", tmp_path / "model")
+    (path,) = source.glob("*.index.json")
+    about = json.loads(path.read_text())
+    size = sum(t.nbytes for p in source.glob("*.bin") for t in torch.load(p).values())
+    about["metadata"] = {"total_size": size + more}
+    path.write_text(json.dumps(about))
+    (check,) = [c for c in reshard.verify(source).checks if c.name == checks.INDEX]
+    text = f"{path.name} says that its files hold {size + more} bytes; they hold {size}"
+    assert check.warnings == ([text] if more else [])
 
 
 def test_odd_values_are_located(torch_made):

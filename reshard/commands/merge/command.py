@@ -26,7 +26,7 @@ from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.paths import as_path
-from reshard.plan.planner import Plan, plan
+from reshard.plan.planner import Plan
 
 
 def merge(
@@ -194,7 +194,7 @@ def _planned(
 ) -> _Job:
     check_skeleton(skeleton)
     _, window_bytes = options.budget()
-    planned = plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
+    planned = Plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
     return _Job(edited, chosen, skeleton, planned, changes)
 
 

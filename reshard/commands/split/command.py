@@ -29,7 +29,7 @@ from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Manifest, Skeleton
 from reshard.paths import as_path
-from reshard.plan.planner import plan
+from reshard.plan.planner import Plan
 
 
 def split(
@@ -114,7 +114,7 @@ def _split(
         manifest = manifest.with_entries(
             [*manifest.entries.values(), *request.megatron.carried.entries]
         )
-    planned = plan(manifest.entries, held, options.budget()[1])
+    planned = Plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, laid._replace(skeleton=skeleton), planned)
     report.destination = begun.report_as
     stripped = [

@@ -70,7 +70,7 @@ class Items:
                 f" be {dtype} {box.shape} there",
                 "the file belongs to another save than .metadata",
             )
-        whole = file.chunk(tensor)
+        whole = tensor.chunk
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
 
     def object(self, path: Path, block: Block) -> torch_objects.TorchFile:

@@ -179,7 +179,7 @@ class _Group:
             yield from self._split(name, [held[name] for held in slots])
 
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
-        held = [rank.file.chunk(piece) for rank, piece in zip(self.ranks, pieces, strict=True)]
+        held = [piece.chunk for piece in pieces]
         starts = range(0, self.piece_numel * len(held), self.piece_numel or 1)
         chunks = flat_chunks(self.flat, zip(starts, held, strict=False))
         for member in self.flat:

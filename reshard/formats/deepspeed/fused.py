@@ -9,17 +9,15 @@ master.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from math import isclose, prod
 
 from reshard.box import Index
-from reshard.dtypes import BFLOAT16, FLOAT16
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.formats.state_dict.order import AmbiguousError
-from reshard.formats.torch_objects import Tensor
+from reshard.formats.torch_objects import Tensor, weight_at
 
 _SHAPES = 200  # and more are no model's; the search goes a step deeper with each
 _SEARCHED = 100_000  # steps of the search, and
@@ -50,7 +48,7 @@ def name_groups(
         for owners in fitting
     )
     with SourceFiles() as files:
-        found = list(islice((n for n in named if _agree(files, model, n, flats)), 2))
+        found = list(islice((n for n in named if _agree(files, model.module, n, flats)), 2))
     if len(found) != 1:
         raise AmbiguousError(
             list(candidates), "were joined by a fused optimizer in an order that no file tells"
@@ -81,31 +79,18 @@ def _assignments(
     return search(0, list(wanted), sum(sizes.values()))
 
 
-def _agree(files: SourceFiles, model: ModelStates, groups: _Names, flats: Sequence[Tensor]) -> bool:
-    module = model.module
+def _agree(
+    files: SourceFiles, module: Mapping[str, Tensor], groups: _Names, flats: Sequence[Tensor]
+) -> bool:
+
     for names, flat in zip(groups, flats, strict=True):
         at = 0
         for fqn in names:
             weight = module[fqn]
             for place in sorted({0, weight.numel // 2, weight.numel - 1}) if weight.numel else ():
-                own = _element(files, model, weight, place)
-                master = _element(files, model, flat, at + place)
+                own = weight_at(files, weight.chunk, place)
+                master = weight_at(files, flat.chunk, at + place)
                 if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
                     return False
             at += weight.numel
     return True
-
-
-def _element(files: SourceFiles, model: ModelStates, tensor: Tensor, at: int) -> float:
-    """The element at a place in row-major order; NaN of a dtype that no weight is in."""
-    chunk = model.file.chunk(tensor)
-    start = chunk.byte_offset
-    for extent, stride in zip(reversed(tensor.shape), reversed(chunk.byte_strides), strict=True):
-        at, index = divmod(at, extent)
-        start += index * stride
-    raw = files.read(chunk.file, start, chunk.dtype.itemsize)
-    if chunk.dtype == BFLOAT16:
-        raw = b"\0\0" + raw
-    form = {2: "<e", 4: "<f"} if chunk.dtype == FLOAT16 else {4: "<f"}
-    found: float = struct.unpack(form[len(raw)], raw)[0] if len(raw) in form else float("nan")
-    return found

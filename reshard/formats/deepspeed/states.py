@@ -147,7 +147,7 @@ class Piece:
 
 def piece_of(file: TorchFile, tensor: Tensor) -> Piece:
     """A flat tensor of an opened file."""
-    return Piece(file.path, file.chunk(tensor).byte_offset, tensor.numel, tensor.dtype)
+    return Piece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
 
 
 def whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:

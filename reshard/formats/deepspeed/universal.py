@@ -144,7 +144,7 @@ def _entry(
     shape = shapes.get(fqn, tensor.shape)
     if len(tensor.shape) != 1 or shape == tensor.shape or prod(shape) != tensor.numel:
         return whole_entry(fqn, kind, tensor)
-    start = file.chunk(tensor).byte_offset
+    start = tensor.chunk.byte_offset
     chunk = contiguous(file.path, start, tensor.dtype, whole(shape), shape)
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 

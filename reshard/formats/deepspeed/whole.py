@@ -144,7 +144,7 @@ def _flat(
             raise CorruptError(
                 model.file.path, f"a flat {kind} of {flat.numel} elements, its group has {total}"
             )
-        offset = model.file.chunk(flat).byte_offset
+        offset = flat.chunk.byte_offset
         for fqn in names:
             shape = shapes[fqn]
             chunk = contiguous(model.file.path, offset, flat.dtype, whole(shape), shape)

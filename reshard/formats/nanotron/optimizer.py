@@ -76,7 +76,7 @@ def read(census: Census, places: Places, pool: SourceFiles) -> Optimizer:
         names = _names(file)
         for fqn, kind, tensor in _tensors(file, names):
             place = _place(file, rank, places, fqn)
-            _add(chunks, place, (kind, fqn), file.chunk(tensor), rank)
+            _add(chunks, place, (kind, fqn), tensor.chunk, rank)
         _add_loose(found, file, names, pool)
         if all(rank.rank(axis) == 0 for axis in ("dp", "tp", "exp")):
             found.stages.append(_groups(found, file, names))
@@ -175,7 +175,7 @@ def _add_loose(
         fqn = names[index]
         value = slots.get(_STEP)
         if isinstance(value, Tensor):
-            value = torch_objects.number_at(pool, file.chunk(value))
+            value = torch_objects.number_at(pool, value.chunk)
         if isinstance(value, (int, float)):
             step = found.steps.setdefault(fqn, float(value))
             if step != value:

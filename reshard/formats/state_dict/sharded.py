@@ -73,7 +73,7 @@ def _placed(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
             f"{box.shape}",
             "the file was altered: fetch it again",
         )
-    return replace(file.chunk(tensor), box=box)
+    return replace(tensor.chunk, box=box)
 
 
 def _shards(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:

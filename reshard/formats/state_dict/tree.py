@@ -72,7 +72,7 @@ def of_file(file: TorchFile, rank: int = 0) -> Any:
 
 def _leaf(file: TorchFile, rank: int, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return Local({rank: file.chunk(value)})
+        return Local({rank: value.chunk})
     if isinstance(value, Call):
         found = sharded.describe(file, value)
         return Logical(*found) if found else value
