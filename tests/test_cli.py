@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,23 @@ def test_every_frozen_option_is_there(command):
 def test_every_option_has_help(command):
     params = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
     assert [param.name for param in params if not param.help] == []
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_has_every_option_once_and_under_a_title(command):
+    shown = run(command, "--help").stdout.split("\n\n")
+    titles = [part.strip().splitlines()[0] for part in shown if part.strip().splitlines()[1:]]
+    assert titles[-1] == "Options:"
+    assert len(set(titles)) == len(titles)
+    listed = re.findall(r"^  (-\S+)", "\n".join(shown), re.MULTILINE)
+    params = [p for p in cli.commands[command].params if isinstance(p, click.Option)]
+    assert sorted(name.rstrip(",") for name in listed) == sorted(
+        ["-h", *(param.opts[0] for param in params)]
+    )
+
+
+def test_the_list_of_commands_cuts_no_sentence_off():
+    assert "..." not in run("--help").stdout.partition("Commands:")[2]
 
 
 def test_frozen_defaults():

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from reshard import units
-from reshard.cli import options
+from reshard.cli import layout, options
 from reshard.cli.run import read, say, show_result, write
+from reshard.cli.sections import Group, section
 from reshard.errors import UsageError
 from reshard.version import __version__
 
@@ -18,9 +19,11 @@ _SETTINGS = {
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "max_content_width": 100,
 }
+_weights, _names, _files = section("Weights"), section("Names"), section("Files")
+_compared, _checked, _runs = section("Comparison"), section("Checks"), section("Runs")
 
 
-@click.group(context_settings=_SETTINGS)
+@click.group(cls=Group, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="reshard")
 def cli() -> None:
     """Reshard training checkpoints, without a GPU, a process group or the framework."""
@@ -49,38 +52,47 @@ def inspect(
 
 @cli.command()
 @options.sources
-@options.output
-@click.option("--dtype", help="bf16, fp16, fp32 or keep (as stored).  [default: as trained]")
-@click.option("--keep-fp32", multiple=True, metavar="REGEX", help="Weights to write as fp32.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a directory's files.")
-@click.option("--hf-dir", type=options.PATH, help="Model whose config, tokenizer... to copy.")
-@click.option(
-    "--fill-missing-from", type=options.PATH, help="Model whose weights the checkpoint lacks."
-)
-@click.option(
-    "--names",
-    type=click.Choice(["source", "hf"]),
-    help="Whose.  [default: Hugging Face's, of Megatron's and Meta's models in a directory]",
-)
-@options.family
-@options.vocab_size
-@click.option(
-    "--adapter",
-    metavar="NAME",
-    help="A LoRA adapter alone, as PEFT loads it; PEFT calls one that nobody named default.",
-)
-@click.option("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
-@click.option(
+@options.destination
+@_weights("--dtype", help="bf16, fp16, fp32 or keep (as stored).  [default: as trained]")
+@_weights("--keep-fp32", multiple=True, metavar="REGEX", help="Weights that are written as fp32.")
+@_weights(
     "--tied",
     type=click.Choice(["auto", "keep", "drop"]),
     default="auto",
     show_default=True,
-    help="Second names of tied weights.",
+    help="Second names of tied weights; auto drops those that are equal.",
 )
-@click.option("--no-strip", is_flag=True, help="Keep wrapper prefixes such as module. in names.")
-@click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Applied in the order given.")
-@click.option("--include", multiple=True, metavar="REGEX", help="Only tensors so named.")
-@click.option("--exclude", multiple=True, metavar="REGEX", help="All but tensors so named.")
+@_weights(
+    "--fill-missing-from",
+    type=options.PATH,
+    help="Model from which weights come that the checkpoint lacks (frozen ones that were not"
+    " saved).",
+)
+@_weights(
+    "--adapter",
+    metavar="NAME",
+    help="A LoRA adapter alone, as PEFT loads it; PEFT calls one that nobody named default.",
+)
+@_weights("--keep-padding", is_flag=True, help="Keep the vocabulary's rows that are no words.")
+@_names(
+    "--names",
+    type=click.Choice(["source", "hf"]),
+    help="Whose names weights get.  [default: the source's; Hugging Face's, of Megatron's and"
+    " Meta's models in a directory]",
+)
+@options.family
+@options.vocab_size
+@_names("--no-strip", is_flag=True, help="Keep wrapper prefixes such as module. in names.")
+@_names("--rename", multiple=True, metavar="REGEX=REPL", help="Applied in the order given.")
+@_names("--include", multiple=True, metavar="REGEX", help="Only tensors so named.")
+@_names("--exclude", multiple=True, metavar="REGEX", help="All but tensors so named.")
+@_files("--max-shard-size", default="5GB", show_default=True, help="Largest file of a directory.")
+@_files(
+    "--hf-dir",
+    type=options.PATH,
+    help="Model whose config, tokenizer... to copy.  [default: what lies beside SOURCE]",
+)
+@options.output
 @options.source
 def merge(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
     """Write the full weights of SOURCE to DESTINATION.
@@ -103,31 +115,35 @@ def merge(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
 
 
 @cli.command()
-@options.resharding(
-    click.option("--to", type=options.TARGET, help="Layout.  [default: as the source]")
-)
+@layout.resharding(layout.to())
 def split(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
-    """Write the training state of SOURCE, optimizer and all, for another number of ranks."""
+    """Write a training state for other ranks, optimizer and all.
+
+    SOURCE's is written to DESTINATION. Give several directories where each node kept its own files.
+    """
     _split(sources, destination, **given)
 
 
 @cli.command()
-@options.resharding(click.option("--to", type=options.TARGET, required=True, help="Layout."))
+@layout.resharding(layout.to(required=True))
 def convert(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
-    """Write the training state of SOURCE, optimizer and all, in another layout."""
+    """Write a training state in another layout, optimizer and all.
+
+    SOURCE's is written to DESTINATION. Give several directories where each node kept its own files.
+    """
     _split(sources, destination, **given)
 
 
 @cli.command()
 @click.argument("a", type=options.PATH)
 @click.argument("b", type=options.PATH)
-@click.option("--atol", default=0.0, help="Absolute distance to allow.")
-@click.option("--rtol", default=0.0, help="Distance to allow, relative to B.")
-@click.option("--ulp", default=0, help="Representable numbers between A and B to allow.")
-@click.option("--exact", is_flag=True, help="Only equal bits are equal.  [default]")
-@click.option("--dtype", help="Compare weights as if cast to bf16, fp16 or fp32.")
-@click.option("--ignore", multiple=True, metavar="REGEX", help="Names to leave out.")
-@click.option(
+@_compared("--atol", default=0.0, help="Absolute distance that is allowed.")
+@_compared("--rtol", default=0.0, help="Distance that is allowed, relative to B.")
+@_compared("--ulp", default=0, help="Representable numbers that may lie between A and B.")
+@_compared("--exact", is_flag=True, help="Only equal bits are equal.  [default]")
+@_compared("--dtype", help="Compare weights as if cast to bf16, fp16 or fp32.")
+@_compared("--ignore", multiple=True, metavar="REGEX", help="Names to leave out.")
+@_compared(
     "--kind",
     "kinds",
     multiple=True,
@@ -138,9 +154,9 @@ def convert(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
 @options.source
 def diff(a: Path, b: Path, *, exact: bool, **given: Any) -> None:
-    """Say whether A and B are the same training state, in whatever layouts.
+    """Say whether two checkpoints are the same training state.
 
-    Exit code 0 if they are, 1 if not.
+    A and B may be of any layouts. Exit code 0 if they are, 1 if not.
     """
     if exact and any(given[name] for name in ("atol", "rtol", "ulp")):
         raise UsageError("--exact", "allows no distance: leave out --atol, --rtol and --ulp")
@@ -152,22 +168,27 @@ def diff(a: Path, b: Path, *, exact: bool, **given: Any) -> None:
 
 @cli.command()
 @options.sources
-@click.option("--deep/--quick", default=False, help="Read every byte.  [default: headers alone]")
-@click.option(
+@_checked("--deep/--quick", default=False, help="Read every byte.  [default: headers alone]")
+@_checked(
     "--write-manifest",
     type=options.PATH,
     metavar="FILE",
     help="Write what every tensor holds (SHA-256), if all checks pass.",
 )
-@click.option(
+@_checked(
     "--against",
     type=options.PATH,
     metavar="FILE",
     help="Compare with a manifest, made from any layout.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the file of --write-manifest or --html.")
+@_checked("--overwrite", is_flag=True, help="Replace the file of --write-manifest or --html.")
 @options.html
-@click.option("--ignore", multiple=True, metavar="REGEX", help="Names whose values may be NaN ...")
+@_checked(
+    "--ignore",
+    multiple=True,
+    metavar="REGEX",
+    help="Tensors so named may hold anything: NaN, infinities, zeros.",
+)
 @options.budget
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
 @options.source
@@ -185,7 +206,7 @@ def verify(sources: tuple[Path, ...], **given: Any) -> None:
 
 @cli.command("resume-check")
 @click.argument("source", type=options.PATH)
-@click.option(
+@_runs(
     "--world-size",
     "--num-shards",
     "world_sizes",
@@ -193,57 +214,53 @@ def verify(sources: tuple[Path, ...], **given: Any) -> None:
     type=click.IntRange(min=1),
     help="Ranks to go on with; may be given again.  [default: as the source]",
 )
-@click.option(
+@_runs(
     "--to",
     multiple=True,
     type=options.TARGET,
     help="Layout; may be given again.  [default: as the source]",
 )
-@click.option("--steps", default=4, show_default=True, help="How far each run goes on.")
-@click.option(
+@_runs("--steps", default=4, show_default=True, help="Steps that each run goes on for.")
+@_runs(
     "--command",
     metavar="WORDS",
     help="Your program, with {checkpoint}, {log}, {steps} or {until}, {world_size}, {out}."
     "  [default: python -m trainer]",
 )
-@click.option(
+@_runs(
     "--require",
     type=options.OneOf("reshard.commands.resume_check.report", "LEVELS"),
     default="trajectory",
     show_default=True,
     help="What every layout must reach for exit code 0.",
 )
-@click.option(
+@_runs(
     "--rtol", default=1e-3, show_default=True, help="Of losses, for the trajectory to be the same."
 )
-@click.option(
+@_runs(
     "--unbroken",
     type=options.PATH,
     metavar="LOG",
     help="Log of the run that saved SOURCE and went on.  [default: go on from SOURCE now]",
 )
-@click.option(
-    "--control", is_flag=True, help="Also show that a lost optimizer would have been noticed."
-)
-@click.option(
-    "--timeout", "timeout_s", default=3600.0, show_default=True, help="Seconds, of each run."
-)
-@click.option(
+@_runs("--control", is_flag=True, help="Also show that a lost optimizer would have been noticed.")
+@_runs("--timeout", "timeout_s", default=3600.0, show_default=True, help="Seconds, of each run.")
+@_runs(
     "--keep",
     type=options.PATH,
     metavar="DIR",
     help="Leave the checkpoints, logs and outputs there.",
 )
-@options.layout
+@layout.layout
 @options.page
 @options.budget
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
 @options.source
 def resume_check(source: Path, **given: Any) -> None:
-    """Say whether training goes on the same from what split writes of SOURCE.
+    """Say whether training goes on the same after a split.
 
-    A program goes on from SOURCE and from each layout; their losses are compared. Exit code 0 if
-    every layout reaches what is required, 1 if not.
+    A program goes on from SOURCE and from each layout that split makes of it; their losses are
+    compared. Exit code 0 if every layout reaches what is required, 1 if not.
     """
     from reshard.commands.resume_check.command import ResumeCheckOptions
     from reshard.commands.resume_check.command import resume_check as run
@@ -263,7 +280,9 @@ def resume_check(source: Path, **given: Any) -> None:
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - main has seen it
-    """Train a tiny model at 4 ranks, merge it, generate, and go on at 2 ranks and under FSDP.
+    """Train a tiny model, merge it, split it, and go on from that.
+
+    It is trained at 4 ranks; it generates, and goes on at 2 ranks and under FSDP 2.
 
     Exit code 0 if the losses are those of the unbroken run, 1 if not.
     """
