@@ -1,1 +1,13 @@
-"""One module or folder a command: what the command line and the Python API call."""
+"""One module or folder a command: what the command line and the Python API call.
+
+inspect, merge, split, diff, verify, resume_check, demo
+            the commands; split is convert too
+reading     what every command shares that reads tensors
+output      what every command shares that writes
+target      a target held to proof before a byte of it is written
+naming      other names for what is written, by a model's table
+companions  the small files beside weights: config, tokenizer, progress
+lines, page
+            a report in words, and as a page
+programs    the one place where other programs are started
+"""

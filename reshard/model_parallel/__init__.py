@@ -7,7 +7,7 @@
     rules         tables: a line a parameter, how it is cut and what Hugging Face calls it
     forms         how a fused tensor is made of its parts, in both directions
     spellings     what Hugging Face calls a parameter: the lines of a table
-    traits        what kind of model it is
+    traits        what kind of model it is; megatron_traits: the same in Megatron's arguments
     families      which of Hugging Face's models that is, and its config
     vocabulary    the rows of an embedding that are words, and those that are padding
     described     a model as a target needs it

@@ -1,1 +1,16 @@
-"""A plan carried out: the only place where bytes of tensors move."""
+"""A plan carried out: the only place where bytes of tensors move.
+
+options     how: threads, memory, whether to verify
+execute     on a disk: windows of a plan filled, written, read back; upload: into an object store
+outputs     the files of an output while they are made
+fill        the copies of a window read: one read a run
+cast        blocks in memory: strided copies and casts
+records     checksums that files keep of their own records
+workers     threads that share a list of work; share: ranks that share a plan
+
+outcome     what an execution saw
+spans       byte ranges of files, with checksums
+job         which job an unfinished output is of
+journal     what of it is on the disk for good; receipts: what of it an object store has
+unfinished  either of them
+"""

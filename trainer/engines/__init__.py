@@ -1,4 +1,12 @@
-"""How a model is trained on several ranks: one file an engine, and ``base.Engine``."""
+"""How a model is trained on several ranks: one file an engine, and ``base.Engine``.
+
+ddp, zero1, zero2, zero3
+                 by our own loop (native); replicated: stages 0 to 2, zero: all of them
+fsdp, fsdp2      by torch; sharded: what both share, units: what they gather at once,
+                 first_weights: the model that they shard
+grid             a model that is cut by tensor, stage and expert
+deepspeed        the real DeepSpeed; deepspeed_setup, deepspeed_config: made ready for our settings
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Checkpoints that DeepSpeed wrote: ZeRO stages 0 to 3 as the ranks saved them, and universal.
 
     reader      any of them as one manifest
+    native      a tag directory as the ranks saved it; kinds: what its files hold
     parallel    the ranks of a model-parallel run, joined
     layers      a pipeline's files
     experts     a mixture of experts, joined with the rest
@@ -16,11 +17,13 @@
     states      the two kinds of file, opened and checked against each other
     flat        stages 1 and 2: one flat tensor a group, in equal pieces
     order       in which order parameters stand in flat tensors
-    partitioned stage 3: every parameter in equal pieces
-    whole       stage 0: whole tensors under an index
+    partitioned
+                stage 3: every parameter in equal pieces; swap: optimizer states on disk
+    whole       stage 0: whole tensors under an index; fused: around a fused optimizer
     universal   one directory a parameter
     universal_ranks   the ranks that such a directory was made of
     train       everything that is not a tensor
+    target      the files of other ranks, native or universal
 
 Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``,
 ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``, ``checkpoint/ds_to_universal.py``.

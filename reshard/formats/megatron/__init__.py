@@ -11,12 +11,14 @@
     groups      which param group a parameter is in
     optimizer   every form of a rank's optimizer
     rank        one rank's files
-    model       what a rank holds, where no file lists it
+    model       what a rank holds, where no file lists it; share: of which layers and experts
+    own         what ranks save beside the model's tensors
     legacy      the torch format: a folder a rank
     dist        the torch_dist format: DCP with Megatron's keys
     dist_flat   the distributed optimizer's buffers there
     grid        the ranks' parts made one
     train       what is no tensor
+    target      the files of other ranks, in either format
 
 Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.
 """
