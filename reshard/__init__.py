@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the names below come with the first use of one: see `__geta
     from reshard.commands.inspect import inspect as inspect
     from reshard.commands.merge.options import MergeOptions as MergeOptions
     from reshard.commands.merge.report import MergeReport as MergeReport
-    from reshard.commands.resume_check.command import ResumeCheckOptions as ResumeCheckOptions
+    from reshard.commands.resume_check.options import ResumeCheckOptions as ResumeCheckOptions
     from reshard.commands.resume_check.report import ResumeReport as ResumeReport
     from reshard.commands.split.options import SplitOptions as SplitOptions
     from reshard.commands.split.report import SplitReport as SplitReport
@@ -46,7 +46,7 @@ _HOMES = {
     "LazyTensor": "reshard.tensors",
     "MergeOptions": "reshard.commands.merge.options",
     "MergeReport": "reshard.commands.merge.report",
-    "ResumeCheckOptions": "reshard.commands.resume_check.command",
+    "ResumeCheckOptions": "reshard.commands.resume_check.options",
     "ResumeReport": "reshard.commands.resume_check.report",
     "SplitOptions": "reshard.commands.split.options",
     "SplitReport": "reshard.commands.split.report",
@@ -182,7 +182,7 @@ def resume_check(source: str | Path, **options: Any) -> ResumeReport:
     Raises:
         ReshardError: nothing could be compared; a run that goes on otherwise is no error.
     """
-    from reshard.commands.resume_check.command import ResumeCheckOptions
     from reshard.commands.resume_check.command import resume_check as run
+    from reshard.commands.resume_check.options import ResumeCheckOptions
 
     return run(source, ResumeCheckOptions.of(**options))

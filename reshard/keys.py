@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,12 +114,7 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     done = Edited(manifest)
     names: dict[str, str] = {}
     used: set[str] = set()
-    train = manifest.train
-    everything = [*(entry.fqn for entry in manifest.entries.values()), *manifest.absent]
-    everything += [fqn for pair in manifest.tied.items() for fqn in pair]
-    everything += [fqn for group in train.param_groups for fqn in group.fqns]
-    everything += [*train.optimizer_step, *manifest.frozen, *manifest.trained_dtypes]
-    without = stripped(dict.fromkeys(everything)) if edits.strip_wrappers else {}
+    without = stripped(_every_name(manifest)) if edits.strip_wrappers else {}
 
     def new_name(fqn: str) -> str:
         if fqn not in names:
@@ -145,12 +140,8 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     _refuse_collisions({old: new for old, new in names.items() if wanted(new)})
     heirs, tied = _inherit(tied, wanted)
     done.unmatched = [f"--rename {p}={text}" for p, text in edits.rename if p not in used]
-    done.unmatched += [
-        f"{option} {pattern.pattern}"
-        for option, patterns in (("--include", include), ("--exclude", exclude))
-        for pattern in patterns
-        if not any(map(pattern.search, names.values()))
-    ]
+    done.unmatched += _unmatched("--include", include, names.values())
+    done.unmatched += _unmatched("--exclude", exclude, names.values())
     done.excluded = sorted({e.fqn for e in entries if not wanted(e.fqn)})
     entries = [replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in entries]
     kept = [entry for entry in entries if wanted(entry.fqn)]
@@ -166,6 +157,24 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
         absent=tuple(filter(wanted, absent)),
     )
     return done
+
+
+def _every_name(manifest: Manifest) -> dict[str, None]:
+    """Each once, in the order of the manifest."""
+    train = manifest.train
+    names = [*(entry.fqn for entry in manifest.entries.values()), *manifest.absent]
+    names += [fqn for pair in manifest.tied.items() for fqn in pair]
+    names += [fqn for group in train.param_groups for fqn in group.fqns]
+    names += [*train.optimizer_step, *manifest.frozen, *manifest.trained_dtypes]
+    return dict.fromkeys(names)
+
+
+def _unmatched(
+    option: str, patterns: Iterable[re.Pattern[str]], names: Collection[str]
+) -> list[str]:
+    """Patterns that are in no name."""
+    lost = (pattern for pattern in patterns if not any(map(pattern.search, names)))
+    return [f"{option} {pattern.pattern}" for pattern in lost]
 
 
 def only(manifest: Manifest, names: Mapping[str, str]) -> Manifest:

@@ -262,8 +262,8 @@ def resume_check(source: Path, **given: Any) -> None:
     A program goes on from SOURCE and from each layout that split makes of it; their losses are
     compared. Exit code 0 if every layout reaches what is required, 1 if not.
     """
-    from reshard.commands.resume_check.command import ResumeCheckOptions
     from reshard.commands.resume_check.command import resume_check as run
+    from reshard.commands.resume_check.options import ResumeCheckOptions
 
     def told(source: Path, chosen: ResumeCheckOptions, meter: Any) -> Any:
         return run(source, chosen, meter, say if meter else None)

@@ -18,7 +18,8 @@ from typing import Any
 from reshard.commands import programs
 from reshard.commands.merge.command import merge
 from reshard.commands.merge.options import MergeOptions
-from reshard.commands.resume_check.command import ResumeCheckOptions, place_for, resume_check
+from reshard.commands.resume_check.command import place_for, resume_check
+from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.errors import DifferentError
 
 Tell = Callable[[str], None]

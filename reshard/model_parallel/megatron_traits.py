@@ -11,8 +11,6 @@ from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
 _POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
-
-
 _ARGUMENTS = fields(
     **dict.fromkeys(("rotary_base", "rope_theta", "rotary_percent"), maybe(NUMBER)),
     **dict.fromkeys(("norm_epsilon", "layernorm_epsilon"), maybe(NUMBER)),
@@ -83,21 +81,9 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
     Raises:
         UnsupportedError: it cannot.
     """
-    lacking = [
-        *traits.odd,
-        *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
-        *(["a norm of the embedding"] * traits.embedding_norm),
-        *(["norms before residual connections"] * traits.residual_after_norm),
-        *(["attention beside the feed-forward layer"] * traits.parallel_residual),
-    ]
     scaling = dict(traits.rope_scaling or {})
     kind = scaling.get("rope_type", scaling.get("type"))
-    if scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
-        lacking.append(f"rotations scaled as {scaling}")
-    if lacking:
-        raise UnsupportedError(
-            traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
-        )
+    _refuse_what_megatron_lacks(traits, scaling, kind)
     gelu = not traits.gated and traits.activation.startswith("gelu")
     args = {
         "num_layers": traits.layers,
@@ -142,6 +128,22 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
             "moe_aux_loss_coeff": traits.aux_loss,
         }
     return args
+
+
+def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind: Any) -> None:
+    lacking = [
+        *traits.odd,
+        *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
+        *(["a norm of the embedding"] * traits.embedding_norm),
+        *(["norms before residual connections"] * traits.residual_after_norm),
+        *(["attention beside the feed-forward layer"] * traits.parallel_residual),
+    ]
+    if scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
+        lacking.append(f"rotations scaled as {scaling}")
+    if lacking:
+        raise UnsupportedError(
+            traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
+        )
 
 
 def _is_built_in(scaling: Mapping[str, Any]) -> bool:

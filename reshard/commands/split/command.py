@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -15,19 +14,18 @@ from reshard.commands.naming import Naming
 from reshard.commands.output import opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split import for_megatron, own_states
+from reshard.commands.split import for_megatron, own_states, read_back
 from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested
 from reshard.commands.split.state import is_weights, made_state, stored, told
 from reshard.commands.target import check_places
-from reshard.dtypes import DType
-from reshard.errors import DifferentError, IncompleteError
+from reshard.errors import IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
-from reshard.manifest import WEIGHT_KINDS, Chunk, Entry, Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
 
@@ -79,26 +77,40 @@ def _keeps_names(begun: _Begun, options: SplitOptions) -> bool:
 def _split(
     begun: _Begun, destination: Path, options: SplitOptions, meter: Meter | None
 ) -> SplitReport:
-    edited = keys.edit(begun.manifest, keys.Edits(strip_wrappers=not _keeps_names(begun, options)))
-    manifest = edited.manifest
-    if manifest.absent:
-        raise IncompleteError(
-            manifest.origin.path,
-            f"lists {weights.without_value(manifest.absent)}",
-            "save it without exclude_frozen_parameters, or write the rest with reshard merge",
-        )
+    job = _prepare(begun, options)
+    report = job.report
+    report.destination = begun.report_as
+    if not options.dry_run:
+        _written(job, destination, options, meter)
+        report.seconds = time.perf_counter() - begun.began
+    write_page(options, lambda: page_of(report.to_json(), job.manifest, job.skeleton))
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A split that is decided and planned, with nothing written yet.
+
+    Args:
+        manifest: of the source, and of what is made for the target.
+    """
+
+    manifest: Manifest
+    state: Training
+    named: Naming
+    skeleton: Skeleton
+    plan: Plan
+    report: SplitReport
+
+
+def _prepare(begun: _Begun, options: SplitOptions) -> _Job:
+    manifest, stripped = _edited(begun, options)
     manifest, shapes = told(manifest, options)
     request, target = requested(manifest, shapes, options)
     batch_notes: list[str] = []
     if not is_weights(manifest):
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
-    with SourceFiles() as pool:
-        weights.refuse_diverged(manifest, pool)
-        manifest = weights.with_equal_heads_tied(manifest, pool)
-        carried = list(manifest.entries.values())
-        if options.without_optimizer:
-            carried = list(manifest.of_kind(*WEIGHT_KINDS))
-        differing = replicas.check(carried, manifest.files, pool, options.replicas)
+    manifest, differing = _agreed(manifest, options)
     named = naming.for_target(manifest, target.name, _asked(options), options.model)
     if request.megatron is not None:
         named = for_megatron.fitted(named, request.megatron)
@@ -114,36 +126,62 @@ def _split(
         manifest = manifest.with_entries(
             [*manifest.entries.values(), *request.megatron.carried.entries]
         )
-    planned = Plan(manifest.entries, held, options.budget()[1])
-    report = describe(state, request, target, laid._replace(skeleton=skeleton), planned)
-    report.destination = begun.report_as
-    stripped = [
-        f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
-        for old, new in edited.stripped[:1]
-    ]
+    plan = Plan(manifest.entries, held, options.budget()[1])
+    report = describe(state, request, target, laid._replace(skeleton=skeleton), plan)
     report.derived += [*begun.means, *stripped, *named.notes, *made, *batch_notes, *differing]
     for each in own:
         each.tell(report)
-    if options.dry_run:
-        write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
-        return report
+    return _Job(manifest, state, named, skeleton, plan, report)
+
+
+def _edited(begun: _Begun, options: SplitOptions) -> tuple[Manifest, list[str]]:
+    """The source without wrappers in its names, and what is to be said of that.
+
+    Raises:
+        IncompleteError: it lists weights that no file holds.
+    """
+    edited = keys.edit(begun.manifest, keys.Edits(strip_wrappers=not _keeps_names(begun, options)))
+    manifest = edited.manifest
+    if manifest.absent:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"lists {weights.without_value(manifest.absent)}",
+            "save it without exclude_frozen_parameters, or write the rest with reshard merge",
+        )
+    return manifest, [
+        f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
+        for old, new in edited.stripped[:1]
+    ]
+
+
+def _agreed(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, list[str]]:
+    """The same with equal heads tied, once what is stored twice was compared; what that showed."""
+    with SourceFiles() as pool:
+        weights.refuse_diverged(manifest, pool)
+        manifest = weights.with_equal_heads_tied(manifest, pool)
+        carried = list(manifest.entries.values())
+        if options.without_optimizer:
+            carried = list(manifest.of_kind(*WEIGHT_KINDS))
+        return manifest, replicas.check(carried, manifest.files, pool, options.replicas)
+
+
+def _written(job: _Job, destination: Path, options: SplitOptions, meter: Meter | None) -> None:
+    """Write it; the report says what came of it."""
     output = write(
-        planned,
-        manifest,
+        job.plan,
+        job.manifest,
         destination,
         options,
         is_directory=True,
-        look=lambda staging: _look(staging, skeleton, state, named, options),
+        look=lambda staging: read_back.check(staging, job.skeleton, job.state, job.named, options),
         meter=meter,
     )
+    report = job.report
     report.overflowed = dict(output.outcome.overflowed)
     report.resumed_bytes = output.resumed_bytes
     report.warnings += output.notes
     report.verified = options.verify
     report.done = True
-    report.seconds = time.perf_counter() - begun.began
-    write_page(options, lambda: page_of(report.to_json(), manifest, skeleton))
-    return report
 
 
 def _asked(options: SplitOptions) -> naming.Asked:
@@ -164,62 +202,3 @@ def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Ske
         return with_companions(skeleton, state.manifest, beside=inside, above=inside)
     within = str(PurePosixPath(skeleton.files[-1].name).parent) if target.tagged else ""
     return with_companions(skeleton, state.manifest, beside=within)
-
-
-def _look(
-    staging: Path, skeleton: Skeleton, state: Training, named: Naming, options: SplitOptions
-) -> None:
-    """Read the output as a stranger would: its reader must find what was planned, and all of it.
-
-    Raises:
-        DifferentError: it is something else.
-    """
-    seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
-    planned = _by_name(skeleton.entries, named)
-    tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
-    for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
-        wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
-        places = {_place(chunk, f"{staging}/") for entry in wanted for chunk in entry.chunks}
-        for chunk in (chunk for entry in found for chunk in entry.chunks if chunk.box.volume):
-            if _place(chunk) not in places and not _is_padding(chunk, wanted):
-                raise DifferentError(
-                    chunk.file,
-                    f"holds {fqn!r} at byte {chunk.byte_offset}, where it was not put: the files of"
-                    " the output do not say what is in them",
-                )
-    _check_all(seen, state, named)
-
-
-def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
-    found = defaultdict(list)
-    for entry in entries:
-        found[named.own(entry.fqn)].append(entry)
-    return found
-
-
-def _place(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
-    return staging + chunk.file, chunk.byte_offset, chunk.dtype
-
-
-def _is_padding(chunk: Chunk, wanted: Sequence[Entry]) -> bool:
-    """Whether it begins behind the tensor: a rank's part that is all rows of no word."""
-    ends = (zip(chunk.box.origin, entry.shape, strict=False) for entry in wanted)
-    return any(at >= size for dims in ends for at, size in dims)
-
-
-def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
-    """Every weight and every optimizer slot is there again.
-
-    Raises:
-        DifferentError: one is not.
-    """
-    names = {named.own(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)}
-    slots = {(entry.kind, named.own(entry.fqn)) for entry in seen.entries.values()}
-    for weight in state.weights:
-        if named.own(weight.fqn) not in names:
-            raise DifferentError(weight.fqn, "does not read back")
-    for group in state.groups:
-        for member in group.members:
-            for slot, entry in member.slots.items():
-                if entry.numel and (slot, named.own(member.fqn)) not in slots:
-                    raise DifferentError(member.fqn, f"its {slot} does not read back")

@@ -111,7 +111,8 @@ def describe(
         report.kept.append(f"{masters} fp32 master weights")
     if state.groups and not state.made:
         names = ", ".join(state.slots)
-        report.kept.append(f"{names}; step {state.step()}; {len(state.groups)} param groups")
+        groups = units.counted(len(state.groups), "param group")
+        report.kept.append(f"{names}; step {state.step()}; {groups}")
     elif held:
         why = "--init-optimizer zeros" if state.groups else "--weights-only"
         report.dropped.append(f"{len(held)} optimizer tensors ({why})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,6 @@ from reshard.formats.deepspeed.states import (
     under_own_names,
 )
 from reshard.formats.place import Place
-from reshard.formats.state_dict.order import AmbiguousError
 from reshard.formats.torch_file import Alike
 from reshard.formats.torch_objects import TorchFile
 from reshard.manifest import (
@@ -33,7 +33,6 @@ from reshard.manifest import (
     Entry,
     Manifest,
     Origin,
-    ParamGroup,
     SourceFile,
     TrainState,
     keyed,
@@ -132,13 +131,14 @@ def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_siz
         return
     for rank in ranks:
         said = rank.root.get("partition_count")
-        counts = [n for n in (said if isinstance(said, (list, tuple)) else [said]) if n is not None]
-        shared = first.group_ranks or (1,) * len(counts)
+        listed = said if isinstance(said, (list, tuple)) else [said]
+        saved = [ranks for ranks in listed if ranks is not None]
+        shared = first.group_ranks or (1,) * len(saved)
         wanted = [world_size // ranks for ranks in shared]
-        if counts and (set(counts) != {world_size} if not first.group_ranks else counts != wanted):
+        if saved and (set(saved) != {world_size} if not first.group_ranks else saved != wanted):
             raise CorruptError(
                 rank.file.path,
-                f"was saved by {sorted(set(counts))} ranks, {Path(first.file.path).name} by"
+                f"was saved by {sorted(set(saved))} ranks, {Path(first.file.path).name} by"
                 f" {sorted(set(wanted))}",
                 MIXED,
             )
@@ -223,7 +223,8 @@ def _optimizer(
 ) -> Read:
     """(stage, optimizer entries, train state, warnings), by the form of the optimizer states."""
     if not ranks:
-        return _stage0(first, tied)
+        entries, state, warnings = whole.state_of(first, tied)
+        return 0, entries, state, warnings
     root = ranks[0].root
     if "fp32_flat_groups" in root:
         key = "optimizer_state_dict"
@@ -276,42 +277,6 @@ def _excluded_frozen(first: ModelStates, stage: int) -> list[str]:
     return []
 
 
-def _stage0(first: ModelStates, tied: dict[str, str]) -> Read:
-    """Stage 0 keeps the optimizer in the model states, or has none."""
-    optimizer = first.mapping("optimizer")
-    candidates = {
-        name: tensor.shape
-        for name, tensor in first.module.items()
-        if name not in first.buffers and name not in tied and tensor.numel
-    }
-    stored = whole.torch_optimizer(first).get("param_groups", [])
-    warnings: list[str] = []
-    names: list[list[str | None]] = []
-    if optimizer:
-        try:
-            names = whole.groups_of(first, candidates)
-        except AmbiguousError as reason:
-            warnings.append(
-                f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
-                " left out"
-            )
-    entries = list(whole.read(first, names))
-    members = names or [[] for _ in stored]
-    groups = [
-        ParamGroup(train.hyper(group), tuple(fqn for fqn in fqns if fqn is not None))
-        for group, fqns in zip(stored, members, strict=False)
-    ]
-    unnamed = sum(fqn is None for fqns in names for fqn in fqns)
-    if unnamed:
-        warnings.append(
-            f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
-            " their index: they are in no param group here"
-        )
-    steps = whole.steps(first, names)
-    state = train.state(first, groups=groups, steps=steps, optimizer_root=optimizer)
-    return 0, entries, state, warnings
-
-
 def _module_entries(
     models: Sequence[ModelStates], tied: dict[str, str], *, sharded: bool
 ) -> list[Entry]:
@@ -359,8 +324,9 @@ def _absent(
 
 def _precision(first: ModelStates) -> str:
     """The dtype of the trained module: the float dtype of most parameters."""
-    counts: dict[str, int] = {}
-    for name, tensor in first.module.items():
-        if name not in first.buffers and tensor.dtype.family == "float":
-            counts[tensor.dtype.name] = counts.get(tensor.dtype.name, 0) + 1
-    return max(counts, key=lambda name: counts[name], default="")
+    dtypes = Counter(
+        tensor.dtype.name
+        for name, tensor in first.module.items()
+        if name not in first.buffers and tensor.dtype.family == "float"
+    )
+    return max(dtypes, key=dtypes.__getitem__, default="")

@@ -19,9 +19,46 @@ from reshard.errors import CorruptError
 from reshard.formats.deepspeed import expert_names, fused, train
 from reshard.formats.deepspeed.flat import slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
-from reshard.formats.state_dict.order import Sign, name_groups
+from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
 from reshard.formats.torch_objects import Tensor
-from reshard.manifest import MASTER, Entry, contiguous
+from reshard.manifest import MASTER, Entry, ParamGroup, TrainState, contiguous
+
+
+def state_of(
+    first: ModelStates, tied: Mapping[str, str]
+) -> tuple[list[Entry], TrainState, list[str]]:
+    """Its entries, the train state and warnings; the model states keep it, or there is none."""
+    held = first.mapping("optimizer")
+    candidates = {
+        name: tensor.shape
+        for name, tensor in first.module.items()
+        if name not in first.buffers and name not in tied and tensor.numel
+    }
+    stored = torch_optimizer(first).get("param_groups", [])
+    warnings: list[str] = []
+    names: list[list[str | None]] = []
+    if held:
+        try:
+            names = groups_of(first, candidates)
+        except AmbiguousError as reason:
+            warnings.append(
+                f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
+                " left out"
+            )
+    entries = list(read(first, names))
+    members = names or [[] for _ in stored]
+    groups = [
+        ParamGroup(train.hyper(group), tuple(fqn for fqn in fqns if fqn is not None))
+        for group, fqns in zip(stored, members, strict=False)
+    ]
+    unnamed = sum(fqn is None for fqns in names for fqn in fqns)
+    if unnamed:
+        warnings.append(
+            f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
+            " their index: they are in no param group here"
+        )
+    state = train.state(first, groups=groups, steps=steps(first, names), optimizer_root=held)
+    return entries, state, warnings
 
 
 def torch_optimizer(model: ModelStates) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     order       names for optimizers that number their parameters
     forms       how an optimizer's tensors are stored: whole, in runs, in flat units
     optimizer   every keying of an optimizer's state dict; nested: tensors in a parameter's state
+    optimizers  which of several are the model's
     parts       which part of the tree is the model, an optimizer, a scheduler ...
     assemble    the parts as a manifest
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,8 +10,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats.state_dict import flat, optimizer, parts, tree
-from reshard.formats.state_dict.forms import Parameters
+from reshard.formats.state_dict import flat, optimizer, optimizers, parts, tree
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.optimizer import Optimizer
 from reshard.formats.state_dict.tree import Local, Logical, dotted, is_tensor, logical
@@ -75,17 +73,10 @@ def manifest(
         tied |= {a: k for a, k in model.tied.items() if k in first and a not in weights}
     first = _kinds(first, state, split, found, model)
     with SourceFiles() as pool:
-        read, first = _optimizers(split, first, units, model, found, pool)
+        read, first = optimizers.of_model(split, first, units, model, found, pool)
     said = [*warnings, *found.notes, *notes, *_notes(split, found, read, {*first, *tied})]
-    entries = [*first.values(), *_slots(read, tied)]
-    groups = tuple(group for one in read for group in one.groups)
-    steps = {fqn: step for one in read for fqn, step in one.steps.items()}
-    other = {fqn: value for one in read for fqn, value in one.other.items()}
-    step, opaque = _counted(split, steps)
-    if other:
-        opaque["optimizer"] = other
-    named = {fqn for group in groups for fqn in group.fqns}
-    stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
+    entries = [*first.values(), *optimizers.slots(read, tied)]
+    train = _train(split, read)
     return Manifest(
         origin=replace(
             origin,
@@ -94,28 +85,46 @@ def manifest(
         ),
         entries=keyed(entries),
         files=found.files,
-        train=TrainState(
-            step=step,
-            samples=split.samples,
-            skipped_steps=split.skipped_steps,
-            optimizer_step=steps,
-            param_groups=groups,
-            scheduler=plain(split.scheduler),
-            scaler=plain(split.scaler),
-            rng=plain(split.rng),
-            client={name: plain(value) for name, value in split.client.items()},
-            opaque=opaque,
-        ),
+        train=train,
         tied=tied,
-        frozen=frozenset(fqn for fqn in named - stated if fqn in first and first[fqn].kind == PARAM)
-        if stated
-        else frozenset(),
+        frozen=_frozen(train, entries, first),
         trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
         warnings=tuple(said),
         nameless=tuple(path for one in read for path in one.nameless),
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
     )
+
+
+def _train(split: parts.Parts, read: Sequence[Optimizer]) -> TrainState:
+    """Everything that is no tensor of the model's or of an optimizer's."""
+    steps = {fqn: step for one in read for fqn, step in one.steps.items()}
+    other = {fqn: value for one in read for fqn, value in one.other.items()}
+    step, opaque = _counted(split, steps)
+    if other:
+        opaque["optimizer"] = other
+    return TrainState(
+        step=step,
+        samples=split.samples,
+        skipped_steps=split.skipped_steps,
+        optimizer_step=steps,
+        param_groups=tuple(group for one in read for group in one.groups),
+        scheduler=plain(split.scheduler),
+        scaler=plain(split.scaler),
+        rng=plain(split.rng),
+        client={name: plain(value) for name, value in split.client.items()},
+        opaque=opaque,
+    )
+
+
+def _frozen(
+    train: TrainState, entries: Iterable[Entry], weights: Mapping[str, Entry]
+) -> frozenset[str]:
+    """Parameters of param groups without a state, where others have one."""
+    stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
+    named = {fqn for group in train.param_groups for fqn in group.fqns}
+    unstated = (fqn for fqn in named - stated if fqn in weights and weights[fqn].kind == PARAM)
+    return frozenset(unstated) if stated else frozenset()
 
 
 def _counted(split: parts.Parts, steps: Mapping[str, float]) -> tuple[int | None, dict[str, Any]]:
@@ -287,81 +296,6 @@ def _kinds(
         fqn: replace(entry, kind=BUFFER) if fqn in buffers else entry
         for fqn, entry in entries.items()
     }
-
-
-def _optimizers(
-    split: parts.Parts,
-    weights: dict[str, Entry],
-    units: Sequence[flat.FlatUnit],
-    model: ModelShapes | None,
-    found: Found,
-    pool: SourceFiles,
-) -> tuple[list[Optimizer], dict[str, Entry]]:
-    """The model's optimizers, and the weights with those that turn out to be trained parameters."""
-    read: dict[parts.Path, Optimizer] = {}
-    known = Parameters({}, units, found.world, ordered=found.ordered or model is not None)
-    every = {fqn: entry.shape for fqn, entry in weights.items()}
-    for path, value in split.optimizers.items():
-        shapes = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}
-        shapes = dict(model.parameters) if model else shapes
-        one = optimizer.read(value, replace(known, shapes=shapes), pool)
-        if not one.entries and model is None and len(shapes) < len(every):
-            # plain tensors beside sharded ones are parameters where only some modules are sharded
-            second = optimizer.read(value, replace(known, shapes=every), pool)
-            one = second if second.entries else one
-        read[path] = one
-    kept = _own(split, read, set(every))
-    trained = {entry.fqn for one in kept for entry in one.entries}
-    return kept, {
-        fqn: replace(entry, kind=PARAM) if fqn in trained else entry
-        for fqn, entry in weights.items()
-    }
-
-
-def _own(
-    split: parts.Parts, read: Mapping[parts.Path, Optimizer], weights: set[str]
-) -> list[Optimizer]:
-    """The optimizers of the chosen model, where a checkpoint holds those of several."""
-    if len(read) == 1:
-        return list(read.values())
-    number = parts.number_of(split.model_path)
-    fitting = {p: one for p, one in read.items() if weights & {e.fqn for e in one.entries}}
-    claimed = Counter(fqn for one in fitting.values() for fqn in {e.fqn for e in one.entries})
-    numbered = len({parts.number_of(path) for path in read}) == len(read)
-    if any(n > 1 for n in claimed.values()) or (numbered and split.other_models):
-        fitting = {p: one for p, one in read.items() if parts.number_of(p) == number}
-        fitting = _nearest(split.model_path, fitting)
-    lost = [path for path in read if path not in fitting and not split.other_models]
-    if len(fitting) > 1:
-        shown = ", ".join(map(dotted, fitting))
-        text = f"{len(fitting)} optimizers become one, which has the param groups of all: {shown}"
-        next(iter(fitting.values())).notes.append(text)
-    if not lost:
-        return list(fitting.values())
-    notes = [note for path in lost for note in read[path].notes]
-    shown = ", ".join(map(dotted, lost))
-    notes.append(f"optimizers that fit no parameter are left out: {shown}")
-    stated = tuple(dotted(path) for path in lost if optimizer.has_state(split.optimizers[path]))
-    return [*fitting.values(), Optimizer(notes=notes, nameless=stated)]
-
-
-def _nearest(
-    model: parts.Path, fitting: Mapping[parts.Path, Optimizer]
-) -> dict[parts.Path, Optimizer]:
-    """Those under the model's own root, or those of as many files: not a copy's beside them."""
-    if len(fitting) < 2:
-        return dict(fitting)
-    same = {p: one for p, one in fitting.items() if p and model and p[0] == model[0]}
-    files = {p: len({c.file for e in one.entries for c in e.chunks}) for p, one in fitting.items()}
-    widest = {p: one for p, one in fitting.items() if files[p] == max(files.values())}
-    return same or widest
-
-
-def _slots(read: Iterable[Optimizer], tied: Mapping[str, str]) -> Iterable[Entry]:
-    """Every optimizer's entries; a state under an alias is the kept name's."""
-    for one in read:
-        for entry in one.entries:
-            yield replace(entry, fqn=tied.get(entry.fqn, entry.fqn))
 
 
 def _notes(

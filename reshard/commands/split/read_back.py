@@ -1,0 +1,74 @@
+"""What was written, read as a stranger would: by the reader of its format."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from reshard import formats
+from reshard.commands.naming import Naming
+from reshard.commands.split.options import SplitOptions
+from reshard.dtypes import DType
+from reshard.errors import DifferentError
+from reshard.formats.training import Training
+from reshard.manifest import Chunk, Entry, Manifest, Skeleton
+
+
+def check(
+    staging: Path, skeleton: Skeleton, state: Training, named: Naming, options: SplitOptions
+) -> None:
+    """Its reader must find what was planned, and all of it.
+
+    Raises:
+        DifferentError: it is something else.
+    """
+    seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
+    planned = _by_name(skeleton.entries, named)
+    tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
+    for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
+        wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
+        places = {_place(chunk, f"{staging}/") for entry in wanted for chunk in entry.chunks}
+        for chunk in (chunk for entry in found for chunk in entry.chunks if chunk.box.volume):
+            if _place(chunk) not in places and not _is_padding(chunk, wanted):
+                raise DifferentError(
+                    chunk.file,
+                    f"holds {fqn!r} at byte {chunk.byte_offset}, where it was not put: the files of"
+                    " the output do not say what is in them",
+                )
+    _check_all(seen, state, named)
+
+
+def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
+    found = defaultdict(list)
+    for entry in entries:
+        found[named.own(entry.fqn)].append(entry)
+    return found
+
+
+def _place(chunk: Chunk, staging: str = "") -> tuple[str, int, DType]:
+    return staging + chunk.file, chunk.byte_offset, chunk.dtype
+
+
+def _is_padding(chunk: Chunk, wanted: Sequence[Entry]) -> bool:
+    """Whether it begins behind the tensor: a rank's part that is all rows of no word."""
+    ends = (zip(chunk.box.origin, entry.shape, strict=False) for entry in wanted)
+    return any(at >= size for dims in ends for at, size in dims)
+
+
+def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
+    """Every weight and every optimizer slot is there again.
+
+    Raises:
+        DifferentError: one is not.
+    """
+    names = {named.own(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)}
+    slots = {(entry.kind, named.own(entry.fqn)) for entry in seen.entries.values()}
+    for weight in state.weights:
+        if named.own(weight.fqn) not in names:
+            raise DifferentError(weight.fqn, "does not read back")
+    for group in state.groups:
+        for member in group.members:
+            for slot, entry in member.slots.items():
+                if entry.numel and (slot, named.own(member.fqn)) not in slots:
+                    raise DifferentError(member.fqn, f"its {slot} does not read back")
