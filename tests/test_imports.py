@@ -341,3 +341,11 @@ def test_a_package_that_lists_its_modules_lists_all_of_them():
             missing = {name for name in inside if not re.search(rf"\b{name}\b", text)}
             assert missing == set(), path
             assert listed - inside == set(), path
+
+
+def test_the_layers_in_the_guide_name_every_file():
+    """CONTRIBUTING.md is the map: a loose file of `reshard` or `reshard.formats` is on it."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    files = [*(ROOT / "reshard").glob("*.py"), *(ROOT / "reshard" / "formats").glob("*.py")]
+    loose = {file.name for file in files if not file.name.startswith("__")} - {"version.py"}
+    assert {name for name in loose if not re.search(rf"\b{name}\b", text)} == set()

@@ -19,6 +19,7 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.formats import rng, skeletons, torch_writer
+from reshard.formats.canonical import Canonical
 from reshard.formats.huggingface import writer
 from reshard.formats.json_files import json_text
 from reshard.formats.pytorch.beside import BATCH
@@ -62,7 +63,7 @@ def unsharded(
     )
     if weights_only:
         return weights
-    root = written.Canonical().of(written.optimizer(state, "index", model, named=True))
+    root = Canonical().of(written.optimizer(state, "index", model, named=True))
     moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=Wholes())
     return skeletons.joined([weights, moments])
 

@@ -18,6 +18,7 @@ from reshard.box import Box, Index, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import skeletons, torch_writer
+from reshard.formats.canonical import Canonical
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.target import accelerate_beside
 from reshard.formats.state_dict.written import Value
@@ -130,7 +131,7 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
     forms = _Forms()
     files = [_DataFile(prefix, f"__{rank}_0.distcp", forms) for rank in range(shards)]
     about = _About()
-    for path, value in flattened(written.Canonical().of(root)):
+    for path, value in flattened(Canonical().of(root)):
         key = ".".join(map(str, path))
         if key in about.paths:
             raise UnsupportedError(key, "is the joined name of two values, which DCP cannot keep")

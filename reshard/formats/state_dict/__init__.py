@@ -16,7 +16,8 @@
                 ShardedTensor and DTensor in them
     target      files of them: a file a rank, or whole
     flat_target
-                the files of FSDP 1's flat parameters
+                the files of FSDP 1's ranks; flat_units: its flat parameters, flat_optimizers: the
+                raw optimizer of each rank
 
 ``dcp`` and ``pytorch`` beside this package find the files and hand over trees.
 """

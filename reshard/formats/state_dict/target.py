@@ -24,6 +24,7 @@ from reshard.box import Box, Index, whole
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import rng, skeletons, torch_writer
+from reshard.formats.canonical import Canonical
 from reshard.formats.state_dict import nested, written
 from reshard.formats.state_dict.distributed import DTensors
 from reshard.formats.state_dict.mesh import Grid, Placing
@@ -162,7 +163,7 @@ def tensor_cuts(
 def placed(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
     """What stands in which file."""
     model, optimizer = names
-    weights, moments = written.Canonical().of((weights, moments))
+    weights, moments = Canonical().of((weights, moments))
     if model == optimizer:
         both = zip(_KEYS, (weights, moments), strict=True)
         return {model: {key: value for key, value in both if value is not None}}

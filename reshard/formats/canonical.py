@@ -1,0 +1,33 @@
+"""Values in the one form in which a pickle's bytes depend on nothing but them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+
+class Canonical:
+    """Makes equal texts and tuples of a tree one object; tensors and objects stay as they are.
+
+    A pickle shares what is one object, so the bytes of a file then depend on values alone.
+    """
+
+    def __init__(self) -> None:
+        self._same: dict[Any, Any] = {}
+
+    def of(self, value: Any) -> Any:
+        """The tree."""
+        if isinstance(value, Mapping):
+            pairs = ((self.of(key), self.of(item)) for key, item in value.items())
+            return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)
+        if isinstance(value, list):
+            return [self.of(item) for item in value]
+        if isinstance(value, tuple):
+            made = tuple(self.of(item) for item in value)
+            return self._same.setdefault((tuple, repr(made)), made) if _is_plain(made) else made
+        return self._same.setdefault(value, value) if isinstance(value, str) else value
+
+
+def _is_plain(values: tuple[Any, ...]) -> bool:
+    return all(v is None or isinstance(v, (bool, int, float, str)) for v in values)
