@@ -20,6 +20,7 @@ from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.names import from_hf, to_hf
 from reshard.model_parallel.rules import with_users
 from reshard.model_parallel.spellings import Spellings
+from reshard.model_parallel.traits import Traits
 from reshard.tensors import Checkpoint
 from tests.judges.megatron_gpt import Gpt
 from tests.test_model_parallel import built, stored
@@ -434,6 +435,8 @@ def test_a_line_that_does_not_work_in_both_directions_is_refused(line, problem, 
 
 def test_every_table_s_lines_say_what_they_need():
     for family in families.families().values():
-        named = {*family.when, *families.fields_of(family.config)}
-        assert named <= families.trait_names(), family.name
+        texts = [value for value in family.config.values() if isinstance(value, str)]
+        asked = {match[1] for match in map(families._FIELD.fullmatch, texts) if match}
+        known = {name for name in dir(Traits) if not name.startswith("_")}
+        assert {*family.when, *asked} <= known, family.name
         assert all(forms.NAMES.count(line.form) for line in Spellings(family.table, {}).lines)

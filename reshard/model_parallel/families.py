@@ -36,11 +36,6 @@ class Family:
     when: Mapping[str, Any]
     config: Mapping[str, Any]
 
-    @property
-    def model_class(self) -> str:
-        """The class in transformers."""
-        return str(self.config["architectures"][0])
-
     def unlike(self, traits: Traits) -> list[str]:
         """In what a model differs from this family; nothing if it is of it."""
         found = [*traits.odd]
@@ -142,19 +137,6 @@ def of_name(name: str) -> list[Family]:
             "name one whose names are the same with --family NAME",
         )
     return found
-
-
-def fields_of(config: Mapping[str, Any]) -> list[str]:
-    """The traits that a config names."""
-    matches = (_FIELD.fullmatch(value) for value in config.values() if isinstance(value, str))
-    return [match[1] for match in matches if match]
-
-
-def trait_names() -> frozenset[str]:
-    """What ``when`` and ``config`` may name."""
-    own = {field.name for field in fields(Traits)}
-    own |= {name for name, value in vars(Traits).items() if isinstance(value, property)}
-    return frozenset(own)
 
 
 # The other way: traits of a config

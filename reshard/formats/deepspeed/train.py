@@ -32,9 +32,6 @@ _ENGINE_KEYS = frozenset(
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
-GroupState = Callable[[int], dict[str, Any]]
-
-
 def number(file: TorchFile, value: Any) -> float | None:
     """A step counter, whether it is stored as a number or as a 0-d tensor."""
     if isinstance(value, Tensor):
