@@ -28,7 +28,8 @@ import atheris
 with atheris.instrument_imports(include=["reshard"], exclude=["reshard.__main__"]):
     import reshard
     from reshard.errors import ReshardError, understood
-    from reshard.formats import huggingface, safetensors, torch_file, torch_objects
+    from reshard.formats import safetensors, torch_file, torch_objects
+    from reshard.formats.huggingface import reader as of_huggingface
     from reshard.formats.place import Place
     from reshard.pickles.unpickle import loads
 
@@ -121,7 +122,7 @@ _READERS: dict[str, Read] = {
     "torch_file": _of_file("x.pt", torch_file.read),
     "safetensors": _of_file("x.safetensors", safetensors.read),
     "index": _of_file(
-        "model.safetensors.index.json", lambda path: huggingface.read(Place([path.parent]))
+        "model.safetensors.index.json", lambda path: of_huggingface.read(Place([path.parent]))
     ),
 }
 
