@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trainer.checkpoint import foreign
+from trainer.parallel.grid import Grid
 from trainer.settings import Settings
 from trainer.tensors import DTYPES
 
@@ -39,85 +40,105 @@ def arguments(settings: Settings, config: Any, progress: dict[str, Any], rank: i
         config: of transformers.
         progress: see ``Engine.save``.
     """
-    grid, heads = settings.grid, config.num_attention_heads
+    return Namespace(
+        **_grid(settings.grid, rank),
+        **_model(config, settings.grid.tp),
+        **_training(settings, progress),
+    )
+
+
+def _grid(grid: Grid, rank: int) -> dict[str, Any]:
+    """How the model is cut."""
+    return {
+        "tensor_model_parallel_size": grid.tp,
+        "pipeline_model_parallel_size": grid.pp,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": grid.ep,
+        "expert_tensor_parallel_size": grid.tp,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "data_parallel_size": grid.dp * grid.ep,
+        "world_size": grid.world,
+        "rank": rank,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "pipeline_model_parallel_layout": None,
+        "use_distributed_optimizer": False,
+        "use_tp_pp_dp_mapping": False,
+    }
+
+
+def _model(config: Any, tp: int) -> dict[str, Any]:
+    """What the model is."""
+    heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", heads)
     experts = getattr(config, "num_local_experts", None)
+    return {
+        "model_type": foreign.ModelType(1),
+        "transformer_impl": "local",
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
+        "kv_channels": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": config.rms_norm_eps,
+        "add_bias_linear": False,
+        "add_qkv_bias": bool(
+            getattr(config, "attention_bias", False) or config.model_type == "qwen2"
+        ),
+        "position_embedding_type": "rope",
+        "rotary_base": int(config.rope_parameters["rope_theta"]),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "max_position_embeddings": config.max_position_embeddings,
+        "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": padded_vocabulary(config.vocab_size, tp),
+        "make_vocab_size_divisible_by": DIVISOR,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "num_experts": experts,
+        "moe_layer_freq": 1,
+        "moe_router_topk": getattr(config, "num_experts_per_tok", 2),
+        "moe_ffn_hidden_size": config.intermediate_size if experts else None,
+        "moe_grouped_gemm": False,
+    }
+
+
+def _training(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
+    """How it is trained, and how far."""
     scheduled = settings.schedule != "constant"
-    return Namespace(
-        # How the model is cut
-        tensor_model_parallel_size=grid.tp,
-        pipeline_model_parallel_size=grid.pp,
-        virtual_pipeline_model_parallel_size=None,
-        expert_model_parallel_size=grid.ep,
-        expert_tensor_parallel_size=grid.tp,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        data_parallel_size=grid.dp * grid.ep,
-        world_size=grid.world,
-        rank=rank,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        num_layers_per_virtual_pipeline_stage=None,
-        pipeline_model_parallel_layout=None,
-        use_distributed_optimizer=False,
-        use_tp_pp_dp_mapping=False,
-        # The model
-        model_type=foreign.ModelType(1),
-        transformer_impl="local",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=heads,
-        group_query_attention=groups != heads,
-        num_query_groups=groups,
-        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        swiglu=True,
-        normalization="RMSNorm",
-        layernorm_epsilon=config.rms_norm_eps,
-        add_bias_linear=False,
-        add_qkv_bias=bool(getattr(config, "attention_bias", False) or config.model_type == "qwen2"),
-        position_embedding_type="rope",
-        rotary_base=int(config.rope_parameters["rope_theta"]),
-        rotary_percent=1.0,
-        rotary_interleaved=False,
-        max_position_embeddings=config.max_position_embeddings,
-        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        vocab_size=config.vocab_size,
-        padded_vocab_size=padded_vocabulary(config.vocab_size, grid.tp),
-        make_vocab_size_divisible_by=DIVISOR,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        num_experts=experts,
-        moe_layer_freq=1,
-        moe_router_topk=getattr(config, "num_experts_per_tok", 2),
-        moe_ffn_hidden_size=config.intermediate_size if experts else None,
-        moe_grouped_gemm=False,
-        # Training
-        params_dtype=DTYPES[settings.precision],
-        fp16=settings.precision == "fp16",
-        bf16=settings.precision == "bf16",
-        seq_length=settings.seq_len,
-        micro_batch_size=settings.micro_batch,
-        global_batch_size=settings.global_batch,
-        train_iters=settings.steps,
-        iteration=progress["step"],
-        consumed_train_samples=progress["samples"],
-        skipped_train_samples=0,
-        consumed_valid_samples=0,
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.warmup_min_lr if scheduled else settings.lr,
-        lr_decay_style=_decay(settings),
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        clip_grad=settings.clip,
-        seed=settings.seed,
-        ckpt_format="torch",
-    )
+    return {
+        "params_dtype": DTYPES[settings.precision],
+        "fp16": settings.precision == "fp16",
+        "bf16": settings.precision == "bf16",
+        "seq_length": settings.seq_len,
+        "micro_batch_size": settings.micro_batch,
+        "global_batch_size": settings.global_batch,
+        "train_iters": settings.steps,
+        "iteration": progress["step"],
+        "consumed_train_samples": progress["samples"],
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.warmup_min_lr if scheduled else settings.lr,
+        "lr_decay_style": _decay(settings),
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "adam_eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "clip_grad": settings.clip,
+        "seed": settings.seed,
+        "ckpt_format": "torch",
+    }
 
 
 def _decay(settings: Settings) -> str:
