@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.formats.training import Group, Trained, Training, Weight
+from reshard.formats.training import Group, Trained, Training
 from reshard.keys import compiled
 from reshard.units import some
 
@@ -186,13 +186,8 @@ def _parameters(state: Training) -> dict[str, _Held]:
     return {
         weight.fqn: _Held(Trained(weight, {}, None), None)
         for weight in state.weights
-        if _is_trained(weight) and weight.fqn not in state.manifest.frozen
+        if weight.is_float and weight.fqn not in state.manifest.frozen
     }
-
-
-def _is_trained(weight: Weight) -> bool:
-    """No optimizer has integers or bools."""
-    return not weight.is_buffer and weight.dtype.family == "float"
 
 
 def _assigned(given: Rules, held: Mapping[str, _Held], tied: Mapping[str, str]) -> list[list[str]]:

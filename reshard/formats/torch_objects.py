@@ -206,7 +206,7 @@ def _rebuild_v3(
     metadata: Any = None,
 ) -> Tensor:
     _refuse_lazy(storage, metadata)
-    return _strided(storage, offset, shape, strides, _named_dtype(dtype))
+    return _strided(storage, offset, shape, strides, named_dtype(dtype))
 
 
 def _refuse_lazy(storage: Any, metadata: Any) -> None:
@@ -219,7 +219,8 @@ def _refuse_lazy(storage: Any, metadata: Any) -> None:
         )
 
 
-def _named_dtype(dtype: Global) -> DType:
+def named_dtype(dtype: Global) -> DType:
+    """The dtype that a pickle names, as ``torch.float32``; KeyError where reshard knows none."""
     return dtypes.BY_NAME[dtype.name.removeprefix("torch.")]
 
 

@@ -12,11 +12,10 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from reshard import dtypes
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.torch_objects import Tensor, TorchFile
+from reshard.formats.torch_objects import Tensor, TorchFile, named_dtype
 from reshard.layout.partition import Cut, mesh_box
 from reshard.manifest import Chunk
 from reshard.pickles.values import Call
@@ -41,7 +40,7 @@ def describe(file: TorchFile, call: Call) -> Described | None:
             raise UnsupportedError(file.path, f"holds a tensor made by {call.name}, no plain one")
         return None
     try:
-        dtype, shape = _dtype(call.args[1]), as_index(call.args[2])
+        dtype, shape = named_dtype(call.args[1]), as_index(call.args[2])
         if kind == _DTENSOR:
             return dtype, shape, tuple(_dtensor(file, call, shape, dtype))
         return dtype, shape, tuple(_shards(file, call, shape, dtype))
@@ -57,10 +56,6 @@ def describe(file: TorchFile, call: Call) -> Described | None:
         raise UnsupportedError(
             file.path, f"holds a {kind} of unknown form ({type(error).__name__}: {error})", _NEWER
         ) from error
-
-
-def _dtype(value: Any) -> DType:
-    return dtypes.BY_NAME[value.name.removeprefix("torch.")]
 
 
 def _placed(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
