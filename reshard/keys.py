@@ -268,6 +268,7 @@ def _renamed_manifest(
         tied=tied,
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
+        wrapped={fqn: listed for fqn, listed in manifest.wrapped.items() if new(fqn) == fqn},
     )
 
 

@@ -185,6 +185,7 @@ class Manifest:
     tied_again: tuple[Entry, ...] = ()  # aliases of which a file has another copy than the kept one
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
+    wrapped: Mapping[str, str] = field(default_factory=dict)  # fqn -> in ``named_parameters``
     nameless: tuple[str, ...] = ()  # optimizers whose states nothing names
     absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for
     warnings: tuple[str, ...] = ()

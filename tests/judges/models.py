@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import nn
 from transformers import LlamaConfig
 
@@ -32,8 +34,17 @@ def llama_config(
     )
 
 
+def named(model: nn.Module, *, every: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters by the names of ``state_dict``, from which ``checkpoint_wrapper`` hides itself.
+
+    Args:
+        every: all names of a tied one.
+    """
+    for name, param in model.named_parameters(remove_duplicate=not every):
+        yield name.replace("_checkpoint_wrapped_module.", ""), param
+
+
 def ties(model: nn.Module) -> dict[str, str]:
     """Alias -> the name under which an unwrapped model lists the parameter first."""
-    first = {id(p): name for name, p in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+    first = {id(p): name for name, p in named(model)}
+    return {name: first[id(p)] for name, p in named(model, every=True) if first[id(p)] != name}

@@ -198,6 +198,7 @@ def _assemble(
         frozen=frozen,
         absent=absent,
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
+        wrapped=first.wrapped,
         warnings=tuple(warnings),
         unknown_globals=_unknown(opened),
     )

@@ -106,6 +106,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         tied_again=tuple(model.stored_again(tied)),
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
         trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
+        wrapped=model.wrapped,
         warnings=(*_warnings(model), *ranks.notes),
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
     )

@@ -76,6 +76,10 @@ class Choice:
         """What fills the module's copy, and its dtype there."""
         return self.state.stored(weight, self.recast)
 
+    def listed(self, fqn: str) -> str:
+        """What DeepSpeed calls a parameter: as ``named_parameters`` does, not as the module."""
+        return self.state.manifest.wrapped.get(fqn, fqn)
+
     @property
     def clip(self) -> float | None:
         """The norm that gradients are clipped to; None where nothing says: the run's own stays.

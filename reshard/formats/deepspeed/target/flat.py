@@ -94,6 +94,7 @@ class _Group:
     def __init__(self, choice: Choice, group: Group, flat: Sequence[Trained]) -> None:
         self._group = group
         self._flat = flat
+        self._listed = choice.listed
         self._order = {member.fqn: number for number, member in enumerate(group.members)}
         self.paddings = _paddings(flat, _alignment(choice, flat))
         sizes = [prod(member.weight.shape) for member in flat]
@@ -133,7 +134,9 @@ class _Group:
     def _addresses(self, pieces: Sequence[Piece]) -> OrderedDict[str, Call]:
         """Where each parameter's fragment stands, in the user's order."""
         ordered = sorted(pieces, key=lambda held: self._order[held.member.fqn])
-        return OrderedDict((held.member.fqn, address(held.numel, held.offset)) for held in ordered)
+        return OrderedDict(
+            (self._listed(held.member.fqn), address(held.numel, held.offset)) for held in ordered
+        )
 
 
 def _paddings(flat: Sequence[Trained], unit: int) -> list[int]:

@@ -22,14 +22,14 @@ from reshard.pickles.values import Call
 def whole_file(choice: Choice) -> dict[str, Any]:
     """Stages 0 to 2: one file for all ranks."""
     slots = _whole_tensors(choice)
-    frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen}
+    frozen = {choice.listed(weight.fqn): slots[weight.fqn] for weight in choice.frozen}
     return _root(choice, _with_aliases(choice, slots), frozen if choice.stage == 2 else None)
 
 
 def file_of(choice: Choice, rank: int) -> dict[str, Any]:
     """Stage 3: one a rank, with the buffers whole and a placeholder for each parameter."""
     frozen = {
-        weight.fqn: fragment(*choice.stored(weight), choice.world_size, rank)
+        choice.listed(weight.fqn): fragment(*choice.stored(weight), choice.world_size, rank)
         for weight in choice.frozen
     }
     root = _root(choice, _with_aliases(choice, _placeholders(choice)), frozen)
@@ -51,13 +51,13 @@ def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
         weights: whether to hold them, or placeholders as at stage 3; buffers are there either way.
     """
     slots = _whole_tensors(choice) if weights else _placeholders(choice)
-    frozen = {weight.fqn: slots[weight.fqn] for weight in choice.frozen} if weights else None
+    frozen = {choice.listed(weight.fqn): slots[weight.fqn] for weight in choice.frozen}
     if choice.layered:  # the files of layers are not there: what else would be lost
         slots = {weight.fqn: slots[weight.fqn] for weight in (*choice.frozen, *choice.buffers)}
     module = _with_aliases(choice, slots)
     return {
         "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-        **_root(choice, module, frozen),
+        **_root(choice, module, frozen if weights else None),
         "module": module or None,
     }
 
@@ -104,7 +104,7 @@ def _root(
         "optimizer": None if sharded or choice.weights_only else whole.optimizer(choice),
         "param_shapes": _param_shapes(choice) if sharded else None,
         "frozen_param_shapes": None if frozen is None else _frozen_shapes(choice),
-        "shared_params": dict(choice.state.manifest.tied) if sharded else None,
+        "shared_params": _shared(choice) if sharded else None,
         "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
         "lr_scheduler": train.scheduler,
         "data_sampler": None,
@@ -127,13 +127,23 @@ def _root(
 
 def _param_shapes(choice: Choice) -> list[OrderedDict[str, Any]]:
     return [
-        OrderedDict((member.fqn, _size(choice, member.weight.shape)) for member in flat)
+        OrderedDict(
+            (choice.listed(member.fqn), _size(choice, member.weight.shape)) for member in flat
+        )
         for flat in choice.flats
     ]
 
 
 def _frozen_shapes(choice: Choice) -> OrderedDict[str, Any]:
-    return OrderedDict((weight.fqn, _size(choice, weight.shape)) for weight in choice.frozen)
+    return OrderedDict(
+        (choice.listed(weight.fqn), _size(choice, weight.shape)) for weight in choice.frozen
+    )
+
+
+def _shared(choice: Choice) -> dict[str, str]:
+    """Alias -> kept."""
+    tied = choice.state.manifest.tied.items()
+    return {choice.listed(alias): choice.listed(kept) for alias, kept in tied}
 
 
 def _size(choice: Choice, shape: Index) -> Index | Call:

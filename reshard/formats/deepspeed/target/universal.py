@@ -108,8 +108,9 @@ def _zero(choice: Choice, marks: Marks | None) -> Iterator[Skeleton]:
         if names and _counts(counts):
             counter = torch_writer.lay_out_object(_STEP, step(count or 0, group.hyper))
         for member in group.members:
-            _check_name(choice, member.fqn)
-            place = f"{folder}/{member.fqn}"
+            listed = choice.listed(member.fqn)
+            _check_name(choice, listed)
+            place = f"{folder}/{listed}"
             files = _Alike(marks.of(member.fqn)) if marks else whole
             yield files.file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32)
             for name, dtype in dtypes.items():
