@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from reshard.errors import UsageError
 from reshard.manifest import Entry, Manifest, ParamGroup
@@ -260,7 +259,7 @@ def _renamed_manifest(
             ParamGroup(group.hyper, tuple(map(new, group.fqns)))
             for group in manifest.train.param_groups
         ),
-        opaque=_renamed_states(manifest.train.opaque, new),
+        loose={new(fqn): held for fqn, held in manifest.train.loose.items()},
     )
     return replace(
         manifest.with_entries(kept),
@@ -270,10 +269,3 @@ def _renamed_manifest(
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
         wrapped={fqn: listed for fqn, listed in manifest.wrapped.items() if new(fqn) == fqn},
     )
-
-
-def _renamed_states(opaque: Mapping[str, Any], new: Callable[[str], str]) -> Mapping[str, Any]:
-    """What an optimizer keeps of its parameters that is no tensor, under their new names."""
-    if "optimizer" not in opaque:
-        return opaque
-    return {**opaque, "optimizer": {new(fqn): held for fqn, held in opaque["optimizer"].items()}}

@@ -132,13 +132,15 @@ class TrainState:
     """Everything of a training state that is not a sharded tensor. Absent parts are None.
 
     ``opaque`` keeps what the file carried and reshard does not interpret, so that a conversion
-    can carry it on or name what it drops.
+    can carry it on or name what it drops; ``loose`` what an optimizer keeps of a parameter that is
+    neither tensor nor step.
     """
 
     step: int | None = None
     skipped_steps: int | None = None
     samples: int | None = None
     optimizer_step: Mapping[str, float] = field(default_factory=dict)  # fqn -> updates applied
+    loose: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fqn -> values by name
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None

@@ -210,3 +210,50 @@ def test_a_state_whose_names_are_no_texts_is_told_of(tmp_path):
     with pytest.raises(reshard.ReshardError) as raised:
         reshard.inspect(tmp_path / "x.pt")
     assert "structure that its format has" not in str(raised.value)
+
+
+def with_trust(tmp_path, values=(0.25,) * 6):
+    """An AdamW that keeps a number of each parameter in Python."""
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    for state, value in zip(optimizer.state.values(), values, strict=True):
+        state["trust"] = value
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "a.pt")
+    return tmp_path / "a.pt"
+
+
+def plain():
+    """A model; without arguments, as ``--model`` wants it."""
+    return fresh(torch.optim.AdamW)[0]
+
+
+WRAPPED = {"model": f"{__name__}:plain", "wrap": "none", "world_size": 2}
+FLAT = SplitOptions(to="fsdp", state_dict_type="local", **WRAPPED)
+ORIG = SplitOptions(to="verl", fsdp_version=1, use_orig_params="fp32", **WRAPPED)
+
+
+@pytest.mark.parametrize("options", [FLAT, ORIG], ids=["flat", "orig"])
+def test_what_is_no_tensor_stands_in_files_of_fsdp_1_too(options, tmp_path):
+    source = with_trust(tmp_path)
+    split(source, tmp_path / "out", options)
+    with reshard.open(tmp_path / "out", model=WRAPPED["model"], wrap="none") as found:
+        assert found.manifest.train.loose == {name: {"trust": 0.25} for name in found}
+    told = {"model": WRAPPED["model"], "wrap": "none"}
+    assert not reshard.diff(source, tmp_path / "out", kinds=["train"], **told).train
+
+
+def test_one_flat_parameter_has_one_of_them(tmp_path):
+    source = with_trust(tmp_path, (0.25, 0.5, 0.25, 0.25, 0.25, 0.25))
+    with pytest.raises(UnsupportedError, match="keeps another trust of each of its members"):
+        split(source, tmp_path / "out", FLAT)
+
+
+@pytest.mark.parametrize("to", ["deepspeed", "ds-universal"])
+def test_where_it_has_no_place_it_is_told_of(to, tmp_path):
+    report = split(with_trust(tmp_path), tmp_path / "out", SplitOptions(to=to))
+    assert "not carried: 'trust', which the optimizer keeps of parameters" in report.notes
+    seen = reshard.diff(tmp_path / "a.pt", tmp_path / "out", kinds=["train"])
+    (value,) = [value for value in seen.train if value.name.startswith("optimizer state: trust")]
+    assert (value.a, value.b) == (0.25, None)

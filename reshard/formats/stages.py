@@ -55,6 +55,7 @@ def joined(stages: Sequence[Manifest]) -> Manifest:
         train=replace(
             first.train,
             optimizer_step=_united(train.optimizer_step for train in trains),
+            loose=_united(train.loose for train in trains),
             param_groups=tuple(param_groups(train.param_groups for train in trains)),
             opaque=_opaque([train.opaque for train in trains]),
         ),

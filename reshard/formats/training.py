@@ -238,6 +238,13 @@ def refuse_without_optimizer(state: Training) -> None:
     )
 
 
+def loose_lost(state: Training) -> list[str]:
+    """What to say where an optimizer's state has no place for what is neither tensor nor step."""
+    held = state.manifest.train.loose.values()
+    names = dict.fromkeys(name for values in held for name in values)
+    return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
+
+
 def refuse_odd_slots(state: Training, why: str, remedy: str = "") -> None:
     """Refuse optimizer state that is not by element, as a factored one, where it has no place.
 

@@ -28,7 +28,11 @@ SCHEMA = 1
 _KIND = "reshard-manifest"
 _MERGED = (FLOAT32, BFLOAT16, FLOAT16)  # what merge writes weights as
 _LOOSE = ("rng", "client")  # of one rank, of one script
-_PLACELESS = ("samples", "skipped_steps")  # not every layout has a place for them
+_PLACELESS = (
+    "samples",
+    "skipped_steps",
+    "optimizer state",
+)  # not every layout has a place for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,7 @@ def _train_to_json(state: TrainState) -> dict[str, Any]:
         "skipped_steps": state.skipped_steps,
         "samples": state.samples,
         "optimizer_step": dict(state.optimizer_step),
+        **({"loose": dict(state.loose)} if state.loose else {}),
         "param_groups": [
             {"hyper": dict(group.hyper), "fqns": list(group.fqns)} for group in state.param_groups
         ],

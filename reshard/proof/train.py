@@ -46,6 +46,7 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     if one.trainer_state is not None and two.trainer_state is not None:
         yield from _mapped("trainer_state", one.trainer_state, two.trainer_state)
     yield from _steps(one.optimizer_step, two.optimizer_step)
+    yield from _loose(one.loose, two.loose)
     yield from _hypers(one, two)
 
 
@@ -85,6 +86,23 @@ def _scaler(train: TrainState) -> Any:
 def _mapped(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Value]:
     for key in dict.fromkeys((*a, *b)):
         yield from _unequal(f"{name}: {key}", a.get(key), b.get(key))
+
+
+def _loose(
+    a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]
+) -> Iterator[Value]:
+    """What optimizers keep beside tensors and steps; one value for all with the same difference."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
+    for fqn in dict.fromkeys((*a, *b)):
+        left, right = a.get(fqn, {}), b.get(fqn, {})
+        for key in dict.fromkeys((*left, *right)):
+            one, two = left.get(key), right.get(key)
+            if _plain(one) != _plain(two):
+                found.setdefault((key, repr(one), repr(two)), []).append(fqn)
+                values[key, repr(one), repr(two)] = one, two
+    for same, fqns in found.items():
+        yield Value(f"optimizer state: {same[0]} of {some(fqns, 1)}", *values[same])
 
 
 def _steps(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[Value]:

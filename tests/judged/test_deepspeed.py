@@ -234,3 +234,19 @@ def test_round_robin_is_noticed_to_differ_from_the_slice_mappings(made):
     with reshard.open(run) as checkpoint:
         order = [fqn for group in checkpoint.manifest.train.param_groups for fqn in group.fqns]
     assert order[: len(mapped)] != mapped
+
+
+@pytest.mark.parametrize("case", ["z0_fp32", "z0_bf16"])
+def test_state_that_is_not_by_element_is_told_of_without_zero_too(case, copied):
+    """As ``LAMB`` and factored optimizers have it; with ZeRO it was told of."""
+    run = copied(case)
+    (path,) = run.rglob("mp_rank_00_model_states.pt")
+    held = torch.load(path, weights_only=False)
+    optimizer = held["optimizer"]
+    for state in optimizer.get("optimizer_state_dict", optimizer)["state"].values():
+        state["scaling"], state["row"] = 0.5, torch.ones(())
+    torch.save(held, path)
+    with reshard.open(run) as checkpoint:
+        said = checkpoint.manifest.warnings
+    for name in ("scaling", "row"):
+        assert f"optimizer state {name!r} is not per element and is left out" in said

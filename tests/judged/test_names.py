@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.errors import UnsupportedError, UsageError
 from tests.judges.megatron_gpt import Gpt
+from tests.judges.models import llama_config
 
 pytestmark = pytest.mark.judge
 
@@ -219,3 +220,21 @@ def test_deepspeeds_optimizer_gets_megatrons_groups_and_scheduler(made, tmp_path
         scheduler = torch.load(path, weights_only=False)["opt_param_scheduler"]
         assert (scheduler["num_steps"], scheduler["max_lr"]) == (36, 0.001)
         assert (scheduler["start_wd"], scheduler["lr_decay_style"]) == (0.01, "constant")
+
+
+def test_what_megatron_has_no_place_for_is_told(tmp_path):
+    model = AutoModelForCausalLM.from_config(llama_config(96))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8).reshape(1, 8)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["trust"] = 0.25
+    model.config.save_pretrained(tmp_path)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    torch.save({**saved, "scaler": scaler}, tmp_path / "a.pt")
+    told = {"to": "megatron", "model": str(tmp_path), "dry_run": True}
+    report = reshard.split(tmp_path / "a.pt", tmp_path / "out", **told)
+    assert "not carried: 'trust', which the optimizer keeps of parameters" in report.notes
+    assert "not carried: the loss scaler, which a run in float32 has not" in report.notes

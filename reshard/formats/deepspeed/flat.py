@@ -9,7 +9,7 @@ may have their tail padding (``group_paddings``) cut off. ``param_shapes`` is th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from reshard.box import Index
@@ -80,6 +80,11 @@ def slots_of(state: dict[str, Any]) -> Slots:
         for name, value in state.items()
         if isinstance(value, Tensor) and len(value.shape) == 1
     }
+
+
+def left_out(names: Iterable[str]) -> list[str]:
+    """What to say of a state that `slots_of` has no place for."""
+    return [f"optimizer state {n!r} is not per element and is left out" for n in sorted(names)]
 
 
 class _Group:

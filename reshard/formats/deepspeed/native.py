@@ -267,7 +267,7 @@ def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:
     for index in range(len(shapes)):
         held = state_of(ranks[0], index)
         odd |= held.keys() - flat.slots_of(held).keys() - {"step"}
-    return [f"optimizer state {name!r} is not per element and is left out" for name in sorted(odd)]
+    return flat.left_out(odd)
 
 
 def _excluded_frozen(first: ModelStates, stage: int) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from reshard.box import Index, whole
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed import expert_names, fused, train
-from reshard.formats.deepspeed.flat import slots_of
+from reshard.formats.deepspeed.flat import left_out, slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
 from reshard.formats.torch_objects import Tensor
@@ -57,6 +57,7 @@ def state_of(
             f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
             " their index: they are in no param group here"
         )
+    warnings += left_out(unread(first, names))
     state = train.state(first, groups=groups, steps=steps(first, names), optimizer_root=held)
     return entries, state, warnings
 
@@ -152,6 +153,23 @@ def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator
     if not flats:
         fqns = [fqn for names in groups for fqn in names]
         yield from _indexed(fqns, shapes, state)
+
+
+def unread(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> set[str]:
+    """The names of what no entry has: neither by element nor the step."""
+    state = torch_optimizer(model).get("state", {})
+    if model.mapping("optimizer").get("fp32_groups_flat"):
+        held = [state.get(number, {}) for number in range(len(groups))]
+        return {name for each in held for name in each.keys() - slots_of(each).keys()} - {"step"}
+    shapes = {name: tensor.shape for name, tensor in model.module.items()}
+    fqns = [fqn for names in groups for fqn in names]
+    return {
+        str(name)
+        for index, fqn in enumerate(fqns)
+        if fqn is not None
+        for name, value in state.get(index, {}).items()
+        if name != "step" and not (isinstance(value, Tensor) and value.shape == shapes[fqn])
+    }
 
 
 def steps(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> dict[str, float]:

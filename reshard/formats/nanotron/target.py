@@ -213,8 +213,7 @@ class _Run:
         for name, entry in member.slots.items():
             parts = tuple(held.parts(entry))
             slots[name] = Slot(Storage(entry.dtype, held.numel, parts), held.shape)
-        other = self._state.manifest.train.opaque.get("optimizer", {}).get(member.fqn, {})
-        return {**slots, **other}
+        return {**slots, **self._state.manifest.train.loose.get(member.fqn, {})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,13 +101,12 @@ def _train(split: parts.Parts, read: Sequence[Optimizer]) -> TrainState:
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
     other = {fqn: value for one in read for fqn, value in one.other.items()}
     step, opaque = _counted(split, steps)
-    if other:
-        opaque["optimizer"] = other
     return TrainState(
         step=step,
         samples=split.samples,
         skipped_steps=split.skipped_steps,
         optimizer_step=steps,
+        loose=other,
         param_groups=tuple(group for one in read for group in one.groups),
         scheduler=plain(split.scheduler),
         scaler=plain(split.scaler),

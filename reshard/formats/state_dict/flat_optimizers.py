@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
-from reshard.formats.state_dict import written
+from reshard.formats.state_dict import nested, written
 from reshard.formats.state_dict.flat_units import Flat, run
 from reshard.formats.state_dict.target import whole_slot
 from reshard.formats.torch_writer import Slot, Storage
@@ -29,13 +29,18 @@ def _optimizer(state: Training) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _FlatState:
-    """The optimizer's state of one flat parameter; without slots it was never stepped."""
+    """The optimizer's state of one flat parameter; without any it was never stepped.
+
+    Args:
+        loose: what is neither tensor nor step.
+    """
 
     flat: Flat
-    slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]]
-    step: float | None
+    slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]] = field(default_factory=dict)
+    step: float | None = None
+    loose: Mapping[str, Any] = field(default_factory=dict)
 
-    def values(self, rank: int, ranks: int) -> dict[str, Slot | int]:
+    def values(self, rank: int, ranks: int) -> dict[str, Any]:
         """A rank's pieces, padded with zeros to equal length."""
         start, stop = equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
@@ -43,7 +48,7 @@ class _FlatState:
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(run(entries, start, stop)))
             made[name] = Slot(storage, (size,))
-        return made
+        return nested.restored({**made, **self.loose})
 
 
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
@@ -71,7 +76,7 @@ def _flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
             _refuse_unit(flat, found)
         (number,) = numbers
         members = [member for _, member in owned]
-        groups[number][1].append(_flat_state(flat, members))
+        groups[number][1].append(_flat_state(state, flat, members))
     return groups
 
 
@@ -87,17 +92,29 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, Trained] | None]) -> Non
     )
 
 
-def _flat_state(flat: Flat, members: Sequence[Trained]) -> _FlatState:
-    stepped = [member for member in members if member.slots]
+def _flat_state(state: Training, flat: Flat, members: Sequence[Trained]) -> _FlatState:
+    held = {member.fqn: written.loose(state, member) for member in members}
+    stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
     if not stepped:
-        return _FlatState(flat, {}, None)
+        return _FlatState(flat)
+    first = stepped[0]
+    unit = flat.unit.prefix or "the root's flat parameter"
     steps = {member.step for member in stepped}
     if len(steps) > 1:
         raise UnsupportedError(
-            flat.unit.prefix or "the root's flat parameter",
+            unit,
             f"its members were stepped {sorted(map(str, steps))} times: one parameter has one step",
             "write DCP or whole files",
         )
+    for name in dict.fromkeys(name for member in stepped for name in held[member.fqn]):
+        values = [held[member.fqn].get(name) for member in stepped]
+        if any(value != values[0] for value in values):
+            raise UnsupportedError(
+                unit,
+                f"the optimizer keeps another {name} of each of its members, and one parameter has"
+                " one",
+                "write DCP or whole files",
+            )
     slots = {}
     for name in dict.fromkeys(name for member in stepped for name in member.slots):
         entries = []
@@ -107,7 +124,7 @@ def _flat_state(flat: Flat, members: Sequence[Trained]) -> _FlatState:
                 entries.append((start, entry))
         widest = max((entry.dtype for _, entry in entries), key=lambda dtype: dtype.itemsize)
         slots[name] = (widest, tuple(entries))
-    return _FlatState(flat, slots, steps.pop())
+    return _FlatState(flat, slots, first.step, held[first.fqn])
 
 
 class FlatOptimizer:
@@ -131,6 +148,7 @@ class OrigOptimizer:
     def __init__(
         self, state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType
     ) -> None:
+        self._state = state
         self._flats = flats
         self._compute = compute
         self._unsure = written.is_unsure(state)
@@ -146,10 +164,19 @@ class OrigOptimizer:
         """One rank's; a parameter of which it has no element is listed and has no state."""
         runs = self._runs(rank, ranks)
         groups = (
-            (hyper, [(member.fqn, _slices(member, *runs[member.fqn])) for member in members])
+            (hyper, [(member.fqn, self._slices(member, *runs[member.fqn])) for member in members])
             for hyper, members in self._groups
         )
         return written.listed(groups, named=self._unsure)
+
+    def _slices(self, member: Trained, start: int, stop: int) -> dict[str, Any]:
+        if start >= stop:
+            return {}
+        made = _counted(member.step, member.slots)
+        for name, entry in member.slots.items():
+            parts = tuple(run([(0, entry)], start, stop))
+            made[name] = Slot(Storage(entry.dtype, stop - start, parts), (stop - start,))
+        return nested.restored({**made, **written.loose(self._state, member)})
 
     def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         """Which elements of each parameter lie on a rank."""
@@ -174,13 +201,3 @@ def _counted(step: float | None, slots: Collection[str]) -> dict[str, Slot | int
         return {}
     counter = written.counter(step, slots)
     return {"step": counter if isinstance(counter, int) else whole_slot(counter)}
-
-
-def _slices(member: Trained, start: int, stop: int) -> dict[str, Slot | int]:
-    if not member.slots or start >= stop:
-        return {}
-    made = _counted(member.step, member.slots)
-    for name, entry in member.slots.items():
-        parts = tuple(run([(0, entry)], start, stop))
-        made[name] = Slot(Storage(entry.dtype, stop - start, parts), (stop - start,))
-    return made

@@ -230,7 +230,16 @@ def _held(state: Training, group: Group, member: Trained) -> dict[str, Any]:
     Raises:
         UnsupportedError: a part of it is an object that cannot be written again.
     """
-    other = state.manifest.train.opaque.get("optimizer", {}).get(member.fqn, {})
+    return nested.restored({**_slots(state, group, member), **loose(state, member)})
+
+
+def loose(state: Training, member: Trained) -> Mapping[str, Any]:
+    """What an optimizer keeps of a parameter that is neither tensor nor step.
+
+    Raises:
+        UnsupportedError: a part of it is an object that cannot be written again.
+    """
+    other: Mapping[str, Any] = state.manifest.train.loose.get(member.fqn, {})
     lost = [name for name, value in other.items() if not is_faithful(value)]
     if lost:
         raise UnsupportedError(
@@ -238,7 +247,7 @@ def _held(state: Training, group: Group, member: Trained) -> dict[str, Any]:
             f"keeps {lost[0]!r} of {member.fqn!r} as an object that can only be described",
             "write the weights alone with --weights-only",
         )
-    return nested.restored({**_slots(state, group, member), **other})
+    return other
 
 
 def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:

@@ -10,6 +10,7 @@ from reshard.formats.deepspeed.target import universal
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.flat import ALIGNMENT
 from reshard.formats.deepspeed.target.objects import deepspeeds_own
+from reshard.formats.training import loose_lost
 from reshard.units import some
 
 _LISTED = 4
@@ -76,6 +77,8 @@ def _of_the_run(choice: Choice) -> Iterator[str]:
     train = choice.state.manifest.train
     for name in choice.lost:
         yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
+    if not choice.weights_only:
+        yield from loose_lost(choice.state)
     if train.samples is None and not choice.weights_only:
         yield "the source does not count samples: DeepSpeed takes its steps times its batch"
 

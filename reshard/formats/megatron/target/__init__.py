@@ -16,7 +16,7 @@ from __future__ import annotations
 from reshard.formats import skeletons
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
 from reshard.formats.skeletons import Laid
-from reshard.formats.training import Training
+from reshard.formats.training import Training, loose_lost
 from reshard.model_parallel.described import Described
 
 __all__ = ["Wanted", "lay_out"]
@@ -44,6 +44,8 @@ def _notes(choice: Choice) -> list[str]:
     if choice.wanted.weights_only:
         return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
     said += [f"not carried: {name}" for name in choice.lost]
+    said += loose_lost(choice.state)
+    said += filter(None, [choice.scaler_lost()])
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         said.append("no random states: Megatron loads it with --no-load-rng")
     return said

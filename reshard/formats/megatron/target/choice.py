@@ -115,6 +115,15 @@ class Choice:
             ),
         }
 
+    def scaler_lost(self) -> str:
+        """What to say of the source's loss scaler, where it has no place; else nothing."""
+        scaler = self.state.manifest.train.scaler
+        if self.grad_scaler is not None or loss_scale.is_idle(scaler):
+            return ""
+        if self.precision != FLOAT16:
+            return f"not carried: the loss scaler, which a run in {self.precision} has not"
+        return "not carried: the loss scaler, which is not a dynamic one"
+
     @property
     def mixed(self) -> bool:
         """Whether there are 16-bit parameters with fp32 masters."""
