@@ -148,11 +148,27 @@ def start(
         optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9, weight_decay=0.01)
     elif case.client_optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    elif case.client_optimizer == "counted":
+        optimizer = Counted(groups, lr=1e-3)
     with scalars_broadcast():
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, model_parameters=groups, config=config
         )
     return Run(case, engine, members)
+
+
+class Counted(torch.optim.AdamW):
+    """It counts its updates in Python, as DeepSpeed's own Adams do, which need a compiler."""
+
+    def step(self, closure: Any = None) -> Any:
+        """One update."""
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] = torch.tensor(float(state["step"]))
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["step"] = int(state["step"])
+        return loss
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Universal checkpoints: ``zero/<fqn>/{fp32,exp_avg,...}.pt``, one whole tensor a file.
 
 Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``: a dict with
-``param`` and how it was cut; ``step.pt`` a bare 0-d tensor; ``optimizer_state.pt``). `target`
-writes the same, with a step of each parameter, which ds_to_universal lacks from stage 3.
+``param`` and how it was cut; ``step.pt`` the bare counter, a 0-d tensor, or a number where the
+optimizer counts in Python as DeepSpeed's own do; ``optimizer_state.pt``). `target` writes the same,
+with a step of each parameter, which ds_to_universal lacks from stage 3.
 """
 
 from __future__ import annotations
@@ -72,12 +73,14 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         fqn = own_name(folder.name, module)
         if fqn in module and fqn not in shapes:
             continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
-        for kind, file, tensor in _tensors(folder, alike):
+        for kind, file, value in _values(folder, alike):
             files[file.path] = file
-            if kind == "step":
-                steps[fqn] = float(file.number(tensor))
+            if not isinstance(value, Tensor):
+                steps[fqn] = value
+            elif kind == "step":
+                steps[fqn] = float(file.number(value))
             else:
-                entries.append(ranks.checked(_entry(file, fqn, kind, tensor, shapes)))
+                entries.append(ranks.checked(_entry(file, fqn, kind, value, shapes)))
     root = _optimizer_root(place, files)
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
@@ -150,17 +153,16 @@ def _entry(
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 
-def _tensors(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tensor]]:
-    """(kind, file, tensor) of one parameter's folder."""
+def _values(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tensor | float]]:
+    """(kind, file, tensor) of one parameter's folder; a counter may be a number."""
     paths = [path for path in folder.files.values() if path.suffix == ".pt"]
     if not any(path.name == "fp32.pt" for path in paths):
         raise IncompleteError(folder, "has no fp32.pt", "the conversion was interrupted: repeat it")
     for path in paths:
         file = torch_file.read(path, builders=BUILDERS, alike=alike)
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
-        if isinstance(value, (int, float)) and path.stem == "step":
-            continue
-        if not isinstance(value, Tensor):
+        is_count = path.stem == "step" and type(value) in (int, float)
+        if not isinstance(value, Tensor) and not is_count:
             raise CorruptError(path, "holds no tensor 'param'")
         yield (MASTER if path.stem == "fp32" else path.stem), file, value
 
