@@ -165,6 +165,14 @@ def test_a_directory_that_holds_the_source_is_never_replaced(tmp_path):
         )
 
 
+def test_overwriting_is_proposed_only_where_it_would_be_done(tmp_path):
+    (tmp_path / "out/global_step3").mkdir(parents=True)
+    for overwrite in (False, True):
+        with pytest.raises(ExistsError) as raised:
+            check_destination(tmp_path / "out", [], is_directory=True, overwrite=overwrite)
+        assert "give --overwrite" not in str(raised.value)
+
+
 def test_a_link_out_of_the_way_does_not_hide_the_source(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")

@@ -9,7 +9,7 @@ from torch import nn
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import IncompleteError, UnsupportedError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 
 
 class Lion(torch.optim.Optimizer):
@@ -257,3 +257,17 @@ def test_where_it_has_no_place_it_is_told_of(to, tmp_path):
     seen = reshard.diff(tmp_path / "a.pt", tmp_path / "out", kinds=["train"])
     (value,) = [value for value in seen.train if value.name.startswith("optimizer state: trust")]
     assert (value.a, value.b) == (0.25, None)
+
+
+def test_a_name_of_a_file_is_one_as_in_merge(tmp_path):
+    """It was a directory of that name, with the file in it."""
+    source = with_trust(tmp_path)
+    report = split(source, tmp_path / "out.pt", SplitOptions(to="torch"))
+    assert next(report.lines()).endswith("in 1 file")
+    again = plain()
+    again.load_state_dict(torch.load(tmp_path / "out.pt")["model"])
+    assert reshard.diff(source, tmp_path / "out.pt").same
+    for name, to in (("x.pt", "dcp"), ("x.safetensors", "torch")):
+        with pytest.raises(UsageError, match="as one file does, and --to"):
+            split(source, tmp_path / name, SplitOptions(to=to))
+        assert not (tmp_path / name).exists()

@@ -129,7 +129,8 @@ def split(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
 def convert(sources: tuple[Path, ...], destination: Path, **given: Any) -> None:
     """Write a training state in another layout, optimizer and all.
 
-    SOURCE's is written to DESTINATION. Give several directories where each node kept its own files.
+    SOURCE's is written to DESTINATION: a directory, or with --to torch one file if it ends in .pt,
+    .bin or .pth. Give several directories where each node kept its own files.
     """
     _split(sources, destination, **given)
 

@@ -176,6 +176,7 @@ def compare(
     if wanted.train:
         report.train = [v for v in train.differences(left, right) if wanted.named(v.name)]
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
+    report.notes += _alike(report.unequal, tolerance)
     report.seconds = time.perf_counter() - began
     return report
 
@@ -264,6 +265,23 @@ def _compare(
             continue
         report.equal += 1
         report.equal_by_kind[each.kind] = report.equal_by_kind.get(each.kind, 0) + 1
+
+
+def _alike(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterator[str]:
+    """A hint where the dtype alone differs: values are compared in the narrower one."""
+    found: dict[str, list[Unequal]] = {}
+    for each in unequal:
+        held = [dtypes.parse(name) for name in (each.a, each.b)] if each.what == "dtype" else []
+        if held and not each.count and all(dtype.family == "float" for dtype in held):
+            narrow = min(held, key=lambda dtype: dtype.itemsize)
+            found.setdefault(narrow.name, []).append(each)
+    how = "the same" if tolerance.is_exact else "the same under the tolerance"
+    for name, tensors in found.items():
+        slots = "" if all(each.kind in (WEIGHT, COPY) for each in tensors) else " (weights alone)"
+        yield (
+            f"{len(tensors)} of the unequal tensors differ in the dtype alone: as {name} their"
+            f" values are {how}; --dtype {name} compares them so{slots}"
+        )
 
 
 def _common(each: Pair, dtype: DType | None) -> DType | None:

@@ -135,14 +135,14 @@ class Inspection:
             text = f"{held['tensors']} tensors, {units.show_bytes(held['bytes'])}"
             yield _row(kind, f"{text} ({', '.join(held['dtypes'])})")
         disk = sum(file.nbytes for file in manifest.files.values())
+        files = units.counted(len(manifest.files), "file")
         logical = sum(entry.nbytes for entry in manifest.entries.values())
         yield _row(
             "on disk",
-            f"{units.show_bytes(disk)} in {len(manifest.files)} files;"
-            f" tensors {units.show_bytes(logical)}",
+            f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
         yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
-        yield _row("complete", f"yes, {len(manifest.files)} files of all ranks, every element once")
+        yield _row("complete", f"yes, {files} of all ranks, every element once")
 
     def _names(self) -> Iterator[str]:
         for alias, kept in list(self.manifest.tied.items())[:_SHOWN]:

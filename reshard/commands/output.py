@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from reshard import units
+from reshard import formats, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
@@ -86,6 +86,11 @@ class OutputOptions(ReadOptions):
             progress=self.team.watched(progress),
             team=self.team,
         )
+
+
+def is_file(destination: str | Path) -> bool:
+    """Whether output goes into one file there: its name says so, as no directory's does."""
+    return Path(destination).suffix in (".safetensors", *formats.PLAIN_SUFFIXES)
 
 
 def opened(

@@ -28,7 +28,7 @@ def inspected(document: Document, manifest: Manifest) -> Page:
     return Page(
         "inspect",
         document["path"],
-        f"complete: {document['files']} files of all ranks, every element once",
+        f"complete: {units.counted(document['files'], 'file')} of all ranks, every element once",
         "good",
         facts=(checkpoint("Checkpoint", document), _kinds("Holds", document), _training(document)),
         findings=(
@@ -55,7 +55,7 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
     return Page(
         document["command"],
         f"{document['source']} → {document['destination']}",
-        f"{verb} {size} in {len(document['files'])} files{ending}",
+        f"{verb} {size} in {units.counted(len(document['files']), 'file')}{ending}",
         "good" if document["done"] else "plain",
         facts=(
             checkpoint("Source", facts),
@@ -115,6 +115,7 @@ def checkpoint(title: str, document: Document) -> Facts:
     world = str(mesh.get("world", 1))
     step = document["step"]
     skipped = f" ({document['skipped_steps']} skipped)" if document["skipped_steps"] else ""
+    files = units.counted(document["files"], "file")
     rows = (
         ("Path", document["path"]),
         ("Format", ", ".join(filter(None, (document["format"], document["detail"])))),
@@ -123,7 +124,7 @@ def checkpoint(title: str, document: Document) -> Facts:
         ("Step", "" if step is None else f"{step}{skipped}"),
         ("Precision", document["precision"]),
         ("Parameters", units.show_count(document["parameters"])),
-        ("On disk", f"{units.show_bytes(document['disk_bytes'])} in {document['files']} files"),
+        ("On disk", f"{units.show_bytes(document['disk_bytes'])} in {files}"),
     )
     return Facts(title, tuple(row for row in rows if row[1]))
 
@@ -211,7 +212,7 @@ def _target(document: Document, skeleton: Skeleton) -> Facts:
         ("Ranks", str(document.get("ranks", ""))),
         ("Tensors", str(len(skeleton.entries))),
         ("Optimizer", optimizer),
-        ("On disk", f"{size} in {len(document['files'])} files"),
+        ("On disk", f"{size} in {units.counted(len(document['files']), 'file')}"),
         ("Read", units.show_bytes(document["bytes_read"])),
         ("Time", f"{document['seconds']:.2f} s" if document["done"] else ""),
     )

@@ -89,15 +89,15 @@ def _check_apart(destination: Path, sources: list[Path], *, overwrite: bool) -> 
 
 def _check_directory(destination: Path, *, overwrite: bool) -> None:
     children = sorted(destination.iterdir())
+    foreign = [c.name for c in children if c.is_dir() or not _is_export(c.name)]
+    if children and not foreign and not any(c.suffix in _WEIGHTS for c in children):
+        foreign = [children[0].name]
     if children and not overwrite:
         raise ExistsError(
             destination,
             f"exists and is not empty ({children[0].name}, ...)",
-            "remove it, or give --overwrite",
+            "remove it, or choose another name" if foreign else "remove it, or give --overwrite",
         )
-    foreign = [c.name for c in children if c.is_dir() or not _is_export(c.name)]
-    if children and not foreign and not any(c.suffix in _WEIGHTS for c in children):
-        foreign = [children[0].name]
     if foreign:
         raise ExistsError(
             destination,

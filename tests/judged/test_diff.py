@@ -71,6 +71,20 @@ def test_merged_weights_are_those_of_the_run_as_if_cast(made, tmp_path):
     assert not reshard.diff(source, out).same, "the optimizer is missing"
 
 
+def test_where_the_dtype_alone_differs_it_says_what_to_do(made, tmp_path):
+    run = made / "z1_bf16" / "run"
+    reshard.merge(run, tmp_path / "wide.safetensors", dtype="fp32")
+    reshard.merge(run, tmp_path / "narrow.safetensors", dtype="bf16")
+    sides = tmp_path / "wide.safetensors", tmp_path / "narrow.safetensors"
+    found = reshard.diff(*sides)
+    (note,) = found.notes
+    assert note.startswith(f"{len(found.unequal)} of the unequal tensors differ in the dtype alone")
+    assert note.endswith("as bfloat16 their values are the same; --dtype bfloat16 compares them so")
+    again = reshard.diff(*sides, dtype="bfloat16")
+    assert again.same
+    assert not again.notes
+
+
 def test_shapes_and_names(made, tmp_path):
     source, out = made / "z3_fp32/run", tmp_path / "m.safetensors"
     reshard.merge(source, out)

@@ -12,7 +12,7 @@ from reshard.adapters import names as adapters
 from reshard.commands import naming
 from reshard.commands.merge.options import FILL, MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
-from reshard.commands.output import opened, page_of, write
+from reshard.commands.output import is_file, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
@@ -49,7 +49,7 @@ def merge(
     options = options or MergeOptions()
     began = time.perf_counter()
     report_as, sources = str(destination), formats.as_paths(source)
-    is_directory = _is_directory(destination)
+    is_directory = not is_file(destination)
     if options.adapter is not None and not is_directory:
         raise UsageError(destination, "is one file, and --adapter writes a directory")
     destination = as_path(destination).resolve()  # a link is followed once, here
@@ -85,7 +85,7 @@ def _written(
         job.edited.manifest,
         destination,
         options,
-        is_directory=_is_directory(destination),
+        is_directory=not is_file(destination),
         look=lambda staging: _look(job, staging),
         meter=meter,
     )
@@ -95,10 +95,6 @@ def _written(
     report.warnings += made.notes
     report.verified = options.verify
     report.done = True
-
-
-def _is_directory(destination: str | Path) -> bool:
-    return Path(destination).suffix not in (".safetensors", *formats.PLAIN_SUFFIXES)
 
 
 @dataclass(slots=True)

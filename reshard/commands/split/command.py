@@ -11,7 +11,7 @@ from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
-from reshard.commands.output import opened, page_of, write
+from reshard.commands.output import is_file, opened, page_of, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import for_megatron, own_states, read_back
@@ -21,8 +21,9 @@ from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested
 from reshard.commands.split.state import is_weights, made_state, stored, told
 from reshard.commands.target import check_places
-from reshard.errors import IncompleteError
+from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
+from reshard.formats import skeletons
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
@@ -45,7 +46,7 @@ def split(
     began = time.perf_counter()
     sources, place = formats.as_paths(source), as_path(destination).resolve()
     check_page(options, sources, place)
-    manifest = opened(sources, place, options, is_directory=True)
+    manifest = opened(sources, place, options, is_directory=not is_file(place))
     kinds = WEIGHT_KINDS if options.without_optimizer else None
     with replicas.averaged(manifest, options.replicas, kinds) as (averaged, means):
         begun = _Begun(averaged, str(destination), began, means)
@@ -77,7 +78,7 @@ def _keeps_names(begun: _Begun, options: SplitOptions) -> bool:
 def _split(
     begun: _Begun, destination: Path, options: SplitOptions, meter: Meter | None
 ) -> SplitReport:
-    job = _prepare(begun, options)
+    job = _prepare(begun, destination, options)
     report = job.report
     report.destination = begun.report_as
     if not options.dry_run:
@@ -103,10 +104,11 @@ class _Job:
     report: SplitReport
 
 
-def _prepare(begun: _Begun, options: SplitOptions) -> _Job:
+def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     manifest, stripped = _edited(begun, options)
     manifest, shapes = told(manifest, options)
     request, target = requested(manifest, shapes, options)
+    _check_form(begun.report_as, target)
     batch_notes: list[str] = []
     if not is_weights(manifest):
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
@@ -119,7 +121,10 @@ def _prepare(begun: _Begun, options: SplitOptions) -> _Job:
     state, made = made_state(manifest, request, options)
     state = replace(state, rng=tuple(rank for each in own for rank in each.states))
     laid = target.lay_out(state, request)
-    skeleton = _with_companions(laid.skeleton, state, target)
+    if is_file(destination):
+        skeleton = skeletons.named(laid.skeleton, destination.name)
+    else:
+        skeleton = _with_companions(laid.skeleton, state, target)
     check_places(skeleton)
     held = stored(skeleton, state)
     if request.megatron is not None:
@@ -172,8 +177,11 @@ def _written(job: _Job, destination: Path, options: SplitOptions, meter: Meter |
         job.manifest,
         destination,
         options,
-        is_directory=True,
-        look=lambda staging: read_back.check(staging, job.skeleton, job.state, job.named, options),
+        is_directory=not is_file(destination),
+        look=lambda staging: read_back.check(
+            staging / destination.name if is_file(destination) else staging,
+            *(job.skeleton, job.state, job.named, options),
+        ),
         meter=meter,
     )
     report = job.report
@@ -182,6 +190,22 @@ def _written(job: _Job, destination: Path, options: SplitOptions, meter: Meter |
     report.warnings += output.notes
     report.verified = options.verify
     report.done = True
+
+
+def _check_form(destination: str, target: Target) -> None:
+    """Refuse the name of a file for a directory of them.
+
+    Raises:
+        UsageError: it ends as a file does, and the target is no file of torch.save.
+    """
+    suffix = Path(destination).suffix
+    if is_file(destination) and not (target.name == "torch" and suffix in formats.PLAIN_SUFFIXES):
+        raise UsageError(
+            destination,
+            f"ends in {suffix} as one file does, and --to {target.name} writes "
+            + ("one of torch.save" if target.name == "torch" else "a directory"),
+            "choose another name; --to torch writes one file where it ends in .pt, .pth or .bin",
+        )
 
 
 def _asked(options: SplitOptions) -> naming.Asked:

@@ -24,11 +24,12 @@ def check(
         DifferentError: it is something else.
     """
     seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
+    above = staging.parent if staging.is_file() else staging
     planned = _by_name(skeleton.entries, named)
     tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
     for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
         wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
-        places = {_place(chunk, f"{staging}/") for entry in wanted for chunk in entry.chunks}
+        places = {_place(chunk, f"{above}/") for entry in wanted for chunk in entry.chunks}
         for chunk in (chunk for entry in found for chunk in entry.chunks if chunk.box.volume):
             if _place(chunk) not in places and not _is_padding(chunk, wanted):
                 raise DifferentError(

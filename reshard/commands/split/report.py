@@ -55,7 +55,7 @@ class SplitReport:
         """The report for a person."""
         verb = "wrote" if self.done else "would write"
         total = units.show_bytes(self.bytes_written)
-        yield f"{verb} {self.destination}: {total} in {len(self.files)} files"
+        yield f"{verb} {self.destination}: {total} in {units.counted(len(self.files), 'file')}"
         yield f"from        {self.format}, {self.ranks_before} ranks"
         yield f"to          {self.target}, {self.ranks} ranks"
         yield f"weights     {self.weights}"
