@@ -19,6 +19,8 @@ from reshard.formats.rng import RankRng
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
 from reshard.units import some
 
+_SAMPLERS = ("data_sampler", "random_ltd")  # of DeepSpeed
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -243,6 +245,26 @@ def loose_lost(state: Training) -> list[str]:
     held = state.manifest.train.loose.values()
     names = dict.fromkeys(name for values in held for name in values)
     return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
+
+
+def setup_lost(state: Training) -> list[str]:
+    """What to say where a layout has no place for how a run was set up; nothing of weights alone.
+
+    DeepSpeed and Megatron keep that in their checkpoints, where it is easily taken for state: the
+    run that goes on under another framework would no longer clip gradients, for example.
+    """
+    train, form = state.manifest.train, state.manifest.origin.format
+    if not state.groups:
+        return []
+    samplers = [name for name in _SAMPLERS if train.opaque.get(name)]
+    said = [f"not carried: {name}, which says where in its data the run is" for name in samplers]
+    if not isinstance(train.config, Mapping) or not train.config:
+        return said
+    named = train.config.get("gradient_clipping", train.config.get("clip_grad"))
+    clip = named if train.clip is None else train.clip
+    clips = isinstance(clip, (int, float)) and clip > 0
+    does = f", which clips gradients to a norm of {clip:g}: the new one must, too" if clips else ""
+    return [*said, f"not carried: the configuration of the {form} run{does}"]
 
 
 def refuse_odd_slots(state: Training, why: str, remedy: str = "") -> None:

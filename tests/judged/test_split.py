@@ -145,3 +145,18 @@ def test_torch_reads_what_was_written(torch_made, tmp_path):
         assert same(read["model"][fqn], value), fqn
     for (kind, fqn), value in slots.items():
         assert same(read["optim"]["state"][fqn][kind], value), fqn
+
+
+@pytest.mark.parametrize("to", WRITABLE)
+def test_what_does_not_come_out_is_told_of(to, made, tmp_path):
+    """Counters, scheduler, loss scaler, clipping, the script's own values: one run has them all."""
+    source = made / "z2_fp16_overflow" / "run"
+    report = reshard.split(source, tmp_path / "out", to=to)
+    said = " | ".join([*report.derived, *report.dropped, *report.notes])
+    found = reshard.diff(source, tmp_path / "out", kinds=["train"])
+    untold = [v.name for v in found.train if v.name.removeprefix("client: ") not in said]
+    assert untold == []
+    with reshard.open(tmp_path / "out") as checkpoint:
+        kept = checkpoint.manifest.train.config is not None
+    lost = "configuration of the deepspeed run, which clips gradients to a norm of 1" in said
+    assert kept != lost

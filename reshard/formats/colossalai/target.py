@@ -21,7 +21,7 @@ from reshard.formats import skeletons, torch_writer
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.target import Wholes
 from reshard.formats.state_dict.written import Value
-from reshard.formats.training import Training
+from reshard.formats.training import Training, setup_lost
 from reshard.manifest import MASTER, Skeleton
 from reshard.model import ModelShapes
 
@@ -64,6 +64,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
         )
     for name in written.dropped(train, ("scheduler", RUNNING)):
         yield f"not carried: {name}"
+    yield from setup_lost(state)
     if RUNNING not in train.client:
         yield f"no {RUNNING} (epoch, step, sample), which the examples of ColossalAI read"
 

@@ -12,7 +12,7 @@ from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets.model_parallel import of_deepspeed
 from reshard.formats.targets.request import Request
-from reshard.formats.training import Training
+from reshard.formats.training import Training, setup_lost
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
@@ -243,7 +243,7 @@ def _notes(state: Training, *held: str) -> tuple[str, ...]:
     train = state.manifest.train
     lost = [f"not carried: {name}" for name in written.dropped(train, held or None)]
     derived = written.derived(train) if not held or "scaler" in held else []
-    return (*derived, *lost)
+    return (*derived, *lost, *setup_lost(state))
 
 
 def _of_tensor_plan(state: Training, asked: Request) -> tuple[str, ...]:

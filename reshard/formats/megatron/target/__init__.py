@@ -14,9 +14,10 @@ dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 from __future__ import annotations
 
 from reshard.formats import skeletons
+from reshard.formats.megatron import NAME
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
 from reshard.formats.skeletons import Laid
-from reshard.formats.training import Training, loose_lost
+from reshard.formats.training import Training, loose_lost, setup_lost
 from reshard.model_parallel.described import Described
 
 __all__ = ["Wanted", "lay_out"]
@@ -46,6 +47,8 @@ def _notes(choice: Choice) -> list[str]:
     said += [f"not carried: {name}" for name in choice.lost]
     said += loose_lost(choice.state)
     said += filter(None, [choice.scaler_lost()])
+    if choice.state.manifest.origin.format != NAME:
+        said += setup_lost(choice.state)
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         said.append("no random states: Megatron loads it with --no-load-rng")
     return said
