@@ -19,6 +19,8 @@ import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 
+INTERRUPTED = 130  # the exit code of what a signal ended
+
 _MOST_SHOWN = 2000  # letters
 
 

@@ -130,9 +130,9 @@ def averaged(
     if policy != "mean":
         yield manifest, []
         return
-    from tempfile import TemporaryDirectory  # not at the start: few runs come here
+    from reshard.output.temporary import temporary  # not at the start: few runs come here
 
-    with TemporaryDirectory(prefix="reshard-") as place, SourceFiles() as pool:
+    with temporary() as place, SourceFiles() as pool:
         path = Path(place) / "means"
         entries, notes = [], []
         with path.open("wb") as out:

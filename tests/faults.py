@@ -4,11 +4,14 @@ It reads trials from stdin, a line of JSON each, and forks for each: the child r
 its system calls counted, and at the chosen one it is killed, loses power, is refused or signalled.
 Losing power means that what was not made durable by ``fsync`` may be lost: writes are undone, names
 of new files go, renames and links are taken back, each by the throw of a coin.
+
+Or a signal comes at one of the `points` of its main thread.
 """
 
 from __future__ import annotations
 
 import errno
+import faulthandler
 import functools
 import importlib
 import json
@@ -21,6 +24,9 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from tests.points import Points
+
+_MOST = 60  # seconds until a child at whose points a signal came is taken to hang
 _NAMES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir"}
 
 
@@ -178,8 +184,13 @@ def _child(trial: dict) -> None:
         signal.signal(number, signal.default_int_handler)
     module, name = trial["run"].split(":")
     run = getattr(importlib.import_module(module), name)
-    disk = Disk(trial["fault"], trial["within"])
+    fault, found = trial["fault"], None
+    disk = Disk(fault, trial["within"])
     disk.install()
+    if "files" in fault:
+        faulthandler.dump_traceback_later(_MOST, exit=True)
+        found = Points(fault["files"], fault.get("strike"), fault.get("signal", 0))
+        found.install()
     code = 0
     try:
         run(*trial["arguments"])
@@ -188,9 +199,10 @@ def _child(trial: dict) -> None:
     except BaseException:  # noqa: BLE001 - a child of a fork must not go on in its parent's code
         traceback.print_exc()
         code = 99
+    sys.settrace(None)
     threading.current_thread().name = "quiet"
     sys.stdout.flush()
-    Path(trial["calls"]).write_text(json.dumps(disk.calls))
+    Path(trial["calls"]).write_text(json.dumps(disk.calls if found is None else found.all))
     os._exit(code)
 
 

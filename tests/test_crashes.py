@@ -83,7 +83,12 @@ class Lab(Child):
     """Runs of the command line, and what they leave."""
 
     def __init__(self, directory: Path) -> None:
-        warm = ["reshard.commands.merge.command", "reshard.commands.split.command", "numpy"]
+        warm = [
+            "reshard.cli",
+            "reshard.commands.merge.command",
+            "reshard.commands.split.command",
+            "numpy",
+        ]
         super().__init__(directory, warm)
         torch.manual_seed(0)
         torch.save({f"l.{i}.w": torch.randn(SHAPE) for i in range(36)}, directory / "x.pt")

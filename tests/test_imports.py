@@ -18,7 +18,18 @@ OURS = {"reshard", "trainer"}
 HEAVY = {"torch", "numpy", "transformers", "safetensors", "accelerate", "deepspeed", "fsspec"}
 # In the order in which data flow: a module imports only from groups before its own, or its own.
 LAYERS = (
-    ("errors", "dtypes", "box", "version", "checksum", "signals", "ranks", "paths", "remote"),
+    (
+        "errors",
+        "dtypes",
+        "box",
+        "version",
+        "checksum",
+        "signals",
+        "threads",
+        "ranks",
+        "paths",
+        "remote",
+    ),
     ("manifest", "files", "units", "counts", "schema", "pickles"),
     ("keys", "model", "output"),
     ("layout",),

@@ -16,7 +16,7 @@ import click
 from reshard import signals
 from reshard.cli.commands import cli
 from reshard.cli.run import say
-from reshard.errors import ReshardError
+from reshard.errors import INTERRUPTED, ReshardError
 
 __all__ = ["cli", "main"]
 
@@ -49,7 +49,9 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
         return _fail(*error.lines, code=error.exit_code)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
         told = error.__cause__ if isinstance(error, click.Abort) else error
-        return _fail("; ".join(["interrupted", *map(str, told.args if told else ())]), code=130)
+        return _fail(
+            "; ".join(["interrupted", *map(str, told.args if told else ())]), code=INTERRUPTED
+        )
     if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
         return 0
     if isinstance(error, BrokenPipeError):

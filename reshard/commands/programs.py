@@ -118,12 +118,13 @@ def run(command: Sequence[str], place: Path, timeout_s: float) -> Ended:
     return Ended(code, seconds, timed_out, said)
 
 
+@signals.undivided
 def _end(process: subprocess.Popen[bytes]) -> int:
     """Ask the group to end, and make it, if the program has not ended; its exit code."""
     if process.returncode is not None:
         return process.returncode
-    os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(_GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -24,10 +24,10 @@ from reshard.move.outputs import BLOCK_BYTES, OutputFiles, Writer
 from reshard.move.records import check_record, record_crc
 from reshard.move.share import Batch, Share, in_turns, pooled
 from reshard.move.spans import Spans
-from reshard.move.workers import spread
 from reshard.plan.copies import Window
 from reshard.plan.planner import Plan
 from reshard.ranks.team import own
+from reshard.threads import spread
 
 
 def execute(

@@ -10,7 +10,6 @@ Each process of a run appends to a journal of its own, and all that lie in the p
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,11 +28,11 @@ from reshard.move.outputs import write_at
 from reshard.move.records import crc_of
 from reshard.move.share import pooled
 from reshard.move.spans import FileSpan, Spans
-from reshard.move.workers import spread
 from reshard.output.destination import check_space
 from reshard.output.partial import Partial, disk_error, sync
 from reshard.plan.planner import Plan
 from reshard.ranks.team import own
+from reshard.threads import Crew, spread
 
 BATCH_BYTES = 256 << 20
 """What a worker writes between two lines, so what a kill can cost it."""
@@ -121,10 +120,22 @@ class Journal:
         place, options = self._place, self._options
         if options.team.first:
             check_space(place.destination, self._plan.target.nbytes - place.held_bytes)
-        with self._writing():
-            return execute(
-                self._plan, self._sources, place.output, options, done=done, keep=self._keep
-            )
+        with Crew() as crew:
+            try:
+                crew.start(self._work, name="journal")
+                outcome = execute(
+                    self._plan, self._sources, place.output, options, done=done, keep=self._keep
+                )
+                self._batches.put(None)
+                crew.wait()
+            except Exception:  # what is done already is worth its line all the more
+                raise
+            except BaseException:
+                self._stopped = True  # a signal does not wait for it
+                raise
+            finally:
+                self._batches.put(None)
+        return outcome
 
     def _keep(self, seen: Outcome) -> Outcome:
         """Take over a batch once it is worth a line; see `outcome.Keep`."""
@@ -135,30 +146,14 @@ class Journal:
         self._batches.put(seen)
         return Outcome()
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Write down what `_keep` takes until the block ends; a signal does not wait for it."""
-        thread = threading.Thread(target=self._work, name="journal")
-        thread.start()
-        try:
-            yield
-        except Exception:  # what is done already is worth its line all the more
-            raise
-        except BaseException:
-            self._stopped = True
-            raise
-        finally:
-            self._batches.put(None)
-            thread.join()
-        if self._error is not None:
-            raise self._error
-
     def _work(self) -> None:
+        """Write down what `_keep` takes, until there is no more."""
         try:
             while (seen := self._batches.get()) is not None and not self._stopped:
                 self._append(seen)
-        except Exception as error:  # noqa: BLE001 - raised again in the threads that ask
+        except Exception as error:
             self._error = error
+            raise
 
     def _append(self, seen: Outcome) -> None:
         """The files first, then the line that vouches for them."""

@@ -8,15 +8,14 @@ many there are.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from reshard import signals
 from reshard.errors import ResourceError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile
@@ -26,9 +25,11 @@ from reshard.move.outcome import Outcome
 from reshard.move.outputs import OutputFiles
 from reshard.move.share import Batch, Share, pooled
 from reshard.move.spans import Spans
+from reshard.output.temporary import temporary
 from reshard.plan.planner import Plan
 from reshard.remote.path import RemotePath
 from reshard.remote.writing import check_read_back, upload
+from reshard.threads import Crew
 
 _FILES_AT_ONCE = 8
 
@@ -61,10 +62,10 @@ def write(
     seen = Outcome()
     with (
         SourceFiles() as pool,
-        tempfile.TemporaryDirectory(prefix="reshard-") as here,
+        temporary() as here,
         OutputFiles(Path(here)) as made,
-        ThreadPoolExecutor(_FILES_AT_ONCE) as threads,
-        _Sending(threads, made, directory, verify=options.verify, arrived=arrived) as sending,
+        Crew() as crew,
+        _Sending(crew, made, directory, verify=options.verify, arrived=arrived) as sending,
     ):
         run = Run(pool, made, sources, target, options)
         files = {file.name: file for file in target.files if file.name in mine}
@@ -102,25 +103,26 @@ class _Sending:
 
     def __init__(
         self,
-        threads: ThreadPoolExecutor,
+        crew: Crew,
         made: OutputFiles,
         directory: RemotePath,
         *,
         verify: bool,
         arrived: Arrived,
     ) -> None:
-        self._threads = threads
+        self._crew = crew
         self._made = made
         self._directory = directory
         self._verify = verify
         self._arrived = arrived
         self._room = 0
-        self._under_way: deque[tuple[Future[None], int]] = deque()
+        self._under_way: dict[str, int] = {}
         self._stop = threading.Event()
 
     def __enter__(self) -> _Sending:
         return self
 
+    @signals.undivided
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """An error does not wait for files to be sent to their end."""
         if kind is not None:
@@ -143,14 +145,15 @@ class _Sending:
 
     def make_room(self, file: OutputFile) -> None:
         """Wait until one more file fits."""
-        while self._under_way and self._nbytes() + file.nbytes > self._room:
+        while self._under_way and sum(self._under_way.values()) + file.nbytes > self._room:
             self._wait()
 
     def send(self, file: OutputFile, seen: Outcome) -> None:
         """Send a finished file in the background."""
         while len(self._under_way) >= _FILES_AT_ONCE:
             self._wait()
-        self._under_way.append((self._threads.submit(self._send, file, seen), file.nbytes))
+        self._under_way[file.name] = file.nbytes
+        self._crew.start(partial(self._send, file, seen), name=file.name)
 
     def finish(self) -> None:
         """Wait for all."""
@@ -166,8 +169,5 @@ class _Sending:
         self._arrived(file, seen)
         made.unlink()
 
-    def _nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._under_way)
-
     def _wait(self) -> None:
-        self._under_way.popleft()[0].result()
+        del self._under_way[self._crew.wait()]

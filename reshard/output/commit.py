@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from reshard import units
+from reshard import signals, units
 from reshard.errors import ReshardError, ResourceError, UsageError, is_outside
 from reshard.output.local import Local
 from reshard.paths import is_remote
@@ -15,6 +15,9 @@ from reshard.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
     from reshard.remote.path import RemotePath
+
+
+_WRITTEN = "{} was written before, whole"
 
 
 class Place(Protocol):
@@ -122,14 +125,14 @@ def claimed(
         place.settle()
         team.meet()  # written
         place.publish(is_directory=is_directory, overwrite=overwrite)
+        signals.say(_WRITTEN.format(place.destination))
         team.meet()
+        _remove(place)
     except BaseException as error:
         if _stays(place, error, team, resume=resume):
             raise
         _remove(place)
         raise
-    else:
-        _remove(place)
     finally:
         place.release()
 
@@ -165,7 +168,7 @@ def _stays(place: Place, error: BaseException, team: Team, *, resume: bool) -> b
     """Whether a failed run leaves its place for another one; the error says what became of it."""
     there = place.destination
     if place.published:
-        _tell(error, f"{there} was written before, whole", instead=True)
+        _tell(error, _WRITTEN.format(there), instead=True)
         return False
     if place.only_copy or (resume and isinstance(error, UsageError)):
         return True  # what cannot be gone on with so may be otherwise
@@ -182,6 +185,7 @@ def _stays(place: Place, error: BaseException, team: Team, *, resume: bool) -> b
     return False
 
 
+@signals.undivided
 def _remove(place: Place) -> None:
     """Remove it as far as that goes: what stays is met by the next run at this destination."""
     with contextlib.suppress(OSError, ReshardError):
@@ -196,7 +200,9 @@ def _is_outside(error: BaseException, *, resume: bool) -> bool:
 
 def _tell(error: BaseException, what: str, *, instead: bool = False) -> None:
     """Let the error's message say what became of the output."""
-    if isinstance(error, (KeyboardInterrupt, MemoryError)):
+    if isinstance(error, KeyboardInterrupt):
+        error.args = (*error.args, *({what} - {*error.args}))
+    elif isinstance(error, MemoryError):
         error.args = (what,)
     elif not isinstance(error, ReshardError):
         return

@@ -18,10 +18,9 @@ import os
 import shutil
 import stat
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from reshard import signals
+from reshard import signals, threads
 from reshard.errors import ExistsError, ReshardError, ResourceError
 from reshard.ranks import holder
 
@@ -42,19 +41,7 @@ def disk_error(path: Path, error: OSError) -> ReshardError:
 
 def sync(paths: Iterable[Path]) -> None:
     """Make files and directories durable, many at once: a file system takes them together."""
-    waiting = list(paths)
-    count = min(_SYNCS, len(waiting))
-    if count < 2:
-        _sync_all(waiting)
-        return
-    with ThreadPoolExecutor(count) as threads:
-        for _ in threads.map(_sync_all, (waiting[first::count] for first in range(count))):
-            pass
-
-
-def _sync_all(paths: Iterable[Path]) -> None:
-    for path in paths:
-        _sync_one(path)
+    threads.each(paths, _sync_one, _SYNCS)
 
 
 def _sync_one(path: Path) -> None:
@@ -124,6 +111,7 @@ class Partial:
             self._take(lock)
             _sign(lock, self.path)
 
+    @signals.undivided
     def release(self) -> None:
         """Let another process have it."""
         if self._lock is not None:

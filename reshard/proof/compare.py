@@ -14,8 +14,8 @@ from reshard.box import Box, contiguous_cuts, flat_span
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
-from reshard.move.workers import spread
 from reshard.tensors import read_block
+from reshard.threads import spread
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
 from reshard.move.fill import fill
 from reshard.move.records import record_crc
 from reshard.move.spans import Spans
-from reshard.move.workers import spread
 from reshard.plan.copies import Blocks, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
+from reshard.threads import spread
 
 _EXACT = Tolerance()
 _BUFFERS = 4  # a worker holds a block, one to compare with, a cast of the first, and what is read

@@ -14,13 +14,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import ReshardError, is_outside
+from reshard.errors import INTERRUPTED, ReshardError, is_outside
 from reshard.ranks.team import Progress
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-INTERRUPTED = 130  # the exit code
 _BEAT = 1.0  # seconds between two signs of life
 _STEP = 0.02
 

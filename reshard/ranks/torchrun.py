@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import ReshardError
-from reshard.ranks.heartbeat import INTERRUPTED, Watch, dead, gone, said, tell
+from reshard.errors import INTERRUPTED, ReshardError
+from reshard.ranks.heartbeat import Watch, dead, gone, said, tell
 from reshard.ranks.team import ALONE, Progress, Team
 from reshard.signals import ENDING
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard import signals
 from reshard.ranks import holder
 from reshard.remote import publish, writing
 from reshard.remote.lease import LOCK, Lease
@@ -69,6 +70,7 @@ class RemotePartial:
         """Nothing is to be taken: the first rank's end is soon every other's."""
         self._joined = True
 
+    @signals.undivided
     def release(self) -> None:
         """Let another process have it."""
         if self._lease is not None:

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import PosixPath
 from typing import Any, NoReturn
 
+from reshard import signals
 from reshard.errors import IncompleteError, UsageError
 from reshard.remote import reading
 from reshard.remote.attempts import attempt
@@ -159,11 +160,12 @@ class RemotePath(PosixPath):
 
     def write_bytes(self, data: Any) -> int:
         """Write a small object at once."""
-        attempt(
-            str(self),
-            lambda: self.store.files.pipe_file(self.key, bytes(data)),
-            "cannot be written",
-        )
+
+        def send() -> None:
+            with signals.deferred():  # else it may come to lie there when others have been removed
+                self.store.files.pipe_file(self.key, bytes(data))
+
+        attempt(str(self), send, "cannot be written")
         self.store.forget()
         return len(data)
 

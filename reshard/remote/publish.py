@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from reshard import signals
-from reshard.errors import DifferentError, ReshardError
+from reshard import signals, threads
+from reshard.errors import INTERRUPTED, DifferentError, ReshardError
 from reshard.remote import writing
 from reshard.remote.attempts import attempt
 from reshard.remote.path import RemotePath
@@ -57,13 +56,11 @@ def copy_directory(
     """
     sizes = writing.sizes_below(made)
     late = sorted((name for name in sizes if _is_marker(name)), key=_depth)
-    writing.remove([destination / name for name in sorted(old, key=_depth) if _is_marker(name)])
-    writing.remove([destination / name for name in old if not _is_marker(name)])
     try:
-        with ThreadPoolExecutor(_COPIES_AT_ONCE) as threads:
-            early = [name for name in sizes if name not in late]
-            for _ in threads.map(lambda name: _copy(made / name, destination / name), early):
-                pass
+        _remove(destination, sorted(filter(_is_marker, old), key=_depth))
+        _remove(destination, [name for name in old if not _is_marker(name)])
+        early = [name for name in sizes if name not in late]
+        threads.each(early, lambda name: _copy(made / name, destination / name), _COPIES_AT_ONCE)
         _check_sizes({destination / name: sizes[name] for name in early})
         with signals.deferred():
             for name in reversed(late):
@@ -72,14 +69,23 @@ def copy_directory(
             done()
     except BaseException as error:
         if old:
-            what = f"was removed to be replaced, and not all could be copied there: {error}"
-            raise HalfCopiedError(made, destination, what) from error
+            why = str(error) or "interrupted"
+            what = f"was removed to be replaced, and not all could be copied there: {why}"
+            half = HalfCopiedError(made, destination, what)
+            if isinstance(error, KeyboardInterrupt):
+                half.exit_code = INTERRUPTED
+            raise half from error
         try:
-            writing.remove([destination / name for name in sizes])
+            _remove(destination, list(sizes))
         except ReshardError as stuck:
             what = f"not all could be copied there, nor removed again: {error}; {stuck}"
             raise HalfCopiedError(made, destination, what) from error
         raise
+
+
+@signals.undivided
+def _remove(destination: RemotePath, names: Sequence[str]) -> None:
+    writing.remove([destination / name for name in names])
 
 
 def _is_marker(name: str) -> bool:

@@ -6,11 +6,11 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from reshard import threads
 from reshard.errors import DifferentError, ReshardError, UsageError
 from reshard.remote.attempts import attempt
 from reshard.remote.path import RemotePath
@@ -128,9 +128,7 @@ def remove(paths: Sequence[RemotePath]) -> None:
         first = next(iter(bulk))
         keys = [path.key for path in bulk]
         attempt(str(first.parent), lambda: first.store.files.rm(keys), "cannot be removed")
-    with ThreadPoolExecutor(_REMOVALS_AT_ONCE) as threads:
-        for _ in threads.map(RemotePath.remove, [path for path in paths if path not in bulk]):
-            pass
+    threads.each(set(paths) - bulk, RemotePath.remove, _REMOVALS_AT_ONCE)
 
 
 def abort_uploads(place: RemotePath) -> None:

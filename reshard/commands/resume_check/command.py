@@ -8,7 +8,6 @@ checkpoint, or any program that takes a checkpoint and writes a log.
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from reshard.commands.split.request import of_target
 from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
 from reshard.manifest import Manifest
 from reshard.output.destination import check_destination
+from reshard.output.temporary import temporary
 from reshard.paths import as_path, is_remote
 from reshard.proof import control, trajectory
 from reshard.proof.trajectory import Series
@@ -307,7 +307,7 @@ def place_for(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path]:
         ExistsError: it is not new, or lies inside the source.
     """
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix=prefix) as made:
+        with temporary(prefix) as made:
             yield Path(made)
         return
     check_destination(keep, list(sources), is_directory=True, overwrite=False)
