@@ -142,6 +142,56 @@ def test_a_killed_run_is_gone_on_with(files, proxy, whole, where):
     assert files.find("bucket/out") == files.find("bucket/out/dcp")
 
 
+SIGNALLED = """
+import os, signal, sys
+from reshard.cli import main
+from reshard.remote import publish, writing
+
+def struck(where, name):
+    act = getattr(where, name)
+    def acted(*words):
+        result = act(*words)
+        if sys.argv[0] in str(words):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+    setattr(where, name, acted)
+
+sys.argv.pop(0)
+if sys.argv[0] == "old.safetensors":
+    struck(writing, "remove")
+else:
+    struck(publish, "_copy")
+main()
+"""
+
+
+def signalled(at, *words):
+    """Run the command line, with a signal once something was done with a file of this name."""
+    words = [sys.executable, "-c", SIGNALLED, at, *map(str, words)]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode == 130, done.stderr
+    return done.stderr
+
+
+def test_a_signal_while_the_last_file_gets_its_name_takes_nothing_away(files, whole):
+    said = signalled("out/dcp/.metadata", "split", EXAMPLE, OUT, "--to", "dcp")
+    assert "interrupted; s3://bucket/out/dcp was written before, whole" in said
+    assert contents(files, "bucket/out/dcp") == whole
+    assert files.find("bucket/out") == files.find("bucket/out/dcp")
+
+
+def test_a_signal_while_what_is_replaced_is_removed_does_not_take_the_new_too(files):
+    files.pipe_file("bucket/out/dcp/old.safetensors", b"old")
+    merge = ["merge", EXAMPLE, OUT, "--overwrite"]
+    said = signalled("old.safetensors", *merge)
+    assert "--resume puts it in place" in said
+    reshard.merge(EXAMPLE, OUT, overwrite=True, resume=True)
+    made = contents(files, "bucket/out/dcp")
+    assert "model.safetensors" in made
+    assert "old.safetensors" not in made
+    assert files.find("bucket/out") == files.find("bucket/out/dcp")
+
+
 def test_what_others_put_there_meanwhile_is_not_taken_for_half_an_output(files):
     files.pipe_file(f"{PLACE}/moving", b"")
     files.pipe_file("bucket/out/dcp/notes.txt", b"mine")

@@ -9,8 +9,11 @@ import sys
 import pytest
 
 PROGRAM = """
-import os, signal, sys, time, weakref
+import os, signal, sys, time, types, threading, weakref
 from reshard import signals
+
+dropped = threading.Event()
+signals.time = types.SimpleNamespace(sleep=lambda _: dropped.wait())  # no sooner than it is seen
 
 class Finalized:
     def __del__(self):
@@ -34,6 +37,8 @@ try:
             kept = weakref.ref(it, called_back)
             del it
         print("dropped", flush=True)
+        if sys.argv[3] == "sleep":
+            dropped.set()
         if sys.argv[3] == "deferred":
             with signals.deferred():
                 print("half-way", flush=True)
@@ -51,7 +56,7 @@ def lines(number: int, where: str, then: str) -> list[str]:
         [sys.executable, "-c", PROGRAM, str(int(number)), where, then],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
         check=True,
     )
     assert ended.stderr == ""

@@ -23,6 +23,7 @@ from reshard.signals import ENDING
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+_MEETING = 60.0  # seconds until all ranks must be there
 _PATIENCE = 60.0  # seconds without one, and a rank is taken for dead
 _LAST_WORDS = 5.0  # seconds to wait for the other ranks' when this one was interrupted
 _CLEANING = 20.0  # seconds to wait for the first rank, which cleans up and speaks
@@ -74,7 +75,7 @@ def _met_at_store() -> tuple[Store, int, int]:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         met: tuple[Store, int, int] = next(
-            rendezvous("env://", timeout=timedelta(seconds=_PATIENCE))
+            rendezvous("env://", timeout=timedelta(seconds=_MEETING))
         )
     except (RuntimeError, ValueError) as error:
         raise ReshardError(

@@ -56,6 +56,7 @@ def copy_directory(
     """
     sizes = writing.sizes_below(made)
     late = sorted((name for name in sizes if _is_marker(name)), key=_depth)
+    finished = False
     try:
         _remove(destination, sorted(filter(_is_marker, old), key=_depth))
         _remove(destination, [name for name in old if not _is_marker(name)])
@@ -67,7 +68,10 @@ def copy_directory(
                 _copy(made / name, destination / name)
             _check_sizes({destination / name: sizes[name] for name in late})
             done()
+            finished = True
     except BaseException as error:
+        if finished:  # a signal that waited
+            raise
         if old:
             why = str(error) or "interrupted"
             what = f"was removed to be replaced, and not all could be copied there: {why}"

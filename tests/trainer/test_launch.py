@@ -46,7 +46,10 @@ def run(settings, ranks):
         print("sum", ones[0].item(), "threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
 """
 SITE = """
-import importlib.util, pathlib, sys
+import importlib.util, os, pathlib, sys
+
+with pathlib.Path(__file__).with_name("started").open("a") as file:
+    file.write(f"{os.getpid()}\\n")
 
 class Stand:
     def find_spec(name, path=None, target=None):
@@ -162,7 +165,7 @@ def test_ranks_end_with_the_process_that_started_them(begin):
     assert len(ranks) == 2
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(map(_runs, ranks)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not any(map(_runs, ranks))
@@ -175,12 +178,11 @@ def _runs(pid):
     return False
 
 
-def test_bad_settings_start_no_ranks(run):
-    begun = time.monotonic()
+def test_bad_settings_start_no_ranks(run, tmp_path):
     code, out, err = run("none:0", "--lr", "-1")
     assert (code, out) == (2, "")
     assert err.startswith("error: lr is -1.0")
-    assert time.monotonic() - begun < 3
+    assert len((tmp_path / "started").read_text().split()) == 1
 
 
 @pytest.mark.judge
@@ -192,9 +194,7 @@ def test_bad_settings_start_no_ranks(run):
 def test_real_launchers_start_and_end_the_ranks(run, command, scene, code, said):
     if "accelerate" in command[2] and not importlib.util.find_spec("accelerate"):
         pytest.skip("needs accelerate")
-    begun = time.monotonic()
     done, out, err = run(scene, command=command)
     assert done == code
     assert ("sum 2.0" in out) == (code == 0)
     assert said in err
-    assert time.monotonic() - begun < 90
