@@ -11,7 +11,7 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
@@ -176,8 +176,10 @@ class Ranks:
             self._store.set(f"ended/{self.rank}", "")
             if self.first:
                 self._store.set("told", "")
-            elif self._comes("told", _CLEANING):
+            elif self._first_speaks():
                 return SaidByFirstError(getattr(failure, "exit_code", 1))
+            elif _is_interrupt(failure):  # by a launcher that lost the first
+                return self._dead([0], failure)
         return failure
 
     def part(self) -> None:
@@ -256,14 +258,32 @@ class Ranks:
             self._store.set(f"ending/{self.rank}", "")
             tell(self._store, f"rank {self.rank} ({platform.node()})", failure)
             silent = self._silent() if self.first else []
-            interrupted = getattr(failure, "exit_code", None) == INTERRUPTED
-            interrupted |= isinstance(failure, KeyboardInterrupt)
-            if silent and interrupted:  # this rank or another, by a launcher that lost one
-                told = dead(self._store, silent, "ended without a word")
-                more = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
-                told.remedy = "; ".join(str(each) for each in more if each) or told.remedy
-                return told
+            if silent and _is_interrupt(
+                failure
+            ):  # this rank or another, by a launcher that lost one
+                return self._dead(silent, failure)
         return failure
+
+    def _dead(self, ranks: Sequence[int], failure: BaseException) -> ReshardError:
+        """Ranks that say nothing more, in the place of an interrupt."""
+        told = dead(self._store, ranks, "ended without a word")
+        more = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
+        told.remedy = "; ".join(str(each) for each in more if each) or told.remedy
+        return told
+
+    def _first_speaks(self) -> bool:
+        """Wait for the first rank, as long as it beats or is known to clean up."""
+        beat, heard = b"", time.monotonic()
+        until = heard + _CLEANING
+        while not self._store.check(["told"]):
+            now, last = time.monotonic(), beat
+            if self._store.check(["beat/0"]) and (beat := self._store.get("beat/0")) != last:
+                heard = now
+            lives = now - heard < _LAST_WORDS or self._store.check(["ending/0"])
+            if now > until or not lives:
+                return False
+            time.sleep(_STEP[0])
+        return True
 
     def _silent(self) -> list[int]:
         """Ranks that neither end nor set about it, although they are told to."""
@@ -281,3 +301,8 @@ class Ranks:
                 return False
             time.sleep(_STEP[0])
         return True
+
+
+def _is_interrupt(failure: BaseException) -> bool:
+    told = getattr(failure, "exit_code", None) == INTERRUPTED
+    return told or isinstance(failure, KeyboardInterrupt)

@@ -51,8 +51,8 @@ if os.environ["RANK"] == "1" and mishap == "die late":
     journal.Journal._append = die_late
 elif os.environ["RANK"] == "1" and mishap == "die sent":
     receipts.Receipts.keep = die_sent
-elif os.environ["RANK"] == "1":
-    execute.Run.fill = {"die": die, "fail": fail}[mishap]
+elif os.environ["RANK"] == ("0" if mishap == "first dies" else "1"):
+    execute.Run.fill = {"die": die, "first dies": die, "fail": fail}[mishap]
 main()
 """
 
@@ -179,6 +179,16 @@ def test_a_killed_worker_ends_the_run_and_leaves_nothing(tmp_path, mishaps):
     assert f"rank 1 ({socket.gethostname()}): ended without a word" in err, err
     assert out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
+
+
+def test_the_death_of_the_first_rank_is_told_by_another(tmp_path, mishaps):
+    words = ("first dies", "merge", EXAMPLE, tmp_path / "out")
+    codes, _, err = ended(nodes(1, 2, mishaps, *words))
+    assert codes == [1]  # torchrun's own
+    assert f"rank 0 ({socket.gethostname()}): ended without a word" in err, err
+    assert not (tmp_path / "out").exists()
+    _, _, err = ended([started([sys.executable, "-m", "reshard", *words[1:]])])
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "mishaps.py"}, err
 
 
 def test_a_machine_that_is_gone_ends_the_run(tmp_path, mishaps):
