@@ -6,7 +6,7 @@ outputs     the files of an output while they are made
 fill        the copies of a window read: one read a run
 cast        blocks in memory: strided copies and casts
 records     checksums that files keep of their own records
-workers     threads that share a list of work; share: ranks that share a plan
+share       ranks that share a plan (threads that share a list of work: `reshard.threads`)
 
 outcome     what an execution saw
 spans       byte ranges of files, with checksums
