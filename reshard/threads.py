@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+R = TypeVar("R")
 _Ended = tuple[str, "BaseException | None"]
 
 
@@ -106,7 +107,13 @@ def spread(
             stopped = True
 
 
-def each(items: Iterable[T], act: Callable[[T], Any], most: int) -> None:
-    """Do the same to every item, as many at once as there may be."""
+def each(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R]:
+    """What comes of every item, in their order; as many are done at once as there may be."""
     waiting = list(items)
-    spread(waiting, lambda: act, max(min(most, len(waiting)), 1))
+    come: dict[int, R] = {}
+
+    def act_on(number: int) -> None:
+        come[number] = act(waiting[number])
+
+    spread(range(len(waiting)), lambda: act_on, max(min(most, len(waiting)), 1))
+    return [come[number] for number in range(len(waiting))]

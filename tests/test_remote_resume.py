@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,9 +74,17 @@ def sent(proxy):
 
 def cut_off(proxy, **options):
     """A run that loses its store at the third of four files; what it said."""
-    proxy.fault = lambda method, path, _number: (
-        500 if method == "PUT" and path.endswith("/__2_0.distcp") else None
-    )
+
+    def fault(method, path, _number):
+        if method != "PUT" or not path.endswith("/__2_0.distcp"):
+            return None
+        for _ in range(500):  # until the first two are there, with their receipts
+            if sum(method == "PUT" and "/sent-" in path for method, path in [*proxy.seen]) >= 2:
+                return 500
+            time.sleep(0.02)
+        raise AssertionError("the first two files do not come")
+
+    proxy.fault = fault
     with pytest.raises(ReshardError) as caught:
         split(**options)
     proxy.reset()

@@ -8,7 +8,7 @@ sends late, that was taken for dead, comes to lie elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard import threads
@@ -86,16 +86,10 @@ class Receipts:
         """
         verify, team = self._options.verify, self._options.team
         seen = Outcome()
-        enough = [receipt for receipt in self._found if receipt.verified or not verify]
-        good: list[Outcome] = []
-
-        def look(receipt: _Receipt) -> None:
-            if self._holds(receipt):
-                good.append(receipt.seen)
-
-        threads.each(enough, look, _REQUESTS_AT_ONCE)
-        for each in good:
-            seen.add(each)
+        good = threads.each(self._found, self._holds, _REQUESTS_AT_ONCE)
+        for receipt, is_good in zip(self._found, good, strict=True):
+            if is_good and (receipt.verified or not verify):
+                seen.add(receipt.seen)
         return pooled(team, seen)
 
     def finish(self, done: Outcome | None) -> Outcome:
@@ -133,18 +127,18 @@ class Receipts:
 
     def _receipts(self) -> list[_Receipt]:
         """Those of earlier runs."""
-        found: list[_Receipt] = []
         names = writing.sizes_below(self._folder)
-        threads.each(names, lambda name: found.extend([*self._read(name)]), _REQUESTS_AT_ONCE)
-        return found
+        found = threads.each(names, self._read, _REQUESTS_AT_ONCE)
+        return [receipt for receipt in found if receipt is not None]
 
-    def _read(self, name: str) -> Iterator[_Receipt]:
+    def _read(self, name: str) -> _Receipt | None:
         """What a whole receipt says."""
         for line in jobs.whole([(self._folder / name).read_bytes()]):
             said = jobs.document(line)
             seen = Outcome.from_json(said["seen"])
             (file,) = seen.windows.files
-            yield _Receipt(file, seen, said["verified"], said["version"])
+            return _Receipt(file, seen, said["verified"], said["version"])
+        return None
 
     def _holds(self, receipt: _Receipt) -> bool:
         """Whether the store's file is the one that the receipt was given for."""

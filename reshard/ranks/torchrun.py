@@ -258,9 +258,7 @@ class Ranks:
             self._store.set(f"ending/{self.rank}", "")
             tell(self._store, f"rank {self.rank} ({platform.node()})", failure)
             silent = self._silent() if self.first else []
-            if silent and _is_interrupt(
-                failure
-            ):  # this rank or another, by a launcher that lost one
+            if silent and _is_interrupt(failure):  # here or there, by a launcher that lost one
                 return self._dead(silent, failure)
         return failure
 

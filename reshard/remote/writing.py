@@ -128,7 +128,8 @@ def remove(paths: Sequence[RemotePath]) -> None:
         first = next(iter(bulk))
         keys = [path.key for path in bulk]
         attempt(str(first.parent), lambda: first.store.files.rm(keys), "cannot be removed")
-    threads.each(set(paths) - bulk, RemotePath.remove, _REMOVALS_AT_ONCE)
+    rest = [path for path in paths if path not in bulk]
+    threads.each(rest, RemotePath.remove, _REMOVALS_AT_ONCE)
 
 
 def abort_uploads(place: RemotePath) -> None:
