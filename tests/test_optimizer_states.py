@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import reshard
 from reshard.commands.split.command import split
@@ -130,6 +132,19 @@ def test_it_goes_along_whole(name, way, tmp_path):
         train(model, optimizer)
         train(again, resumed)
     assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["adafactor", "eight bits"])
+def test_it_goes_along_whole_where_dcp_has_it_flattened(name, tmp_path):
+    model, optimizer = fresh(MADE[name])
+    train(model, optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=tmp_path / "source")
+    split(tmp_path / "source", tmp_path / "out", SplitOptions(to="torch"))
+    got = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=False)["optimizer"]
+    assert without_names(got) == without_names(optimizer.state_dict())
 
 
 def test_all_its_tensors_can_be_opened(tmp_path):

@@ -70,12 +70,14 @@ def test_the_last_of_a_run_is_taken_or_the_one_that_is_named(names, inside, tmp_
 def test_files_of_several_checkpoints_in_one_directory(tmp_path):
     for step in STEPS:
         torch.save(state(step), tmp_path / f"ep0-ba{step}-rank0.pt")
-    with pytest.raises(UnrecognisedError, match=r"--key ep0-ba2\.state\.model"):
-        reshard.open(tmp_path)
+    assert assert_is_of(4, tmp_path) == ("ep0-ba2 is another checkpoint; it is not read",)
     for step, other in ((2, 4), (4, 2)):
         (note,) = assert_is_of(step, tmp_path / f"ep0-ba{step}-rank0.pt")
         assert note == f"ep0-ba{other} is another checkpoint; it is not read"
         assert_is_of(step, tmp_path, key=f"ep0-ba{step}.state.model")
+    (tmp_path / "ep0-ba4-rank0.pt").rename(tmp_path / "best-rank0.pt")  # before or after the other?
+    with pytest.raises(UnrecognisedError, match=r"--key best\.state\.model"):
+        reshard.open(tmp_path)
 
 
 @pytest.mark.parametrize("other", [7, [], torch.zeros(2)])

@@ -137,6 +137,30 @@ def test_a_lazily_conjugated_or_negated_tensor_has_its_right_values(tmp_path, fo
         assert same(checkpoint["x"][...], tensor.resolve_conj().resolve_neg())
 
 
+class Codes(torch.Tensor):
+    """What torchao's quantised tensors are: a class that computes its elements from others."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, function, kinds, args=(), given=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes)
+        raise NotImplementedError(function)
+
+
+def test_a_weight_that_its_class_computes_is_refused_by_name(tmp_path):
+    state = {"odd.weight": Codes(torch.ones(3, dtype=torch.int8)), "plain.weight": torch.ones(2)}
+    path = save({"model": state}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match=r"odd\.weight is a tests\.test_torch_file\.Codes"):
+        reshard.open(path)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["sparse", "quantized", "complex32", "meta"])
 def test_a_tensor_that_cannot_be_read_is_never_skipped_in_silence(tmp_path, kind):

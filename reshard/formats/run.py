@@ -3,8 +3,9 @@
 Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.txt``; HF Trainer
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
 ``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``; Lightning
-``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``. Without a pointer the
-highest number is taken, as their own resuming does.
+``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core ``stepN``
+with one ``model_and_optim``. Without a pointer the highest number is taken, as their own resuming
+does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _NUMBERED = re.compile(
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
-_FOLDERS = ("checkpoints", "checkpoint", "ckpt", "actor", "critic", "weights")  # verl's, NeMo's
+_FOLDERS = (  # the last three are verl's, NeMo's and OLMo-core's
+    *("checkpoints", "checkpoint", "ckpt"),
+    *("actor", "critic", "weights", "model_and_optim"),
+)
 _DEPTH = 3
 _LISTED = 6
 _LONGEST = 20  # digits of a step
@@ -78,10 +82,20 @@ def _tagged(place: Place, tag: str) -> Place | None:
 def numbered(place: Place) -> dict[int, Place]:
     """The checkpoints of a run that have a number in their name."""
     return {
-        int(match[1] or match[2]): folder
+        number: folder
         for name, folder in place.folders.items()
-        if (match := _NUMBERED.fullmatch(name))
+        if (number := number_of(name)) is not None
     }
+
+
+def number_of(name: str) -> int | None:
+    """The number that a checkpoint's name gives it.
+
+    >>> number_of("ep0-ba20"), number_of("model_2")
+    (20, None)
+    """
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
 
 
 def _pointed(place: Place) -> Place | None:

@@ -239,6 +239,12 @@ def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: An
     return Call(kind.name if wrapper else function.name, args, state)
 
 
+def is_wrapped(value: Any) -> bool:
+    """Whether it is a tensor of a class that computes its elements, as torchao's quantised ones."""
+    kind = value.args[0] if isinstance(value, Call) and value.args else None
+    return isinstance(kind, Global) and kind.name == value.name
+
+
 TORCH_BUILDERS: dict[str, Builder] = {
     "torch._tensor._rebuild_from_type_v2": _rebuild_typed,
     "torch._utils._rebuild_tensor": _rebuild_v2,

@@ -39,7 +39,7 @@ NESTED_CLASSES = frozenset(
 )
 
 # First word of a dotted name -> what may follow it; each is compiled when its word is met.
-_FRAMEWORK = r"([\w.]+\.)?[A-Z]\w*"
+_FRAMEWORK = r"([\w.]+\.)?_?[A-Z]\w*"
 _EXPECTED = {
     "torch": r"""
         (\w*Storage|Size|Tensor|device|dtype|layout|storage\.\w+Storage)
@@ -76,7 +76,11 @@ _EXPECTED = {
         {_FRAMEWORK} | (utils\.tensor_fragment|runtime\.bf16_optimizer)\.fragment_address
         """,
     **dict.fromkeys(
-        "transformers accelerate megatron lightning pytorch_lightning trl peft".split(), _FRAMEWORK
+        """
+        transformers accelerate megatron lightning pytorch_lightning trl peft composer olmo
+        olmo_core torchao torchtune
+        """.split(),
+        _FRAMEWORK,
     ),
 }
 

@@ -20,6 +20,7 @@ from reshard.formats.place import Place, missing_ranks
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
+from reshard.manifest import Chunk
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
@@ -57,11 +58,15 @@ def _stored(place: Place) -> tuple[Metadata, Found]:
         items = Items(pool)
         leaves: dict[str, Any] = {}
         for key, stored in about.tensors.items():
-            chunks = [
+            held = [
                 items.chunk(_data(place, block.file), block, stored.dtype)
                 for block in stored.blocks
             ]
-            leaf = Logical(stored.dtype, stored.shape, tuple(chunks))
+            chunks = tuple(each for each in held if isinstance(each, Chunk))
+            if len(chunks) < len(held):
+                leaves[key] = next(each for each in held if not isinstance(each, Chunk))
+                continue
+            leaf = Logical(stored.dtype, stored.shape, chunks)
             shape = about.shapes.get(key)
             leaves[key] = leaf if shape is None else restored(place, key, leaf, shape)
         for key, block in objects.items():

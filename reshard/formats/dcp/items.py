@@ -19,6 +19,7 @@ from reshard.formats.dcp.archives import Archives
 from reshard.formats.dcp.metadata import Block
 from reshard.formats.torch_objects import Tensor
 from reshard.manifest import Chunk, Record, SourceFile
+from reshard.pickles.values import Call
 
 _ZIP = b"PK"
 
@@ -44,8 +45,8 @@ class Items:
             for path, size in self._sizes.items()
         }
 
-    def chunk(self, path: Path, block: Block, dtype: DType) -> Chunk:
-        """Where a block's elements lie.
+    def chunk(self, path: Path, block: Block, dtype: DType) -> Chunk | Call:
+        """Where a block's elements lie; of a tensor whose class computes them, what it is.
 
         Raises:
             CorruptError: another tensor than was announced is stored there.
@@ -63,6 +64,9 @@ class Items:
         file = self._open(section)
         tensor = file.root
         box = block.box or Box((), ())
+        if torch_objects.is_wrapped(tensor):
+            described: Call = tensor
+            return described
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (box.shape, dtype):
             raise CorruptError(
                 path,

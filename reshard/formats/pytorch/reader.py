@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.formats import huggingface, stages
+from reshard.formats import huggingface, run, stages
 from reshard.formats.dcp import directory, hf_shards
 from reshard.formats.dcp import names as dcp
 from reshard.formats.huggingface import reader as of_huggingface
@@ -24,6 +24,7 @@ from reshard.manifest import Manifest, Origin
 from reshard.model import Told
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
+_LATEST, _SEVERAL = "latest", 2
 _COPY = "{} is taken to be the same model as {}; it is not read"
 
 
@@ -102,7 +103,7 @@ def _by_stage(
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
     given = (stem for stem, held in grouped.items() if chosen in {p.name for p in held.values()})
-    families, warnings = _meant(families, by_key or next(given, None))
+    families, warnings = _meant(families, by_key or next(given, None) or _newest(families))
     found = _stages(families.values(), key)
     if not found:
         collected = _collected(place, families, warnings)
@@ -124,6 +125,19 @@ def _meant(families: dict[str, Ranks], wanted: str | None) -> tuple[dict[str, Ra
     others = [s for s, held in families.items() if s != wanted and _is_checkpoint(held)]
     warnings = [f"{stem} is another checkpoint; it is not read" for stem in others]
     return {stem: held for stem, held in families.items() if stem not in others}, warnings
+
+
+def _newest(families: Mapping[str, Ranks]) -> str | None:
+    """Which of a run's checkpoints that lie in one directory is meant; None where they are none.
+
+    Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
+    """
+    numbers = {stem: run.number_of(stem) for stem in families if stem != _LATEST}
+    if len(families) < _SEVERAL or None in numbers.values():
+        return None
+    if not all(map(_is_checkpoint, families.values())):
+        return None
+    return _LATEST if _LATEST in families else max(numbers, key=lambda stem: numbers[stem] or 0)
 
 
 def _is_checkpoint(family: Ranks) -> bool:

@@ -122,7 +122,8 @@ def _frozen(
     """Parameters of param groups without a state, where others have one."""
     stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
     named = {fqn for group in train.param_groups for fqn in group.fqns}
-    unstated = (fqn for fqn in named - stated if fqn in weights and weights[fqn].kind == PARAM)
+    idle = named - stated - train.opaque.get("optimizer", {}).keys()
+    unstated = (fqn for fqn in idle if fqn in weights and weights[fqn].kind == PARAM)
     return frozenset(unstated) if stated else frozenset()
 
 

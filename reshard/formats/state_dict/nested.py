@@ -11,7 +11,7 @@ from typing import Any
 
 from reshard.formats.state_dict.tree import as_list
 
-_JOINT = "/"
+JOINT = "/"
 _DEEPEST = 8
 
 
@@ -28,7 +28,7 @@ def flattened(
         parts = _parts(value) if deepest else None
         held = flattened(parts, is_tensor, deepest - 1) if parts else {}
         if any(map(is_tensor, held.values())):
-            found.update((f"{name}{_JOINT}{key}", item) for key, item in held.items())
+            found.update((f"{name}{JOINT}{key}", item) for key, item in held.items())
         else:
             found[name] = value
     return found
@@ -42,7 +42,7 @@ def restored(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     root: dict[str, Any] = {}
     for name, value in state.items():
-        *above, last = name.split(_JOINT) if is_nested(name) else [name]
+        *above, last = name.split(JOINT) if is_nested(name) else [name]
         place = root
         for part in above:
             place = place.setdefault(part, {})
@@ -52,13 +52,13 @@ def restored(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_nested(name: object) -> bool:
     """Whether a slot's name is one that `flattened` joined."""
-    return isinstance(name, str) and _JOINT in name
+    return isinstance(name, str) and JOINT in name
 
 
 def _parts(value: Any) -> Mapping[str, Any] | None:
     """What a container holds, by name or position; None where no name could tell it again."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return None if any(key.isdecimal() or _JOINT in key for key in value) else value
+        return None if any(key.isdecimal() or JOINT in key for key in value) else value
     items = None if isinstance(value, tuple) else as_list(value)
     return None if items is None else {str(at): item for at, item in enumerate(items)}
 

@@ -8,7 +8,7 @@ Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -105,6 +105,7 @@ def read(value: Any, known: Parameters, pool: SourceFiles) -> Optimizer:
         CorruptError: slots that contradict one another.
     """
     state, groups = _normal(value)
+    groups = groups if _GROUPS in value else _alike(groups, pool)
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
     found = Optimizer()
@@ -161,22 +162,46 @@ def _key(key: Any) -> Any:
 def _unflattened(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
     """flatten_optimizer_state_dict: ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper>``.
 
-    Parameters with the same hyper-parameters are one group.
+    Each parameter is a group of its own.
     """
     state: dict[Any, Slots] = {}
     hypers: dict[str, dict[str, Any]] = {}
     for key, item in value.items():
         part, _, rest = key.partition(".")
-        fqn, _, name = rest.rpartition(".")
-        (state if part == _STATE else hypers).setdefault(fqn, {})[name] = item
-    groups: list[dict[str, Any]] = []
-    for fqn, hyper in hypers.items():
-        same = next((g for g in groups if {**g, "params": 0} == {**hyper, "params": 0}), None)
+        if part != _STATE:
+            fqn, _, name = rest.rpartition(".")
+            hypers.setdefault(fqn, {})[name] = item
+    for key, item in value.items():
+        part, _, rest = key.partition(".")
+        if part == _STATE:
+            fqn, name = _owner(rest, hypers)
+            state.setdefault(fqn, {}).update(nested.flattened({name: item}, is_tensor))
+    return state, [{**hyper, "params": [fqn]} for fqn, hyper in hypers.items()]
+
+
+def _alike(groups: Sequence[dict[str, Any]], pool: SourceFiles) -> list[dict[str, Any]]:
+    """Parameters with the same hyper-parameters as one group."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for group in groups:
+        hyper = _hyper(group, pool)
+        same = next((held for held, others in found if others == hyper), None)
         if same is None:
-            groups.append({**hyper, "params": [fqn]})
+            found.append(({**group, "params": _members(group)}, hyper))
         else:
-            same["params"].append(fqn)
-    return state, groups
+            same["params"] += _members(group)
+    return [held for held, _ in found]
+
+
+def _owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
+    """The parameter and the slot of ``<fqn>.<slot>``; what a slot nests adds names of its own."""
+    fqn, _, name = rest.rpartition(".")
+    above, below = fqn, name
+    while above:
+        if above in fqns:
+            return above, below
+        above, _, part = above.rpartition(".")
+        below = f"{part}{nested.JOINT}{below}"
+    return fqn, name
 
 
 def _members(group: Mapping[str, Any]) -> list[Any]:

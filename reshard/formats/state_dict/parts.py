@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.errors import UnrecognisedError, UsageError
+from reshard.errors import UnrecognisedError, UnsupportedError, UsageError
 from reshard.formats.state_dict import tree as trees
 from reshard.formats.state_dict.optimizer import is_optimizer
 from reshard.formats.state_dict.tree import Logical, as_list, dotted, is_tensor, tensors, walk
+from reshard.formats.torch_objects import is_wrapped
 
 Path = tuple[Any, ...]
 
@@ -66,16 +67,30 @@ def find(tree: Any, where: str, key: str | None = None) -> Parts:
 
     Raises:
         UnrecognisedError: no model in it, or several and no telling which.
+        UnsupportedError: a weight that is no plain tensor.
         UsageError: there is none at ``key``.
     """
     optimizers = _find_optimizers(tree)
     models = _models(tree, optimizers)
     path = _at(tree, where, key, models) if key is not None else _choose(where, models, optimizers)
-    model = models.get(path) or tensors(_item(tree, path))
+    item = _item(tree, path)
+    _refuse_wrapped(item, where)
+    model = models.get(path) or tensors(item)
     parts = Parts(model, path, optimizers)
     parts.other_models = [dotted(other) or "the top level" for other in models if other != path]
     _sort_rest(parts, tree, models)
     return parts
+
+
+def _refuse_wrapped(state: Any, where: str) -> None:
+    """A weight whose elements its class computes is not left out as if it were no weight."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if is_wrapped(value):
+            raise UnsupportedError(
+                where,
+                f"{name} is a {value.name}, whose elements only its own class can compute",
+                "save the model's plain tensors: before it is quantised, or dequantised",
+            )
 
 
 def _find_optimizers(tree: Any) -> dict[Path, Any]:
