@@ -743,3 +743,28 @@ def test_a_state_dict_deep_in_a_file_is_found_by_key(tmp_path):
     assert load_file(tmp_path / "o.safetensors").keys() == {"w"}
     with pytest.raises(UsageError, match="it has"):
         reshard.merge(tmp_path / "x.pt", tmp_path / "p.safetensors", key="a.nothing")
+
+
+def test_a_quantised_model_keeps_its_codes_scales_and_dtype(tmp_path):
+    from transformers import FineGrainedFP8Config, LlamaConfig
+
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = {
+        name: torch.randn(8, 4).to(torch.float8_e4m3fn),
+        f"{name}_scale_inv": torch.rand(1, 1) + 1 / 3,
+        "model.norm.weight": torch.ones(4, dtype=torch.bfloat16),
+    }
+    config = LlamaConfig(dtype="bfloat16", quantization_config=FineGrainedFP8Config().to_dict())
+    source = tmp_path / "fp8"
+    config.save_pretrained(source)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=rf"quantised \(fp8\): {name}_scale_inv would be rounded"):
+        reshard.merge(source, tmp_path / "cast", dtype="bf16")
+    reshard.merge(source, tmp_path / "out")
+    written = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert written == (source / "model.safetensors").read_bytes()
+    wanted, got = (
+        json.loads((place / "config.json").read_text()) for place in (source, tmp_path / "out")
+    )
+    assert got["dtype"] == wanted["dtype"]
+    assert got["quantization_config"] == wanted["quantization_config"]

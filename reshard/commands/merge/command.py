@@ -20,7 +20,7 @@ from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, small
 from reshard.formats.huggingface import writer
-from reshard.formats.huggingface.companions import Companions, matched_config
+from reshard.formats.huggingface.companions import QUANTISED, Companions, matched_config
 from reshard.formats.huggingface.companions import companions as find_companions
 from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
@@ -139,6 +139,7 @@ def _prepare(
         base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
         edited.manifest, filled = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
+    _refuse_rounded_scales(companions, chosen, options)
     chosen.notes += adapters.told(entry.fqn for entry, _ in chosen.tensors)
     if options.fill_missing_from and not filled:
         chosen.notes.append(f"{FILL}: the checkpoint lacks none of that model's weights")
@@ -210,6 +211,26 @@ def _near(source: Path, manifest: Manifest) -> list[Path]:
     place = directory(manifest.origin.path)
     near = [place, place.resolve().parent]
     return [source, *near] if source.is_dir() and source != place else near
+
+
+def _refuse_rounded_scales(
+    companions: Companions, chosen: weights.Weights, options: MergeOptions
+) -> None:
+    """Codes of a quantised model are never cast; the scales beside them must not be, either.
+
+    Raises:
+        UsageError: ``--dtype`` would.
+    """
+    how = (companions.config or {}).get(QUANTISED)
+    cast = [entry.fqn for entry, dtype in chosen.tensors if entry.dtype != dtype]
+    if options.dtype and how and cast:
+        method = how.get("quant_method") if isinstance(how, dict) else None
+        raise UsageError(
+            f"--dtype {options.dtype}",
+            f"config.json says that the model is quantised ({method or 'no method given'}):"
+            f" {cast[0]} would be rounded, and the codes stay as they are",
+            "leave out --dtype; nothing is dequantised here",
+        )
 
 
 def _lay_out(

@@ -24,6 +24,8 @@ _EMBEDDING = re.compile(
     r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|shared)\.weight"
 )
 
+QUANTISED = "quantization_config"  # codes and their scales; the dtype beside is what it computes in
+
 
 @dataclass(frozen=True, slots=True)
 class Companions:
@@ -91,7 +93,7 @@ def matched_config(
     sections = [updated, *(value for value in updated.values() if isinstance(value, dict))]
     keyed_sections = [(s, k) for s in sections for k in ("dtype", "torch_dtype") if k in s]
     for section, key in keyed_sections or [(updated, "dtype")]:
-        if key in section or section is updated:
+        if QUANTISED not in updated and (key in section or section is updated):
             put(section, key, dtype)
     rows = {entry.shape[0] for entry, _ in tensors if _EMBEDDING.fullmatch(entry.fqn)}
     sized = [section for section in sections if "vocab_size" in section]
