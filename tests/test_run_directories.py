@@ -53,6 +53,7 @@ def assert_is_of(step, source, **options):
     ("names", "inside"),
     [
         (("ep0-ba2", "ep0-ba4"), "."),  # Composer
+        (("dist_epoch_2", "dist_epoch_4"), "."),  # torchtune
         (("epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"), "."),  # Lightning
         (("m--val_loss=1.0-step=2-last", "m--val_loss=0.5-step=4"), "weights"),  # NeMo 2
     ],

@@ -4,8 +4,8 @@ Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.t
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
 ``global_step_N``; nanotron ``latest.txt`` and ``N``; Composer ``epE-baN``; Lightning
 ``epoch=E-step=N.ckpt``; NeMo 2 ``...-step=N-...`` with a folder ``weights``; OLMo-core ``stepN``
-with one ``model_and_optim``. Without a pointer the highest number is taken, as their own resuming
-does.
+with one ``model_and_optim``; torchtune ``dist_epoch_N``. Without a pointer the highest number is
+taken, as their own resuming does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.files import MAX_POINTER, small
 from reshard.formats.place import Place
 
 _NUMBERED = re.compile(
-    r"(?:(?:checkpoint|step|global_step|iter|epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"
+    r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"
     r"|(?:.*-)?step=(\d{1,19})(?:-.*)?(?:\.ckpt)?"
 )
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "latest.txt")
