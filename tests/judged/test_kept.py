@@ -13,6 +13,7 @@ from reshard.errors import UnsupportedError
 
 DATA = Path(__file__).parents[1] / "data"
 WHOLE = ["composer", "olmo_core"]  # their optimizers' states are plain tensors
+COMPUTED = ["torchao", "torchao_fsdp2"]  # theirs are of a class that computes them
 
 pytestmark = pytest.mark.judge
 
@@ -21,7 +22,7 @@ def truth(library):
     return torch.load(DATA / library / "truth.pt", weights_only=False)
 
 
-@pytest.mark.parametrize("library", [*WHOLE, "torchao"])
+@pytest.mark.parametrize("library", [*WHOLE, *COMPUTED])
 def test_weights_are_merged_as_they_were(library, tmp_path):
     reshard.merge(DATA / library / "ckpt", tmp_path / "model.safetensors")
     got, want = load_file(tmp_path / "model.safetensors"), truth(library)["model"]
@@ -59,8 +60,9 @@ def test_olmo_core_keeps_a_learning_rate_in_a_tensor_for_each_parameter():
     assert all(group.hyper["lr"] == torch.tensor(1e-3).item() for group in groups)
 
 
-def test_torchaos_moments_are_told_of_and_never_dropped(tmp_path):
-    source = DATA / "torchao" / "ckpt"
+@pytest.mark.parametrize("library", COMPUTED)
+def test_torchaos_moments_are_told_of_and_never_dropped(library, tmp_path):
+    source = DATA / library / "ckpt"
     assert not reshard.inspect(source).manifest.frozen
     with pytest.raises(UnsupportedError, match=r"keeps 'exp_avg' of '0\.weight' as an object"):
         reshard.split(source, tmp_path / "out", to="dcp", world_size=2)

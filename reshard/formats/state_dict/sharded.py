@@ -15,7 +15,7 @@ from typing import Any
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.torch_objects import Tensor, TorchFile, named_dtype
+from reshard.formats.torch_objects import Tensor, TorchFile, is_wrapped, named_dtype
 from reshard.layout.partition import Cut, mesh_box
 from reshard.manifest import Chunk
 from reshard.pickles.values import Call
@@ -30,6 +30,8 @@ Described = tuple[DType, Index, tuple[Chunk, ...]]
 def describe(file: TorchFile, call: Call) -> Described | None:
     """Dtype, global shape and this rank's chunks; None where the call is no sharded tensor.
 
+    Nor is one, here, whose elements a class computes from others.
+
     Raises:
         UnsupportedError: a tensor that cannot be described: sparse, quantised, partial ...
         CorruptError: a shard that does not fit what is said of it.
@@ -38,6 +40,8 @@ def describe(file: TorchFile, call: Call) -> Described | None:
     if kind not in (_SHARDED_TENSOR, _DTENSOR) or not call.name.startswith("torch.distributed."):
         if call.name.startswith(("torch._utils.", "torch._tensor.")):
             raise UnsupportedError(file.path, f"holds a tensor made by {call.name}, no plain one")
+        return None
+    if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
         return None
     try:
         dtype, shape = named_dtype(call.args[1]), as_index(call.args[2])
