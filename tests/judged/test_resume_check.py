@@ -193,7 +193,7 @@ def test_our_trainer_goes_on_by_its_own_settings(tmp_path):
         "global_batch": 4,
         "seq_len": 16,
     }
-    worlds.train(2, [settings])
+    worlds.train_on(2, [settings])
     report = reshard.resume_check(
         tmp_path / "run",
         tag=f"global_step{STEP}",

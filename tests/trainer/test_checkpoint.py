@@ -241,7 +241,7 @@ def saved(tmp_path_factory):
         }
         for strategy in ("ddp", "zero2", "zero3")
     ]
-    worlds.train(2, jobs)
+    worlds.train_on(2, jobs)
     return base
 
 

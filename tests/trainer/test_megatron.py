@@ -245,7 +245,7 @@ def test_progress_is_told_by_the_files_alone(runs, place, tmp_path):
     (copy / "trainer_state.json").unlink()
     run = at(tmp_path, "run")
     job = {**COMMON, **GRIDS["tp2 pp2"][1], "model": str(place / "model"), "resume": str(copy)}
-    (told, *_) = worlds.train(4, [{**job, "save": str(run), "log": f"{run}.jsonl"}])
+    (told, *_) = worlds.train_on(4, [{**job, "save": str(run), "log": f"{run}.jsonl"}])
     assert told[0].losses == runs["tp2 pp2"].losses[HALF:]
     assert told[0].digest == runs["tp2 pp2"].digest
 

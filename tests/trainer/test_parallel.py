@@ -257,7 +257,7 @@ def test_a_run_directory_from_before_model_parallelism_goes_on(tmp_path):
     from trainer.checkpoint import state
 
     job = {**COMMON, "strategy": "ddp", "save": str(tmp_path / "run"), "log": str(tmp_path / "log")}
-    worlds.train(1, [job])
+    worlds.train_on(1, [job])
     file = Path(tmp_path / "run" / f"global_step{END}" / "trainer_state.json")
     document = json.loads(file.read_text())
     for name in state.SINCE_FORMAT_1:

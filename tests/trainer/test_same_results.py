@@ -53,7 +53,7 @@ def trained(tmp_path_factory):
     for world in WORLDS:
         directory = tmp_path_factory.mktemp(f"world-{world}")
         jobs = [job(directory, model, strategy=strategy) for model, strategy in JOBS]
-        told = worlds.train(world, jobs)[0]
+        told = worlds.train_on(world, jobs)[0]
         results |= {(*key, world): run for key, run in zip(JOBS, told, strict=True)}
     return results
 
@@ -82,7 +82,7 @@ def halves(tmp_path_factory):
         job(directory, model, strategy=strategy, steps=3, schedule_steps=COMMON["steps"])
         for model, strategy in JOBS
     ]
-    told = worlds.train(2, jobs)[0]
+    told = worlds.train_on(2, jobs)[0]
     return {key: (run, chosen["save"]) for key, chosen, run in zip(JOBS, jobs, told, strict=True)}
 
 
@@ -106,7 +106,7 @@ def test_a_resumed_run_ends_as_the_unbroken_one_from_any_stage_to_any(
                 "log": f"{name}.jsonl",
             }
         )
-    told = worlds.train(world, jobs)[0]
+    told = worlds.train_on(world, jobs)[0]
     for (model, strategy, into), rest in zip(routes, told, strict=True):
         whole = halves[model, strategy][0] + rest
         assert whole == trained[model, "ddp", 1], (model, strategy, into)
@@ -128,7 +128,7 @@ def test_offload_changes_where_things_are_and_nothing_else(trained, tmp_path):
         )
         for changes in OFFLOAD
     ]
-    for run in worlds.train(2, jobs)[0]:
+    for run in worlds.train_on(2, jobs)[0]:
         assert run == trained["bf16", "ddp", 1]
     assert list(nvme.iterdir()) == [], "a run leaves nothing behind"
 
@@ -138,5 +138,5 @@ def test_fast_reduction_is_near_but_need_not_be_equal(trained, tmp_path):
         job(tmp_path, "fp32-gpt2", strategy=strategy, reduction="fast") for strategy in STRATEGIES
     ]
     canonical = trained["fp32-gpt2", "ddp", 1].values()
-    for run in worlds.train(3, jobs)[0]:
+    for run in worlds.train_on(3, jobs)[0]:
         assert run.values() == pytest.approx(canonical, rel=1e-5)

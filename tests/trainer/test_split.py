@@ -57,7 +57,7 @@ def job(place, **changes):
 def unbroken(tmp_path_factory):
     """All steps, on one rank."""
     place = tmp_path_factory.mktemp("unbroken")
-    return worlds.train(1, [job(place, strategy="ddp", steps=END)])[0][0]
+    return worlds.train_on(1, [job(place, strategy="ddp", steps=END)])[0][0]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def halves(tmp_path_factory):
     """Strategy -> what four ranks saved half-way, one param group throughout."""
     place = tmp_path_factory.mktemp("halves")
     jobs = {name: job(place, **run, steps=STEPS) for name, run in RUNS.items()}
-    worlds.train(4, list(jobs.values()))
+    worlds.train_on(4, list(jobs.values()))
     return {name: chosen["save"] for name, chosen in jobs.items()}
 
 
@@ -94,7 +94,7 @@ def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
             **UNSAID,
             **RUNS[target],
         }
-    told = worlds.train(world, list(jobs.values()))[0]
+    told = worlds.train_on(world, list(jobs.values()))[0]
     rest = [float.fromhex(loss) for loss in unbroken.losses[STEPS:]]
     for (source, target), run in zip(jobs, told, strict=True):
         if source in EXACT and target in EXACT:

@@ -138,32 +138,30 @@ class Trained:
         return [float.fromhex(loss) for loss in self.losses]
 
 
-def train(world, jobs):
-    """Run several trainings, each a dict of chosen settings, one after the other.
+def train_on(world, jobs):
+    """`train` on so many ranks; what each told.
 
     gloo's own thread dies once in thousands of groups (torch 2.13, seen under load): then they are
     run once more, and pytest shows a warning.
-
-    Returns:
-        What each rank told of each.
     """
     made = [path for job in jobs for path in _written(job) if not path.exists()]
     try:
-        return run(world, _train_all, jobs)
+        return run(world, train, jobs)
     except CrashError as error:
         with warnings.catch_warnings():
             warnings.simplefilter("always")  # and no error, which it would be else
             warnings.warn(f"trained once more: {error}", stacklevel=2)
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        return run(world, _train_all, jobs)
+        return run(world, train, jobs)
 
 
 def _written(job):
     return [Path(job[name]) for name in ("save", "log") if name in job]
 
 
-def _train_all(ranks, jobs):
+def train(ranks, jobs):
+    """Run several trainings, each a dict of chosen settings, one after the other."""
     return [_train(ranks, dict(job)) for job in jobs]
 
 
@@ -198,6 +196,6 @@ def trained(jobs):
     found = {}
     for world in sorted({world for world, _ in jobs.values()}):
         mine = {key: job for key, (ranks, job) in jobs.items() if ranks == world}
-        everyone = train(world, list(mine.values()))
+        everyone = train_on(world, list(mine.values()))
         found |= dict(zip(mine, everyone[0], strict=True))
     return found
