@@ -30,7 +30,7 @@ LAYERS = (
         "paths",
         "remote",
     ),
-    ("manifest", "files", "units", "counts", "schema", "pickles"),
+    ("manifest", "files", "units", "counts", "schema", "stamps", "pickles"),
     ("keys", "model", "output"),
     ("layout",),
     ("model_parallel", "plan"),

@@ -1,0 +1,81 @@
+"""The stamp: what one file says about the save that it belongs to, under one key of its root.
+
+A file that reshard, the trainer, or a user's hook wrote states the id of its save, its rank, the
+number of ranks, the step, and its own final name. A file that was renamed, or copied from another
+rank, step or run, then contradicts its place. The module imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from reshard.counts import MOST
+from reshard.errors import CorruptError, shown
+from reshard.schema import COUNT, TEXT, expect, maybe, record
+
+KEY = "reshard_stamp"
+
+_KIND = record(save_id=TEXT, rank=COUNT, world_size=COUNT, step=maybe(COUNT), file=TEXT)
+_REMEDY = "the file was altered after it was saved: fetch it again"
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Where one file belongs.
+
+    Args:
+        save_id: the same in all files of one save, another in every other save.
+        rank: the rank that the file belongs to, from 0 on.
+        world_size: the number of ranks of the save.
+        step: the optimizer step of the save; None where the writer does not know it.
+        file: the final name of the file, without its directory; empty where the writer that made
+            the stamp does not know the name.
+    """
+
+    save_id: str
+    rank: int
+    world_size: int
+    step: int | None
+    file: str
+
+    def as_dict(self) -> dict[str, str | int | None]:
+        """Return the stamp as the plain dict that a file holds under `KEY`."""
+        return asdict(self)
+
+    def as_text(self) -> str:
+        """Return the stamp as JSON, for headers whose values are texts (safetensors)."""
+        return json.dumps(self.as_dict(), separators=(",", ":"))
+
+
+def read(root: Any, where: object = "this file") -> Stamp | None:
+    """Return the stamp of a file, or None if the file has none.
+
+    Args:
+        root: the root object of the file, of any type; or the ``__metadata__`` of a safetensors
+            header, where the stamp is a JSON text.
+        where: the file, for the error message.
+
+    Raises:
+        CorruptError: the file has a stamp that is malformed. Keys that a later version may add
+            are ignored.
+    """
+    found = root.get(KEY) if isinstance(root, Mapping) else None
+    if found is None:
+        return None
+    held = _parsed(found, where) if isinstance(found, str) else found
+    expect(where, held, _KIND, KEY)
+    stamp = Stamp(**{name: held[name] for name in Stamp.__dataclass_fields__})
+    if not stamp.rank < stamp.world_size <= MOST:
+        problem = f"{KEY} says rank {stamp.rank} of {stamp.world_size} ranks, which cannot be"
+        raise CorruptError(where, problem, _REMEDY)
+    return stamp
+
+
+def _parsed(text: str, where: object) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(where, f"{KEY} is {shown(text)}, not JSON", _REMEDY) from error

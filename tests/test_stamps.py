@@ -1,0 +1,42 @@
+"""The stamp of a file: read where there is one, refused where it is malformed."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard import stamps
+from reshard.errors import CorruptError
+from reshard.stamps import KEY, Stamp
+
+STAMP = Stamp(save_id="9f3a", rank=1, world_size=2, step=None, file="rank_1.pt")
+
+
+@pytest.mark.parametrize("root", [{}, {"model": 1}, [], None, "text", {KEY: None}])
+def test_a_root_without_a_stamp(root):
+    assert stamps.read(root) is None
+
+
+@pytest.mark.parametrize("held", [STAMP.as_dict(), STAMP.as_text()], ids=["pickle", "header"])
+def test_a_stamp_is_read_back(held):
+    assert stamps.read({"model": 1, KEY: held}) == STAMP
+
+
+def test_keys_of_later_versions_are_ignored():
+    assert stamps.read({KEY: {**STAMP.as_dict(), "later": object()}}) == STAMP
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ([], "reshard_stamp is \\[\\], where a dict is expected"),
+        ("{", "reshard_stamp is '{', not JSON"),
+        ({"save_id": "x"}, "reshard_stamp has no 'rank'"),
+        ({**STAMP.as_dict(), "rank": "1"}, "reshard_stamp.rank is '1', where a number"),
+        ({**STAMP.as_dict(), "step": -1}, "reshard_stamp.step is -1"),
+        ({**STAMP.as_dict(), "rank": 2}, "reshard_stamp says rank 2 of 2 ranks"),
+        ({**STAMP.as_dict(), "world_size": 1 << 70}, "reshard_stamp says rank 1 of"),
+    ],
+)
+def test_a_malformed_stamp_is_refused(held, said):
+    with pytest.raises(CorruptError, match=f"a.pt: {said}"):
+        stamps.read({KEY: held}, "a.pt")
