@@ -512,6 +512,41 @@ def _dcp() -> list[Case]:
     ]
 
 
+def _cuda() -> list[Case]:
+    """Files as a process on GPUs names things, with the fused AdamW that is usual there."""
+    gpu: dict[str, Any] = {"cuda": True, "optimizer": "fused"}
+    pair = "rank_pair"
+    return [
+        _case("cuda_plain", 1, "plain", "raw", "raw", "one", "cuda:0", **gpu),
+        _case("cuda_plain_legacy", 1, "plain", "raw", "raw", "legacy", "cuda:0", **gpu),
+        _case(
+            "cuda_fsdp1_local",
+            2,
+            "fsdp1",
+            "local",
+            "raw",
+            pair,
+            "shards placed on rank:<r>/cuda:<r>",
+            told=True,
+            wrap=LLAMA_LAYER,
+            **gpu,
+        ),
+        _case("cuda_fsdp1_sharded", 2, "fsdp1", "sharded", "sharded", pair, "the same", **gpu),
+        _case("cuda_fsdp2_ranks_ws4", 4, "fsdp2", "raw", "raw", pair, "a cuda mesh", **gpu),
+        _case(
+            "cuda_fsdp2_ranks_2d_ws4",
+            4,
+            "fsdp2",
+            "raw",
+            None,
+            pair,
+            "dp x tp on cuda meshes; no fused AdamW takes DTensors and plain tensors in one step",
+            grid="tensor",
+            cuda=True,
+        ),
+    ]
+
+
 def _plain() -> list[Case]:
     row = ("plain", "raw", "raw")
     return [
@@ -587,6 +622,7 @@ CASES = {
         _fsdp1_mixed_forms(),
         _fsdp2(),
         _dcp(),
+        _cuda(),
         _plain(),
     )
     for case in cases

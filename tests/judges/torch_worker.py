@@ -58,6 +58,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from tests.judges import ranks, torch_models
 from tests.judges.models import ties
+from tests.judges.named_cuda import named_cuda
 from tests.judges.torch_cases import CASES, Case
 from tests.menagerie import menagerie, same
 
@@ -93,6 +94,7 @@ class Setup:
     recompute: bool = False  # activation checkpointing, which wraps modules, too
     groups: str = "one"  # one, decay, units, named, named_decay
     optimizer: str = "adamw"
+    cuda: bool = False  # the files name the GPU of each rank as where tensors lay
 
 
 def train(case: Case, rank: int) -> Live:
@@ -217,6 +219,7 @@ def make_optimizer(model: nn.Module, setup: Setup) -> torch.optim.Optimizer:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": functools.partial(AdamW, lr=1e-2),
+    "fused": functools.partial(AdamW, lr=1e-2, fused=True),
     "amsgrad": functools.partial(AdamW, lr=1e-2, amsgrad=True),
     "sgd": functools.partial(SGD, lr=0.1, momentum=0.9),
     "nadam": functools.partial(NAdam, lr=1e-2),
@@ -660,7 +663,8 @@ def work(job: ranks.Job, rank: int) -> None:
     ranks.join_group(job, rank)
     live = train(case, rank)
     told = truth(live)
-    told |= FILES[case.files](live, ckpt) or {}
+    with named_cuda(rank) if Setup(**case.setup).cuda else contextlib.nullcontext():
+        told |= FILES[case.files](live, ckpt) or {}
     if rank == 0:
         torch.save(told, job.out / "truth.pt")
     dist.barrier()
