@@ -9,6 +9,7 @@
     spellings     what Hugging Face calls a parameter: the lines of a table
     traits        what kind of model it is; megatron_traits: the same in Megatron's arguments
     families      which of Hugging Face's models that is, and its config
+    config_keys   which keys of such a config change a model, and which do not
     vocabulary    the rows of an embedding that are words, and those that are padding
     described     a model as a target needs it
     names         a manifest under the other side's names, fused and split as those want it

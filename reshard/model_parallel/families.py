@@ -3,18 +3,20 @@
 A table's ``families`` name them by their ``model_type``. ``when`` says which `Traits` a model of
 the family has, a list for one of several, ``any`` for what its config says; ``config`` is its
 config.json, in which ``{trait}`` stands for the value of a trait, ``{trait?}`` for one that may be
-null.
+null. ``neutral`` lists values of further keys that change nothing (see `config_keys`), ``alike``
+other model types of transformers that compute the same from these keys: tests compare logits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
+from reshard.model_parallel import config_keys
 from reshard.model_parallel.rules import Table, builtin, builtin_document
 from reshard.model_parallel.traits import Traits
 
@@ -24,6 +26,13 @@ _ANY = "any"
 _NAMING = ("model_type", "architectures")
 _INVERSE = {"rows": "vocab"}  # traits that follow from another
 _ALIKE = {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh", "swish": "silu"}
+_ROPE = ("rope_theta", "partial_rotary_factor")
+_SYNONYMS = (  # names of one key, the usual one first
+    ("rope_theta", "rotary_emb_base"),
+    ("partial_rotary_factor", "rotary_pct"),
+    ("num_experts", "num_local_experts"),
+)
+_KEEP_NAMES = "convert to a format that keeps Hugging Face's names"
 _FIELD = re.compile(r"\{([a-z_]+)(\?)?\}")
 
 
@@ -35,6 +44,13 @@ class Family:
     table: Table
     when: Mapping[str, Any]
     config: Mapping[str, Any]
+    neutral: Mapping[str, Any] = field(default_factory=dict)
+    alike: tuple[str, ...] = ()
+
+    @property
+    def model_type(self) -> str:
+        """Name of its class in transformers."""
+        return str(self.config["model_type"])
 
     def unlike(self, traits: Traits) -> list[str]:
         """In what a model differs from this family; nothing if it is of it."""
@@ -83,8 +99,14 @@ def meta() -> Family:
 
 def _of_table(name: str) -> Iterator[Family]:
     for model, section in builtin_document(name)["families"].items():
-        when, config = section["when"], section["config"]
-        yield Family(model, builtin(name), when, config)
+        yield Family(
+            model,
+            builtin(name),
+            section["when"],
+            section["config"],
+            section.get("neutral", {}),
+            tuple(section.get("alike", ())),
+        )
 
 
 def is_known(name: object) -> bool:
@@ -93,7 +115,7 @@ def is_known(name: object) -> bool:
 
 
 def _called(name: object) -> list[Family]:
-    return [f for f in families().values() if name in (f.name, f.config["model_type"])]
+    return [f for f in families().values() if name in (f.name, f.model_type)]
 
 
 def need(traits: Traits, name: str | None = None) -> Family:
@@ -143,27 +165,56 @@ def of_name(name: str) -> list[Family]:
 
 
 def of_config(
-    config: Mapping[str, Any], source: str, name: str | None = None
+    config: Mapping[str, Any],
+    source: str,
+    name: str | None = None,
+    defaults_of: Callable[[str], Mapping[str, Any]] = lambda _: {},
 ) -> tuple[Family, Traits]:
-    """The family of a transformers config, every default filled in, and the model's traits.
+    """Return the family of a transformers config, and the model's traits.
 
     Args:
+        config: with every default of its class filled in.
         name: of the family, where the user gives one; None: the config's ``model_type``.
+        defaults_of: the default config of a ``model_type``'s class.
 
     Raises:
-        UsageError: there is no such family, or the config is of none.
+        UsageError: there is no family of the name that the user gives.
         UnsupportedError: the config says what models of the family do not have.
     """
-    found = of_name(name or str(config.get("model_type")))
-    problems: list[str] = []
+    model_type = str(config.get("model_type"))
+    found = of_name(name) if name is not None else _called(model_type) or _alike(model_type)
+    if not found:
+        raise UnsupportedError(
+            source,
+            f"describes a {model_type} model, and reshard has tables of the names of"
+            f" {', '.join(families())}",
+            _KEEP_NAMES,
+        )
+    nearest: tuple[Family, list[str]] | None = None
     for family in found:
-        traits, odd = _traits(family, _flat(config), source)
+        flat = _flat(config, family)
+        traits, odd = _traits(family, flat, source)
+        if model_type not in (family.model_type, *family.alike):
+            odd.append(f"model_type is {model_type!r}")
+        defaults = _flat(defaults_of(family.model_type), family)
+        odd += config_keys.changing(flat, family.config, family.neutral, defaults)
         problems = [*odd, *family.unlike(traits)]
         if not problems:
             return family, traits
+        if nearest is None or len(problems) < len(nearest[1]):
+            nearest = family, problems
+    assert nearest is not None
     raise UnsupportedError(
-        source, f"is of no {found[-1].name} model as reshard knows it: {'; '.join(problems)}"
+        source,
+        f"describes a model that differs from {nearest[0].name}, or may differ: "
+        + "; ".join(nearest[1]),
+        f"{_KEEP_NAMES}; if one of these keys does not change what the model computes, delete it in"
+        " a copy of the config and give the copy with --model",
     )
+
+
+def _alike(model_type: str) -> list[Family]:
+    return [family for family in families().values() if model_type in family.alike]
 
 
 def _traits(family: Family, config: Mapping[str, Any], source: str) -> tuple[Traits, list[str]]:
@@ -199,16 +250,22 @@ def _traits(family: Family, config: Mapping[str, Any], source: str) -> tuple[Tra
     )
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the names that transformers before version 5 had."""
+def _flat(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return a config with the key names that the family's table has.
+
+    transformers 5 keeps rotary positions in ``rope_parameters``, and calls the number of experts
+    ``num_local_experts`` in every class.
+    """
     flat = dict(config)
-    if "num_local_experts" in flat:
-        flat.setdefault("num_experts", flat["num_local_experts"])
     rope = flat.pop("rope_parameters", None)
     if isinstance(rope, Mapping):
         rest = dict(rope)
-        theta, part = rest.pop("rope_theta", None), rest.pop("partial_rotary_factor", None)
-        flat |= {key: theta for key in ("rope_theta", "rotary_emb_base") if theta is not None}
-        flat |= {"rotary_pct": part} if part is not None else {}
-        flat["rope_scaling"] = None if rest.get("rope_type") == "default" else rest
+        flat |= {key: rest.pop(key) for key in _ROPE if rest.get(key) is not None}
+        flat["rope_scaling"] = None if rest == {"rope_type": "default"} else rest
+    for names in _SYNONYMS:
+        own = next((name for name in names if name in family.config), names[0])
+        for name in names:
+            if name in flat:
+                flat.setdefault(own, flat[name])
+                flat = {key: value for key, value in flat.items() if key != name or key == own}
     return flat

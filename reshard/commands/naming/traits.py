@@ -64,7 +64,15 @@ def of_config(manifest: Manifest, asked: Asked, model: str | None) -> tuple[Fami
         )
     config = _filled(path)
     with understood(path):
-        return families.of_config(config, str(path), asked.family)
+        return families.of_config(config, str(path), asked.family, _defaults)
+
+
+def _defaults(model_type: str) -> Mapping[str, Any]:
+    """Return the default config of a model's class in transformers."""
+    from transformers import AutoConfig
+
+    made: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
+    return made
 
 
 def _filled(path: Path) -> Mapping[str, Any]:

@@ -1,0 +1,392 @@
+"""Configs of transformers for Megatron: what a family does not implement is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import reshard
+from reshard.commands.naming import traits
+from reshard.errors import UnsupportedError
+from reshard.model_parallel import families
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+LLAMA_2 = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf",
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN_2_5 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {  # as they lie on the hub, and the family of each
+    "Llama-2-7b": {"family": "llama", **LLAMA_2},
+    "Llama-3.1-8B": {
+        "family": "llama",
+        **LLAMA_2,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_key_value_heads": 8,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "Mistral-7B-v0.3": {
+        "family": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32768,
+    },
+    "Qwen2.5-7B": {"family": "qwen2", **QWEN_2_5},
+    "Qwen3-8B": {
+        "family": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-30B-A3B": {
+        "family": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Mixtral-8x7B-v0.1": {
+        "family": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mixtral",
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.36.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "gpt2": {
+        "family": "gpt2",
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 50256,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 50256,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": 1024,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_layer": 12,
+        "n_positions": 1024,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    "pythia-160m": {
+        "family": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "hidden_act": "gelu",
+        "hidden_size": 768,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 2048,
+        "model_type": "gpt_neox",
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "rotary_emb_base": 10000,
+        "rotary_pct": 0.25,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float16",
+        "transformers_version": "4.24.0",
+        "use_cache": True,
+        "use_parallel_residual": True,
+        "vocab_size": 50304,
+    },
+    "bloom-560m": {
+        "family": "bloom",
+        "apply_residual_connection_post_layernorm": False,
+        "architectures": ["BloomForCausalLM"],
+        "attention_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_dropout": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-05,
+        "masked_softmax_fusion": True,
+        "model_type": "bloom",
+        "n_embed": 1024,
+        "n_inner": None,
+        "n_layer": 24,
+        "num_attention_heads": 16,
+        "offset_alibi": 100,
+        "pad_token_id": 3,
+        "pretraining_tp": 1,
+        "seq_length": 2048,
+        "skip_bias_add": True,
+        "skip_bias_add_qkv": False,
+        "transformers_version": "4.20.0",
+        "unk_token_id": 0,
+        "use_cache": True,
+        "vocab_size": 250880,
+    },
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # -> its config, and what is named
+    "granite": ({"embedding_multiplier": 12.0, "attention_multiplier": 0.02}, "embedding_mult"),
+    "granite_attention": ({"attention_multiplier": 0.02}, "attention_multiplier is 0.02"),
+    "smollm3": ({}, "no_rope_layers is"),
+    "cohere2": ({}, "logit_scale is 0.0625"),
+    "ernie4_5": ({}, "model_type is 'ernie4_5'"),  # rotates neighbours: no key says so
+    "helium": ({}, "model_type is 'helium'"),
+    "gemma": ({}, "model_type is 'gemma'"),
+    "llama": ({"embedding_multiplier": 12.0}, "embedding_multiplier is 12.0"),
+    "llama_partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "llama_quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "gpt2": ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+}
+
+
+def family_of(path, config: dict[str, Any], name: str | None = None):
+    path.write_text(json.dumps(config))
+    return families.of_config(traits._filled(path), str(path), name, traits._defaults)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_is_of_its_family(name, tmp_path):
+    config = dict(PUBLISHED[name])
+    expected = config.pop("family")
+    family, found = family_of(tmp_path / "config.json", config)
+    assert family.name == expected
+    assert found.layers == config.get("num_hidden_layers", config.get("n_layer"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("given", [None, "llama"])
+def test_a_key_that_changes_the_model_is_refused_by_name(name, given, tmp_path):
+    keys, problem = REFUSED[name]
+    model_type = {"granite_attention": "granite"}.get(name) or name.removesuffix(
+        "_partial"
+    ).removesuffix("_quantized")
+    config = {**TINY, **keys, "model_type": model_type}
+    if model_type == "gpt2":
+        config = {"model_type": "gpt2", **keys}
+    if given is None and model_type in ("cohere2", "ernie4_5", "helium", "gemma"):
+        problem = f"describes a {model_type} model, and reshard has tables"
+    with pytest.raises(UnsupportedError, match=problem) as refused:
+        family_of(tmp_path / "config.json", config, given)
+    assert "--family" not in str(refused.value)
+
+
+def test_neutral_values_are_accepted(tmp_path):
+    config = {
+        **TINY,
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 1, 1, 1],
+        "logits_scaling": 1.0,
+    }
+    family, _ = family_of(tmp_path / "config.json", config)
+    assert family.name == "llama"
+
+
+def logits(model_type: str, weights: Any = None, **keys: Any) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        model_type, **TINY, head_dim=8, rms_norm_eps=1e-5, tie_word_embeddings=False, **keys
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    if weights is not None:
+        model.load_state_dict(weights)
+    with torch.no_grad():
+        return model.state_dict(), model(torch.arange(3, 23)[None]).logits
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        ("ministral", {}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}),
+        ("granite", {"attention_multiplier": 8**-0.5}),
+    ],
+)
+def test_a_model_type_that_is_alike_computes_the_same(model_type, keys):
+    rope = {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}
+    weights, wanted = logits("llama", **rope)
+    _, found = logits(model_type, weights, **rope, **keys)
+    torch.testing.assert_close(found, wanted)
+    assert model_type in families.families()["llama"].alike
+
+
+def test_convert_refuses_and_writes_nothing(tmp_path):
+    config = transformers.GraniteConfig(**TINY, embedding_multiplier=12.0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    (tmp_path / "hf").mkdir()
+    config.save_pretrained(tmp_path / "hf")
+    save_file(dict(model.state_dict()), tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"embedding_multiplier is 12\.0"):
+        reshard.split(
+            tmp_path / "hf", tmp_path / "out", to="megatron", family="llama", weights_only=True
+        )
+    assert not (tmp_path / "out").exists()
