@@ -276,9 +276,9 @@ def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
     return table
 
 
-def most_common_dtype(held: Iterable[Entry]) -> str:
+def most_common_dtype(dtypes: Iterable[DType]) -> str:
     """The float dtype of most tensors, of the first where they are as many; empty without any."""
-    found = Counter(entry.dtype for entry in held if entry.dtype.family == "float")
+    found = Counter(dtype for dtype in dtypes if dtype.family == "float")
     return str(max(found, key=found.__getitem__)) if found else ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import zipfile
 from collections import OrderedDict
@@ -15,7 +16,7 @@ from reshard import dtypes
 from reshard.box import whole
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.files import SourceFiles
-from reshard.formats import torch_file
+from reshard.formats import torch_file, torch_objects
 from reshard.formats.torch_objects import Tensor
 from reshard.manifest import Entry, Manifest, Origin, check
 from reshard.tensors import read_block
@@ -288,3 +289,19 @@ def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch
         assert held.chunk == wanted.chunk
         assert held.storage.file == str(tmp_path / name)
     assert read["a"].root is not read["b"].root
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_an_element_is_read_where_it_lies(tmp_path, dtype):
+    torch.save(torch.arange(6).reshape(2, 3).T.to(dtype), tmp_path / "x.pt")
+    chunk = torch_file.read(tmp_path / "x.pt").root.chunk
+    with SourceFiles() as files:
+        assert [torch_objects.weight_at(files, chunk, at) for at in range(6)] == [0, 3, 1, 4, 2, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_an_element_that_is_no_plain_float_is_no_number(tmp_path, dtype):
+    torch.save(torch.arange(6).to(dtype), tmp_path / "x.pt")
+    chunk = torch_file.read(tmp_path / "x.pt").root.chunk
+    with SourceFiles() as files:
+        assert math.isnan(torch_objects.weight_at(files, chunk, 1))

@@ -123,7 +123,7 @@ def weight_at(files: SourceFiles, chunk: Chunk, at: int) -> float:
         raw = files.read(chunk.file, start, chunk.dtype.itemsize)
         found: float = struct.unpack("<f", b"\0\0" + raw)[0]
         return found
-    plain = chunk.dtype.family == "float"
+    plain = chunk.dtype.family == "float" and chunk.dtype.name in _NUMBERS
     return float(_unpacked(files, chunk, start)) if plain else float("nan")
 
 

@@ -28,11 +28,8 @@ SCHEMA = 1
 _KIND = "reshard-manifest"
 _MERGED = (FLOAT32, BFLOAT16, FLOAT16)  # what merge writes weights as
 _LOOSE = ("rng", "client")  # of one rank, of one script
-_PLACELESS = (
-    "samples",
-    "skipped_steps",
-    "optimizer state",
-)  # not every layout has a place for them
+# What not every layout has a place for.
+_PLACELESS = ("samples", "skipped_steps", "optimizer state")
 
 
 @dataclass(frozen=True, slots=True)

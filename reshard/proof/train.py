@@ -92,17 +92,16 @@ def _loose(
     a: Mapping[str, Mapping[str, Any]], b: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Value]:
     """What optimizers keep beside tensors and steps; one value for all with the same difference."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
+    found: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for fqn in dict.fromkeys((*a, *b)):
         left, right = a.get(fqn, {}), b.get(fqn, {})
         for key in dict.fromkeys((*left, *right)):
             one, two = left.get(key), right.get(key)
             if _plain(one) != _plain(two):
-                found.setdefault((key, repr(one), repr(two)), []).append(fqn)
-                values[key, repr(one), repr(two)] = one, two
-    for same, fqns in found.items():
-        yield Value(f"optimizer state: {same[0]} of {some(fqns, 1)}", *values[same])
+                same = key, repr(one), repr(two)
+                found.setdefault(same, (one, two, []))[-1].append(fqn)
+    for (key, _, _), (one, two, fqns) in found.items():
+        yield Value(f"optimizer state: {key} of {some(fqns, 1)}", one, two)
 
 
 def _steps(a: Mapping[str, float], b: Mapping[str, float]) -> Iterator[Value]:

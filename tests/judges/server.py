@@ -16,12 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.crashed import crashed, tell
 from tests.judges.ranks import Job, Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,6 @@ START_LIMIT_S = 120.0
 LOG_TAIL = 3000
 NOT_HERE = "not_made.json"
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 SETTINGS = ("ACCELERATE_", "FSDP_", "LIGHTNING_", "PL_")
 
 
@@ -134,24 +133,19 @@ class Judge:
                 _kill_session(worker)
 
     def _asked(self, jobs: Sequence[Job], start_s: float) -> Iterator[Report]:
-        """As `ask`; a job whose ranks crashed is done once more, with a warning.
-
-        gloo's own threads crash once in thousands of process groups (torch 2.13, seen under load).
-        """
-        by_case, crashed = {job.case: job for job in jobs}, []
+        """As `ask`; a job whose ranks crashed is done once more, with a warning."""
+        by_case, again = {job.case: job for job in jobs}, []
         for report in self.ask(jobs, start_s):
-            if CRASHES.isdisjoint(report.exits):
+            if not crashed(report.exits):
                 yield report
                 continue
             job = by_case[report.case]
-            with warnings.catch_warnings():
-                warnings.simplefilter("always")  # and no error, which it is to pytest else
-                warnings.warn(f"done once more: {self.failure(job, report)}", stacklevel=2)
+            tell(f"done once more: {self.failure(job, report)}")
             shutil.rmtree(job.out)
             job.out.mkdir()
-            crashed.append(job)
-        if crashed:
-            yield from self.ask(crashed, start_s)
+            again.append(job)
+        if again:
+            yield from self.ask(again, start_s)
 
     def failure(self, job: Job, report: Report) -> str:
         """What to say of a job that was not done."""

@@ -14,15 +14,16 @@ import os
 import shutil
 import socket
 import traceback
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.crashed import crashed, tell
 
 PRELOAD = ["torch", "torch.optim.adamw", "transformers.models.llama.modeling_llama", "trainer.loop"]
 
 
 class CrashError(AssertionError):
-    """A rank was ended by a signal, so not by a fault of Python code."""
+    """A rank crashed; see `tests.crashed`."""
 
 
 def run(world, function, *args):
@@ -62,7 +63,7 @@ def _fork(world, function, *args):
         process.join(30)
     failed = [text for ok, text in results if not ok]
     ends = [process.exitcode for process in processes]
-    if any(code is not None and code < 0 for code in ends):
+    if crashed(ends):
         raise CrashError(f"ranks ended with {ends}: {failed}")
     # A rank that lost the others only says so; show the one that knows why.
     failed.sort(key=lambda text: "Connection" in text or "gloo" in text)
@@ -139,18 +140,12 @@ class Trained:
 
 
 def train_on(world, jobs):
-    """`train` on so many ranks; what each told.
-
-    gloo's own thread dies once in thousands of groups (torch 2.13, seen under load): then they are
-    run once more, and pytest shows a warning.
-    """
+    """`train` on so many ranks, once more where one crashed; what each told."""
     made = [path for job in jobs for path in _written(job) if not path.exists()]
     try:
         return run(world, train, jobs)
     except CrashError as error:
-        with warnings.catch_warnings():
-            warnings.simplefilter("always")  # and no error, which it would be else
-            warnings.warn(f"trained once more: {error}", stacklevel=2)
+        tell(f"trained once more: {error}")
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         return run(world, train, jobs)

@@ -82,7 +82,6 @@ def _assignments(
 def _agree(
     files: SourceFiles, module: Mapping[str, Tensor], groups: _Names, flats: Sequence[Tensor]
 ) -> bool:
-
     for names, flat in zip(groups, flats, strict=True):
         at = 0
         for fqn in names:

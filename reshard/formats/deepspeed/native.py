@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from reshard.manifest import (
     SourceFile,
     TrainState,
     keyed,
+    most_common_dtype,
 )
 from reshard.pickles import trust
 
@@ -325,9 +325,5 @@ def _absent(
 
 def _precision(first: ModelStates) -> str:
     """The dtype of the trained module: the float dtype of most parameters."""
-    dtypes = Counter(
-        tensor.dtype.name
-        for name, tensor in first.module.items()
-        if name not in first.buffers and tensor.dtype.family == "float"
-    )
-    return max(dtypes, key=dtypes.__getitem__, default="")
+    module = first.module.items()
+    return most_common_dtype(held.dtype for name, held in module if name not in first.buffers)

@@ -178,7 +178,7 @@ def _manifest(
             path=str(path),
             detail=f"{len(sources)} file{'s' if len(sources) != 1 else ''}",
             mesh={"world": 1},
-            precision=most_common_dtype(entries),
+            precision=most_common_dtype(entry.dtype for entry in entries),
         ),
         entries=keyed(entries),
         files=sources,

@@ -27,7 +27,7 @@ def origin(place: Place, args: Arguments, detail: str, manifest: Manifest) -> Or
         path=str(place),
         detail=detail,
         mesh=args.mesh(),
-        precision=most_common_dtype(manifest.of_kind(PARAM)),
+        precision=most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),
     )
 
 

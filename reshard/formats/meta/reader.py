@@ -102,7 +102,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
         path=str(place),
         detail="consolidated",
         mesh={"world": world, "tp": world},
-        precision=most_common_dtype(entries),
+        precision=most_common_dtype(entry.dtype for entry in entries),
     )
     source = file.source()
     manifest = Manifest(

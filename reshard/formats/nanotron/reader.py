@@ -69,7 +69,7 @@ def read(place: Place) -> Manifest:
             detail="ZeRO stage 1" if census.is_zero else "",
             versions=versions,
             mesh=_mesh(census, about),
-            precision=most_common_dtype(weights.values()),
+            precision=most_common_dtype(entry.dtype for entry in weights.values()),
         ),
         entries=keyed([*(weights[fqn] for fqn in order), *found.entries]),
         files=files,

@@ -81,7 +81,7 @@ def manifest(
         origin=replace(
             origin,
             mesh=origin.mesh or {"world": found.world},
-            precision=origin.precision or most_common_dtype(first.values()),
+            precision=origin.precision or most_common_dtype(e.dtype for e in first.values()),
         ),
         entries=keyed(entries),
         files=found.files,
