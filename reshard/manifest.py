@@ -105,6 +105,24 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """What a file states about the save that it belongs to.
+
+    Args:
+        about: what the statement is about, for example "file name" or "step".
+        value: what the file states.
+        evidence: where in the file the statement stands.
+        expected: what the place of the file in the checkpoint says instead of the file itself.
+            None: every file that makes a claim about the same thing must state the same value.
+    """
+
+    about: str
+    value: str
+    evidence: str
+    expected: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SourceFile:
     """One file of a checkpoint: its size when the manifest was made, and its records."""
 
@@ -112,6 +130,7 @@ class SourceFile:
     nbytes: int
     records: tuple[Record, ...] = ()
     lasting: bool = True  # False: made for one run, and gone with it
+    claims: tuple[Claim, ...] = ()  # what the file says about the save that it belongs to
 
     @property
     def has_checksums(self) -> bool:
@@ -140,6 +159,7 @@ class TrainState:
     skipped_steps: int | None = None
     samples: int | None = None
     optimizer_step: Mapping[str, float] = field(default_factory=dict)  # fqn -> updates applied
+    updates_at_start: tuple[int, ...] = (0,)  # how many updates the optimizer may count at step 0
     loose: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fqn -> values by name
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 from reshard.counts import MOST
 from reshard.errors import CorruptError, shown
+from reshard.manifest import Claim
 from reshard.schema import COUNT, TEXT, expect, maybe, record
 
 KEY = "reshard_stamp"
+FILE_NAME, SAVE, STEP, WORLD_SIZE = "file name", "save", "step", "world size"  # of claims
 
 _KIND = record(save_id=TEXT, rank=COUNT, world_size=COUNT, step=maybe(COUNT), file=TEXT)
 _REMEDY = "the file was altered after it was saved: fetch it again"
@@ -72,6 +75,19 @@ def read(root: Any, where: object = "this file") -> Stamp | None:
         problem = f"{KEY} says rank {stamp.rank} of {stamp.world_size} ranks, which cannot be"
         raise CorruptError(where, problem, _REMEDY)
     return stamp
+
+
+def claims(stamp: Stamp | None) -> list[Claim]:
+    """Return what a stamp states, to be compared with the other files of the checkpoint."""
+    if stamp is None:
+        return []
+    stated = {
+        SAVE: stamp.save_id,
+        WORLD_SIZE: str(stamp.world_size),
+        STEP: "" if stamp.step is None else str(stamp.step),
+        FILE_NAME: PurePath(stamp.file).stem,
+    }
+    return [Claim(about, value, KEY) for about, value in stated.items() if value]
 
 
 def _parsed(text: str, where: object) -> Any:

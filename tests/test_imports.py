@@ -36,7 +36,7 @@ LAYERS = (
     ("model_parallel", "plan"),
     ("formats",),
     ("move",),
-    ("tensors", "weights", "replicas", "adapters"),
+    ("tensors", "weights", "replicas", "adapters", "identity"),
     ("proof",),
     ("html",),
     ("commands", "dcp"),

@@ -145,6 +145,14 @@ output = together(
         help="When a cast would make a finite value infinite.",
     ),
     _writing(
+        "--trust",
+        type=click.Choice(["full", "sampled", "none"]),
+        default="sampled",
+        show_default=True,
+        help="How to check that all files are of one save, each of its own rank: compare what they"
+        " state and a sample (or all) of the values that are stored twice.",
+    ),
+    _writing(
         "--replicas",
         type=click.Choice(["error", "first", "mean"]),
         default="error",

@@ -13,6 +13,8 @@ from reshard import formats, units
 from reshard.commands.lines import row
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import ReadOptions
+from reshard.identity import find_conflicts
+from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Inspection:
             "client": dict(train.client),
             "config": train.config,
             "complete": True,  # formats.read raises where a rank's file or an element is missing
-            "warnings": list(manifest.warnings),
+            "warnings": self.warnings,
             "unknown_globals": list(manifest.unknown_globals),
         }
         if self.with_tensors:
@@ -79,6 +81,13 @@ class Inspection:
             ]
         return document
 
+    @property
+    def warnings(self) -> list[str]:
+        """Return what the reader warns of, and files that contradict one another."""
+        conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest))
+        counters = find_counter_conflicts(self.manifest)
+        return [*self.manifest.warnings, *conflicts, *counters]
+
     def lines(self) -> Iterator[str]:
         """The report for a person."""
         origin = self.manifest.origin
@@ -91,7 +100,7 @@ class Inspection:
         if self.manifest.absent:
             shown = ", ".join(self.manifest.absent[:_SHOWN])
             yield _row("warning", f"listed, but without a value on any rank: {shown}")
-        for text in self.manifest.warnings:
+        for text in self.warnings:
             yield _row("warning", text)
         if self.manifest.unknown_globals:
             yield _row(

@@ -13,6 +13,7 @@ from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
 from reshard.errors import DifferentError
+from reshard.identity import Trust
 from reshard.manifest import Manifest, Skeleton
 from reshard.move import job as jobs
 from reshard.move.options import MoveOptions
@@ -33,7 +34,7 @@ Check = Callable[[Path], None]
 
 # Options that leave the output's bytes as they are: a run may go on with others.
 _AS_YOU_LIKE = frozenset(
-    "workers max_memory_bytes html overwrite verify dry_run resume allow_pickle team".split()
+    "workers max_memory_bytes html overwrite verify dry_run resume allow_pickle team trust".split()
 )
 
 
@@ -57,6 +58,7 @@ class OutputOptions(ReadOptions):
 
     on_overflow: OnOverflow = "error"
     replicas: Replicas = "error"
+    trust: Trust = "sampled"  # what is compared to see that the files belong together
     verify: bool = True
     dry_run: bool = False
     resume: bool = False  # go on where an interrupted run stopped, if there is one
@@ -70,6 +72,7 @@ class OutputOptions(ReadOptions):
         """
         one_of("on_overflow", self.on_overflow, get_args(OnOverflow))
         one_of("replicas", self.replicas, get_args(Replicas))
+        one_of("trust", self.trust, get_args(Trust))
 
     def moving(self, progress: Progress) -> MoveOptions:
         """How bytes are to be moved.

@@ -17,6 +17,7 @@ from reshard.dcp.target import Found, Hyper, Keys, State
 from reshard.dcp.values import Values
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
+from reshard.identity import Trust, check_identity
 from reshard.manifest import Entry, Manifest
 from reshard.paths import as_path
 
@@ -35,9 +36,11 @@ class StorageReader(storage.StorageReader):
         optimizer: the same for the optimizer's; by default ``optim``, ``optimizer`` or none.
         tag: which checkpoint of a run directory.
         key: which state dict of a ``torch.save`` file, dotted.
+        trust: how to check that the files are of one save, see `reshard.identity`.
 
     Raises:
-        ReshardError: the checkpoint is unknown, incomplete or corrupt.
+        ReshardError: the checkpoint is unknown, incomplete or corrupt, or its files do not belong
+            together.
     """
 
     def __init__(
@@ -48,7 +51,9 @@ class StorageReader(storage.StorageReader):
         optimizer: str | None = None,
         tag: str | None = None,
         key: str | None = None,
+        trust: Trust = "sampled",
     ) -> None:
+        self._trust: Trust = trust
         self._prefixes = (model, optimizer)
         self._choice: dict[str, Any] = {"tag": tag, "key": key}
         self._open(source)
@@ -56,6 +61,7 @@ class StorageReader(storage.StorageReader):
     def _open(self, source: formats.Paths | Manifest) -> None:
         if not isinstance(source, Manifest):
             source = formats.read(source, **self._choice)
+        check_identity(source, self._trust)
         self.manifest = source
         self._state = State(self.manifest)
         self._keys = Keys(self._state, *self._prefixes)

@@ -140,7 +140,7 @@ def read_archive(
         raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
     data = members[pickles[0]].read(archive, checked=checked)
     done, storages = (alike or Alike()).parsed(data, path, builders or {})
-    file = TorchFile(path, archive.nbytes, done.value, done.globals)
+    file = TorchFile(path, archive.nbytes, done.value, done.globals, archive=root.rstrip("/"))
     held = (members.get(f"{root}data/{storage.key}") for storage in storages)
     archive.expect(member.header for member in held if member)
     for storage in storages:

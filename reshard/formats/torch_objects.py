@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard import dtypes
+from reshard import dtypes, stamps
 from reshard.box import Index, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
-from reshard.manifest import Chunk, Record, SourceFile
+from reshard.manifest import Chunk, Claim, Record, SourceFile
 from reshard.pickles.values import Builder, Call, Global
 
 MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
@@ -79,11 +79,23 @@ class TorchFile:
     root: Any
     globals: set[str]
     records: dict[str, Record] = field(default_factory=dict)  # storage key -> record
+    archive: str = ""  # root name of the zip archive; empty for the older stream format
 
     def source(self) -> SourceFile:
-        """The file as a manifest lists it."""
+        """Describe the file as a manifest lists it.
+
+        Raises:
+            CorruptError: the file has a malformed stamp.
+        """
         ordered = sorted(self.records.values(), key=lambda record: record.byte_offset)
-        return SourceFile(self.path, self.nbytes, tuple(ordered))
+        return SourceFile(self.path, self.nbytes, tuple(ordered), claims=self._claims())
+
+    def _claims(self) -> tuple[Claim, ...]:
+        """Return what the file states about its own name and, if it has a stamp, its save."""
+        claims = stamps.claims(stamps.read(self.root, self.path))
+        if self.archive:
+            claims.append(Claim(stamps.FILE_NAME, self.archive, "the name of its zip archive"))
+        return tuple(claims)
 
     def number(self, tensor: Tensor) -> float | int:
         """The value of a one-element tensor, as a step counter is."""

@@ -11,6 +11,7 @@ from reshard import units, weights
 from reshard.box import index_of
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
+from reshard.identity.crosscheck import are_comparable
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path
@@ -77,12 +78,7 @@ def tasks(
 
 def _fits(copy: Entry, manifest: Manifest) -> bool:
     """Whether a weight can be compared with the cast of its master."""
-    return _comparable(manifest.entries[MASTER, copy.fqn], copy)
-
-
-def _comparable(a: Entry, b: Entry) -> bool:
-    floats = a.dtype.family == b.dtype.family == "float"
-    return a.shape == b.shape and (a.dtype == b.dtype or floats)
+    return are_comparable(manifest.entries[MASTER, copy.fqn], copy)
 
 
 def _ties(
@@ -97,7 +93,7 @@ def _ties(
 
 
 def _tie(kept: Entry | None, other: Entry | None) -> Iterator[tuple[Key, Entry]]:
-    if kept is not None and other is not None and _comparable(kept, other):
+    if kept is not None and other is not None and are_comparable(kept, other):
         yield kept.key, other
 
 

@@ -17,11 +17,13 @@ from statistics import median
 from reshard import units
 from reshard.box import Index
 from reshard.errors import CorruptError
-from reshard.formats import deepspeed, huggingface, run
-from reshard.formats.deepspeed import train as engine
+from reshard.formats import huggingface, run
 from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.identity import find_conflicts, list_evidence
+from reshard.identity.claims import mask_digits
+from reshard.identity.counters import find_counter_conflicts
+from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path
 from reshard.proof import checks
@@ -32,7 +34,6 @@ _DIGITS = re.compile(r"\d+")
 _NEAR = 200  # names among which the nearest is looked for
 _LONG_APART = timedelta(days=1)
 _UNFINISHED = re.compile(r"\.(tmp|temp|part|partial|incomplete)$|\.partial-[0-9a-f]+$")
-_ANY_STEP = re.compile(r"(?:global_step|checkpoint-)(\d+)")
 _RATES = ("lr", "initial_lr", "weight_decay")  # in which groups of one optimizer differ
 
 
@@ -112,34 +113,13 @@ def coverage(manifest: Manifest) -> Check:
 
 
 def ranks(manifest: Manifest) -> Check:
-    """A file of torch.save keeps the name that it was given: a rank's file stays that rank's.
-
-    Source: torch 2.13 ``caffe2/serialize/inline_container.cc`` (``archive_name_``: the stem of the
-    path is the first part of every record's name; ``archive`` for what had no path).
-    """
-    found = Check(checks.RANKS, "", exit_code=3)
-    families: dict[str, int] = defaultdict(int)
-    for path in manifest.files:
-        families[_masked(Path(path).name)] += 1
-    looked = 0
-    for path, file in manifest.files.items():
-        stem = Path(path).stem
-        if families[_masked(Path(path).name)] < 2 or not file.records:
-            continue
-        first, slash, _ = file.records[0].name.partition("/")
-        if not slash or _masked(first) != _masked(stem):
-            continue  # saved without a path, or under another name altogether
-        looked += 1
-        if first != stem:
-            found.failures.append(f"{path} was saved as {first}: was it renamed?")
-    if not looked:
-        return not_applicable(checks.RANKS, "no files of several ranks that keep their names")
-    found.looked_at = f"the names that {counted(looked, 'file')} had when saved"
+    """Check that no file states another rank, step or save than the place where it lies."""
+    evidence = list_evidence(manifest)
+    if not evidence:
+        return not_applicable(checks.RANKS, "no files that say which rank or save they belong to")
+    found = Check(checks.RANKS, ", ".join(evidence), exit_code=3)
+    found.failures += [f"{each.file}: {each.problem}" for each in find_conflicts(manifest)]
     return found
-
-
-def _masked(name: str) -> str:
-    return _DIGITS.sub("#", name)
 
 
 def stale(manifest: Manifest, sources: Sequence[Path]) -> Check:
@@ -167,11 +147,11 @@ def _unread_siblings(manifest: Manifest, beside: Iterable[Path]) -> Iterator[str
     An empty one is no trace of another save: DCP opens a file for each rank, also for one that has
     nothing to write.
     """
-    read = {(str(as_path(p).parent), _masked(Path(p).name)) for p in manifest.files}
+    read = {(str(as_path(p).parent), mask_digits(Path(p).name)) for p in manifest.files}
     known = {str(as_path(path)) for path in (*manifest.files, *manifest.train.rng_files)}
     for path in beside:
         numbered = _DIGITS.search(path.name) is not None
-        alike = numbered and (str(path.parent), _masked(path.name)) in read
+        alike = numbered and (str(path.parent), mask_digits(path.name)) in read
         if alike and str(path) not in known and path.stat().st_size:
             yield f"{path} is of another save: nothing refers to it"
 
@@ -229,26 +209,8 @@ def steps(manifest: Manifest) -> Check:
     lacking = [fqn for fqn, step in counted_steps.items() if step is None]
     if applied and lacking:
         found.failures.append(f"{some(lacking)}: optimizer state without a step")
-    if train.step is not None and applied:
-        expected = train.step - (train.skipped_steps or 0)
-        if max(applied) - expected not in _made_at_start(manifest):
-            found.warnings.append(
-                f"the optimizer was updated {max(applied):g} times, the run counts {expected}"
-            )
-    named = _ANY_STEP.fullmatch(Path(manifest.origin.path).name)
-    if named and train.step is not None and int(named[1]) != train.step:
-        found.warnings.append(f"{manifest.origin.path} by its name, step {train.step} inside")
+    found.warnings += find_counter_conflicts(manifest)
     return found
-
-
-def _made_at_start(manifest: Manifest) -> tuple[int, ...]:
-    """How many updates of zero gradients the optimizer may have made before the first step."""
-    origin = manifest.origin
-    stage = origin.detail.removeprefix("ZeRO stage ")
-    if origin.format != deepspeed.NAME or not stage.isdecimal():
-        return (0,)
-    version, in_16_bit = origin.versions.get(deepspeed.NAME, ""), any(manifest.of_kind(MASTER))
-    return engine.made_at_start(version, int(stage), in_16_bit=in_16_bit)
 
 
 def _stated(manifest: Manifest) -> list[str]:

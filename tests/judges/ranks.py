@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -117,6 +117,7 @@ def serve(
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # compilers and frameworks print: stdout is kept apart for the reports
     missing = prepare(jobs)
+    _vary_runs()
     gc.freeze()
     for job in jobs:
         if job.case in missing:
@@ -127,6 +128,33 @@ def serve(
         worlds = sorted({job.world for job in ready}, reverse=True)
         crews = [Crew([job for job in ready if job.world == w], w) for w in worlds]
     _run(crews, work, reports)
+
+
+def _vary_runs() -> None:
+    """Make another run of the same cases, where the environment asks for one.
+
+    ``JUDGE_SEED_SHIFT`` is added to every seed, ``JUDGE_MORE_STEPS`` to the number of steps before
+    the save. What comes out has the same files as the case itself, with other values in them.
+    """
+    shift = int(os.environ.get("JUDGE_SEED_SHIFT", "0"))
+    more = int(os.environ.get("JUDGE_MORE_STEPS", "0"))
+    if shift:
+        import torch
+
+        seed = torch.manual_seed
+        torch.manual_seed = lambda number: seed(number + shift)
+    if more:
+        ours = [module for name, module in sys.modules.items() if name.startswith("tests.judges.")]
+        for module in [*ours, sys.modules["__main__"]]:
+            if isinstance(getattr(module, "STEPS", None), int):
+                module.STEPS += more
+        for cases in {id(m.CASES): m.CASES for m in ours if hasattr(m, "CASES")}.values():
+            later = {n: replace(c, steps=c.steps + more) for n, c in cases.items() if _counts(c)}
+            cases.update(later)
+
+
+def _counts(case: Any) -> bool:
+    return is_dataclass(case) and isinstance(getattr(case, "steps", None), int)
 
 
 def _run(crews: list[Crew], work: Work, reports: TextIO) -> None:

@@ -24,6 +24,7 @@ from reshard.formats.huggingface.companions import QUANTISED, Companions, matche
 from reshard.formats.huggingface.companions import companions as find_companions
 from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
+from reshard.identity import check_identity
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
@@ -56,11 +57,13 @@ def merge(
     check_page(options, sources, destination)
     beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
     manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
+    identity = check_identity(manifest, options.trust)
     with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):
         job = _prepare(averaged, sources[0], destination, options, is_directory=is_directory)
         job.weights.notes += means
         report = describe(averaged, job.edited, job.weights, job.skeleton, job.plan)
         report.destination = report_as
+        report.identity = identity
         _written(job, report, destination, options, meter)
         report.seconds = time.perf_counter() - began if report.done else 0.0
         write_page(options, lambda: page_of(report.to_json(), averaged, job.skeleton))

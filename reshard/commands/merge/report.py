@@ -8,6 +8,8 @@ from typing import Any
 
 from reshard import keys, units
 from reshard.commands.lines import LISTED, listed, written
+from reshard.identity import Identity
+from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan.planner import Plan
 from reshard.weights import Weights
@@ -29,6 +31,7 @@ class MergeReport:
     parameters: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)  # dtype -> tensors
     trained_in: str = ""
+    identity: Identity | None = None  # what showed that the files belong together
     from_master: int = 0
     from_copy: int = 0
     buffers: int = 0
@@ -69,6 +72,7 @@ class MergeReport:
             + ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
         )
         yield f"source      {self._sources()}"
+        yield from listed("identity", [str(self.identity)] if self.identity else [])
         yield from self._drops()
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
@@ -138,6 +142,7 @@ def describe(
         optimizer_tensors_left=optimizer,
         warnings=[
             *manifest.warnings,
+            *find_counter_conflicts(manifest),
             *(f"{option}: matches no name" for option in edited.unmatched),
             *chosen.notes,
         ],

@@ -26,6 +26,7 @@ from reshard.files import SourceFiles
 from reshard.formats import skeletons
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
+from reshard.identity import Identity, check_identity
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
@@ -47,9 +48,10 @@ def split(
     sources, place = formats.as_paths(source), as_path(destination).resolve()
     check_page(options, sources, place)
     manifest = opened(sources, place, options, is_directory=not is_file(place))
+    identity = check_identity(manifest, options.trust)
     kinds = WEIGHT_KINDS if options.without_optimizer else None
     with replicas.averaged(manifest, options.replicas, kinds) as (averaged, means):
-        begun = _Begun(averaged, str(destination), began, means)
+        begun = _Begun(averaged, str(destination), began, means, identity)
         return _split(begun, place, options, meter)
 
 
@@ -61,12 +63,14 @@ class _Begun:
         report_as: the destination as the user wrote it.
         began: when, as `time.perf_counter` has it.
         means: what to say of copies that were averaged.
+        identity: what showed that the files of the source belong together.
     """
 
     manifest: Manifest
     report_as: str
     began: float
     means: Sequence[str]
+    identity: Identity
 
 
 def _keeps_names(begun: _Begun, options: SplitOptions) -> bool:
@@ -81,6 +85,7 @@ def _split(
     job = _prepare(begun, destination, options)
     report = job.report
     report.destination = begun.report_as
+    report.identity = begun.identity
     if not options.dry_run:
         _written(job, destination, options, meter)
         report.seconds = time.perf_counter() - begun.began

@@ -13,6 +13,8 @@ from reshard.formats.skeletons import Laid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training
+from reshard.identity import Identity
+from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import MASTER, WEIGHT_KINDS
 from reshard.plan.planner import Plan
 
@@ -33,6 +35,7 @@ class SplitReport:
     done: bool = False
     verified: bool = False
     files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes
+    identity: Identity | None = None  # what showed that the files belong together
     weights: int = 0
     optimizer_tensors_in: int = 0
     optimizer_tensors_out: int = 0
@@ -58,6 +61,7 @@ class SplitReport:
         yield f"{verb} {self.destination}: {total} in {units.counted(len(self.files), 'file')}"
         yield f"from        {self.format}, {self.ranks_before} ranks"
         yield f"to          {self.target}, {self.ranks} ranks"
+        yield from listed("identity", [str(self.identity)] if self.identity else [])
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
@@ -102,7 +106,7 @@ def describe(
         optimizer_tensors_in=len(held),
         optimizer_tensors_out=len(out),
         notes=list(laid.notes),
-        warnings=list(manifest.warnings),
+        warnings=[*manifest.warnings, *find_counter_conflicts(manifest)],
         bytes_read=plan.copied_bytes,
         bytes_written=skeleton.nbytes,
     )

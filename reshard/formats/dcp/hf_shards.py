@@ -47,6 +47,7 @@ def read(place: Place) -> Found:
         )
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     sources: dict[str, SourceFile] = {}
+    seen: dict[frozenset[tuple[str, tuple[int, ...]]], Path] = {}  # blocks of a shard -> its file
     for path in shards.values():
         file = safetensors.read(path)
         sources[file.source.path] = file.source
@@ -55,6 +56,13 @@ def read(place: Place) -> Found:
             if fqn not in origins or len(origins[fqn]) != len(chunk.box.shape):
                 raise CorruptError(path, f"does not say where its block of {fqn!r} lies")
             chunks[fqn].append(replace(chunk, box=Box(origins[fqn], chunk.box.shape)))
+        other = seen.setdefault(frozenset((fqn, origins[fqn]) for fqn in file.tensors), path)
+        if file.tensors and other != path:
+            raise CorruptError(
+                path,
+                f"holds the same blocks as {other.name}: DCP writes each block once",
+                "one of them is a copy of the other: fetch both again from their ranks",
+            )
     state = {fqn: _whole(fqn, held) for fqn, held in chunks.items()}
     return Found(state, str(place), sources, world=len(ranks), plain_is_buffer=False, proved=False)
 

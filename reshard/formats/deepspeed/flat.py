@@ -9,7 +9,7 @@ may have their tail padding (``group_paddings``) cut off. ``param_shapes`` is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.box import Index
@@ -18,17 +18,18 @@ from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
 from reshard.formats.torch_objects import Tensor
 from reshard.layout.partition import Member, flat_chunks
-from reshard.manifest import MASTER, Entry
+from reshard.manifest import MASTER, Claim, Entry
 
+_MAPPINGS = "param_slice_mappings"
 Slots = dict[str, Tensor]  # slot name -> this rank's flat piece
 
 
-def read(
+def read_groups(
     shapes: Shapes,
     ranks: Sequence[OptimizerStates],
     owners: Sequence[Sequence[Sequence[OptimizerStates]]],
-) -> Iterator[Entry]:
-    """Master weights and every optimizer slot of every group, fqn by fqn.
+) -> Iterator[Group]:
+    """Describe the flat tensor of every group, and of every expert-parallel part of one.
 
     Args:
         owners: of each group, the ranks that share each of its flat tensors: all ranks share one,
@@ -48,7 +49,26 @@ def read(
         size = len(names) // len(shared)
         for part, own in enumerate(shared):
             held = {name: members[name] for name in names[part * size : (part + 1) * size]}
-            yield from _Group(group, held, own).entries()
+            yield Group(group, held, own, is_part=len(shared) > 1)
+
+
+def find_partition_claims(
+    groups: Iterable[Group], wrapped: Mapping[str, str]
+) -> dict[str, tuple[Claim, ...]]:
+    """Return file -> what its ``param_slice_mappings`` states about the partition that it holds.
+
+    Parts of a group of experts are left out: each rank numbers its experts from 0 there.
+
+    Args:
+        wrapped: fqn -> the name that DeepSpeed lists, where that is another one.
+    """
+    found: dict[str, tuple[Claim, ...]] = {}
+    listed = {name: fqn for fqn, name in wrapped.items()}
+    for group in groups:
+        for position, rank in enumerate(() if group.is_part else group.ranks):
+            for claim in group.claims(position, listed):
+                found[rank.file.path] = (*found.get(rank.file.path, ()), claim)
+    return found
 
 
 def _pieces(rank: OptimizerStates) -> list[Tensor]:
@@ -87,12 +107,18 @@ def left_out(names: Iterable[str]) -> list[str]:
     return [f"optimizer state {n!r} is not per element and is left out" for n in sorted(names)]
 
 
-class _Group:
+class Group:
     """One group's flat tensor: where each parameter begins, and what each rank stored."""
 
     def __init__(
-        self, index: int, members: dict[str, Index], ranks: Sequence[OptimizerStates]
+        self,
+        index: int,
+        members: dict[str, Index],
+        ranks: Sequence[OptimizerStates],
+        *,
+        is_part: bool,
     ) -> None:
+        self.is_part = is_part  # of a group of experts
         self.index = index
         self.members = members
         self.ranks = ranks
@@ -170,6 +196,50 @@ class _Group:
                 f" and {declared} are padding, but {len(self.ranks)} ranks hold {total}",
                 MIXED,
             )
+
+    def claims(self, position: int, listed: Mapping[str, str]) -> Iterator[Claim]:
+        """Yield what the file of a rank states about the order and place of its parameters.
+
+        Args:
+            listed: the name that DeepSpeed lists -> fqn, where they differ.
+        """
+        stated = self._stated_slices(position)
+        if stated:
+            stated = {listed.get(name, name): place for name, place in stated.items()}
+        own = self._slices(position)
+        if not stated:
+            return
+        for other in (position, *range(len(self.ranks))):
+            if stated == self._slices(other):
+                yield Claim("partition", str(other), _MAPPINGS, str(position))
+                return
+        if list(stated.values()) == list(own.values()):  # the same places, other names
+            found, known = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
+            yield Claim(f"parameter at element {own[known][0]}", found, _MAPPINGS, known)
+
+    def _slices(self, position: int) -> dict[str, tuple[int, int]]:
+        """Return fqn -> (start, numel) of what a rank's partition holds of each parameter."""
+        first = position * self.piece_numel
+        last = first + self.piece_numel
+        held = (m for m in self.flat if m.start < last and m.stop > first)
+        return {
+            m.fqn: (max(m.start - first, 0), min(m.stop, last) - max(m.start, first)) for m in held
+        }
+
+    def _stated_slices(self, position: int) -> dict[str, tuple[int, int]] | None:
+        """Return the same as the file of the rank states it; None where it does not."""
+        mappings = self.ranks[position].root.get("param_slice_mappings")
+        if not isinstance(mappings, list) or self.index >= len(mappings):
+            return None
+        if not isinstance(mappings[self.index], dict):
+            return None
+        slices: dict[str, tuple[int, int]] = {}
+        for fqn, fragment in mappings[self.index].items():
+            state = getattr(fragment, "state", None)  # deepspeed.utils.tensor_fragment
+            if not isinstance(state, dict) or not {"start", "numel"} <= state.keys():
+                return None
+            slices[str(fqn)] = (state["start"], state["numel"])
+        return slices
 
     def entries(self) -> Iterator[Entry]:
         """The master weights, then each slot, in flat order."""

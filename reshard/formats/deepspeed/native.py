@@ -28,7 +28,9 @@ from reshard.formats.torch_file import Alike
 from reshard.formats.torch_objects import TorchFile
 from reshard.manifest import (
     BUFFER,
+    MASTER,
     PARAM,
+    Claim,
     Entry,
     Manifest,
     Origin,
@@ -124,6 +126,12 @@ def _expect_optimizer(census: Census, first: ModelStates, world_size: int) -> No
 def _check_models(models: Sequence[ModelStates]) -> None:
     for key in ("global_steps", "dp_world_size", "ds_version", "param_shapes"):
         agree(key, each(models, lambda model, k=key: model.root.get(k)), MIXED)  # type: ignore[misc]
+    first = models[0]
+    for model in models[1:]:
+        # Equal dicts may list their names in another order, which is that of the flat tensors.
+        if model.root.get("param_shapes") is not first.root.get("param_shapes"):
+            lists = each((first, model), lambda m: [list(group) for group in m.shapes])
+            agree("the order of the names in param_shapes", lists, MIXED)
 
 
 def _check_ranks(ranks: Sequence[OptimizerStates], first: ModelStates, world_size: int) -> None:
@@ -163,7 +171,7 @@ def _assemble(
     first = models[0]
     tied = first.aliases()
     swapped = swap.find(place, first.shapes, ranks)
-    stage, optimizer, state, warnings = _optimizer(first, ranks, tied, swapped)
+    stage, optimizer, state, warnings, claims = _optimizer(first, ranks, tied, swapped)
     module = _module_entries(models, tied, sharded=stage == 3)
     entries = _in_module_order(first, [*module, *optimizer])
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
@@ -180,7 +188,9 @@ def _assemble(
             " saves no frozen weights"
         )
     version = str(first.root.get("ds_version", "unknown"))
-    warnings += train.odd_steps(state, version, stage) if stage else []
+    in_16_bit = any(entry.kind == MASTER for entry in optimizer)
+    made = train.made_at_start(version, stage or 0, in_16_bit=in_16_bit)
+    state = replace(state, updates_at_start=made)
     return Manifest(
         origin=Origin(
             format="deepspeed",
@@ -191,7 +201,7 @@ def _assemble(
             precision=_precision(first),
         ),
         entries=keyed(entries),
-        files={file.path: file.source() for file in opened} | _swap_files(swapped),
+        files={file.path: _source(file, claims) for file in opened} | _swap_files(swapped),
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
         tied_again=tuple(first.stored_again(tied)),
@@ -204,6 +214,11 @@ def _assemble(
     )
 
 
+def _source(file: TorchFile, claims: Claims) -> SourceFile:
+    source = file.source()
+    return replace(source, claims=(*source.claims, *claims.get(file.path, ())))
+
+
 def _swap_files(swapped: partitioned.Swapped) -> dict[str, SourceFile]:
     paths = {piece.file for piece in swapped.values()}
     return {path: SourceFile(path, size_of(path)) for path in sorted(paths)}
@@ -213,7 +228,8 @@ def _unknown(files: Iterable[TorchFile]) -> tuple[str, ...]:
     return trust.unknown(set().union(*(file.globals for file in files)))
 
 
-Read = tuple[int | None, list[Entry], TrainState, list[str]]
+Claims = dict[str, tuple[Claim, ...]]  # file -> what it states of the save
+Read = tuple[int | None, list[Entry], TrainState, list[str], Claims]
 
 
 def _optimizer(
@@ -222,11 +238,12 @@ def _optimizer(
     tied: dict[str, str],
     swapped: partitioned.Swapped,
 ) -> Read:
-    """(stage, optimizer entries, train state, warnings), by the form of the optimizer states."""
+    """(stage, optimizer entries, train state, warnings, claims), by the form of the states."""
     if not ranks:
         entries, state, warnings = whole.state_of(first, tied)
-        return 0, entries, state, warnings
+        return 0, entries, state, warnings, {}
     root = ranks[0].root
+    claims: Claims = {}
     if "fp32_flat_groups" in root:
         key = "optimizer_state_dict"
         entries = list(partitioned.read(first.shapes, ranks, swapped))
@@ -235,7 +252,10 @@ def _optimizer(
         stage = 3
     elif "single_partition_of_fp32_groups" in root:
         key = "base_optimizer_state"
-        entries = list(flat.read(first.shapes, ranks, _owners(first, ranks)))
+        partitioned_groups = list(flat.read_groups(first.shapes, ranks, _owners(first, ranks)))
+        entries = [entry for group in partitioned_groups for entry in group.entries()]
+        if not _is_round_robin(first):
+            claims = flat.find_partition_claims(partitioned_groups, first.wrapped)
         steps = train.sharded_steps(ranks, first.shapes, flat.group_state, key)
         groups = train.sharded_groups(ranks, first.shapes, key)
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer writes none; it is stage 1
@@ -245,7 +265,17 @@ def _optimizer(
             f"optimizer states of an unknown form: {', '.join(sorted(map(str, root)))}",
         )
     state = train.state(first, groups=groups, steps=steps, optimizer_root=root)
-    return stage, entries, state, _unread_slots(ranks, stage) + _excluded_frozen(first, stage)
+    notes = _unread_slots(ranks, stage) + _excluded_frozen(first, stage)
+    return stage, entries, state, notes, claims
+
+
+def _is_round_robin(first: ModelStates) -> bool:
+    """Return whether ZeRO reordered the parameters, where ``param_slice_mappings`` is wrong.
+
+    Source: DeepSpeed 0.19.8 ``stage_1_and_2.py``: the mapping is made before the new order.
+    """
+    zero = first.mapping("ds_config").get("zero_optimization")
+    return bool(isinstance(zero, dict) and zero.get("round_robin_gradients"))
 
 
 def _owners(

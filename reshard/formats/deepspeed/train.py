@@ -161,16 +161,3 @@ def made_at_start(version: str, stage: int, *, in_16_bit: bool) -> tuple[int, ..
     numbers = tuple(map(int, found.groups())) if found else ()
     older = bool(numbers) and numbers < ((0, 15, 1) if stage == 1 else (0, 13, 2))
     return (0, 1) if older else (0,)
-
-
-def odd_steps(state: TrainState, version: str, stage: int) -> list[str]:
-    """A warning where the optimizer's counter does not follow from the engine's, with ZeRO."""
-    applied = set(state.optimizer_step.values())
-    if state.step is None or not applied:
-        return []
-    expected = state.step - (state.skipped_steps or 0)
-    made = made_at_start(version, stage, in_16_bit=True)
-    if len(applied) == 1 and applied <= {float(expected + number) for number in made}:
-        return []
-    shown = ", ".join(f"{step:g}" for step in sorted(applied))
-    return [f"the optimizer was updated {shown} times, the engine counts {expected} steps"]

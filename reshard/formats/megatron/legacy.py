@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import prod
 from typing import Any
 
+from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, IncompleteError
+from reshard.files import SourceFiles
 from reshard.formats.megatron import directory, grid, grouped, names, optimizer, own, train
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.formats.place import Place
-from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, keyed
+from reshard.formats.state_dict.tree import logical
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Claim,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    keyed,
+)
 from reshard.model_parallel.rules import Table
 from reshard.paths import as_path
 from reshard.pickles import trust
@@ -139,6 +153,65 @@ def _check_place(rank: Rank, file: RankFile, args: Arguments) -> None:
         )
 
 
+def _with_claims(rank: Rank, file: RankFile, args: Arguments) -> dict[str, SourceFile]:
+    """Return the file with the weights, with what it states about its rank."""
+    source = file.files[0].source()
+    claims = [*_claim_stage(rank, file, args), *_claim_seeds(rank, file, args)]
+    return {source.path: replace(source, claims=(*source.claims, *claims))}
+
+
+def _claim_stage(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]:
+    """Yield whether a file is that of the last pipeline stage, which alone has the final norm.
+
+    Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
+    (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
+    (``post_process``).
+    """
+    names = [name for chunk in file.chunks() for name in chunk.params]
+    is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in names)
+    if args.pp > 1 and is_known:
+        has_norm = any(map(_FINAL_NORM.search, names))
+        stages = {False: "one before the last", True: "the last"}
+        expected = stages[rank.pp == args.pp - 1]
+        yield Claim("pipeline stage", stages[has_norm], "its list of parameters", expected)
+
+
+def _claim_seeds(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]:
+    """Yield the tensor- and expert-parallel ranks that the seeds of the random states state.
+
+    Source: Megatron-LM core_v0.16.1 ``core/tensor_parallel/random.py``
+    (``model_parallel_cuda_manual_seed``): of a seed s the tensor-parallel tracker gets
+    s + 2718 + tp, the expert tracker s + 1024 + 100 * ep + etp. A random state begins with its seed
+    (torch 2.13 ``aten/src/ATen/CPUGeneratorImpl.cpp``, ``cuda/CUDAGeneratorImpl.cpp``).
+    """
+    stated = file.root.get(own.RNG)
+    states = stated[0] if isinstance(stated, list) and stated else None
+    trackers = states.get("rng_tracker_states") if isinstance(states, dict) else None
+    if not isinstance(states, dict) or not isinstance(trackers, dict):
+        return
+    base = _seed(states.get("torch_rng_state"))
+    dense, expert = map(_seed, map(trackers.get, ("model-parallel-rng", "expert-parallel-rng")))
+    if base is not None and dense is not None and 0 <= (tp := dense - base - 2718) < args.tp:
+        yield Claim("tensor-parallel rank", str(tp), _SEED, str(rank.tp))
+    if base is not None and expert is not None and expert >= base + 1024:
+        ep, etp = divmod(expert - base - 1024, 100)
+        if args.ep > 1 and ep < args.ep and etp < args.etp:
+            yield Claim("expert-parallel rank", str(ep), _SEED, str(rank.ep))
+
+
+def _seed(state: Any) -> int | None:
+    """Read the seed with which a random state begins."""
+    held = logical(state)
+    if held is None or held.dtype != UINT8 or not held.chunks or prod(held.shape) < _SEED_BYTES:
+        return None
+    with SourceFiles() as pool:
+        chunk = held.chunks[0]
+        return int.from_bytes(pool.read(chunk.file, chunk.byte_offset, _SEED_BYTES), "little")
+
+
+_FINAL_NORM = re.compile(r"(^|\.)final_(layer)?norm\.")
+_EMBEDDING = re.compile(r"(^|\.)word_embeddings\.")
+_SEED, _SEED_BYTES = "the seed of its random states", 8
 _AXES = ("tp", "pp", "ep", "etp", "vp")
 
 
@@ -196,7 +269,7 @@ def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int
     return Manifest(
         origin=Origin("megatron", file.path),
         entries=keyed(grouped.head_by_head(restated, file.version, args)),
-        files={each.path: each.source() for each in file.files},
+        files={each.path: each.source() for each in file.files} | _with_claims(rank, file, args),
         train=train.of_root(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),
         unknown_globals=trust.unknown(set().union(*(each.globals for each in file.files))),

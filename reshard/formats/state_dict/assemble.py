@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,9 +20,11 @@ from reshard.manifest import (
     BUFFER,
     PARAM,
     Chunk,
+    Claim,
     Entry,
     Manifest,
     Origin,
+    SourceFile,
     TrainState,
     keyed,
     most_common_dtype,
@@ -84,7 +87,7 @@ def manifest(
             precision=origin.precision or most_common_dtype(e.dtype for e in first.values()),
         ),
         entries=keyed(entries),
-        files=found.files,
+        files=_with_steps(found.files, read),
         train=train,
         tied=tied,
         frozen=_frozen(train, entries, first),
@@ -94,6 +97,27 @@ def manifest(
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
     )
+
+
+def _with_steps(
+    files: Mapping[str, SourceFile], read: Sequence[Optimizer]
+) -> dict[str, SourceFile]:
+    """Add the claim about the optimizer step that each file makes by its step counters.
+
+    DCP stores the counter of each parameter in the file of one rank. A file whose counters all
+    agree states a step; one counter alone says nothing, because a parameter may be trained less
+    often than the others.
+    """
+    counted: dict[str, list[float]] = defaultdict(list)
+    for one in read:
+        for fqn, path in one.step_files.items():
+            counted[path].append(one.steps[fqn])
+    made = dict(files)
+    for path, steps in counted.items():
+        if len(steps) > 1 and len(set(steps)) == 1:
+            claim = Claim("optimizer step", f"{steps[0]:g}", "the step counter of its parameters")
+            made[path] = replace(made[path], claims=(*made[path].claims, claim))
+    return made
 
 
 def _train(split: parts.Parts, read: Sequence[Optimizer]) -> TrainState:

@@ -27,7 +27,7 @@ from reshard.formats.state_dict.forms import (
     tensors_of,
 )
 from reshard.formats.state_dict.order import AmbiguousError
-from reshard.formats.state_dict.tree import MIXED, Local, as_list, is_tensor, logical
+from reshard.formats.state_dict.tree import MIXED, Local, Logical, as_list, is_tensor, logical
 from reshard.formats.torch_objects import number_at
 from reshard.formats.values import plain
 from reshard.manifest import Entry, ParamGroup
@@ -44,6 +44,7 @@ class Optimizer:
 
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
+    step_files: dict[str, str] = field(default_factory=dict)  # fqn -> file of the step, if one
     groups: list[ParamGroup] = field(default_factory=list)
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
     notes: list[str] = field(default_factory=list)
@@ -278,6 +279,8 @@ def _add_loose(found: Optimizer, fqns: Sequence[str], slots: Slots, pool: Source
     for fqn in fqns:
         if step is not None:
             found.steps[fqn] = step
+            if isinstance(stored := slots.get("step"), Logical):
+                found.step_files[fqn] = stored.chunks[0].file
         if other:
             found.other[fqn] = other
 

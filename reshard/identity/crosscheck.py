@@ -1,0 +1,226 @@
+"""Compare values that a checkpoint holds twice: 16-bit weights and their fp32 master weights.
+
+A run in mixed precision saves each weight in the dtype of training, usually from one rank, and its
+master weights from the ranks that own their partitions. The first is the cast of the second. A file
+of another rank, step or run breaks that, although its name, sizes and steps may be right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from reshard.box import Box, Index, contiguous_cuts
+from reshard.dtypes import DType
+from reshard.files import SourceFiles
+from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest
+from reshard.move.fill import fill
+from reshard.plan.copies import Blocks, Copy
+from reshard.units import counted
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_SAMPLED = 128  # elements of each stored block
+_BATCH = 1 << 18  # elements that are read before they are compared
+_EVERY = 1 << 20  # elements of a block, where all elements are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """A file of master weights that do not belong to the weights beside them."""
+
+    file: str
+    problem: str
+
+
+@dataclass(slots=True)
+class Compared:
+    """The result of a comparison."""
+
+    elements: int = 0
+    unequal: list[Unequal] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One box of a weight that lies in one block of its master weights."""
+
+    fqn: str
+    box: Box
+    master: Sequence[Copy]
+    weight: Sequence[Copy]
+    dtypes: tuple[DType, DType]
+
+
+def are_comparable(a: Entry, b: Entry) -> bool:
+    """Return whether the cast of one tensor can be compared with the other."""
+    floats = a.dtype.family == b.dtype.family == "float"
+    return a.shape == b.shape and (a.dtype == b.dtype or floats)
+
+
+def compare_masters(manifest: Manifest, *, every_element: bool = False) -> Compared:
+    """Compare the weights of the module with the cast of their master weights.
+
+    Args:
+        every_element: compare all elements, not a sample of each stored block.
+
+    Returns:
+        The number of elements that were compared, and the files whose values disagree.
+
+    Raises:
+        ReshardError: a file cannot be read.
+    """
+    found = Compared()
+    mismatches: Counter[tuple[str, str]] = Counter()  # (file of masters, file of weights)
+    totals: Counter[tuple[str, str]] = Counter()
+    examples: dict[tuple[str, str], str] = {}
+    with SourceFiles() as pool:
+        for batch in _batches(_samples(manifest, every_element=every_element)):
+            found.elements += sum(sample.box.volume for sample in batch)
+            for sample, is_equal in zip(batch, _compare(pool, batch), strict=True):
+                pair = sample.master[0].file, sample.weight[0].file
+                totals[pair] += 1
+                if not is_equal:
+                    mismatches[pair] += 1
+                    examples.setdefault(pair, sample.fqn)
+    for pair, number in mismatches.most_common():
+        master, weight = pair
+        found.unequal.append(
+            Unequal(
+                master,
+                f"holds other master weights than {PurePath(weight).name} has weights: {number} of"
+                f" {counted(totals[pair], 'block')} that were compared differ, for example of"
+                f" {examples[pair]!r}; one of the files is of another rank, step or run",
+            )
+        )
+    return found
+
+
+def _samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
+    for weight in manifest.of_kind(PARAM):
+        master = manifest.entries.get((MASTER, weight.fqn))
+        if master is None or not are_comparable(master, weight):
+            continue
+        blocks = Blocks(weight)
+        for chunk in _first_copies(master):
+            if not chunk.box.volume:
+                continue
+            own = Blocks(replace(master, chunks=(chunk,)))
+            boxes = _all_boxes(chunk.box) if every_element else (_sampled_box(weight.fqn, chunk),)
+            for box in boxes:
+                yield _Sample(
+                    weight.fqn,
+                    box,
+                    own.window(box, master.dtype).copies,
+                    blocks.window(box, weight.dtype).copies,
+                    (master.dtype, weight.dtype),
+                )
+
+
+def _first_copies(entry: Entry) -> Iterator[Chunk]:
+    """Yield the blocks of a tensor without their replicas."""
+    seen: set[Box] = set()
+    for chunk in entry.chunks:
+        if chunk.box not in seen:
+            seen.add(chunk.box)
+            yield chunk
+
+
+def _sampled_box(fqn: str, chunk: Chunk) -> Box:
+    """Return a small box inside a chunk; the same one every time.
+
+    Its place depends on the name, so that weights of one shape are not all compared at the same
+    place, where a pattern of the data (a first row of zeros) could hide a difference.
+    """
+    seed = zlib.crc32(fqn.encode())
+    room, shape = _SAMPLED, []
+    for extent in reversed(chunk.box.shape):
+        shape.append(min(extent, room))
+        room = max(room // max(extent, 1), 1)
+    shape.reverse()
+    origin: list[int] = []
+    for start, extent, own in zip(chunk.box.origin, chunk.box.shape, shape, strict=True):
+        seed, at = divmod(seed * 2654435761 % (1 << 61), extent - own + 1)
+        origin.append(start + at)
+    return Box(tuple(origin), tuple(shape))
+
+
+def _all_boxes(box: Box) -> Iterator[Box]:
+    for cut in contiguous_cuts(box.shape, _EVERY):
+        yield Box(_add(box.origin, cut.origin), cut.shape)
+
+
+def _add(a: Index, b: Index) -> Index:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _batches(samples: Iterator[_Sample]) -> Iterator[list[_Sample]]:
+    batch: list[_Sample] = []
+    elements = 0
+    for sample in samples:
+        batch.append(sample)
+        elements += sample.box.volume
+        if elements >= _BATCH:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
+
+
+def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
+    """Return for each sample whether its weights are the cast of its master weights."""
+    pool.expect(
+        (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize)
+        for sample in batch
+        for copy in (*sample.master, *sample.weight)
+        if copy.is_run
+    )
+    groups: dict[tuple[DType, DType], list[int]] = defaultdict(list)
+    for number, sample in enumerate(batch):
+        groups[sample.dtypes].append(number)
+    equal = [True] * len(batch)
+    for (held, trained), numbers in groups.items():
+        masters = _read(pool, [batch[n].master for n in numbers], held)
+        weights = _read(pool, [batch[n].weight for n in numbers], trained)
+        different = _differs(masters, weights, held, trained)
+        stop = 0
+        for number in numbers:
+            start, stop = stop, stop + batch[number].box.volume
+            equal[number] = not different[start:stop].any()
+    return equal
+
+
+def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> bytearray:
+    """Read blocks one after the other into one buffer."""
+    sizes = [sum(copy.numel for copy in copies) * dtype.itemsize for copies in blocks]
+    buffer = bytearray(sum(sizes))
+    view, at = memoryview(buffer), 0
+    for copies, nbytes in zip(blocks, sizes, strict=True):
+        fill(pool, copies, view[at : at + nbytes])
+        at += nbytes
+    return buffer
+
+
+def _differs(masters: bytearray, weights: bytearray, held: DType, trained: DType) -> NDArray[Any]:
+    """Return for each element whether the weight is another value than the cast of its master."""
+    import numpy as np
+
+    from reshard.move import cast
+
+    wanted: NDArray[Any] = np.frombuffer(masters, cast.numpy_dtype(held, casting=True))
+    stored: NDArray[Any] = np.frombuffer(weights, cast.numpy_dtype(trained, casting=True))
+    if held != trained:
+        made = np.empty(stored.size, stored.dtype)
+        cast.cast(wanted, made, held, trained, clamp=False)
+        wanted = made
+    bits = f"u{trained.itemsize}"
+    different: NDArray[Any] = wanted.view(bits) != stored.view(bits)
+    if different.any():  # a NaN has many bit patterns
+        numbers = [cast.as_numbers(each, trained) for each in (wanted, stored)]
+        different &= ~(np.isnan(numbers[0]) & np.isnan(numbers[1]))
+    return different
