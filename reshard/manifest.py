@@ -167,6 +167,7 @@ class TrainState:
     clip: float | None = None  # gradient norm to clip to, as the optimizer itself saved it; 0: none
     rng: Any = None  # the first rank's, as far as it prints
     rng_files: tuple[str, ...] = ()  # those that keep random states and no more, in rank order
+    kept_files: Mapping[str, str] = field(default_factory=dict)  # name -> path; see `formats.kept`
     client: Mapping[str, Any] = field(default_factory=dict)
     trainer_state: Mapping[str, Any] | None = None  # of HF Trainer: its account of the run
     config: Any = None

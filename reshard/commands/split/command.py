@@ -23,7 +23,7 @@ from reshard.commands.split.state import is_weights, made_state, stored, told
 from reshard.commands.target import check_places
 from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import skeletons
+from reshard.formats import kept, skeletons
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
@@ -132,10 +132,10 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
         skeleton = _with_companions(laid.skeleton, state, target)
     check_places(skeleton)
     held = stored(skeleton, state)
-    if request.megatron is not None:
-        manifest = manifest.with_entries(
-            [*manifest.entries.values(), *request.megatron.carried.entries]
-        )
+    carried = request.megatron.carried.entries if request.megatron is not None else ()
+    added = [*carried, *kept.entries(manifest, skeleton)]
+    if added:
+        manifest = manifest.with_entries([*manifest.entries.values(), *added])
     plan = Plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, laid._replace(skeleton=skeleton), plan)
     report.derived += [*begun.means, *stripped, *named.notes, *made, *batch_notes, *differing]

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard import units
 from reshard.commands.lines import listed, written
+from reshard.formats import kept
 from reshard.formats.skeletons import Laid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
@@ -19,7 +20,7 @@ from reshard.manifest import MASTER, WEIGHT_KINDS
 from reshard.plan.planner import Plan
 
 SCHEMA = 1
-_OF_FORMS = ("deepspeed", "fsdp", "hf-trainer", "megatron")
+_OF_FORMS = ("accelerate", "deepspeed", "fsdp", "hf-trainer", "megatron")
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ def describe(
     """The part of a report that is known before the first byte moves."""
     skeleton = laid.skeleton
     manifest = state.manifest
-    out = {e.key for e in skeleton.entries if e.kind not in WEIGHT_KINDS}
+    out = {e.key for e in skeleton.entries if e.kind not in (*WEIGHT_KINDS, kept.KIND)}
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,
@@ -110,6 +111,9 @@ def describe(
         bytes_read=plan.copied_bytes,
         bytes_written=skeleton.nbytes,
     )
+    copied = [e.fqn for e in skeleton.entries if e.kind == kept.KIND]
+    if copied:
+        report.kept.append(f"{', '.join(copied)}: copied as they are")
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:
         report.kept.append(f"{masters} fp32 master weights")

@@ -129,7 +129,8 @@ def _state_dict_type(target: str, manifest: Manifest, options: SplitOptions) -> 
     if any(path.endswith("pytorch_model_fsdp.bin") for path in manifest.files):
         return "full"
     of_fsdp = any("pytorch_model_fsdp" in path for path in manifest.files)
-    return "sharded" if of_fsdp or target != "hf-trainer" else "unsharded"
+    of_ddp = target == "hf-trainer" or target == manifest.origin.format == "accelerate"
+    return "unsharded" if of_ddp and not of_fsdp else "sharded"
 
 
 def of_target(options: SplitOptions, beside: Sequence[str]) -> SplitOptions:

@@ -6,10 +6,11 @@ import contextlib
 import re
 from dataclasses import replace
 from itertools import count, takewhile
+from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError
-from reshard.formats import torch_file
+from reshard.formats import kept, torch_file
 from reshard.formats.huggingface.companions import is_model_config
 from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
@@ -51,7 +52,7 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
         values = {kind: plain(tree.of_file(file)) for kind, file in opened.items()}
         train = manifest.train
         unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
-        return replace(
+        found = replace(
             manifest,
             train=replace(
                 train,
@@ -62,7 +63,28 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
             ),
             unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
         )
+        return with_kept_files(found, near)
     return manifest
+
+
+def with_kept_files(manifest: Manifest, place: Place) -> Manifest:
+    """Add the files that only their framework understands; their values are shown as the client's.
+
+    Raises:
+        CorruptError: one of them is damaged.
+    """
+    files = kept.find(place)
+    opened = {name: torch_file.read(path) for name, path in files.items()}
+    shown = {Path(name).stem: file for name, file in opened.items() if kept.is_own(name)}
+    unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
+    train = manifest.train
+    values = {stem: plain(tree.of_file(file)) for stem, file in shown.items()}
+    return replace(
+        manifest,
+        train=replace(train, kept_files=files, client={**train.client, **values}),
+        files={**manifest.files, **{file.path: file.source() for file in opened.values()}},
+        unknown_globals=tuple(sorted({*manifest.unknown_globals, *unknown})),
+    )
 
 
 def nearby(place: Place, wrap: str | None) -> Told | None:

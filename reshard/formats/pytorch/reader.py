@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.formats import huggingface, run, stages
+from reshard.formats import huggingface, kept, run, stages
 from reshard.formats.dcp import directory, hf_shards
 from reshard.formats.dcp import names as dcp
 from reshard.formats.huggingface import reader as of_huggingface
@@ -80,8 +80,10 @@ def read(
         )
     if train.step is None:
         train = replace(train, step=labels.step_of(place))
-    files = () if place.chosen else beside.random_files(place)
-    return replace(made, train=replace(train, rng_files=files))
+    if place.chosen:
+        return replace(made, train=train)
+    made = replace(made, train=replace(train, rng_files=beside.random_files(place)))
+    return beside.with_kept_files(made, place)
 
 
 Collected = tuple[Found, list[str]]  # with what is to be said of it
@@ -98,7 +100,8 @@ def _by_stage(
     Returns:
         Also the key, without the name of a file whose tree stands for the whole.
     """
-    grouped = families_of(names.torch_files(place))
+    parts_of_model = (item for item in names.torch_files(place).items() if not kept.is_own(item[0]))
+    grouped = families_of(dict(parts_of_model))
     families = {stem: Ranks.open(held) for stem, held in grouped.items()}
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)

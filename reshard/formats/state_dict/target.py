@@ -23,7 +23,7 @@ from typing import Any
 from reshard.box import Box, Index, whole
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import rng, skeletons, torch_writer
+from reshard.formats import kept, rng, schedules, skeletons, torch_writer
 from reshard.formats.canonical import Canonical
 from reshard.formats.state_dict import nested, written
 from reshard.formats.state_dict.distributed import DTensors
@@ -191,17 +191,24 @@ def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
     It finds its count of steps among each rank's random states; where those are of ranks that are
     gone, it goes on without them (``load_accelerator_state``).
     """
-    beside = written.carried(state.manifest.train)
-    if "scheduler" in beside:
+    beside, files = written.carried(state.manifest.train), state.manifest.train.kept_files
+    factor = schedules.factor(state.manifest, ranks)
+    for name, path in files.items():
+        scaled = None if factor == 1 or kept.is_own(name) else schedules.of_file(path, factor)
+        if scaled is None:
+            yield kept.lay_out(name, path)
+        else:
+            yield torch_writer.lay_out_object(name, scaled.state)
+    if "scheduler" in beside and "scheduler.bin" not in files:
         yield torch_writer.lay_out_object("scheduler.bin", beside["scheduler"])
     if "scaler" in beside:
         yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
     count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
     counted = {} if count is None else {"step": count}
     for rank in range(ranks):
-        kept = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
-        if counted or kept:
-            yield torch_writer.lay_out_object(f"random_states_{rank}.pkl", {**counted, **kept})
+        states = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
+        if counted or states:
+            yield torch_writer.lay_out_object(f"random_states_{rank}.pkl", {**counted, **states})
 
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from pathlib import Path
+
 from reshard.errors import UsageError
-from reshard.formats import hf_trainer
+from reshard.formats import accelerate, hf_trainer, kept, schedules
 from reshard.formats.colossalai import target as colossalai
 from reshard.formats.dcp import target as dcp
 from reshard.formats.skeletons import Laid
@@ -33,13 +36,14 @@ def of_dcp(state: Training, asked: Request) -> Laid:
 
 
 def of_accelerate(state: Training, asked: Request) -> Laid:
-    """Accelerate's directory of an FSDP run.
+    """Accelerate's directory of an FSDP run, of DDP, or of one process.
 
     Raises:
         UsageError: a form that Accelerate does not load.
         ReshardError: as the layout of that form.
     """
-    return Laid(_accelerate(state, asked), _notes(state, *_BY_ACCELERATE))
+    made = _ddp if asked.state_dict_type == "unsharded" else _accelerate
+    return Laid(made(state, asked), _by_accelerate(state, asked))
 
 
 def of_fsdp(state: Training, asked: Request) -> Laid:
@@ -50,7 +54,7 @@ def of_fsdp(state: Training, asked: Request) -> Laid:
         ReshardError: as the layout of that form.
     """
     made = _local if asked.state_dict_type == "local" else _accelerate
-    return Laid(made(state, asked), _notes(state, *_BY_ACCELERATE))
+    return Laid(made(state, asked), _by_accelerate(state, asked))
 
 
 def of_ranks(state: Training, asked: Request) -> Laid:
@@ -126,7 +130,7 @@ def _accelerate(state: Training, asked: Request) -> Skeleton:
             f"--state-dict-type {asked.state_dict_type}",
             "is no form that Accelerate loads",
             "write sharded or full; flat parameters are of --to fsdp, DDP's files of --to"
-            " hf-trainer, one file is --to torch",
+            " accelerate and hf-trainer, one file is --to torch",
         )
     if asked.state_dict_type == "full":
         return state_dict.fsdp1_full(
@@ -136,6 +140,16 @@ def _accelerate(state: Training, asked: Request) -> Skeleton:
         return _rank_files(state, asked, state_dict.ACCELERATE)
     return dcp.accelerate(
         state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
+    )
+
+
+def _ddp(state: Training, asked: Request) -> Skeleton:
+    return accelerate.unsharded(
+        state,
+        asked.world_size,
+        weights_only=asked.weights_only,
+        model=asked.model,
+        dtype=asked.dtype,
     )
 
 
@@ -238,10 +252,30 @@ def _trainers(state: Training, asked: Request) -> Skeleton:
     )
 
 
-def _notes(state: Training, *held: str) -> tuple[str, ...]:
-    """What is derived and dropped; ``held`` is what the target has a place for, or all."""
+def _by_accelerate(state: Training, asked: Request) -> tuple[str, ...]:
+    """Say what is derived and dropped in a directory that Accelerate loads."""
+    if asked.weights_only:
+        return _notes(state, *_BY_ACCELERATE)
+    copied = {Path(name).stem for name in state.manifest.train.kept_files}
+    schedule = schedules.notes(state.manifest, asked.world_size)
+    return (*schedule, *_notes(state, *_BY_ACCELERATE, copied=copied))
+
+
+def _notes(state: Training, *held: str, copied: Container[str] = ()) -> tuple[str, ...]:
+    """What is derived and dropped; ``held`` is what the target has a place for, or all.
+
+    Args:
+        copied: what is carried as files of its own.
+    """
     train = state.manifest.train
-    lost = [f"not carried: {name}" for name in written.dropped(train, held or None)]
+    files = {name: path for name, path in train.kept_files.items() if Path(name).stem not in copied}
+    told = {Path(name).stem for name in files} if held else set[str]()
+    lost = [
+        f"not carried: {name}"
+        for name in written.dropped(train, held or None)
+        if name not in copied and name not in told
+    ]
+    lost += kept.consequences(files)
     derived = written.derived(train) if not held or "scaler" in held else []
     return (*derived, *lost, *setup_lost(state))
 

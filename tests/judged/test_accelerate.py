@@ -1,0 +1,100 @@
+"""Real Accelerate runs at 2 ranks, split to other sizes, and resumed there by ``load_state``.
+
+The global batch and the schedule per update are the same at every size, so the losses are, too.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import reshard
+from tests.judges import accelerate_worker as worker
+from tests.judges import server
+
+pytestmark = pytest.mark.judge
+
+JUDGE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, limit_s=60.0)
+RUNS = {
+    "fsdp2": {"version": 2, "type": "SHARDED"},
+    "fsdp1": {"version": 1, "type": "SHARDED"},
+    "fsdp1_full": {"version": 1, "type": "FULL"},
+    "ddp": {},
+}
+MODEL = {"ddp": {"model": "tests.judges.library_models:net"}}  # its optimizer is by number
+RESUMED = [*((run, size) for run in ("fsdp2", "ddp") for size in (1, 4)), ("fsdp1_full", 1)]
+NOISE = 1e-6  # relative, of another order of summing gradients
+
+
+def asked(place, jobs):
+    """Return what each job saw; one process imports the frameworks for all."""
+    made = {
+        name: JUDGE.job(name, place / name, place / "logs", world, **told)
+        for name, (world, told) in jobs.items()
+    }
+    seen = {}
+    for report in JUDGE.ask(list(made.values())):
+        job = made[report.case]
+        failed = any(report.exits)
+        seen[report.case] = JUDGE.failure(job, report) if failed else worker.found(job.out)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return the directory of the runs, and what each saw."""
+    place = tmp_path_factory.mktemp("saved")
+    seen = asked(place, {name: (2, told) for name, told in RUNS.items()})
+    for name, found in seen.items():
+        assert isinstance(found, dict), (name, found)
+    return place, seen
+
+
+@pytest.fixture(scope="module")
+def resumed(saved, tmp_path_factory):
+    """Return what the resumed runs saw, by name and size, and the reports of the splits."""
+    place = tmp_path_factory.mktemp("resumed")
+    reports, jobs = {}, {}
+    for run, size in RESUMED:
+        out = place / f"{run} at {size} ranks"
+        source = saved[0] / run / "saved"
+        reports[run, size] = reshard.split(source, out, world_size=size, **MODEL.get(run, {}))
+        jobs[f"{run}-{size}"] = size, {**RUNS[run], "resume": out}
+    jobs["own"] = 2, {**RUNS["fsdp1"], "resume": saved[0] / "fsdp1" / "saved"}
+    return asked(place, jobs), reports
+
+
+@pytest.mark.parametrize(("run", "size"), RESUMED)
+def test_the_run_continues_at_the_same_rates(run, size, saved, resumed):
+    unbroken, seen = saved[1][run], resumed[0][f"{run}-{size}"]
+    assert isinstance(seen, dict), seen
+    assert seen["seen"] == worker.SAVED  # the registered object
+    assert seen["rates"] == unbroken["rates"][worker.SAVED :]
+    assert seen["last_epoch"] == worker.SAVED * size
+    assert seen["at_end"] == worker.STEPS * size
+    assert seen["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
+    assert seen["moments"] > 0
+
+
+def test_the_report_tells_what_was_copied_and_what_to_set(resumed):
+    report = resumed[1]["fsdp2", 4]
+    assert "custom_checkpoint_0.pkl: copied as they are" in report.kept
+    assert any(text.startswith("scheduler.bin: last_epoch 6 -> 12") for text in report.notes)
+    assert any("multiply constants by 2" in text for text in report.notes)
+
+
+def test_another_framework_is_told_what_it_loses(saved, tmp_path):
+    report = reshard.split(saved[0] / "fsdp2/saved", tmp_path / "out", to="dcp")
+    told = [text for text in report.notes if text.startswith("custom_checkpoint_0.pkl")]
+    assert len(told) == 1
+    assert "start anew" in told[0]
+
+
+def test_files_of_accelerate_are_the_same_bytes_after_a_round_trip(saved, tmp_path):
+    source = saved[0] / "fsdp2/saved"
+    reshard.split(source, tmp_path / "three", world_size=3)
+    reshard.split(tmp_path / "three", tmp_path / "two", world_size=2)
+    name = "custom_checkpoint_0.pkl"
+    assert (tmp_path / "two" / name).read_bytes() == (source / name).read_bytes()
+    with reshard.open(source) as one, reshard.open(tmp_path / "two") as two:
+        assert two.manifest.train.scheduler == one.manifest.train.scheduler
+        assert two.manifest.train.client == one.manifest.train.client

@@ -1,0 +1,129 @@
+"""The worker of real Accelerate runs that save and resume: a fresh set of ranks for every job.
+
+The global batch is the same at every number of ranks, so that losses can be compared. Runs go from
+step 0 to ``SAVED``, save, and go on to ``STEPS``; what resumes does the second part alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from transformers import get_linear_schedule_with_warmup
+
+from tests.judges import library_models as models
+from tests.judges import ranks
+from tests.judges.library_accelerate import Counter
+from tests.judges.library_cpu import pass_for_gpus
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAVED, STEPS, TOTAL, WARMUP = 3, 8, 12, 2
+BATCH = 4  # of all ranks together
+PRELOADED = (
+    "accelerate.utils.fsdp_utils",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.llama.modeling_llama",
+    "torch._dynamo",
+    "torch._inductor.config",
+    "deepspeed",  # which Accelerate imports at its first look at a model
+)
+
+
+def plugin(told: dict[str, Any]) -> FullyShardedDataParallelPlugin | None:
+    """Return the plugin of the FSDP version asked for; None for DDP and one process."""
+    if "version" not in told:
+        return None
+    pass_for_gpus()
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=told["version"],
+        state_dict_type=f"{told['type']}_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        use_orig_params=True if told["version"] == 1 else None,
+    )
+
+
+def build(accelerator: Accelerator, told: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the prepared model, optimizer and scheduler, whose lengths are in process steps."""
+    torch.manual_seed(7)
+    model = models.build("net")
+    if told.get("version") == 1:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        )
+    processes = accelerator.num_processes
+    scheduler = get_linear_schedule_with_warmup(optimizer, WARMUP * processes, TOTAL * processes)
+    return model, optimizer, accelerator.prepare(scheduler)
+
+
+def work(job: ranks.Job, rank: int) -> None:
+    """Train, save and go on, or resume; rank 0 writes what it saw."""
+    if job.world > 1 or "version" in job.told:
+        ranks.join_group(job, rank)
+    torch.set_num_threads(1)
+    sharded = plugin(job.told)
+    accelerator = Accelerator(cpu=sharded is None, fsdp_plugin=sharded)
+    model, optimizer, scheduler = build(accelerator, job.told)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    begin, resumed = 0, job.told.get("resume")
+    if resumed:
+        accelerator.load_state(str(resumed))
+        begin = SAVED
+    found: dict[str, Any] = {"moments": moments(optimizer), "seen": counter.seen}
+    found |= {"losses": [], "rates": [], "last_epoch": scheduler.scheduler.last_epoch}
+    for step in range(begin, STEPS):
+        chance = torch.Generator().manual_seed(step)
+        rows = torch.randint(0, models.VOCAB, (BATCH, 8), generator=chance)
+        share = BATCH // job.world
+        loss = model(rows[rank * share : (rank + 1) * share])
+        accelerator.backward(loss)
+        found["rates"].append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.seen += 1
+        found["losses"].append(mean(loss, job.world))
+        if step + 1 == SAVED and not resumed:
+            accelerator.save_state(str(job.out / "saved"))
+    found["at_end"] = scheduler.scheduler.last_epoch
+    if rank == 0:
+        torch.save(found, job.out / "found.pt")
+
+
+def mean(loss: torch.Tensor, world: int) -> float:
+    """Return the loss of the global batch."""
+    total = loss.detach().double()
+    if world > 1:
+        dist.all_reduce(total)
+    return float(total) / world
+
+
+def moments(optimizer: Any) -> int:
+    """Return how many parameters have an Adam state."""
+    return sum("exp_avg" in state for state in optimizer.optimizer.state.values())
+
+
+def found(out: Path) -> dict[str, Any]:
+    """Return what a job saw."""
+    seen: dict[str, Any] = torch.load(out / "found.pt", weights_only=False)
+    return seen
+
+
+def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
+    """Import everything once."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    return {}
+
+
+if __name__ == "__main__":
+    ranks.serve(work, preload)
