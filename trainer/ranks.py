@@ -90,21 +90,12 @@ def process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ranks]:
     """Join the other ranks: gloo on CPU, nccl on GPU.
 
     Raises:
-        SettingsError: cuda was asked for and there is none.
+        SettingsError: cuda was asked for and there is none, or too few for the ranks.
     """
     torch.set_num_threads(threads)
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("device is cuda, and torch finds none", "use --device cpu")
-    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    where = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if on_gpu
-        else torch.device("cpu")
-    )
-    if on_gpu:
-        torch.cuda.set_device(where)
+    where = _device(device)
     timeout = timedelta(seconds=timeout_s)
-    backend = "nccl" if on_gpu else "gloo"
+    backend = "nccl" if where.type == "cuda" else "gloo"
     if world_size_of_launcher() is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -113,3 +104,22 @@ def process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ranks]:
         yield Ranks(dist.get_rank(), dist.get_world_size(), where)
     finally:
         dist.destroy_process_group()
+
+
+def _device(asked: str) -> torch.device:
+    """The device of this rank, made the current one: each rank of a machine has its own GPU."""
+    available = torch.cuda.is_available()
+    if asked == "cpu" or (asked == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise SettingsError("device is cuda, and torch finds none", "use --device cpu")
+    place, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if place >= count:
+        raise SettingsError(
+            f"too few GPUs: expected one for each rank of this machine, found {count}",
+            f"use --nproc {count} or --device cpu",
+            one_rank=True,
+        )
+    where = torch.device("cuda", place)
+    torch.cuda.set_device(where)
+    return where

@@ -69,11 +69,11 @@ def test_stage_1_pads_to_twice_the_ranks_and_says_where():
 )
 def test_the_norm_has_the_same_bits_in_any_order_and_cut(values, random):
     whole = torch.tensor(values)
-    expected = norm([whole], len(values), across_ranks=False)
+    expected = norm([whole], len(values), reduce_on=None)
     random.shuffle(values)
     cut = random.randint(0, len(values))
     pieces = [torch.tensor(values[:cut]), torch.tensor(values[cut:]), torch.zeros(5)]
-    assert norm(pieces, len(values), across_ranks=False) == expected
+    assert norm(pieces, len(values), reduce_on=None) == expected
     exact = math.sqrt(math.fsum(float(v) ** 2 for v in whole.double()))
     assert expected == pytest.approx(exact, rel=1e-12)
 
@@ -81,17 +81,31 @@ def test_the_norm_has_the_same_bits_in_any_order_and_cut(values, random):
 def test_the_norm_is_exact_where_plain_summation_loses_everything_small():
     values = torch.cat([torch.tensor([1e6]), torch.full((1 << 21,), 1e-4)])
     exact = math.sqrt(1e12 + (1 << 21) * float(torch.tensor(1e-4)) ** 2)
-    assert norm([values], values.numel(), across_ranks=False) == pytest.approx(exact, rel=1e-15)
+    assert norm([values], values.numel(), reduce_on=None) == pytest.approx(exact, rel=1e-15)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_norm_of_what_is_not_finite_is_inf(bad):
-    assert norm([torch.tensor([1.0, bad])], 2, across_ranks=False) == math.inf
+    assert norm([torch.tensor([1.0, bad])], 2, reduce_on=None) == math.inf
 
 
 def test_the_norm_of_nothing_is_zero():
-    assert norm([], 0, across_ranks=False) == 0.0
-    assert norm([torch.zeros(3), torch.empty(0)], 3, across_ranks=False) == 0.0
+    assert norm([], 0, reduce_on=None) == 0.0
+    assert norm([torch.zeros(3), torch.empty(0)], 3, reduce_on=None) == 0.0
+
+
+def test_a_rank_without_pieces_reduces_on_the_device_of_the_others(monkeypatch):
+    """Of hybrid sharding's replicas only the first has pieces; nccl refuses a CPU tensor."""
+    reduced = []
+
+    def all_reduce(tensor, _operation):
+        reduced.append(tensor.device.type)
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    with pytest.raises(InterruptedError):
+        norm([], 3, reduce_on=torch.device("meta"))
+    assert reduced == ["meta"]
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 8, 13, 64, 1001])

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
@@ -55,9 +54,9 @@ Result = TypeVar("Result")
 def save(directory: Path, form: str, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
     """Write the model, then the optimizer. Collective."""
     model_name, optimizer_name = NAMES[form]
-    _write(directory / model_name, form, {"model": _model(model, form)}, ranks)
+    _write(directory / model_name, form, {"model": _model(model, form, ranks)}, ranks)
     flat = form == "dcp" and _staged(model, ranks)
-    state = _optimizer(model, optimizer, form, flat=flat)
+    state = _optimizer(model, optimizer, form, ranks, flat=flat)
     _write(directory / optimizer_name, form, {"optimizer": state}, ranks)
 
 
@@ -70,7 +69,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
     form = _agreed(ranks, lambda: _found(directory, ranks.world))
     model_path, optimizer_path = (directory / name.format(ranks.rank) for name in NAMES[form])
     try:
-        live = _model(model, _cut(form))
+        live = _model(model, _cut(form), ranks)
     except RuntimeError as error:  # FSDP 1 with a mesh
         raise CheckpointError(
             f"{directory} is a local state dict, which this run cannot take: {error}",
@@ -82,7 +81,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
         set_model_state_dict(model, state, options=_options(taken))
     del live, state
     flat = form == "dcp" and _agreed(ranks, lambda: fsdp_dcp.is_flat(optimizer_path))
-    live = _optimizer(model, optimizer, _cut(form), flat=flat)
+    live = _optimizer(model, optimizer, _cut(form), ranks, flat=flat)
     state = _read(optimizer_path, form, taken, {"optimizer": live}, ranks)
     if form != "local":
         set_optimizer_state_dict(model, optimizer, state, options=_options(taken, flat=flat))
@@ -94,28 +93,35 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) 
 # The state, in the form that a file has
 
 
-def _model(model: nn.Module, form: str) -> State:
+def _model(model: nn.Module, form: str, ranks: Ranks) -> State:
     if form != "local":
-        return get_model_state_dict(model, options=_options(form, to_save=True))
+        return get_model_state_dict(model, options=_options(form, offload=_offload(form, ranks)))
     if not isinstance(model, FullyShardedDataParallel):
         return model.state_dict()
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         return model.state_dict()
 
 
-def _optimizer(model: nn.Module, optimizer: Optimizer, form: str, *, flat: bool = False) -> State:
+def _optimizer(
+    model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks, *, flat: bool = False
+) -> State:
     if form == "local":
         return optimizer.state_dict()
-    options = _options(form, to_save=True, flat=flat)
+    options = _options(form, offload=_offload(form, ranks), flat=flat)
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def _options(form: str, *, to_save: bool = False, flat: bool = False) -> StateDictOptions:
-    # Offloading gathers on rank 0 only; where everything is on the CPU, FSDP 1 breaks on it.
-    full = form == "full"
-    offload = full and to_save and torch.cuda.is_available()
+def _offload(form: str, ranks: Ranks) -> bool:
+    """Whether torch moves what it gathers to the CPU, which lets it gather on rank 0 only.
+
+    FSDP 1 fails on it where the run is on the CPU, whether the machine has a GPU or not.
+    """
+    return form == "full" and ranks.device.type == "cuda"
+
+
+def _options(form: str, *, offload: bool = False, flat: bool = False) -> StateDictOptions:
     return StateDictOptions(
-        full_state_dict=full, cpu_offload=offload, flatten_optimizer_state_dict=flat
+        full_state_dict=form == "full", cpu_offload=offload, flatten_optimizer_state_dict=flat
     )
 
 

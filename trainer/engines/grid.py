@@ -124,7 +124,7 @@ class GridEngine(Fsdp2Engine):
             for parameter, gradient in zip(updated, gradients, strict=True)
             if self._speaks_for(cast("DTensor", parameter))
         ]
-        return norm(pieces, self._elements, across_ranks=True)
+        return norm(pieces, self._elements, reduce_on=self.ranks.device)
 
     def _speaks_for(self, parameter: DTensor) -> bool:
         """Whether this rank is the first on every axis that does not cut the parameter."""

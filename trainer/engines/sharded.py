@@ -115,10 +115,10 @@ class ShardedEngine(NativeEngine):
     def _norm(self, gradients: list[Tensor]) -> float:
         """The global norm of the gradients; of replicas, the first one is asked."""
         if self.settings.fsdp_sharding_strategy == "NO_SHARD":
-            return norm(gradients, self._elements, across_ranks=False)
+            return norm(gradients, self._elements, reduce_on=None)
         first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)
         pieces = [gradient.to(self.ranks.device) for gradient in gradients if first_replica]
-        return norm(pieces, self._elements, across_ranks=True)
+        return norm(pieces, self._elements, reduce_on=self.ranks.device)
 
     def _update(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         for gradient in gradients:

@@ -96,7 +96,8 @@ class ZeroEngine(NativeEngine):
 
     def _norm(self, gradients: list[Tensor]) -> float:
         partition = self.shard.partition
-        return norm(gradients, partition.numel, across_ranks=partition.world > 1)
+        reduce_on = self.ranks.device if partition.world > 1 else None
+        return norm(gradients, partition.numel, reduce_on=reduce_on)
 
     def _update(self, gradients: list[Tensor], scale: float, lr: float) -> None:
         self.shard.update(gradients, scale, lr, self._publish)

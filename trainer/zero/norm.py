@@ -21,26 +21,27 @@ CHUNK = 1 << 20
 """Elements squared at a time."""
 
 
-def norm(pieces: Sequence[Tensor], numel: int, *, across_ranks: bool) -> float:
+def norm(pieces: Sequence[Tensor], numel: int, *, reduce_on: torch.device | None) -> float:
     """The 2-norm of all ranks' pieces together; inf when an element is not finite.
 
     Args:
         pieces: this rank's float tensors, 1-D.
         numel: elements of all ranks together, padding aside; the same at any number of ranks.
-        across_ranks: False when the pieces already are everything.
+        reduce_on: the device that the ranks reduce on, which is that of the pieces (a rank may have
+            none); None when the pieces already are everything.
     """
-    device = pieces[0].device if pieces else torch.device("cpu")
+    device = reduce_on or (pieces[0].device if pieces else torch.device("cpu"))
     # Padding is zero, so it neither moves the largest element nor any sum.
     peaks = [piece.abs().amax().double() for piece in pieces if piece.numel()]
     largest = torch.stack([*peaks, torch.zeros((), dtype=torch.float64, device=device)])
     peak = torch.where(largest.isfinite(), largest, math.inf).amax()
-    if across_ranks:
+    if reduce_on:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
     top = peak.item()
     if top == 0.0 or math.isinf(top):
         return top
     sums = _level_sums(pieces, top, numel, device)
-    if across_ranks:
+    if reduce_on:
         dist.all_reduce(sums)
     return math.sqrt(math.fsum(sums.tolist()))
 
