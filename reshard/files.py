@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from reshard import escaped
 from reshard.errors import CorruptError, IncompleteError, ReshardError
 from reshard.paths import as_path, is_remote
 
@@ -105,6 +106,7 @@ class SourceFiles(OpenFiles):
     def __init__(self) -> None:
         super().__init__(os.O_RDONLY)
         self._far: RemoteFiles | None = None
+        self._decoders: dict[str, escaped.Decoder] = {}
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.
@@ -112,7 +114,9 @@ class SourceFiles(OpenFiles):
         Raises:
             CorruptError, IncompleteError, ReshardError: as `OpenFiles.read_into`.
         """
-        if is_remote(path):
+        if escaped.is_escaped(path):
+            self._decoder(path).read_into(byte_offset, target)
+        elif is_remote(path):
             self._remote().read_into(path, byte_offset, target)
         else:
             super().read_into(path, byte_offset, target)
@@ -123,7 +127,7 @@ class SourceFiles(OpenFiles):
         Raises:
             CorruptError, IncompleteError, ReshardError: as `read_into`.
         """
-        if not is_remote(path):
+        if not (is_remote(path) or escaped.is_escaped(path)):
             return super().read(path, byte_offset, nbytes)
         buffer = bytearray(nbytes)
         self.read_into(path, byte_offset, memoryview(buffer))
@@ -144,6 +148,13 @@ class SourceFiles(OpenFiles):
         """Keep no longer what was expected."""
         if self._far is not None:
             self._far.drop(kept)
+
+    def _decoder(self, path: str) -> escaped.Decoder:
+        """What reads a text of a pickle as bytes; threads may make it twice, to the same end."""
+        found = self._decoders.get(path)
+        if found is None:
+            found = self._decoders[path] = escaped.Decoder(path, self.read)
+        return found
 
     def _remote(self) -> RemoteFiles:
         if self._far is None:

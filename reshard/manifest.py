@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from reshard import escaped
 from reshard.box import Box, Index, first_overlap, row_major, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
@@ -213,6 +214,7 @@ class Manifest:
     absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
+    unread: Mapping[str, str] = field(default_factory=dict)  # values that nothing here stands for
     ordered: bool = True  # whether the weights stand in the model's order
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
@@ -308,6 +310,13 @@ def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Inde
     return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
 
 
+def source_of(files: Mapping[str, SourceFile], file: str) -> SourceFile:
+    """Return what is known of a chunk's file, which may be a text inside a pickle."""
+    if not escaped.is_escaped(file):
+        return files[file]
+    return SourceFile(file, escaped.place_of(file).nbytes, lasting=False)
+
+
 def check(manifest: Manifest) -> None:
     """Prove that every entry is covered exactly once by chunks that lie inside their files.
 
@@ -338,7 +347,7 @@ def _check_bounds(entry: Entry, chunks: Iterable[Chunk], files: Mapping[str, Sou
                 f" the tensor's shape {entry.shape}",
             )
         start, stop = chunk.byte_span
-        size = files[chunk.file].nbytes
+        size = source_of(files, chunk.file).nbytes
         if start < 0 or stop > size or any(s < 0 for s in chunk.byte_strides):
             raise CorruptError(
                 chunk.file,

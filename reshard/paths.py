@@ -25,5 +25,8 @@ def as_path(where: str | os.PathLike[str]) -> Path:
 
 
 def is_remote(where: str) -> bool:
-    """Whether the text of a path is a URL: what `as_path` made of one is."""
-    return "://" in where
+    """Whether the text of a path is a URL: what `as_path` made of one is.
+
+    A text of a pickle in such a file (`reshard.escaped`) is read through the file.
+    """
+    return "://" in where and "\0" not in where

@@ -18,7 +18,16 @@ from reshard.box import Box, contiguous_cuts, row_major, whole
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.files import SourceFiles
-from reshard.manifest import BUFFER, WEIGHT_KINDS, Chunk, Entry, Manifest, Partition, SourceFile
+from reshard.manifest import (
+    BUFFER,
+    WEIGHT_KINDS,
+    Chunk,
+    Entry,
+    Manifest,
+    Partition,
+    SourceFile,
+    source_of,
+)
 from reshard.tensors import first_difference, read_block
 
 if TYPE_CHECKING:
@@ -97,7 +106,7 @@ def _by_box(entry: Entry) -> dict[Box, list[Chunk]]:
 
 def _checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
     """The stored checksum of the record that holds a chunk, and where in it the chunk lies."""
-    records = files[chunk.file].records
+    records = source_of(files, chunk.file).records
     start, stop = chunk.byte_span
     at = bisect_right(records, start, key=lambda record: record.byte_offset) - 1
     if at < 0 or records[at].crc32 is None or stop > records[at].byte_offset + records[at].nbytes:

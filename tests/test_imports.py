@@ -30,6 +30,7 @@ LAYERS = (
         "paths",
         "remote",
     ),
+    ("escaped",),
     ("manifest", "files", "units", "counts", "schema", "stamps", "pickles"),
     ("keys", "model", "output"),
     ("layout",),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
+from reshard.commands.balance import balance, line
 from reshard.commands.lines import row
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import ReadOptions
@@ -64,6 +65,7 @@ class Inspection:
             "scaler": train.scaler,
             "client": dict(train.client),
             "config": train.config,
+            "leaves": balance(manifest),
             "complete": True,  # formats.read raises where a rank's file or an element is missing
             "warnings": self.warnings,
             "unknown_globals": list(manifest.unknown_globals),
@@ -151,6 +153,7 @@ class Inspection:
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
         yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
+        yield f"  {line(balance(manifest))}"
         yield _row("complete", f"yes, {files} of all ranks, every element once")
 
     def _names(self) -> Iterator[str]:

@@ -65,6 +65,7 @@ def joined(stages: Sequence[Manifest]) -> Manifest:
         trained_dtypes=_united(stage.trained_dtypes for stage in stages),
         absent=tuple(fqn for stage in stages for fqn in stage.absent),
         warnings=tuple(dict.fromkeys(text for stage in stages for text in stage.warnings)),
+        unread=_united(stage.unread for stage in stages),
         unknown_globals=tuple(sorted({name for s in stages for name in s.unknown_globals})),
         ordered=all(stage.ordered for stage in stages),
     )

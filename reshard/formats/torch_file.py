@@ -17,6 +17,7 @@ from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
+from reshard.formats import numpy_arrays
 from reshard.formats.torch_objects import (
     MAX_PICKLE,
     TORCH_BUILDERS,
@@ -79,9 +80,13 @@ class Alike:
         self._seen: dict[bytes, tuple[Unpickled, tuple[Storage, ...]]] = {}
 
     def parsed(
-        self, data: bytes, path: str, builders: Mapping[str, Builder]
+        self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
     ) -> tuple[Unpickled, tuple[Storage, ...]]:
-        """What a pickle holds, not to be changed; and its storages, without their places."""
+        """What a pickle holds, not to be changed; and its storages, without their places.
+
+        Args:
+            start: byte of the file at which the pickle begins.
+        """
         if data in self._seen:
             done, held = self._seen[data]
             own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in held}
@@ -89,6 +94,8 @@ class Alike:
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
         found = tuple(storages.by_key.values())
+        if numpy_arrays.are_in(done, found):
+            return replace(done, value=numpy_arrays.settled(done.value, path, start)), found
         bare = not any(storage.nbytes for storage in found)
         if len(self._seen) < self._MOST and (bare or _is_simple(done.value)):
             self._seen[data] = done, found
@@ -138,8 +145,10 @@ def read_archive(
             raise UnsupportedError(path, f"holds {order!r}-endian tensors")
     if members[pickles[0]].nbytes > MAX_PICKLE:
         raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
-    data = members[pickles[0]].read(archive, checked=checked)
-    done, storages = (alike or Alike()).parsed(data, path, builders or {})
+    member = members[pickles[0]]
+    data = member.read(archive, checked=checked)
+    start = archive.start + member.data_offset(archive)
+    done, storages = (alike or Alike()).parsed(data, path, builders or {}, start)
     file = TorchFile(path, archive.nbytes, done.value, done.globals, archive=root.rstrip("/"))
     held = (members.get(f"{root}data/{storage.key}") for storage in storages)
     archive.expect(member.header for member in held if member)

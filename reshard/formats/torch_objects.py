@@ -33,6 +33,7 @@ class Storage:
     dtype: DType
     nbytes: int
     byte_offset: int = -1
+    is_viewed: bool = False  # whether a tensor is a view of it
 
 
 @dataclass(slots=True, eq=False)
@@ -187,6 +188,7 @@ def _strided(
     shape, strides = tuple(shape), tuple(strides)
     if len(shape) != len(strides) or not all(map(_is_size, (offset, *shape, *strides))):
         raise ValueError("a tensor of impossible shape, strides or offset")
+    storage.is_viewed = True
     tensor = Tensor(storage, offset, shape, strides, dtype or storage.dtype)
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     if tensor.numel and (last + 1) * tensor.dtype.itemsize > storage.nbytes:

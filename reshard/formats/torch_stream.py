@@ -13,6 +13,7 @@ from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import SourceFiles
+from reshard.formats import numpy_arrays
 from reshard.formats.torch_objects import MAX_PICKLE, TORCH_BUILDERS, Storages, TorchFile
 from reshard.manifest import Record
 from reshard.pickles.unpickle import Unpickled, loads
@@ -30,7 +31,10 @@ def read_stream(
     """
     storages = Storages(path)
     done, end, keys = _structure(path, size, files, builders, storages)
-    file = TorchFile(path, size, done.value, done.globals)
+    root = done.value
+    if numpy_arrays.are_in(done, storages.by_key.values()):
+        root = numpy_arrays.settled(root, path, 0)
+    file = TorchFile(path, size, root, done.globals)
     for key in keys:
         storage = storages.by_key.get(key) if isinstance(key, str) else None
         if storage is None or end + 8 + storage.nbytes > size:

@@ -25,10 +25,13 @@ def is_plain(value: Any) -> bool:
     Those are the descriptions that `plain` makes.
     """
     if isinstance(value, dict):
-        keys = value.keys()
-        described = keys == {"tensor", "shape"} or "class" in keys or _is_count(value)
-        return not described and all(map(is_plain, value.values()))
+        return not is_description(value) and all(map(is_plain, value.values()))
     return not isinstance(value, (list, tuple)) or all(map(is_plain, value))
+
+
+def is_description(value: dict[Any, Any]) -> bool:
+    """Return whether a dict is what `plain` makes of a tensor, an object or bytes."""
+    return value.keys() == {"tensor", "shape"} or "class" in value or _is_count(value)
 
 
 def _is_count(value: dict[Any, Any]) -> bool:

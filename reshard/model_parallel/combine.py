@@ -96,6 +96,7 @@ def joined(ranks: Sequence[Manifest], entries: Iterable[Entry]) -> Manifest:
         wrapped={n: listed for rank in ranks for n, listed in rank.wrapped.items()},
         absent=tuple(dict.fromkeys(name for rank in ranks for name in rank.absent)),
         warnings=tuple(dict.fromkeys(text for rank in ranks for text in rank.warnings)),
+        unread={name: what for rank in ranks for name, what in rank.unread.items()},
         unknown_globals=tuple(sorted({g for rank in ranks for g in rank.unknown_globals})),
         ordered=all(rank.ordered for rank in ranks),
     )

@@ -11,10 +11,11 @@ from typing import Any
 
 from reshard.errors import UnsafeError, shown
 from reshard.pickles import sharing, trust
-from reshard.pickles.values import Builder, Call, Global
+from reshard.pickles.values import ENCODE, Builder, Call, Global, Located
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _MAX_COPIED = 1 << 20
+_BETWEEN = 64  # most bytes of opcodes between a text and the call that encodes it
 
 
 class _Mark:
@@ -54,6 +55,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self.globals: set[str] = set()
         self.copied = 0  # elements of containers that calls have copied
+        self._letters: dict[bytes, int] = {}  # text of one letter -> a place of it
         self.shared = 0  # times that a container was put in one more place
 
     def run(self, handlers: Mapping[int, Handler]) -> Any:  # noqa: C901, PLR0912 - inlined for speed
@@ -201,7 +203,19 @@ class Machine:
                 self.copied += len(arg)
         if self.copied > _MAX_COPIED + 8 * len(self.data):
             raise ValueError("it copies the same value over and over")
-        return builder(*args)
+        made = builder(*args)
+        return self.located(made) if target.name == ENCODE else made
+
+    def located(self, data: bytes) -> bytes:
+        """Return bytes that a text stands for with the place of that text, if it is the last one.
+
+        The same text anywhere stands for the same bytes, so its place is found by its content.
+        """
+        text = data.decode("latin-1").encode()
+        at = self.data.rfind(text, max(self.position - len(text) - _BETWEEN, 0), self.position)
+        if at < 0 and len(data) == 1:  # CPython has one object of each such text: one is stored
+            at = self._letters.setdefault(text, self.data.find(text, 0, self.position))
+        return Located.of(data, at, len(text)) if text and at >= 0 else data
 
 
 def _text(data: bytes, start: int, stop: int) -> str:

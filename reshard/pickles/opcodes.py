@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.pickles.machine import Handler, Machine, checked, top
-from reshard.pickles.values import Call, hashable
+from reshard.pickles.values import Call, Located, hashable
 
 HANDLERS: dict[int, Handler] = {}
 
@@ -67,16 +67,31 @@ def _latin(data: bytes) -> str:
 for _code, _layout, _convert in (
     (0x8C, "<B", _unicode),  # SHORT_BINUNICODE
     (0x8D, "<Q", _unicode),  # BINUNICODE8
-    (0x43, "<B", bytes),  # SHORT_BINBYTES
-    (0x42, "<I", bytes),  # BINBYTES
-    (0x8E, "<Q", bytes),  # BINBYTES8
-    (0x96, "<Q", bytes),  # BYTEARRAY8
     (0x55, "<B", _latin),  # SHORT_BINSTRING
     (0x54, "<i", _latin),  # BINSTRING
     (0x8A, "<B", _long),  # LONG1
     (0x8B, "<i", _long),  # LONG4
 ):
     _counted(_code, _layout, _convert)
+
+
+def _raw(code: int, layout: str) -> None:
+    """An opcode that pushes bytes as they stand in the stream."""
+
+    def handler(machine: Machine) -> None:
+        data = machine.take(machine.number(layout))
+        machine.stack.append(Located.of(data, machine.position - len(data)))
+
+    HANDLERS[code] = handler
+
+
+for _code, _layout in (
+    (0x43, "<B"),  # SHORT_BINBYTES
+    (0x42, "<I"),  # BINBYTES
+    (0x8E, "<Q"),  # BINBYTES8
+    (0x96, "<Q"),  # BYTEARRAY8
+):
+    _raw(_code, _layout)
 
 
 @_opcode(0x80)  # PROTO

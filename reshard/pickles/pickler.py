@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.pickles import trust
-from reshard.pickles.values import Call, Global
+from reshard.pickles.values import Call, Global, Located
 
 _BATCH = 1000
 _MAX_DEPTH = 100  # checkpoints nest some ten deep; each level is up to five frames of Python
@@ -306,6 +306,7 @@ _NESTING: dict[type, _Writer] = {
     set: Pickler._set,  # noqa: SLF001
     frozenset: Pickler._set,  # noqa: SLF001
     bytes: Pickler._bytes,  # noqa: SLF001
+    Located: Pickler._bytes,  # noqa: SLF001
     complex: Pickler._complex,  # noqa: SLF001
     Call: lambda pickler, value: pickler.call(value),
 }

@@ -22,6 +22,25 @@ class Global:
     name: str
 
 
+class Located(bytes):
+    """Bytes of a pickle that know where in the stream they stand.
+
+    Attributes:
+        at: the offset of the first one.
+        text_nbytes: how long the UTF-8 text there is that stands for them; None of raw bytes.
+    """
+
+    at: int
+    text_nbytes: int | None
+
+    @classmethod
+    def of(cls, data: bytes, at: int, text_nbytes: int | None = None) -> Located:
+        """Return the same bytes with their place."""
+        made = cls(data)
+        made.at, made.text_nbytes = at, text_nbytes
+        return made
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """An object that a pickle would make by calling ``name(*args)``, kept as a description."""
@@ -79,6 +98,8 @@ def _mapping(items: Any = (), /) -> dict[Any, Any]:
     return {hashable(key): value for key, value in pairs}
 
 
+ENCODE = "_codecs.encode"  # protocol 2 pickles bytes as its call
+
 BUILDERS: dict[str, Builder] = {
     "collections.OrderedDict": _mapping,
     "collections.defaultdict": lambda *_factory: {},
@@ -92,5 +113,5 @@ BUILDERS: dict[str, Builder] = {
     "builtins.bytes": _raw,
     "builtins.bytearray": lambda *data: bytes(data[0], "latin-1") if len(data) > 1 else _raw(*data),
     "builtins.complex": complex,
-    "_codecs.encode": lambda text, _encoding="latin-1": text.encode("latin-1"),
+    ENCODE: lambda text, _encoding="latin-1": text.encode("latin-1"),
 }

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard import units, weights
+from reshard import escaped, units, weights
 from reshard.box import index_of
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
@@ -222,7 +222,7 @@ def _unequal(each: Unequal, what: str) -> str:
 
 def _where(entry: Entry, flat: int) -> str:
     """The file and rank that hold an element."""
-    path = as_path(chunk_at(entry, index_of(flat, entry.shape)).file)
+    path = as_path(escaped.real(chunk_at(entry, index_of(flat, entry.shape)).file))
     match = _RANK.search(path.name) or _RANK.search(path.parent.name)
     rank = next((number for number in match.groups() if number), "") if match else ""
     return f"in {path}" + (f" (rank {int(rank)})" if rank else "")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard import keys, units
+from reshard import escaped, keys, units
 from reshard.commands.merge.options import FILL
 from reshard.commands.reading import ReadOptions, trusted
 from reshard.errors import UsageError
@@ -66,7 +66,7 @@ class Base:
                 )
         taken = [e for fqn, e in offered.items() if fqn not in held and fqn not in manifest.tied]
         names = [entry.fqn for entry in taken]
-        files = {chunk.file for entry in taken for chunk in entry.chunks}
+        files = {escaped.real(chunk.file) for entry in taken for chunk in entry.chunks}
         filled = replace(
             manifest,
             entries=keyed((*manifest.entries.values(), *taken)),

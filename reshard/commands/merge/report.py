@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import keys, units
+from reshard.commands.balance import balance, line
 from reshard.commands.lines import LISTED, listed, written
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
@@ -43,6 +44,7 @@ class MergeReport:
     renamed: list[tuple[str, str]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     optimizer_tensors_left: int = 0
+    leaves: dict[str, Any] = field(default_factory=dict)  # see `balance`
     overflowed: dict[str, int] = field(default_factory=dict)
     flushed: dict[str, int] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
@@ -74,6 +76,7 @@ class MergeReport:
         yield f"source      {self._sources()}"
         yield from listed("identity", [str(self.identity)] if self.identity else [])
         yield from self._drops()
+        yield line(self.leaves)
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
         if self.resumed_bytes:
@@ -140,6 +143,7 @@ def describe(
         renamed=edited.renamed,
         excluded=edited.excluded,
         optimizer_tensors_left=optimizer,
+        leaves=balance(manifest),
         warnings=[
             *manifest.warnings,
             *find_counter_conflicts(manifest),

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import units
+from reshard.commands.balance import balance, line
 from reshard.commands.lines import listed, written
 from reshard.formats import kept
 from reshard.formats.skeletons import Laid
@@ -40,6 +41,7 @@ class SplitReport:
     weights: int = 0
     optimizer_tensors_in: int = 0
     optimizer_tensors_out: int = 0
+    leaves: dict[str, Any] = field(default_factory=dict)  # see `balance`
     kept: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -66,6 +68,7 @@ class SplitReport:
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
+        yield line(self.leaves)
         for label, items in (
             ("kept", self.kept),
             ("derived", self.derived),
@@ -106,6 +109,7 @@ def describe(
         weights=len(state.weights),
         optimizer_tensors_in=len(held),
         optimizer_tensors_out=len(out),
+        leaves=balance(manifest),
         notes=list(laid.notes),
         warnings=[*manifest.warnings, *find_counter_conflicts(manifest)],
         bytes_read=plan.copied_bytes,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats import torch_file
+from reshard.formats import leaves, torch_file
 from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.states import MIXED, ModelStates
@@ -89,6 +89,7 @@ def _check_alike(experts: Sequence[Expert]) -> None:
 def _expert(path: Path, number: int) -> Expert:
     file = torch_file.read(path)
     found = file.root if isinstance(file.root, dict) else {}
+    leaves.opaque(file.path, found)
     tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
     names = map(expert_names.parse, tensors)
     owners = {(name.layer, name.number) if name else None for name in names}

@@ -14,7 +14,7 @@ from pathlib import Path
 from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import torch_file
+from reshard.formats import leaves, torch_file
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.torch_objects import Tensor, TorchFile
 
@@ -83,6 +83,7 @@ def _is_full(held: Module, said: Said) -> bool:
 def _tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
     if not isinstance(file.root, dict):
         raise CorruptError(file.path, "is not a layer's state dict")
+    leaves.opaque(file.path, file.root)
     held = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
     prefix = f"{layer}."
     if held and not any(prefix + key in named for key in held):

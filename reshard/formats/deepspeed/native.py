@@ -210,6 +210,7 @@ def _assemble(
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
         wrapped=first.wrapped,
         warnings=tuple(warnings),
+        unread=first.unread,
         unknown_globals=_unknown(opened),
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 from reshard import counts
 from reshard.box import Index
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, shown
-from reshard.formats import torch_file
+from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.formats import leaves, torch_file
 from reshard.formats.deepspeed import kinds
 from reshard.formats.torch_file import Alike
 from reshard.formats.torch_objects import Tensor, TorchFile
@@ -49,6 +49,16 @@ class ModelStates:
         found = self.root.get("module") or {}
         own = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return {**own, **self.elsewhere}
+
+    @property
+    def unread(self) -> dict[str, str]:
+        """What the module's state dict holds beside tensors, as `leaves.opaque` has it.
+
+        Raises:
+            UnsupportedError, IncompleteError: weights that nothing reads.
+        """
+        held = self.root.get("module") or {}
+        return leaves.opaque(self.file.path, held, prefix="module.")
 
     @property
     def shapes(self) -> Shapes:
@@ -148,7 +158,13 @@ class Piece:
 
 
 def piece_of(file: TorchFile, tensor: Tensor) -> Piece:
-    """A flat tensor of an opened file."""
+    """A flat tensor of an opened file.
+
+    Raises:
+        UnsupportedError: it is a numpy array, whose bytes do not lie raw in the file.
+    """
+    if tensor.storage.file != file.path:
+        raise UnsupportedError(file.path, "holds a flat partition that is a numpy array")
     return Piece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
 
 

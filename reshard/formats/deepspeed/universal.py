@@ -111,6 +111,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
         wrapped=model.wrapped,
         warnings=(*_warnings(model), *ranks.notes),
+        unread=model.unread,
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError
-from reshard.formats import torch_file
+from reshard.formats import leaves, torch_file
 from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER, model_file
@@ -76,6 +76,8 @@ class RankFile:
         chunk = Chunk()
         for name, value in _leaves(self.root[key], self.path):
             tensor = logical(value)
+            if not names.is_extra(name):
+                leaves.opaque(self.path, {name: value}, prefix=f"{key}.")
             if names.is_extra(name) or tensor is None:
                 chunk.extra[name] = value
             elif names.is_buffer(name):

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import torch_file
+from reshard.formats import leaves, torch_file
 from reshard.formats.json_files import json_object
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
 from reshard.formats.place import Place, missing_ranks
@@ -80,6 +80,8 @@ def read(place: Place, table: Table | None = None) -> Manifest:
 
 def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Manifest:
     file = torch_file.read(path)
+    state = tree.of_file(file)
+    unread = leaves.opaque(path, state) if isinstance(state, dict) else {}
     entries = [
         Entry(
             name,
@@ -88,7 +90,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
             tensor.shape,
             tensor.chunks,
         )
-        for name, leaf in tree.tensors(tree.of_file(file)).items()
+        for name, leaf in tree.tensors(state).items()
         if (tensor := tree.logical(leaf))
     ]
     dims = {entry.fqn: len(entry.shape) for entry in entries}
@@ -110,6 +112,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
         keyed(entries),
         {source.path: source},
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
+        unread=unread,
         unknown_globals=trust.unknown(file.globals),
     )
     return with_params(manifest, params)

@@ -11,6 +11,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
+from reshard.formats import leaves
 from reshard.formats.state_dict import flat, optimizer, optimizers, parts, tree
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.optimizer import Optimizer
@@ -94,6 +95,7 @@ def manifest(
         trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
         warnings=tuple(said),
         nameless=tuple(path for one in read for path in one.nameless),
+        unread=_unread(split),
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
     )
@@ -322,6 +324,22 @@ def _kinds(
     }
 
 
+def _beside(split: parts.Parts) -> list[str]:
+    """Tensors outside of every model and optimizer, but for the states of generators."""
+    return [
+        name
+        for path, value in split.client.items()
+        if not parts.RNG.search(path)
+        for name in ([path] if is_tensor(value) else leaves.weights_in(value, path))
+    ]
+
+
+def _unread(split: parts.Parts) -> dict[str, str]:
+    """Name -> what it is, of each value that is neither weight nor optimizer nor train state."""
+    models = dict.fromkeys(split.other_models, "another state dict")
+    return {**split.unread, **models, **dict.fromkeys(_beside(split), "a tensor of no model")}
+
+
 def _notes(
     split: parts.Parts, found: Found, read: Iterable[Optimizer], names: set[str]
 ) -> Iterable[str]:
@@ -333,7 +351,7 @@ def _notes(
     if split.other_models:
         shown = ", ".join(split.other_models[:_LISTED])
         yield f"other state dicts are in it, which --key NAME chooses: {shown}"
-    beside = [name for name, value in split.client.items() if is_tensor(value)]
+    beside = _beside(split)
     if beside:
         yield f"tensors that belong to no model are left out: {', '.join(beside[:_LISTED])}"
     quiet = parts.RNG

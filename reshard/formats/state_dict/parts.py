@@ -7,16 +7,16 @@ names decide only between several models.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.errors import UnrecognisedError, UnsupportedError, UsageError
+from reshard.errors import UnrecognisedError, UsageError
+from reshard.formats import leaves
 from reshard.formats.state_dict import tree as trees
 from reshard.formats.state_dict.optimizer import is_optimizer
 from reshard.formats.state_dict.tree import Logical, as_list, dotted, is_tensor, tensors, walk
-from reshard.formats.torch_objects import is_wrapped
 
 Path = tuple[Any, ...]
 
@@ -57,6 +57,7 @@ class Parts:
     skipped_steps: int | None = None
     client: dict[str, Any] = field(default_factory=dict)  # everything else, by dotted path
     other_models: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)  # of the model's dict: name -> what it is
 
 
 def find(tree: Any, where: str, key: str | None = None) -> Parts:
@@ -68,29 +69,33 @@ def find(tree: Any, where: str, key: str | None = None) -> Parts:
     Raises:
         UnrecognisedError: no model in it, or several and no telling which.
         UnsupportedError: a weight that is no plain tensor.
+        IncompleteError: weights in lists or dicts of the state dict, which nothing reads.
         UsageError: there is none at ``key``.
     """
     optimizers = _find_optimizers(tree)
     models = _models(tree, optimizers)
     path = _at(tree, where, key, models) if key is not None else _choose(where, models, optimizers)
     item = _item(tree, path)
-    _refuse_wrapped(item, where)
     model = models.get(path) or tensors(item)
     parts = Parts(model, path, optimizers)
     parts.other_models = [dotted(other) or "the top level" for other in models if other != path]
+    parts.unread = _opaque(item, where, path, {*optimizers, *models})
     _sort_rest(parts, tree, models)
     return parts
 
 
-def _refuse_wrapped(state: Any, where: str) -> None:
-    """A weight whose elements its class computes is not left out as if it were no weight."""
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if is_wrapped(value):
-            raise UnsupportedError(
-                where,
-                f"{name} is a {value.name}, whose elements only its own class can compute",
-                "save the model's plain tensors: before it is quantised, or dequantised",
-            )
+def _opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
+    """What the model's own dict holds beside tensors, which nothing else reads.
+
+    At the top level that is the rest of the checkpoint, too: it has names of its own.
+    """
+    if not isinstance(item, dict):
+        return {}
+    known = {key for key in item if any(at[: len(path) + 1] == (*path, key) for at in read)}
+    known |= {key for key in item if _kind((key,)) or _NEVER_A_MODEL.search(str(key))}
+    prefix = f"{dotted(path)}." if path else ""
+    held = leaves.opaque(where, item, known, prefix=prefix)
+    return held if path else {}
 
 
 def _find_optimizers(tree: Any) -> dict[Path, Any]:

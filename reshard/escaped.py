@@ -1,0 +1,134 @@
+"""Bytes that a pickle of protocol 2 stores as text, addressed as if they were a file.
+
+Protocol 2, which ``torch.save`` uses, has no bytes: they are pickled as ``_codecs.encode(text,
+"latin1")``, and the text is stored in UTF-8, where a byte of 128 or more takes two. The data of a
+numpy array in a checkpoint therefore do not lie raw in the file. `name` makes a file name out of
+the place of such a text; `reshard.files.SourceFiles` reads the decoded bytes under that name at any
+offset, and keeps no more of them in memory than one block.
+
+Source: CPython 3.13 ``Modules/_pickle.c`` (``save_bytes``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from reshard.errors import CorruptError
+
+_MARK = "\0latin1:"  # no file of any system has NUL in its name
+_BLOCK = 64 << 10  # bytes of text that are read at once
+
+Read = Callable[[str, int, int], bytes]  # (file, byte offset, nbytes) -> bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Escaped:
+    """Where a text lies, and how many bytes it stands for.
+
+    Args:
+        number: tells arrays apart that share one text, which are no views of one another.
+    """
+
+    file: str
+    byte_offset: int
+    text_nbytes: int
+    nbytes: int
+    number: int = 0
+
+
+def name(place: Escaped) -> str:
+    """Return the name under which the decoded bytes can be read."""
+    numbers = (place.byte_offset, place.text_nbytes, place.nbytes, place.number)
+    return f"{place.file}{_MARK}{':'.join(map(str, numbers))}"
+
+
+def is_escaped(file: str) -> bool:
+    """Return whether `name` made this file name."""
+    return "\0" in file
+
+
+def place_of(file: str) -> Escaped:
+    """Return what `name` made a file name of."""
+    path, _, numbers = file.rpartition(_MARK)
+    return Escaped(path, *map(int, numbers.split(":")))
+
+
+def real(file: str) -> str:
+    """Return the file on disk that holds the bytes read under a file name."""
+    return place_of(file).file if is_escaped(file) else file
+
+
+class Decoder:
+    """Read the bytes of one text at any offset.
+
+    The first use reads the text once, to learn where in it each block's bytes begin.
+
+    Args:
+        read: reads raw bytes of the file on disk.
+    """
+
+    def __init__(self, file: str, read: Read) -> None:
+        self._place = place_of(file)
+        self._read = read
+        self._starts = [0]  # the decoded offset at which each block of text begins
+        for block in range(0, self._place.text_nbytes, _BLOCK):
+            self._starts.append(self._starts[-1] + _characters(self._text(block)))
+        if self._starts[-1] != self._place.nbytes:
+            raise self._changed()
+
+    def read_into(self, byte_offset: int, target: memoryview) -> None:
+        """Fill ``target`` with the decoded bytes from an offset on.
+
+        Raises:
+            CorruptError: the text ends before, or holds something else than bytes.
+        """
+        if byte_offset < 0 or byte_offset + len(target) > self._place.nbytes:
+            raise self._changed()
+        done = 0
+        while done < len(target):
+            at = byte_offset + done
+            block = bisect_right(self._starts, at) - 1
+            found = self._decoded(block)[at - self._starts[block] :][: len(target) - done]
+            target[done : done + len(found)] = found
+            done += len(found)
+
+    def _text(self, start: int) -> bytes:
+        """The text from a byte on, up to a block of it."""
+        nbytes = min(_BLOCK, self._place.text_nbytes - start)
+        return self._read(self._place.file, self._place.byte_offset + start, nbytes)
+
+    def _decoded(self, block: int) -> bytes:
+        """The bytes of the characters that begin in a block of text."""
+        start = block * _BLOCK
+        stop = min(start + _BLOCK + 1, self._place.text_nbytes)  # the last one may end in the next
+        raw = self._read(self._place.file, self._place.byte_offset + start, stop - start)
+        raw = raw[1:] if _is_tail(raw[0]) else raw
+        if stop - start > _BLOCK and not _is_tail(raw[-1]):
+            raw = raw[:-1]
+        try:
+            return raw.decode("utf-8").encode("latin-1")
+        except UnicodeError as error:
+            raise self._changed() from error
+
+    def _changed(self) -> CorruptError:
+        return CorruptError(
+            self._place.file,
+            f"the text of {self._place.nbytes} bytes at byte {self._place.byte_offset} is no longer"
+            " what it was when the header was read",
+            "the file was written to meanwhile: run again when the job has ended",
+        )
+
+
+def _is_tail(byte: int) -> bool:
+    """Whether a byte of UTF-8 continues a character."""
+    return byte & 0xC0 == 0x80
+
+
+_TAILS = bytes(range(0x80, 0xC0))
+
+
+def _characters(text: bytes) -> int:
+    """How many characters begin in a piece of UTF-8."""
+    return len(text.translate(None, _TAILS))

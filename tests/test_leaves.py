@@ -1,0 +1,180 @@
+"""Every value of a saved state becomes something: arrays are weights, nothing is lost unseen."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+import reshard
+from reshard.cli import cli
+from reshard.errors import IncompleteError, UnsupportedError
+
+PROTOCOLS = (2, 3, 4, 5)
+RANDOM = np.random.default_rng(7)
+ARRAYS = {
+    "matrix": RANDOM.standard_normal((300, 500)).astype("f4"),  # several blocks of text
+    "by columns": np.asfortranarray(RANDOM.standard_normal((5, 7))),
+    "a view": RANDOM.standard_normal((6, 6))[::2, 1:],
+    "half": RANDOM.standard_normal(4).astype("f2"),
+    "every byte": np.arange(256, dtype="u1"),
+    "one byte": np.array([200], "u1"),
+    "the same byte again": np.array([200], "u1"),
+    "int": np.arange(-3, 4),
+    "bool": np.array([True, False]),
+    "complex": np.array([1 + 2j]),
+    "0-d": np.array(3.5),
+    "scalar": np.float32(2.5),
+    "nothing": np.zeros((0, 3), "f4"),
+}
+
+
+def save(value, path, **options):
+    torch.save(value, path, **options)
+    return path
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_numpy_arrays_are_the_tensors_that_they_are(tmp_path, protocol, nested):
+    state = {"weight": torch.randn(3, 4), **ARRAYS}
+    saved = {"model": state, "step": np.int64(3), "best": np.float64(0.5)} if nested else state
+    path = save(saved, tmp_path / "x.pt", pickle_protocol=protocol)
+    with reshard.open(path) as checkpoint:
+        assert set(checkpoint) == set(state)
+        for name, array in ARRAYS.items():
+            wanted = torch.from_numpy(np.ascontiguousarray(array).reshape(np.shape(array)))
+            found = checkpoint[name][...]
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted), name
+        assert torch.equal(checkpoint["matrix"][7:9, 3:450:5], wanted_part())
+        if nested:
+            assert checkpoint.manifest.train.step == 3
+            assert checkpoint.manifest.train.client["best"] == 0.5
+
+
+def wanted_part():
+    return torch.from_numpy(ARRAYS["matrix"])[7:9, 3:450:5]
+
+
+def test_arrays_of_the_stream_before_zip_are_read(tmp_path):
+    path = save(ARRAYS, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    with reshard.open(path) as checkpoint:
+        assert torch.equal(checkpoint["matrix"][...], torch.from_numpy(ARRAYS["matrix"]))
+
+
+def test_a_merge_writes_arrays_with_any_number_of_workers(tmp_path):
+    path = save({name: a for name, a in ARRAYS.items() if name != "complex"}, tmp_path / "x.pt")
+    for workers in (1, 3):
+        reshard.merge(path, tmp_path / f"{workers}.safetensors", workers=workers, dtype="keep")
+    assert (tmp_path / "1.safetensors").read_bytes() == (tmp_path / "3.safetensors").read_bytes()
+    written = load_file(tmp_path / "1.safetensors")
+    assert written.keys() == ARRAYS.keys() - {"complex"}
+    assert torch.equal(written["matrix"], torch.from_numpy(ARRAYS["matrix"]))
+
+
+def test_bare_storages_are_vectors(tmp_path):
+    values = torch.arange(5.0)
+    typed, raw = values._typed_storage(), values.clone().untyped_storage()
+    state = {"w": torch.ones(2), "typed": typed, "raw": raw}
+    with reshard.open(save(state, tmp_path / "x.pt")) as checkpoint:
+        assert torch.equal(checkpoint["typed"][...], values)
+        assert torch.equal(checkpoint["raw"][...], values.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_arrays_in_a_dcp_directory_are_weights(tmp_path):
+    state = {"model": {"w": torch.ones(3), "a": ARRAYS["matrix"]}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with reshard.open(tmp_path / "dcp") as checkpoint:
+        assert set(checkpoint) == {"w", "a"}
+        assert torch.equal(checkpoint["a"][...], torch.from_numpy(ARRAYS["matrix"]))
+
+
+@pytest.mark.parametrize(
+    ("array", "reason"),
+    [
+        (np.arange(3.0).astype(">f4"), "big-endian"),
+        (np.array([1, "a"], dtype=object), "object dtype"),
+        (np.zeros(3, [("a", "f4")]), "structured dtype"),
+        (np.array(["a"]), "text dtype"),
+        (np.array([1.0]).view(np.recarray), "numpy.rec.recarray"),
+        (np.ma.array([1.0, 2.0]), "masked"),
+    ],
+    ids=["big-endian", "object", "structured", "text", "subclass", "masked"],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_array_that_is_no_tensor_is_refused_by_name(tmp_path, array, reason, nested):
+    state = {"w": torch.ones(3), "odd": array}
+    path = save({"model": state} if nested else state, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedError, match=f"odd is .*{reason}"):
+        reshard.inspect(path)
+
+
+@pytest.mark.parametrize("held", [[torch.ones(2)], {"deep": [ARRAYS["matrix"]]}, (torch.ones(2),)])
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_in_a_list_beside_the_weights_are_refused(tmp_path, held, nested):
+    state = {"w": torch.ones(3), "more": held}
+    path = save({"model": state} if nested else state, tmp_path / "x.pt")
+    with pytest.raises(IncompleteError, match=r"1 tensor of the model would be left out.*more\."):
+        reshard.merge(path, tmp_path / "out.safetensors")
+
+
+def test_weights_in_a_list_of_a_deepspeed_module_are_refused(tmp_path):
+    module = {"w": torch.ones(3), "more": [torch.ones(2)]}
+    state = {"module": module, "buffer_names": [], "ds_version": "0.19.8", "global_steps": 1}
+    (tmp_path / "global_step1").mkdir()
+    save(state, tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
+    with pytest.raises(IncompleteError, match=r"module\.more\.0"):
+        reshard.inspect(tmp_path / "global_step1")
+
+
+def test_an_array_in_a_deepspeed_module_is_a_weight(tmp_path):
+    module = OrderedDict(w=torch.ones(3), a=ARRAYS["matrix"], _extra_state=b"scales")
+    state = {"module": module, "buffer_names": [], "ds_version": "0.19.8", "global_steps": 1}
+    (tmp_path / "global_step1").mkdir()
+    save(state, tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
+    with reshard.open(tmp_path / "global_step1") as checkpoint:
+        assert torch.equal(checkpoint["a"][...], torch.from_numpy(ARRAYS["matrix"]))
+        assert checkpoint.manifest.unread == {"module._extra_state": "bytes"}
+
+
+def test_the_report_states_the_balance(tmp_path, capsys):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": {**model.state_dict(), "_extra_state": b"scales"},
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "queue": [torch.ones(4)],
+        "rng": np.random.get_state(),  # noqa: NPY002 - what scripts save
+    }
+    path = save(state, tmp_path / "x.pt")
+    cli.main(["inspect", str(path), "--json"], standalone_mode=False)
+    leaves = json.loads(capsys.readouterr().out)["leaves"]
+    assert (leaves["weights"], leaves["optimizer"]) == (2, 6)
+    assert leaves["opaque"] == {"model._extra_state": "bytes", "queue.0": "a tensor of no model"}
+    assert leaves["read"] == sum(v for k, v in leaves.items() if k in KINDS) + 2
+    report = reshard.merge(path, tmp_path / "out.safetensors")
+    (line,) = (line for line in report.lines() if line.startswith("leaves "))
+    assert "2 weights, 6 optimizer" in line
+    assert "2 opaque (model._extra_state, queue.0)" in line
+    assert any("queue.0" in text for text in report.warnings)
+    split = reshard.split(path, tmp_path / "ds", to="deepspeed", world_size=2)
+    assert split.leaves == report.leaves
+
+
+KINDS = ("weights", "optimizer", "train_state")
+
+
+def test_numpys_random_state_is_no_weight(tmp_path):
+    state = {"w": torch.ones(3), "numpy": np.random.get_state()}  # noqa: NPY002
+    with reshard.open(save(state, tmp_path / "x.pt")) as checkpoint:
+        assert set(checkpoint) == {"w"}
