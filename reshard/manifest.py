@@ -238,10 +238,11 @@ class Manifest:
     def placeholders(self) -> list[str]:
         """Weights of shape [0]: what ZeRO 3 leaves in a module whose parameters lie on other ranks.
 
-        One parameter without elements may be meant, and is none.
+        Not those with an fp32 master or an optimizer slot, which say that the shape is meant.
         """
-        hollow = [entry.fqn for entry in self.of_kind(PARAM) if entry.shape == (0,)]
-        return hollow if len(hollow) > 1 else []
+        stated = {fqn for kind, fqn in self.entries if kind not in (PARAM, BUFFER)}
+        hollow = (entry.fqn for entry in self.of_kind(PARAM) if entry.shape == (0,))
+        return [fqn for fqn in hollow if fqn not in stated]
 
 
 @dataclass(frozen=True, slots=True)

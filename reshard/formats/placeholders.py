@@ -1,17 +1,27 @@
-"""Weights of shape [0]: what ZeRO 3 leaves in a module whose parameters nobody gathered."""
+"""Weights of shape [0]: what ZeRO 3 leaves in a module whose parameters nobody gathered.
+
+A model may have a parameter without elements, so a weight of shape [0] is judged by what else is
+known: the config beside the checkpoint, else its own name and its namesakes in other layers.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from reshard.errors import IncompleteError
-from reshard.formats.place import directory
-from reshard.manifest import Manifest
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.place import Place, directory
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
+from reshard.model import Told
 from reshard.units import counted, some
+
+_NUMBER = re.compile(r"\d+")
+_ALWAYS_FILLED = re.compile(r"(.*\.)?(weight|bias)")  # of every module of torch's own
 
 
 def looked_for(manifest: Manifest) -> Manifest:
-    """The checkpoint with a warning of its placeholders; where most weights are such, none.
+    """Return the checkpoint with a warning of its placeholders.
 
     Raises:
         IncompleteError: more than half of the weights are placeholders.
@@ -19,20 +29,86 @@ def looked_for(manifest: Manifest) -> Manifest:
     hollow = manifest.placeholders
     if not hollow:
         return manifest
-    where = manifest.origin.path
     weights = {entry.fqn for entry in manifest.entries.values()}
-    place = directory(where)
-    near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
-    real = [str(p) for p in near if any(p.glob("*_optim_states.pt"))]
-    if 2 * len(hollow) > len(weights):
-        raise IncompleteError(
-            where,
-            f"{len(hollow)} of {len(weights)} weights have size 0 (e.g. {hollow[0]!r}): ZeRO-3"
-            " placeholders, the real weights are in the ranks' *_optim_states.pt",
-            f"merge {real[0]}" if real else "merge the checkpoint directory that holds those files",
-        )
-    text = (
-        f"{counted(len(hollow), 'weight')} of size 0 ({some(hollow)}): ZeRO-3 placeholders, the"
-        " real weights are in the ranks' *_optim_states.pt" + (f" in {real[0]}" if real else "")
+    if 2 * len(hollow) > len(weights) and len(hollow) > 1:
+        raise _incomplete(manifest, hollow, len(weights))
+    text = f"{_described(hollow)}, unless the model has parameters without elements"
+    return replace(manifest, warnings=(*manifest.warnings, text + _real_in(manifest)))
+
+
+def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
+    """Refuse to write a model whose weights are placeholders.
+
+    Args:
+        written: the tensors that are to be written.
+
+    Raises:
+        IncompleteError: naming them.
+    """
+    chosen = {entry.fqn for entry in written}
+    suspects = [fqn for fqn in manifest.placeholders if fqn in chosen]
+    if not suspects:
+        return
+    shapes = _shapes_beside(manifest)
+    if shapes is None:
+        hollow = suspects if len(suspects) > 1 else _odd_ones(manifest, suspects)
+    else:
+        hollow = [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
+    if hollow:
+        raise _incomplete(manifest, hollow, len(chosen))
+
+
+def _incomplete(manifest: Manifest, hollow: Sequence[str], weights: int) -> IncompleteError:
+    real, have = _real(manifest), "has" if len(hollow) == 1 else "have"
+    return IncompleteError(
+        manifest.origin.path,
+        f"{len(hollow)} of {weights} weights {have} size 0 ({some(hollow)}): ZeRO-3 placeholders,"
+        " the real weights are in the ranks' *_optim_states.pt",
+        f"merge {real}"
+        if real
+        else "merge the checkpoint directory that holds those files; if the model has no elements"
+        " there, put its config.json beside, or leave them out of a merge with --exclude",
     )
-    return replace(manifest, warnings=(*manifest.warnings, text))
+
+
+def _described(hollow: Sequence[str]) -> str:
+    return (
+        f"{counted(len(hollow), 'weight')} of size 0 ({some(hollow)}): ZeRO-3 placeholders, the"
+        " real weights are in the ranks' *_optim_states.pt"
+    )
+
+
+def _real(manifest: Manifest) -> str:
+    """The DeepSpeed checkpoint near the file, whose ranks hold the weights; empty without one."""
+    place = directory(manifest.origin.path)
+    near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
+    return next((str(p) for p in near if any(p.glob("*_optim_states.pt"))), "")
+
+
+def _real_in(manifest: Manifest) -> str:
+    real = _real(manifest)
+    return f"; see {real}" if real else ""
+
+
+def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
+    """The shapes of the model of a config beside the checkpoint; None where none helps."""
+    from reshard.formats.pytorch import beside  # which reads what lies beside any checkpoint
+
+    told: Told | None = beside.nearby(Place([directory(manifest.origin.path)]), None)
+    if told is None:
+        return None
+    try:
+        shapes = told.shapes()
+    except (UsageError, UnsupportedError):
+        return None
+    return {**shapes.parameters, **shapes.buffers}
+
+
+def _odd_ones(manifest: Manifest, suspects: Iterable[str]) -> list[str]:
+    """Those whose name, or whose namesake in another layer, says that they have elements."""
+    filled = {_masked(e.fqn) for e in manifest.of_kind(*WEIGHT_KINDS) if e.numel}
+    return [fqn for fqn in suspects if _ALWAYS_FILLED.fullmatch(fqn) or _masked(fqn) in filled]
+
+
+def _masked(fqn: str) -> str:
+    return _NUMBER.sub("#", fqn)

@@ -9,9 +9,11 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import reshard
+from reshard import keys
+from reshard.errors import IncompleteError
 from reshard.proof import checks
 from tests.judges import deepspeed_judge, library_judge, torch_judge
 
@@ -84,8 +86,13 @@ def test_some_placeholders_of_zero_3_fail(made, tmp_path):
     assert hollow
     check = reshard.verify(tmp_path).check("complete")
     assert {text.split()[0] for text in check.failures} == hollow
-    report = reshard.merge(tmp_path / "model.safetensors", tmp_path / "out.safetensors")
+    with pytest.raises(IncompleteError, match=f"{len(hollow)} of .* ZeRO-3 placeholders"):
+        reshard.merge(tmp_path / "model.safetensors", tmp_path / "out.safetensors")
+    rest = keys.Edits(exclude=[f"^{fqn}$".replace(".", r"\.") for fqn in hollow])
+    out = tmp_path / "rest.safetensors"
+    report = reshard.merge(tmp_path / "model.safetensors", out, edits=rest)
     assert any("ZeRO-3 placeholders" in text for text in report.warnings)
+    assert load_file(out).keys() == module.keys() - hollow
 
 
 @pytest.mark.parametrize("more", [0, 1, -4])

@@ -19,6 +19,7 @@ from reshard.commands.target import check_skeleton
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, small
+from reshard.formats import placeholders
 from reshard.formats.huggingface import writer
 from reshard.formats.huggingface.companions import QUANTISED, Companions, matched_config
 from reshard.formats.huggingface.companions import companions as find_companions
@@ -193,6 +194,7 @@ def _planned(
     options: MergeOptions,
 ) -> _Job:
     check_skeleton(skeleton)
+    placeholders.refuse(edited.manifest, (entry for entry, _ in chosen.tensors))
     _, window_bytes = options.budget()
     planned = Plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
     return _Job(edited, chosen, skeleton, planned, changes)

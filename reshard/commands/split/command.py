@@ -23,7 +23,7 @@ from reshard.commands.split.state import is_weights, made_state, stored, told
 from reshard.commands.target import check_places
 from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import kept, skeletons
+from reshard.formats import kept, placeholders, skeletons
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
@@ -152,6 +152,7 @@ def _edited(begun: _Begun, options: SplitOptions) -> tuple[Manifest, list[str]]:
     """
     edited = keys.edit(begun.manifest, keys.Edits(strip_wrappers=not _keeps_names(begun, options)))
     manifest = edited.manifest
+    placeholders.refuse(manifest, manifest.entries.values())
     if manifest.absent:
         raise IncompleteError(
             manifest.origin.path,
