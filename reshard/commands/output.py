@@ -21,7 +21,7 @@ from reshard.move.outcome import Outcome
 from reshard.move.unfinished import Unfinished, unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
-from reshard.paths import as_path
+from reshard.paths import as_path, is_remote
 from reshard.plan.planner import Plan
 from reshard.ranks.team import ALONE, Progress, Team, check_ranks_agree, own, told
 from reshard.replicas import Replicas
@@ -94,6 +94,18 @@ class OutputOptions(ReadOptions):
 def is_file(destination: str | Path) -> bool:
     """Whether output goes into one file there: its name says so, as no directory's does."""
     return Path(destination).suffix in (".safetensors", *formats.PLAIN_SUFFIXES)
+
+
+def resolved(destination: str | Path) -> Path:
+    """Return the path that output gets: links on the way to it are followed.
+
+    So is a link that stands for a directory. One that stands for a file is replaced, not written
+    through: in Hugging Face's cache it leads to a blob that other snapshots share.
+    """
+    path = as_path(destination)
+    if not is_file(path) or is_remote(str(path)):
+        return path.resolve()
+    return path.parent.resolve() / path.name
 
 
 def opened(

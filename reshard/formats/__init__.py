@@ -82,6 +82,8 @@ def _read_as(place: Place, force: str | None, choice: Choice) -> Manifest:
     if force and not registry.is_of(force, place):
         raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
     name = force or (registry.detected(place) if choice.tag is None else None)
+    if name and not force:
+        unclear.refuse_beside_runs(place)
     return registry.read(place, name, choice) if name else _read_run(place, choice)
 
 

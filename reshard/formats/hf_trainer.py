@@ -14,6 +14,7 @@ Source: transformers 5.23 ``trainer.py`` (``_load_optimizer_and_scheduler``, ``_
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,12 +33,18 @@ from reshard.model import ModelShapes
 _SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it
 _GROUPS = 2  # `Trainer.create_optimizer`
 _EVERY = 500  # steps: what TrainingArguments has for logging, evaluation and saving
+_CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trainer_utils.py
 _MICRO = "train_micro_batch_size_per_gpu"
 
 
 def directory(state: Training) -> str:
     """``checkpoint-N``."""
     return f"checkpoint-{state.step()}"
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a directory's name is one that the Trainer gives to a checkpoint."""
+    return _CHECKPOINT.fullmatch(name) is not None
 
 
 def run(

@@ -103,6 +103,12 @@ def is_of(name: str, place: Place) -> bool:
     return any(detect(place) for known, detect, _ in _FORMATS if known == name)
 
 
+def is_stray(place: Place) -> bool:
+    """Return whether nothing but some file of ``torch.save`` makes a place a checkpoint."""
+    known = (detect for _, detect, _ in _FORMATS if detect is not _is_loose)
+    return not any(detect(place) for detect in known) and _is_loose(place)
+
+
 def detected(place: Place) -> str | None:
     """The format of what lies directly at a place."""
     return next((name for name, detect, _ in _FORMATS if detect(place)), None)

@@ -82,6 +82,22 @@ def moved(part: Skeleton, directory: str) -> Skeleton:
     )
 
 
+def lifted(part: Skeleton, directory: str) -> Skeleton:
+    """Return the files of a directory without it: what `moved` did is undone."""
+
+    def bare(name: str) -> str:
+        return name.removeprefix(f"{directory}/")
+
+    def chunks(entry: Entry) -> tuple[Chunk, ...]:
+        return tuple(replace(c, file=bare(c.file)) for c in entry.chunks)
+
+    return Skeleton(
+        tuple(replace(file, name=bare(file.name)) for file in part.files),
+        tuple(replace(entry, chunks=chunks(entry)) for entry in part.entries),
+        tuple(replace(c, file=bare(c.file)) for c in part.checksums),
+    )
+
+
 def of_bytes(name: str, data: bytes) -> Skeleton:
     """A file whose content is known."""
     literals = ((0, data),) if data else ()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from reshard.errors import IncompleteError, UnsupportedError
-from reshard.formats import deepspeed, huggingface, meta, nanotron
+from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
+from reshard.formats import deepspeed, huggingface, meta, nanotron, run
 from reshard.formats.dcp.names import is_hf_shard
 from reshard.formats.place import Place
-from reshard.formats.registry import detected
+from reshard.formats.pytorch.names import torch_files
+from reshard.formats.registry import detected, is_stray
 from reshard.formats.torch_saves import PLAIN_SUFFIXES
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -16,6 +17,9 @@ _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; w
 _MODEL_PARALLEL = re.compile(  # Meta, Megatron and others; what stands before the rank's number
     r"^((?:consolidated\.|.*(?:tp|pp|mp|ep)[-_]rank[-_])\d+)"
 )
+_MODEL = re.compile(
+    r"(pytorch_|adapter_)?model(_\d+)?\.(bin|pt|pth)"
+)  # beside runs, the model itself
 _FOREIGN = {
     ".gguf": "GGUF (llama.cpp's)",
     ".onnx": "ONNX",
@@ -74,6 +78,36 @@ def refuse_one_of_many(place: Place) -> None:
                 else "it would be wrong to take it for the whole model; --from torch does so if it"
                 " is",
             )
+
+
+def refuse_beside_runs(place: Place) -> None:
+    """Refuse to take a loose file for the model where runs lie in folders beside it.
+
+    Raises:
+        UnrecognisedError: naming the runs and the file.
+    """
+    if place.chosen or not is_stray(place):
+        return
+    files = [name for name in torch_files(place) if not _MODEL.fullmatch(name)]
+    runs = [str(folder) for folder in place.folders.values() if files and _is_run(folder)]
+    if runs:
+        raise UnrecognisedError(
+            place,
+            f"holds the file {files[0]}, and runs in folders beside it: {', '.join(runs)}",
+            f"give the one that you mean, e.g. {runs[0]}, or {place.path / files[0]}",
+        )
+
+
+def _is_run(place: Place) -> bool:
+    """Whether a training checkpoint, or a run of several, lies in a folder."""
+
+    def known(below: Place) -> bool:
+        return detected(below) is not None and not is_stray(below)
+
+    try:
+        return run.checkpoint(place, None, known) is not None
+    except UnrecognisedError:  # a pointer to what is gone, or several
+        return True
 
 
 def hint(place: Place) -> str:

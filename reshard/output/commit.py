@@ -138,7 +138,7 @@ def claimed(
 
 
 def _place(destination: Path) -> Place:
-    real = destination.resolve().parent / destination.name
+    real = destination.parent.resolve() / destination.name
     if not is_remote(str(real)):
         return Local(real)
     from reshard.remote.partial import RemotePartial

@@ -55,8 +55,9 @@ def check_destination(
     if is_remote(str(real)):
         if _is_moving(real) and is_directory and resume:
             return
-    elif not real.parent.is_dir():
-        raise UsageError(destination, f"there is no directory {real.parent}", "create it first")
+    elif not destination.parent.is_dir():
+        parent = destination.parent.resolve()
+        raise UsageError(destination, f"there is no directory {parent}", "create it first")
     elif is_directory and os.path.ismount(real):
         raise ExistsError(
             destination,
@@ -125,7 +126,7 @@ def check_space(destination: Path, nbytes: int) -> None:
     Raises:
         ResourceError: the file system has less free space than ``nbytes``.
     """
-    free = shutil.disk_usage(destination.resolve().parent).free
+    free = shutil.disk_usage(destination.parent.resolve()).free
     if free < nbytes:
         raise ResourceError(
             destination,

@@ -12,7 +12,7 @@ from reshard.adapters import names as adapters
 from reshard.commands import naming
 from reshard.commands.merge.options import FILL, MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
-from reshard.commands.output import is_file, opened, page_of, write
+from reshard.commands.output import is_file, opened, page_of, resolved, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
@@ -29,6 +29,11 @@ from reshard.identity import check_identity
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
+
+_NO_CONFIG = (
+    "no config.json lies beside the checkpoint: transformers cannot load this directory; give the"
+    " model's directory with --hf-dir DIR, or copy its config.json and tokenizer here"
+)
 
 
 def merge(
@@ -54,7 +59,7 @@ def merge(
     is_directory = not is_file(destination)
     if options.adapter is not None and not is_directory:
         raise UsageError(destination, "is one file, and --adapter writes a directory")
-    destination = as_path(destination).resolve()  # a link is followed once, here
+    destination = resolved(destination)
     check_page(options, sources, destination)
     beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
     manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
@@ -256,7 +261,9 @@ def _lay_out(
         return writer.single_file(destination.name, chosen.tensors, metadata), []
     texts = {path.name: small(path) for path in companions.others}
     changes: list[str] = []
-    if companions.config is not None:
+    if companions.config is None:
+        chosen.notes.append(_NO_CONFIG)
+    else:
         config, changes = matched_config(
             companions.config, chosen.tensors, _main_dtype(chosen.tensors), untied=untied
         )

@@ -11,7 +11,7 @@ from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
-from reshard.commands.output import is_file, opened, page_of, write
+from reshard.commands.output import is_file, opened, page_of, resolved, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import for_megatron, own_states, read_back
@@ -28,7 +28,6 @@ from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
-from reshard.paths import as_path
 from reshard.plan.planner import Plan
 
 
@@ -45,7 +44,7 @@ def split(
     """
     options = options or SplitOptions()
     began = time.perf_counter()
-    sources, place = formats.as_paths(source), as_path(destination).resolve()
+    sources, place = formats.as_paths(source), resolved(destination)
     check_page(options, sources, place)
     manifest = opened(sources, place, options, is_directory=not is_file(place))
     identity = check_identity(manifest, options.trust)
@@ -129,7 +128,7 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     if is_file(destination):
         skeleton = skeletons.named(laid.skeleton, destination.name)
     else:
-        skeleton = _with_companions(laid.skeleton, state, target)
+        skeleton = _with_companions(laid.skeleton, state, target, destination.name)
     check_places(skeleton)
     held = stored(skeleton, state)
     carried = request.megatron.carried.entries if request.megatron is not None else ()
@@ -223,12 +222,18 @@ def _asked(options: SplitOptions) -> naming.Asked:
     )
 
 
-def _with_companions(skeleton: Skeleton, state: Training, target: Target) -> Skeleton:
-    """What lies beside the state files goes beside them; above a tag's directory, above it."""
+def _with_companions(
+    skeleton: Skeleton, state: Training, target: Target, destination: str
+) -> Skeleton:
+    """What lies beside the state files goes beside them; above a tag's directory, above it.
+
+    A destination that the user called ``checkpoint-N`` is HF Trainer's checkpoint itself.
+    """
     if target.name == "hf-trainer":
         from reshard.formats import hf_trainer
 
         inside = hf_trainer.directory(state)
-        return with_companions(skeleton, state.manifest, beside=inside, above=inside)
+        made = with_companions(skeleton, state.manifest, beside=inside, above=inside)
+        return skeletons.lifted(made, inside) if hf_trainer.is_checkpoint(destination) else made
     within = str(PurePosixPath(skeleton.files[-1].name).parent) if target.tagged else ""
     return with_companions(skeleton, state.manifest, beside=within)

@@ -1,0 +1,85 @@
+"""Where output goes: through links, into named checkpoints, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reshard
+from reshard.errors import UnrecognisedError
+
+
+@pytest.fixture
+def plain(tmp_path):
+    torch.save({"model.norm.weight": torch.ones(4)}, tmp_path / "plain.pt")
+    return tmp_path / "plain.pt"
+
+
+def trained(path):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, path)
+    return path
+
+
+@pytest.mark.parametrize("target", ["blob", "snapshots"])
+def test_a_link_to_a_file_is_replaced_and_its_target_stays(plain, tmp_path, target):
+    """As in Hugging Face's cache, where snapshots link to blobs without a suffix."""
+    blob, link = tmp_path / "blobs" / target, tmp_path / "snapshots" / "main" / "model.safetensors"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True)
+    blob.write_bytes(b"of another snapshot")
+    link.symlink_to(f"../../blobs/{target}")
+    reshard.merge(plain, link, overwrite=True)
+    assert blob.read_bytes() == b"of another snapshot"
+    assert not link.is_symlink()
+    assert load_file(link).keys() == {"model.norm.weight"}
+    assert [path.name for path in blob.parent.iterdir()] == [target]
+
+
+def test_a_link_to_a_directory_is_followed(plain, tmp_path):
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "out").symlink_to("large disk")
+    reshard.merge(plain, tmp_path / "out")
+    assert (tmp_path / "large disk" / "model.safetensors").is_file()
+    assert (tmp_path / "out").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"), [("checkpoint-3", "."), ("checkpoint-7", "."), ("run", "checkpoint-3")]
+)
+def test_a_destination_called_checkpoint_n_is_the_checkpoint(tmp_path, name, inside):
+    source = trained(tmp_path / "x.pt")
+    options = {"to": "hf-trainer", "world_size": 1, "state_dict_type": "unsharded"}
+    reshard.split(source, tmp_path / name, **options)
+    place = tmp_path / name / inside
+    assert json.loads((place / "trainer_state.json").read_text())["global_step"] == 3
+    assert (place / "optimizer.pt").is_file()
+    assert not list((tmp_path / name).glob("*/checkpoint-*"))
+    assert bool(list((tmp_path / name).glob("checkpoint-*"))) == (inside != ".")
+    assert reshard.inspect(tmp_path / name).manifest.train.step == 3
+
+
+def test_a_directory_without_a_config_is_told_of(plain, tmp_path):
+    report = reshard.merge(plain, tmp_path / "out")
+    assert any("--hf-dir" in text and "config.json" in text for text in report.warnings)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["X"]}')
+    report = reshard.merge(plain, tmp_path / "again")
+    assert not any("--hf-dir" in text for text in report.warnings)
+
+
+def test_a_stray_file_beside_runs_is_not_taken_for_the_model(plain, tmp_path):
+    for name in ("torch", "other"):
+        (tmp_path / name / "checkpoint-3").mkdir(parents=True)
+        torch.save({}, tmp_path / name / "checkpoint-3" / "optimizer.pt")
+        torch.save({"w": torch.ones(2)}, tmp_path / name / "checkpoint-3" / "pytorch_model.bin")
+    with pytest.raises(UnrecognisedError, match=r"plain\.pt.*other, .*torch") as caught:
+        reshard.inspect(tmp_path)
+    assert "give the one" in caught.value.remedy
+    assert reshard.inspect(plain).manifest.entries
+    assert reshard.inspect(tmp_path / "torch").manifest.entries
