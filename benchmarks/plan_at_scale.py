@@ -94,6 +94,7 @@ def state(
         {"state": SourceFile("state", at)},
         train,
         trained_dtypes=dict.fromkeys(shapes, dtypes.BFLOAT16),
+        ordered=True,
     )
 
 

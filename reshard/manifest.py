@@ -215,7 +215,7 @@ class Manifest:
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)  # values that nothing here stands for
-    ordered: bool = True  # whether the weights stand in the model's order
+    ordered: bool = field(kw_only=True)  # whether the weights stand in the model's order
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         """The entries of the given kinds, in manifest order."""

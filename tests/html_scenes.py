@@ -112,7 +112,7 @@ def irregular(shapes, ranks, chance):
 def _manifest(entries, sizes):
     origin = Origin("deepspeed", "run", "ZeRO stage 3", mesh={"world": len(sizes)})
     files = {name: SourceFile(name, nbytes) for name, nbytes in sizes.items()}
-    return Manifest(origin, keyed(entries), files)
+    return Manifest(origin, keyed(entries), files, ordered=True)
 
 
 def skeleton(manifest):

@@ -43,7 +43,12 @@ def state(*groups, count=4, tied=None):
     train = TrainState(step=3, samples=6, optimizer_step=steps, param_groups=groups)
     origin = Origin("deepspeed", "run", mesh={"world": 4, "dp": 4, "ep": 2}, precision="float32")
     found = Manifest(
-        origin, keyed(entries), {"f": SourceFile("f", 1)}, train=train, tied=tied or {}
+        origin,
+        keyed(entries),
+        {"f": SourceFile("f", 1)},
+        train=train,
+        tied=tied or {},
+        ordered=True,
     )
     return training(found)
 

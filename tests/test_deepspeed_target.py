@@ -70,6 +70,7 @@ def manifest(groups, others=(), *, config=None, slots=("exp_avg", "exp_avg_sq"),
         {"f": SourceFile("f", 1 << 20)},
         train=replace(state, **train),
         trained_dtypes=trained,
+        ordered=True,
     )
 
 

@@ -31,7 +31,7 @@ LAYERS = (
         "remote",
     ),
     ("escaped",),
-    ("manifest", "files", "units", "counts", "schema", "stamps", "pickles"),
+    ("manifest", "join", "files", "units", "counts", "schema", "stamps", "pickles"),
     ("keys", "model", "output"),
     ("layout",),
     ("model_parallel", "plan"),

@@ -33,7 +33,7 @@ F32 = dtypes.FLOAT32
 def manifest(shape, chunks, *, nbytes=1 << 20):
     entry = Entry("layer.weight", "param", F32, shape, tuple(chunks))
     files = {chunk.file: SourceFile(chunk.file, nbytes) for chunk in chunks}
-    return Manifest(Origin("test", "/t"), keyed([entry]), files)
+    return Manifest(Origin("test", "/t"), keyed([entry]), files, ordered=True)
 
 
 def rows(start, stop, *, file="a", width=4, byte_offset=0):
@@ -224,7 +224,7 @@ def test_keyed_refuses_two_entries_of_one_kind_and_name():
 
 def test_with_entries_keeps_the_given_order():
     made = [Entry(name, "param", F32, (0,), ()) for name in ("z", "a", "m")]
-    source = Manifest(Origin("test", "/t"), {}, {}).with_entries(made)
+    source = Manifest(Origin("test", "/t"), {}, {}, ordered=True).with_entries(made)
     assert [fqn for _, fqn in source.entries] == ["z", "a", "m"]
 
 
@@ -235,12 +235,12 @@ SHAPES = [([0, 0], 2), ([0, 0, 0, 3], 3), ([0, 3], 1), ([], 0)]
 def test_weights_without_elements_are_placeholders(shapes, found):
     entries = [Entry(f"w{n}", "param", F32, (size,), ()) for n, size in enumerate(shapes)]
     entries += [Entry("square", "param", F32, (0, 0), ()), Entry("b", "buffer", F32, (0,), ())]
-    held = Manifest(Origin("test", "/t"), keyed(entries), {})
+    held = Manifest(Origin("test", "/t"), keyed(entries), {}, ordered=True)
     assert held.placeholders == [f"w{n}" for n in range(found)]
 
 
 def test_a_tied_name_is_kept_under_another():
-    held = Manifest(Origin("test", "/t"), {}, {}, tied={"head": "embedding"})
+    held = Manifest(Origin("test", "/t"), {}, {}, tied={"head": "embedding"}, ordered=True)
     assert held.kept_name("head") == held.kept_name("embedding") == "embedding"
 
 

@@ -183,8 +183,8 @@ def test_a_rank_may_lack_the_state_of_a_part_that_is_empty_and_of_no_other(rows)
     params = [stored(part, file) for file, part in parts.items()]
     master = Entry("w", "master", FLOAT32, params[0].shape, params[0].chunks)
     ranks = [
-        Manifest(Origin("test", "/a"), keyed([params[0], master]), {}),
-        Manifest(Origin("test", "/b"), keyed([params[1]]), {}),
+        Manifest(Origin("test", "/a"), keyed([params[0], master]), {}, ordered=True),
+        Manifest(Origin("test", "/b"), keyed([params[1]]), {}, ordered=True),
     ]
     if rows:
         with pytest.raises(IncompleteError, match="/b: lacks the master 'w'"):

@@ -55,7 +55,7 @@ def painted(window):
 @pytest.mark.parametrize("seed", range(6))
 def test_scenes_themselves_are_covered(tmp_path, seed):
     made = scene(tmp_path, seed)
-    assert check(Manifest(Origin("test", ""), made.entries, made.files())) is None
+    assert check(Manifest(Origin("test", ""), made.entries, made.files(), ordered=True)) is None
 
 
 @pytest.mark.parametrize("window_bytes", WINDOWS)

@@ -98,7 +98,7 @@ def test_a_run_that_lies_outside_its_file_is_found():
 
     def proof(change):
         files = {f: SourceFile(f, n + change.get(f, 0)) for f, n in sizes.items()}
-        check(Manifest(Origin("test", ""), {KEY: entry(held)}, files))
+        check(Manifest(Origin("test", ""), {KEY: entry(held)}, files, ordered=True))
 
     proof({})
     proof({"s02": -8})  # the last rank holds two elements less
@@ -120,7 +120,7 @@ def test_what_follows_runs_in_a_manifest_is_checked_too():
     files = {file: SourceFile(file, 99) for file in held.places.files}
     hole = replace(entry(held), fqn="v", chunks=(*held[1:],))
     with pytest.raises(CorruptError, match="'v'"):
-        check(Manifest(Origin("test", ""), {KEY: entry(held), hole.key: hole}, files))
+        check(Manifest(Origin("test", ""), {KEY: entry(held), hole.key: hole}, files, ordered=True))
 
 
 def test_runs_are_as_many_as_they_say():

@@ -14,7 +14,10 @@ from reshard.manifest import Manifest, Origin
 from reshard.model_parallel.sizes import Sizes, world_size
 
 SOURCE = Manifest(
-    Origin("deepspeed", "run", mesh={"world": 8, "dp": 2, "tp": 2, "pp": 2}), entries={}, files={}
+    Origin("deepspeed", "run", mesh={"world": 8, "dp": 2, "tp": 2, "pp": 2}),
+    entries={},
+    files={},
+    ordered=True,
 )
 
 

@@ -245,7 +245,7 @@ def test_a_weight_is_its_master_and_slots_are_apart(tmp_path):
         chunk = contiguous(str(path), at, dtype, whole(shape), shape)
         held.append(Entry("w", kind, dtype, shape, (chunk,)))
     files = {str(path): SourceFile(str(path), 72)}
-    manifest = Manifest(Origin("test", ""), keyed(held), files, tied={"alias": "w"})
+    manifest = Manifest(Origin("test", ""), keyed(held), files, tied={"alias": "w"}, ordered=True)
     with Checkpoint(manifest) as checkpoint:
         assert list(checkpoint) == ["w", "alias"]
         assert checkpoint["w"].dtype == checkpoint["alias"].dtype == "float32"

@@ -34,7 +34,9 @@ def save(value, path, form="zip"):
 def bits(file, tensor):
     """A tensor's bits through the planner and the executor; its coverage is proved on the way."""
     entry = Entry("x", "param", tensor.dtype, tensor.shape, (tensor.chunk,))
-    check(Manifest(Origin("test", ""), {entry.key: entry}, {file.path: file.source()}))
+    check(
+        Manifest(Origin("test", ""), {entry.key: entry}, {file.path: file.source()}, ordered=True)
+    )
     with SourceFiles() as pool:
         return bytes(read_block(pool, entry, whole(entry.shape)))
 

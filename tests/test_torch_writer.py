@@ -172,7 +172,10 @@ def test_lay_out_writes_a_plain_dict_and_says_where_each_tensor_lies(tmp_path):
     assert [entry.key for entry in skeleton.entries] == [("master", name) for name in state]
     size = skeleton.files[0].nbytes
     manifest = Manifest(
-        Origin("test", ""), keyed(skeleton.entries), {"out.pt": SourceFile("out.pt", size)}
+        Origin("test", ""),
+        keyed(skeleton.entries),
+        {"out.pt": SourceFile("out.pt", size)},
+        ordered=True,
     )
     check(manifest)
     ours = source.fill(skeleton, tmp_path)

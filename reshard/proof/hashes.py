@@ -288,7 +288,7 @@ def _unequal(content: Content, entry: Entry, digests: Mapping[str, str]) -> str:
 
 def _compare_train(manifest: Manifest, listed: Contents, found: Check) -> None:
     here = replace(manifest, train=_plain(manifest.train))
-    there = Manifest(Origin("manifest", ""), {}, {}, train=listed.train)
+    there = Manifest(Origin("manifest", ""), {}, {}, train=listed.train, ordered=False)
     for value in train.differences(here, there):
         name = value.name.split(":")[0]
         loose = name in _LOOSE or (name in _PLACELESS and bool(value.only))

@@ -56,7 +56,7 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     check(manifest)
     skeleton = lay_out(training(manifest, weights_only=weights_only))
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
-    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files))
+    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files, ordered=True))
     out.mkdir(parents=True)
     copies = Plan(manifest.entries, skeleton)
     execute(copies, manifest.files, out, MoveOptions())
@@ -419,7 +419,7 @@ def test_any_number_of_ranks_holds_everything(torch_made, ranks, form):
     manifest = keys.edit(formats.read([place]), keys.Edits()).manifest
     skeleton = lay_out(training(manifest), ranks)
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
-    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files))
+    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files, ordered=True))
     assert {e.key for e in skeleton.entries} == manifest.entries.keys()
     for file in skeleton.files:
         spans = sorted((at, at + len(data)) for at, data in file.literals)

@@ -212,6 +212,7 @@ def _assemble(
         warnings=tuple(warnings),
         unread=first.unread,
         unknown_globals=_unknown(opened),
+        ordered=True,  # by the module's state dict, or by param_shapes at stage 3
     )
 
 

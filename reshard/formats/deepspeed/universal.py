@@ -113,6 +113,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         warnings=(*_warnings(model), *ranks.notes),
         unread=model.unread,
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
+        ordered=True,  # by the module of the model states
     )
 
 

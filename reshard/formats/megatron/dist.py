@@ -100,6 +100,7 @@ def read(place: Place, table: Table) -> Manifest:
         else {},
         warnings=tuple(found.notes + state.notes),
         unknown_globals=trust.unknown(found.globals | seen),
+        ordered=True,  # see `grid.in_model_order`
     )
     made = own.told(made, own.of_dist(found.root))
     return replace(made, origin=train.origin(place, args, form, made))

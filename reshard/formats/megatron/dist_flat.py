@@ -105,7 +105,7 @@ class Flat:
                 )
         experts = self._args.experts // self._args.ep
         restated = grouped.separate(found, experts, rank.ep * experts)
-        return Manifest(Origin("megatron", self._path), keyed(restated), {})
+        return Manifest(Origin("megatron", self._path), keyed(restated), {}, ordered=True)
 
     def _saves(self, rank: Rank, number: int) -> bool:
         """Dense buffers are kept once, by the ranks of the first experts."""

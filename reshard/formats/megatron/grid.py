@@ -9,6 +9,7 @@ from reshard.box import Index
 from reshard.formats.megatron import names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
+from reshard.join import join
 from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, keyed
 from reshard.model_parallel import combine
 from reshard.model_parallel.rules import Table
@@ -47,7 +48,7 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
             }
             stages.append(combine.tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
     whole = combine.stages(stages)
-    again = combine.joined(ordered, in_model_order(whole.entries.values()))
+    again = join(ordered, in_model_order(whole.entries.values()))
     return _tied(_in_order(again), args)
 
 

@@ -273,4 +273,5 @@ def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int
         train=train.of_root(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),
         unknown_globals=trust.unknown(set().union(*(each.globals for each in file.files))),
+        ordered=True,  # by the module's state dict; `grid` orders the ranks' together
     )

@@ -111,6 +111,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
         origin,
         keyed(entries),
         {source.path: source},
+        ordered=False,  # whoever wrote the file chose the order
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
         unread=unread,
         unknown_globals=trust.unknown(file.globals),

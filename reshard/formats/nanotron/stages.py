@@ -13,9 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import stages
 from reshard.formats.groups import PER_GROUP
 from reshard.formats.nanotron import costs
+from reshard.join import join_groups
 from reshard.manifest import ParamGroup
 
 _INSIDE = ".pp_block."
@@ -35,7 +35,7 @@ def together(held: Sequence[Stage]) -> Stage:
     places = _places(held)
     if places is not None:
         return _picked(held, places.values())
-    groups = stages.param_groups(stage.groups for stage in held)
+    groups = join_groups(stage.groups for stage in held)
     return Stage(tuple(groups), held[0].scheduler if held else None)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.formats import huggingface, kept, run, stages
+from reshard.formats import huggingface, kept, run
 from reshard.formats.dcp import directory, hf_shards
 from reshard.formats.dcp import names as dcp
 from reshard.formats.huggingface import reader as of_huggingface
@@ -20,6 +20,7 @@ from reshard.formats.pytorch.ranks import Ranks, families_of
 from reshard.formats.state_dict import assemble, parts
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
+from reshard.join import join
 from reshard.manifest import Manifest, Origin
 from reshard.model import Told
 
@@ -179,9 +180,12 @@ def _joined(
     saved: Sequence[Collected], origin: Origin, key: str | None, told: Told | None
 ) -> Manifest:
     """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
-    made = stages.joined(
-        [assemble.manifest(found, origin, key=key, warnings=warnings) for found, warnings in saved]
-    )
+    held = [
+        assemble.manifest(found, origin, key=key, warnings=warnings) for found, warnings in saved
+    ]
+    mesh = {"world": sum(stage.origin.world for stage in held), "pp": len(held)}
+    made = join(held)
+    made = replace(made, origin=replace(made.origin, mesh=mesh))
     if told is None:
         return made
     note = f"the files say which parameters each stage has: --model {told.model} was not needed"

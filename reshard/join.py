@@ -1,0 +1,164 @@
+"""Join the manifests of ranks or pipeline stages into the manifest of the whole training state.
+
+Each field of a manifest and of its training state has one rule here; a test holds the two tables to
+the fields of the classes, so a new field cannot be dropped in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import CorruptError
+from reshard.manifest import Entry, Manifest, ParamGroup, TrainState, keyed
+
+_MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+
+Rule = Callable[[Sequence[Any]], Any]
+
+
+def join(parts: Sequence[Manifest], entries: Iterable[Entry] | None = None) -> Manifest:
+    """Return the manifest that these are together, the first one's values first.
+
+    Args:
+        entries: of the whole; None: those of all parts, of which no two share a tensor.
+
+    Raises:
+        CorruptError: two parts say different things of the training state.
+    """
+    _check_steps(parts)
+    held = entries if entries is not None else (e for m in parts for e in m.entries.values())
+    joined = {name: rule([getattr(m, name) for m in parts]) for name, rule in MANIFEST.items()}
+    return replace(parts[0], entries=keyed(held), **joined)
+
+
+def join_train(states: Sequence[TrainState]) -> TrainState:
+    """Return the training state of all parts."""
+    joined = {name: rule([getattr(s, name) for s in states]) for name, rule in TRAIN.items()}
+    return replace(states[0], **joined)
+
+
+def join_groups(parts: Iterable[Sequence[ParamGroup]]) -> tuple[ParamGroup, ...]:
+    """Return the param groups of all parts; a group with an earlier part's settings joins it.
+
+    >>> first, second = ParamGroup({"lr": 1}, ("a",)), ParamGroup({"lr": 1}, ("a", "b"))
+    >>> [group.fqns for group in join_groups([[first], [second, ParamGroup({"lr": 2}, ("c",))]])]
+    [('a', 'b'), ('c',)]
+    """
+    made: list[tuple[Mapping[str, Any], dict[str, None]]] = []
+    for groups in parts:
+        earlier = list(range(len(made)))
+        for group in groups:
+            same = next((n for n in earlier if made[n][0] == group.hyper), None)
+            if same is None:
+                made.append((group.hyper, dict.fromkeys(group.fqns)))
+            else:
+                earlier.remove(same)
+                made[same][1].update(dict.fromkeys(group.fqns))  # a tied name is on two stages
+    return tuple(ParamGroup(hyper, tuple(fqns)) for hyper, fqns in made)
+
+
+def _check_steps(parts: Sequence[Manifest]) -> None:
+    """Refuse parts that were saved at different steps, or updated a parameter differently often.
+
+    Raises:
+        CorruptError: they were.
+    """
+    first = parts[0]
+    updates = dict(first.train.optimizer_step)
+    for other in parts[1:]:
+        if other.train.step != first.train.step:
+            raise CorruptError(
+                _place(other),
+                f"is of step {other.train.step}, {Path(_place(first)).name} of {first.train.step}",
+                _MIXED,
+            )
+        for fqn, step in other.train.optimizer_step.items():
+            if updates.setdefault(fqn, step) != step:
+                raise CorruptError(
+                    _place(other),
+                    f"{fqn!r} was updated {step:g} times, {updates[fqn]:g} on another rank",
+                    _MIXED,
+                )
+
+
+def _place(part: Manifest) -> str:
+    return next(iter(part.files), part.origin.path)
+
+
+def _first(values: Sequence[Any]) -> Any:
+    return values[0]
+
+
+def _united(tables: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
+    """Return all keys, in order; an earlier part's value counts."""
+    made: dict[Any, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            made.setdefault(key, value)
+    return made
+
+
+def _each_once(lists: Sequence[Iterable[Any]]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(value for values in lists for value in values))
+
+
+def _one_after_another(lists: Sequence[Iterable[Any]]) -> tuple[Any, ...]:
+    return tuple(value for values in lists for value in values)
+
+
+def _any_of(sets: Sequence[frozenset[str]]) -> frozenset[str]:
+    return frozenset().union(*sets)
+
+
+def _sorted(lists: Sequence[Iterable[str]]) -> tuple[str, ...]:
+    return tuple(sorted({value for values in lists for value in values}))
+
+
+def _tables(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return each value of the first part that has it; tables are joined key by key."""
+    return {
+        name: _united([held for part in parts if isinstance(held := part.get(name), Mapping)])
+        if isinstance(value, Mapping)
+        else value
+        for name, value in _united(parts).items()
+    }
+
+
+TRAIN: Mapping[str, Rule] = {
+    "step": _first,  # the same in all, see `_check_steps`
+    "skipped_steps": _first,
+    "samples": _first,
+    "optimizer_step": _united,
+    "updates_at_start": _first,
+    "loose": _united,
+    "param_groups": join_groups,
+    "scheduler": _first,
+    "scaler": _first,
+    "clip": _first,
+    "rng": _first,  # a manifest has the first rank's
+    "rng_files": _each_once,
+    "kept_files": _united,
+    "client": _first,
+    "trainer_state": _first,
+    "config": _first,
+    "opaque": _tables,
+}
+MANIFEST: Mapping[str, Rule] = {  # but the entries
+    "origin": _first,
+    "files": _united,
+    "train": join_train,
+    "tied": _united,
+    "tied_again": _one_after_another,
+    "frozen": _any_of,
+    "trained_dtypes": _united,
+    "wrapped": _united,
+    "nameless": _each_once,
+    "absent": _each_once,
+    "warnings": _each_once,
+    "unknown_globals": _sorted,
+    "unread": _united,
+    "ordered": all,
+}

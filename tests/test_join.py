@@ -1,0 +1,92 @@
+"""Joining manifests: every field of the classes has a rule, and none drops what a part holds."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from reshard.dtypes import FLOAT32
+from reshard.errors import CorruptError
+from reshard.join import MANIFEST, TRAIN, join
+from reshard.manifest import (
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    SourceFile,
+    TrainState,
+    keyed,
+)
+
+
+def part(name: str, **train: Any) -> Manifest:
+    """A manifest that holds one thing in every field, called after it."""
+    entry = Entry(name, PARAM, FLOAT32, (0,), ())
+    state = TrainState(
+        step=3,
+        optimizer_step={name: 3.0},
+        loose={name: {"k": 1}},
+        param_groups=(ParamGroup({"lr": 1}, (name,)),),
+        rng_files=(f"{name}.rng",),
+        kept_files={f"{name}.pkl": f"/{name}.pkl"},
+        opaque={"table": {name: 1}, name: 2},
+    )
+    return Manifest(
+        Origin("test", f"/{name}"),
+        keyed([entry]),
+        {f"/{name}": SourceFile(f"/{name}", 0)},
+        train=replace(state, **train),
+        tied={f"{name}.alias": name},
+        tied_again=(entry,),
+        frozen=frozenset({name}),
+        trained_dtypes={name: FLOAT32},
+        wrapped={name: name},
+        nameless=(name,),
+        absent=(name,),
+        warnings=(name,),
+        unknown_globals=(name,),
+        unread={name: "a tensor"},
+        ordered=True,
+    )
+
+
+def test_every_field_has_a_rule():
+    assert set(MANIFEST) == {field.name for field in fields(Manifest)} - {"entries"}
+    assert set(TRAIN) == {field.name for field in fields(TrainState)}
+
+
+def test_what_either_part_holds_is_in_the_whole():
+    whole = join([part("a"), part("b")])
+    for field in fields(Manifest):
+        held = getattr(whole, field.name)
+        if field.name not in ("origin", "train", "ordered"):
+            assert len(held) == 2, field.name
+    assert whole.ordered
+    assert not join([part("a"), replace(part("b"), ordered=False)]).ordered
+    train = whole.train
+    assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
+    assert (train.loose.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
+    assert train.kept_files.keys() == {"a.pkl", "b.pkl"}
+    assert train.opaque == {"table": {"a": 1, "b": 1}, "a": 2, "b": 2}
+    assert [group.fqns for group in train.param_groups] == [("a", "b")]
+
+
+def test_parts_of_other_steps_are_refused():
+    with pytest.raises(CorruptError, match="is of step 4, a of 3"):
+        join([part("a"), part("b", step=4)])
+    with pytest.raises(CorruptError, match="'a' was updated 4 times, 3 on another rank"):
+        join([part("a"), part("b", optimizer_step={"a": 4.0})])
+
+
+def test_no_tensor_is_in_two_parts_unless_the_caller_joined_them():
+    with pytest.raises(CorruptError, match="two tensors are called 'a'"):
+        join([part("a"), part("a")])
+    assert len(join([part("a"), part("a")], part("a").entries.values()).entries) == 1
+
+
+def test_a_reader_states_whether_its_weights_are_in_the_model_s_order():
+    with pytest.raises(TypeError, match="ordered"):
+        Manifest(Origin("test", ""), {}, {})  # type: ignore[call-arg]
