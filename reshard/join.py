@@ -145,6 +145,7 @@ TRAIN: Mapping[str, Rule] = {
     "trainer_state": _first,
     "config": _first,
     "opaque": _tables,
+    "objects": _first,  # as client and config
 }
 MANIFEST: Mapping[str, Rule] = {  # but the entries
     "origin": _first,

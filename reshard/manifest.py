@@ -153,7 +153,8 @@ class TrainState:
 
     ``opaque`` keeps what the file carried and reshard does not interpret, so that a conversion
     can carry it on or name what it drops; ``loose`` what an optimizer keeps of a parameter that is
-    neither tensor nor step.
+    neither tensor nor step. ``objects`` are values of ``client`` or ``config`` that do not print,
+    as a pickle describes them: what a target that is a pickle writes again.
     """
 
     step: int | None = None
@@ -173,6 +174,7 @@ class TrainState:
     trainer_state: Mapping[str, Any] | None = None  # of HF Trainer: its account of the run
     config: Any = None
     opaque: Mapping[str, Any] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
         "num_query_groups": traits.groups if traits.grouped else 1,
         "max_position_embeddings": traits.max_positions,
         "position_embedding_type": "rope" if traits.positions == "rope" else "learned_absolute",
-        "rotary_base": int(traits.rope_theta or 10000),
+        "rotary_base": _whole(traits.rope_theta or 10000),
         "rotary_percent": traits.rotary_percent,
         "rotary_interleaved": False,
         "use_rope_scaling": kind == "llama3",
@@ -126,6 +126,7 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
             "moe_shared_expert_intermediate_size": traits.shared_ffn,
             "moe_shared_expert_gate": traits.shared_gate,
             "moe_aux_loss_coeff": traits.aux_loss,
+            "moe_grouped_gemm": True,  # where the layers are Transformer Engine's
         }
     return args
 
@@ -144,6 +145,11 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
         raise UnsupportedError(
             traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
         )
+
+
+def _whole(value: float) -> float:
+    """Return a number as an int where it is one: ``--rotary-base`` is an int on a command line."""
+    return int(value) if float(value).is_integer() else value
 
 
 def _is_built_in(scaling: Mapping[str, Any]) -> bool:

@@ -11,6 +11,8 @@ import torch
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.formats.megatron.rank import open_args, open_rank
+from reshard.formats.place import Place
 from tests.judges.megatron_judge import CASES, Grid, load_all, loading
 
 pytestmark = pytest.mark.judge
@@ -175,3 +177,49 @@ def test_a_state_under_hugging_faces_names_goes_on_in_megatron(megatron_case, tm
         for slot, held in truth["optimizer"][name].items():
             assert torch.equal(found["optimizer"][name][slot], held), (name, slot)
     assert found["later"] == pytest.approx(truth["later"], abs=EXACT)
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_arguments_keep_their_enums_and_dtypes(megatron_case, tmp_path, form):
+    source = megatron_case("llama_tp2pp2") / "torch"
+    reshard.split(source, tmp_path / "out", to="megatron", tp=2, pp=2, ckpt_format=form)
+    name = "model_optim_rng.pt" if form == "torch" else "common.pt"
+    before = open_args(next(source.rglob("model_optim_rng.pt"))).values
+    after = open_args(next((tmp_path / "out").rglob(name))).values
+    assert repr(before["attention_backend"]).startswith("Call(name='megatron.core")
+    assert {name: repr(after[name]) for name in ("attention_backend", "model_type")} == {
+        name: repr(before[name]) for name in ("attention_backend", "model_type")
+    }
+    assert repr(after["params_dtype"]) == "Global(name='torch.float32')"
+    assert before.keys() <= after.keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "impl", "grouped"),
+    [
+        ("mixtral_ep2", "transformer_engine", False),
+        ("mixtral_grouped_ep2", "transformer_engine", True),
+        ("mixtral_grouped_ep2", "local", False),
+    ],
+)
+def test_experts_are_named_as_the_arguments_say(megatron_case, tmp_path, case, impl, grouped):
+    """TEGroupedMLP numbers experts at the end of a name, SequentialMLP has a module each."""
+    source = megatron_case(case) / "torch"
+    reshard.split(source, tmp_path / "out", to="megatron", transformer_impl=impl, ep=2, dp=2)
+    file = open_rank(Place([tmp_path / "out" / "iter_0000003" / "mp_rank_00_001"]))
+    assert file.args.values["moe_grouped_gemm"] is grouped
+    one = "linear_fc1.weight0" if grouped else "local_experts.0.linear_fc1.weight"
+    assert f"decoder.layers.1.mlp.experts.{one}" in file.chunks()[0].params
+    assert not reshard.diff(tmp_path / "out", source, kinds=["weights"]).unequal
+
+
+def test_a_mixture_of_hugging_face_s_says_how_its_experts_are_named(megatron_case, tmp_path):
+    reshard.merge(megatron_case("mixtral_ep2") / "torch", tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    text = config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 26914.93')
+    config.write_text(text)
+    reshard.split(tmp_path / "hf", tmp_path / "out", to="megatron", weights_only=True)
+    file = open_rank(Place([tmp_path / "out" / "release" / "mp_rank_00"]))
+    assert file.args.values["moe_grouped_gemm"] is True
+    assert file.args.values["rotary_base"] == 26914.93
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in file.chunks()[0].params

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.commands.naming import padding, traits
 from reshard.commands.naming.state import Asked, Naming
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import megatron
+from reshard.formats import megatron, objects
 from reshard.formats.deepspeed import dialects
 from reshard.formats.meta import directory as meta
 from reshard.formats.meta import reader as of_meta
@@ -67,8 +67,8 @@ def as_megatrons(manifest: Manifest, asked: Asked, model: str | None) -> Naming:
         said, table = traits.of(manifest), with_users(builtin("megatron"), asked.rules)
         if said is None:
             raise UsageError(manifest.origin.path, "does not say what its model is")
-        described = Described(table, _numbers(said, asked), manifest.train.config)
-        return Naming(manifest, described=described)
+        args = {**manifest.train.config, **objects.attributes(manifest.train.objects.get("args"))}
+        return Naming(manifest, described=Described(table, _numbers(said, asked), args))
     manifest, said, family = _hf_first(manifest, asked, model)
     table = with_users(family.table, asked.rules)
     done = names.from_hf(manifest, table, said.architecture())

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from reshard.formats import objects
 from reshard.formats.deepspeed.states import (
     MIXED,
     ModelStates,
@@ -82,6 +83,7 @@ def state(
         client=client,
         config=plain(root.get("ds_config")),
         opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None},
+        objects=objects.kept(root, [key for key in root if str(key) in client]),
     )
 
 

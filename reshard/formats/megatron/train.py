@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.formats import objects
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizer import Optimizer
@@ -76,6 +77,7 @@ def of_root(
         client=client,
         config=args.plain(),
         opaque=opaque,
+        objects=objects.kept(root, [name for name in ("args", *client) if name in root]),
     )
 
 

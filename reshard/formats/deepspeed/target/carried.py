@@ -1,11 +1,14 @@
-"""Plain values beside DeepSpeed's own in the model states: the client's, and samplers."""
+"""Values beside DeepSpeed's own in the model states: the client's, and samplers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from reshard.formats import objects
 from reshard.formats.training import Training
 from reshard.formats.values import is_plain
+from reshard.model_parallel.sizes import Sizes
 
 _RESERVED = frozenset(  # DeepSpeed's own keys in the model states
     """
@@ -18,9 +21,9 @@ _RESERVED = frozenset(  # DeepSpeed's own keys in the model states
 
 
 def carried(state: Training) -> tuple[dict[str, Any], list[str]]:
-    """The values that can be written back, and the names of the others.
+    """Return the values that can be written back, and the names of the others.
 
-    A tensor or an object is known by a description only, which must not pass for its value.
+    A tensor is known by a description only, which must not pass for its value.
     """
     train = state.manifest.train
     kept: dict[str, Any] = {}
@@ -33,6 +36,36 @@ def carried(state: Training) -> tuple[dict[str, Any], list[str]]:
         for name, value in values.items():
             if name in fits and is_plain(value):
                 kept[name] = value
+            elif name in fits and name in train.objects:
+                kept[name] = train.objects[name]
+                lost += objects.left_out(name, value, kept[name])
             else:
                 lost.append(name)
     return kept, lost
+
+
+def of_grid(carried: Mapping[str, Any], sizes: Sizes, data: int, rank: int) -> dict[str, Any]:
+    """Return the values with the sizes of the new grid in Megatron-DeepSpeed's ``args``.
+
+    It compares some of them when it loads (deepspeedai Megatron-DeepSpeed 4efb479
+    ``megatron/checkpointing.py``, ``check_checkpoint_args``).
+
+    Args:
+        data: number of data-parallel ranks.
+        rank: number of the model-parallel rank, tensor-parallel ranks first.
+    """
+    args = carried.get("args")
+    if not objects.is_namespace(args):
+        return dict(carried)
+    stage, tensor = divmod(rank, sizes.tensor)
+    number = stage * data * sizes.tensor + tensor
+    told = {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "transformer_pipeline_model_parallel_size": sizes.pipeline,
+        "data_parallel_size": data,
+        "world_size": sizes.model * data,
+        "rank": number,
+        "local_rank": number,
+    }
+    return {**carried, "args": objects.with_attributes(args, told)}

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.formats.deepspeed import expert_names
-from reshard.formats.deepspeed.target import whole
+from reshard.formats.deepspeed.target import carried, whole
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
 from reshard.formats.deepspeed.target.partitioned import fragment
@@ -121,7 +121,7 @@ def _root(
         "ds_config": choice.config,
         "ds_version": WRITTEN_AS,
         **experts,
-        **choice.carried,
+        **carried.of_grid(choice.carried, choice.sizes, choice.world_size, choice.mp_rank),
     }
 
 

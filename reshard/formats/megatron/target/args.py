@@ -12,8 +12,6 @@ from typing import Any
 from reshard.formats.values import is_plain
 from reshard.model_parallel.sizes import Sizes
 
-NAMESPACE = "argparse.Namespace"
-
 
 def adapted(
     args: Mapping[str, Any], sizes: Sizes, data: int, *, layers: int, padded: int | None

@@ -82,6 +82,7 @@ class Choice:
     precision: DType
     scheduler: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
+    args_lost: tuple[str, ...] = ()
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
         """What fills the module's copy, and its dtype there."""
@@ -89,13 +90,17 @@ class Choice:
 
     @property
     def carried(self) -> dict[str, Any]:
-        """The values beside Megatron's own that are plain; see `lost`."""
-        return {n: v for n, v in self.state.manifest.train.client.items() if is_plain(v)}
+        """Return the values beside Megatron's own that a pickle can hold; see `lost`."""
+        train = self.state.manifest.train
+        held = {name: train.objects.get(name, value) for name, value in train.client.items()}
+        return {n: v for n, v in held.items() if n in train.objects or is_plain(v)}
 
     @property
     def lost(self) -> list[str]:
-        """The names of the others: a file has a description of them only."""
-        return [n for n, v in self.state.manifest.train.client.items() if not is_plain(v)]
+        """Return the names of the others, of which there is a description only."""
+        carried = self.carried
+        others = [name for name in self.state.manifest.train.client if name not in carried]
+        return [*others, *self.args_lost]
 
     @property
     def grad_scaler(self) -> dict[str, Any] | None:
@@ -149,8 +154,14 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
     tied = _is_tied(state, architecture)
+    grouped = wanted.impl != "local" and bool(args.get("moe_grouped_gemm"))
     places = Places(
-        weights, wanted.sizes, dialect=wanted.dialect, tied=tied, counts=wanted.stage_layers
+        weights,
+        wanted.sizes,
+        dialect=wanted.dialect,
+        tied=tied,
+        counts=wanted.stage_layers,
+        grouped=grouped,
     )
     layers = places.layers
     missing = arguments.missing({"num_layers": layers, **args})
@@ -167,6 +178,9 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
     adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
+    if experts:
+        adapted["moe_grouped_gemm"] = grouped  # as the experts are named
+        adapted["moe_use_legacy_grouped_gemm"] = False
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
@@ -181,6 +195,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
         precision,
         schedule,
         (*notes, *made.notes, *said),
+        tuple(f"args.{name}" for name in args if name not in adapted),
     )
 
 

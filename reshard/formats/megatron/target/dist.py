@@ -27,11 +27,11 @@ from reshard.formats import skeletons, torch_writer
 from reshard.formats.dcp import target as dcp
 from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.target import chain
-from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.carried import KIND
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Known
+from reshard.formats.objects import NAMESPACE
 from reshard.formats.state_dict.written import Value
 from reshard.formats.torch_writer import Slot
 from reshard.manifest import Chunk, Entry, Key, Skeleton

@@ -19,10 +19,10 @@ from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, buckets, end_to_end
 from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.target import chain
-from reshard.formats.megatron.target.args import NAMESPACE
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Local, Rank, ranks
+from reshard.formats.objects import NAMESPACE
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.sizes import Sizes

@@ -163,6 +163,7 @@ class Places:
     Args:
         counts: layers of each stage (and chunk); None: as many in each.
         dialect: of the module's names: ``te`` or ``local``.
+        grouped: whether a module holds all experts of a rank (``moe_grouped_gemm``).
     """
 
     def __init__(
@@ -173,7 +174,9 @@ class Places:
         dialect: str,
         tied: bool,
         counts: Sequence[int] | None = None,
+        grouped: bool = True,
     ) -> None:
+        self._grouped = grouped
         self.layers = 1 + max(
             (each.layer for each in weights if each.layer is not None), default=-1
         )
@@ -191,7 +194,12 @@ class Places:
         """In which dialect a parameter is named, where most are in this one.
 
         No fused linear follows the norm before a layer of experts: it is a module of its own.
+        Transformer Engine names experts by groups where ``moe_grouped_gemm`` is on, else one by one
+        as Megatron's own layers do (core_v0.16.1 ``transformer/moe/experts.py``, ``TEGroupedMLP``
+        and ``SequentialMLP``).
         """
+        if known.expert is not None and not self._grouped:
+            return "local"
         is_norm = ".pre_mlp_layernorm." in known.found.name
         return "local" if is_norm and known.layer in self._sparse else dialect
 

@@ -1,0 +1,76 @@
+"""Enums, dtypes and namespaces of a pickle are written again as they were, never imported."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import signal
+from fractions import Fraction
+
+import torch
+
+from reshard.formats import objects
+from reshard.formats.deepspeed.target.carried import of_grid
+from reshard.formats.values import plain
+from reshard.model_parallel.sizes import Sizes
+from reshard.pickles import unpickle
+from reshard.pickles.pickler import Pickler
+
+
+def again(value: object) -> object:
+    """What Python reads of a value that was kept and written again."""
+    pickler = Pickler("test")
+    pickler.value(value)
+    return pickle.loads(pickler.finished())
+
+
+def read(value: object) -> object:
+    return unpickle.loads(pickle.dumps(value, protocol=2), where="test").value
+
+
+NAMESPACE = argparse.Namespace(
+    params_dtype=torch.bfloat16,
+    backend=signal.SIGINT,  # an enum
+    several=[signal.SIGTERM, 3],
+    rotary_base=26914.93,
+    mask=io.BytesIO(b"x"),
+    odd=Fraction(1, 3),  # of a class that no framework saves
+)
+
+
+def test_a_namespace_keeps_its_enums_and_dtypes():
+    root = {"args": read(NAMESPACE), "plain": {"a": 1}, 3: read(signal.SIGINT)}
+    held = objects.kept(root, root)
+    assert held.keys() == {"args", "3"}
+    found = again(held["args"])
+    wanted = vars(NAMESPACE).copy()
+    del wanted["mask"], wanted["odd"]
+    wanted["mask"] = found.mask  # a stream of bytes has no equality
+    assert vars(found) == wanted
+    assert found.mask.getvalue() == b"x"
+    assert objects.left_out("args", plain(root["args"]), held["args"]) == ["args.odd"]
+
+
+def test_a_value_that_holds_itself_ends():
+    held: list[object] = [signal.SIGINT]
+    held.append(held)
+    assert objects.can_be_written(read(held))
+
+
+def test_megatron_deepspeed_s_arguments_say_the_new_grid():
+    args = argparse.Namespace(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=1,
+        world_size=4,
+        rank=1,
+        consumed_train_samples=24,
+        params_dtype=torch.float16,
+    )
+    held = objects.kept({"args": read(args)}, ["args"])
+    found = again(of_grid(held, Sizes(tensor=2, pipeline=2), 3, 3)["args"])
+    assert vars(found) == vars(args) | {
+        "pipeline_model_parallel_size": 2,
+        "world_size": 12,
+        "rank": 7,
+    }
