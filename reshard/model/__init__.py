@@ -10,18 +10,18 @@ shapes  what it holds, and which parameters each wrapped module owns
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.model import wrap as wrapping
-from reshard.model.build import build
+from reshard.model.build import build, build_configured
 from reshard.model.shapes import ModelShapes, Unit, of_module
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["ModelShapes", "Told", "Unit", "describe", "shapes_of"]
+__all__ = ["ModelShapes", "Told", "Unit", "describe", "describe_config", "shapes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,15 @@ def describe(model: str, wrap: str | None = None, *, mixed_precision: bool = Fal
     """
     policy = None if wrap is None else wrapping.parse(wrap)
     return of_module(build(model), model, policy, mixed_precision=mixed_precision)
+
+
+def describe_config(config: Mapping[str, Any], source: str) -> ModelShapes:
+    """`describe` for the content of a transformers ``config.json``.
+
+    Raises:
+        UsageError: transformers has no such model.
+    """
+    return of_module(build_configured(config, source), source, None, mixed_precision=False)
 
 
 def shapes_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,6 +16,8 @@ from reshard.paths import as_path
 if TYPE_CHECKING:
     from torch import nn
 
+_OPTIONS: dict[str, Any] = {"trust_remote_code": False}  # never the code beside a config
+_REMEDY = "give the model as module:factory; code that lies beside a config is not run"
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
 # what fills a tensor in place with random numbers, as torch calls it
@@ -41,6 +43,17 @@ def build(model: str) -> nn.Module:
     )
 
 
+def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
+    """Build the transformers model of a config on the meta device.
+
+    Raises:
+        UsageError: transformers has no such model.
+    """
+    import transformers
+
+    return _configured(transformers.AutoConfig.for_model(**config), source)
+
+
 def _from_config(path: Path) -> nn.Module:
     """A transformers model on the meta device; the class is the config's, else a causal LM's."""
     import transformers
@@ -50,13 +63,17 @@ def _from_config(path: Path) -> nn.Module:
         raise UsageError(
             path, "holds no config.json", "give a transformers config.json or module:factory"
         )
-    options: dict[str, Any] = {"trust_remote_code": False}  # never the code beside a config
-    remedy = "give the model as module:factory; code that lies beside a config is not run"
     try:
-        config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **options)
+        config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **_OPTIONS)
     except Exception as error:
         problem = f"transformers {transformers.__version__} cannot read it: {_brief(error)}"
-        raise UsageError(file, problem, remedy) from error
+        raise UsageError(file, problem, _REMEDY) from error
+    return _configured(config, file)
+
+
+def _configured(config: Any, source: Path | str) -> nn.Module:
+    import transformers
+
     cls = _model_class(transformers, config.architectures)
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModel]
     built: nn.Module
@@ -67,11 +84,11 @@ def _from_config(path: Path) -> nn.Module:
                 return built
             for auto in autos:
                 if type(config) in auto._model_mapping:  # noqa: SLF001 - from_config's own question
-                    built = auto.from_config(config, **options)
+                    built = auto.from_config(config, **_OPTIONS)
                     return built
     except Exception as error:
-        raise UsageError(file, f"the model does not build: {_brief(error)}", remedy) from error
-    raise UsageError(file, f"transformers has no model for a {type(config).__name__}", remedy)
+        raise UsageError(source, f"the model does not build: {_brief(error)}", _REMEDY) from error
+    raise UsageError(source, f"transformers has no model for a {type(config).__name__}", _REMEDY)
 
 
 def _model_class(transformers: Any, architectures: object) -> Any:

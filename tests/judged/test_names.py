@@ -238,3 +238,24 @@ def test_what_megatron_has_no_place_for_is_told(tmp_path):
     report = reshard.split(tmp_path / "a.pt", tmp_path / "out", **told)
     assert "not carried: 'trust', which the optimizer keeps of parameters" in report.notes
     assert "not carried: the loss scaler, which a run in float32 has not" in report.notes
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_run_goes_to_deepspeed_under_hugging_face_s_names_at_once(megatron_case, tmp_path, given):
+    """In the model's order: of the config that is given, else of what the run says of its model."""
+    source = megatron_case("llama_tp2pp2") / "torch"
+    reshard.merge(source, tmp_path / "hf")
+    model = {"model": str(tmp_path / "hf")}
+    reshard.split(source, tmp_path / "torch", to="torch", names="hf", **model)
+    reshard.split(tmp_path / "torch", tmp_path / "two", to="deepspeed", world_size=2, **model)
+    reshard.split(
+        source,
+        tmp_path / "one",
+        to="deepspeed",
+        names="hf",
+        world_size=2,
+        **(model if given else {}),
+    )
+    found = reshard.diff(tmp_path / "one", tmp_path / "two")
+    assert found.same, found
+    assert found.equal > 0

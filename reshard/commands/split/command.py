@@ -19,7 +19,7 @@ from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested
-from reshard.commands.split.state import is_weights, made_state, stored, told
+from reshard.commands.split.state import is_weights, made_state, model_config, ordered, stored, told
 from reshard.commands.target import check_places
 from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
@@ -118,6 +118,7 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
         manifest, batch_notes = rebalanced(manifest, request.data_parallel)
     manifest, differing = _agreed(manifest, options)
     named = naming.for_target(manifest, target.name, _asked(options), options.model)
+    named = ordered(named, shapes, target.name, options)
     if request.megatron is not None:
         named = for_megatron.fitted(named, request.megatron)
     manifest, request = named.manifest, replace(request, described=named.described)
@@ -215,6 +216,7 @@ def _check_form(destination: str, target: Target) -> None:
 
 def _asked(options: SplitOptions) -> naming.Asked:
     return naming.Asked(
+        config=model_config(options) if options.names == "hf" else None,
         whose=options.names,
         family=options.family,
         rules=options.rules,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import fresh_adam, groups, huggingface, megatron
+from reshard.formats import deepspeed, fresh_adam, groups, huggingface, megatron
 from reshard.formats.huggingface.companions import is_model_config
-from reshard.formats.huggingface.reader import described
+from reshard.formats.huggingface.reader import described, in_order
+from reshard.formats.json_files import json_object
 from reshard.formats.place import directory
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
-from reshard.model import ModelShapes, Told
+from reshard.model import ModelShapes, Told, describe_config
+from reshard.paths import as_path
 
 
 def is_weights(manifest: Manifest) -> bool:
@@ -53,6 +58,31 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
         )
     warnings = (*manifest.warnings, *filter(None, [problem]))
     return replace(manifest, warnings=warnings), None
+
+
+def model_config(options: SplitOptions) -> Mapping[str, Any] | None:
+    """Return the transformers config that ``--model`` names; None where it names code."""
+    path = as_path(options.model) if options.model else None
+    if path is not None and path.is_dir():
+        path /= "config.json"
+    return json_object(path) if path is not None and path.is_file() else None
+
+
+def ordered(
+    named: Naming, shapes: ModelShapes | None, target: str, options: SplitOptions
+) -> Naming:
+    """Return a state that has Hugging Face's names now in that model's order, if one is needed.
+
+    Args:
+        shapes: of the model that the user named; None: the one of the config that the source's own
+            arguments make.
+    """
+    manifest, config = named.manifest, named.config
+    needed = target == deepspeed.NAME and not options.without_optimizer
+    if config is None or manifest.ordered or not needed:
+        return named
+    model = shapes or describe_config(config, manifest.origin.path)
+    return replace(named, manifest=in_order(manifest, model))
 
 
 def made_state(

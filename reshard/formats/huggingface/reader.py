@@ -30,6 +30,7 @@ from reshard.formats.place import Place
 from reshard.manifest import (
     BUFFER,
     PARAM,
+    WEIGHT_KINDS,
     Entry,
     Manifest,
     Origin,
@@ -216,3 +217,31 @@ def described(manifest: Manifest, model: ModelShapes) -> Manifest:
     names = [*model.tied.items(), *((first, first) for first in held)]
     tied = {alias: held[first].fqn for alias, first in names if held[first].fqn != alias}
     return replace(manifest.with_entries(held[fqn] for fqn in shapes), tied=tied, ordered=True)
+
+
+def in_order(manifest: Manifest, model: ModelShapes) -> Manifest:
+    """Return a training state under the model's names in the model's order, param groups too.
+
+    Raises:
+        UsageError: the model is another one.
+    """
+    shapes = {**model.parameters, **model.buffers}
+    held = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    firsts = {fqn: model.tied.get(fqn, fqn) for fqn in held}
+    lacking = sorted(shapes.keys() - set(firsts.values()))
+    if lacking:
+        raise UsageError(model.source, f"is another model: no file holds {lacking[0]!r}")
+    for fqn, shape in held.items():
+        wanted = shapes.get(firsts[fqn])
+        if wanted != shape:
+            found = f"of {shape}, in the model of {wanted}" if wanted else "not in the model"
+            raise UsageError(model.source, f"is another model: {fqn!r} is {found}")
+    places = {name: number for number, name in enumerate(shapes)}
+    order = {fqn: places[first] for fqn, first in firsts.items()}
+    entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
+    groups = tuple(
+        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: order.get(fqn, len(order)))))
+        for group in manifest.train.param_groups
+    )
+    train = replace(manifest.train, param_groups=groups)
+    return replace(manifest.with_entries(entries), train=train, ordered=True)
