@@ -257,9 +257,6 @@ def test_a_checkpoint_of_which_nothing_says_its_ranks_is_of_one():
 
 
 def test_the_dtype_of_most_tensors():
-    def held(*found):
-        return [Entry(str(n), "param", dtype, (1,), ()) for n, dtype in enumerate(found)]
-
-    assert most_common_dtype(held(F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16)) == "bfloat16"
-    assert most_common_dtype(held(F32, BFLOAT16, BFLOAT16, F32)) == "float32"
-    assert most_common_dtype(held(UINT8)) == ""
+    assert most_common_dtype([F32, UINT8, BFLOAT16, UINT8, UINT8, BFLOAT16]) == "bfloat16"
+    assert most_common_dtype([F32, BFLOAT16, BFLOAT16, F32]) == "float32"
+    assert most_common_dtype([UINT8]) == ""

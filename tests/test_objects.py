@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
 import signal
 from fractions import Fraction
@@ -34,7 +33,6 @@ NAMESPACE = argparse.Namespace(
     backend=signal.SIGINT,  # an enum
     several=[signal.SIGTERM, 3],
     rotary_base=26914.93,
-    mask=io.BytesIO(b"x"),
     odd=Fraction(1, 3),  # of a class that no framework saves
 )
 
@@ -45,10 +43,8 @@ def test_a_namespace_keeps_its_enums_and_dtypes():
     assert held.keys() == {"args", "3"}
     found = again(held["args"])
     wanted = vars(NAMESPACE).copy()
-    del wanted["mask"], wanted["odd"]
-    wanted["mask"] = found.mask  # a stream of bytes has no equality
+    del wanted["odd"]
     assert vars(found) == wanted
-    assert found.mask.getvalue() == b"x"
     assert objects.left_out("args", plain(root["args"]), held["args"]) == ["args.odd"]
 
 
