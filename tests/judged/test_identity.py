@@ -1,0 +1,214 @@
+"""Files of another rank, step or run in real checkpoints: what each command makes of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import reshard
+from reshard import formats
+from reshard.cli import cli
+from reshard.errors import CorruptError
+from reshard.identity import check_identity
+from reshard.identity.counters import find_counter_conflicts
+from reshard.manifest import MASTER
+from tests.judged import mutations
+from tests.judges import deepspeed_judge
+
+pytestmark = [pytest.mark.judge, pytest.mark.filterwarnings("ignore")]  # of Megatron's imports
+
+MEGATRON = Path(__file__).parents[1] / "data/megatron/llama_tp2pp2/ckpt"
+OPTIMIZERS = "*_optim_states.pt"
+
+
+@pytest.fixture
+def zero(copied):
+    """A writable copy of a run of ZeRO 2 in bf16."""
+    return copied("z2_bf16")
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    """A writable copy of a real run of Megatron-LM, TP 2 x PP 2."""
+    return Path(shutil.copytree(MEGATRON, tmp_path / "run"))
+
+
+def ranks_of(root, pattern):
+    first, second, *_ = sorted(root.rglob(pattern))
+    return first, second
+
+
+def exchange(a, b):
+    held = a.read_bytes()
+    a.write_bytes(b.read_bytes())
+    b.write_bytes(held)
+
+
+def test_two_ranks_files_that_were_exchanged_are_refused(zero, tmp_path):
+    exchange(*ranks_of(zero, OPTIMIZERS))
+    for command in (reshard.merge, reshard.split):
+        with pytest.raises(CorruptError, match=r"optim_states.*lies here as .*optim_states"):
+            command(zero, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_file_that_was_copied_over_another_is_refused(zero, tmp_path):
+    first, second = ranks_of(zero, OPTIMIZERS)
+    shutil.copyfile(first, second)
+    with pytest.raises(CorruptError, match=second.name):
+        reshard.merge(zero, tmp_path / "out.safetensors")
+
+
+def test_the_command_exits_with_3_and_names_a_way_out(zero, tmp_path):
+    exchange(*ranks_of(zero, OPTIMIZERS))
+    arguments = ["merge", str(zero), str(tmp_path / "out.safetensors")]
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exception.exit_code == 3
+    assert "--trust none" in str(result.exception)
+    assert CliRunner().invoke(cli, [*arguments, "--trust", "none"]).exit_code == 0
+
+
+def test_folders_of_megatron_ranks_that_were_exchanged_are_refused(megatron, tmp_path):
+    exchange(*ranks_of(megatron, "model_optim_rng.pt"))
+    with pytest.raises(CorruptError, match="saved by rank"):
+        reshard.merge(megatron, tmp_path / "out")
+
+
+def test_seeds_tell_tensor_parallel_ranks_where_arguments_do_not(megatron, tmp_path):
+    files = sorted(megatron.rglob("model_optim_rng.pt"))
+    for path in files:
+        state = torch.load(path, weights_only=False)
+        del state["args"].rank
+        torch.save(state, path)
+    check_identity(formats.read(megatron))
+    exchange(files[0], files[2])  # the first stage's ranks
+    with pytest.raises(CorruptError, match="its tensor-parallel rank is 1, but it lies here as 0"):
+        check_identity(formats.read(megatron))
+
+
+def test_the_final_norm_tells_the_last_pipeline_stage(megatron):
+    files = sorted(megatron.rglob("model_optim_rng.pt"))
+    for path in files:
+        state = torch.load(path, weights_only=False)
+        del state["args"].rank, state["rng_state"]
+        torch.save(state, path)
+    exchange(files[0], files[1])
+    exchange(files[2], files[3])
+    with pytest.raises(CorruptError, match="its pipeline stage is the last"):
+        check_identity(formats.read(megatron))
+
+
+def test_masters_of_another_run_are_noticed_by_their_values(zero):
+    _, path = ranks_of(zero, OPTIMIZERS)
+    state = torch.load(path, weights_only=False)
+    for flat in state["optimizer_state_dict"]["single_partition_of_fp32_groups"]:
+        flat.data.add_(0.125)
+    torch.save(state, path)
+    with pytest.raises(CorruptError, match=rf"{path.name}.*other master weights than mp_rank_00"):
+        check_identity(formats.read(zero))
+
+
+def test_one_element_that_differs_is_found_by_full_trust(zero):
+    manifest = formats.read(zero)
+    entry = max(manifest.of_kind(MASTER), key=lambda entry: entry.numel)
+    assert entry.numel > 1000
+    found = []
+    for at in (0, entry.numel // 2, entry.numel - 1):
+        chunk = next(c for c in entry.chunks if c.box.volume)
+        path, offset = Path(chunk.file), chunk.byte_offset + 4 * (at % chunk.box.volume)
+        before = path.read_bytes()
+        changed = bytearray(before)
+        changed[offset : offset + 4] = torch.tensor([7.0]).numpy().tobytes()
+        path.write_bytes(changed)
+        with pytest.raises(CorruptError, match="other master weights"):
+            check_identity(manifest, "full")
+        try:
+            check_identity(manifest, "sampled")
+        except CorruptError:
+            found.append(at)
+        path.write_bytes(before)
+    assert len(found) < 3  # a sample is a sample
+
+
+def test_names_in_another_order_are_refused(zero):
+    path = next(zero.rglob("mp_rank_00_model_states.pt"))
+    state = torch.load(path, weights_only=False)
+    group = state["param_shapes"][0]
+    shapes = [tuple(shape) for shape in group.values()]
+    twice = next(shape for shape in shapes if shapes.count(shape) > 1)
+    one, two, *_ = (name for name, shape in group.items() if tuple(shape) == twice)
+    other = {one: two, two: one}
+    items = [(other.get(name, name), shape) for name, shape in group.items()]
+    state["param_shapes"][0] = type(group)(items)
+    torch.save(state, path)
+    with pytest.raises(CorruptError):
+        check_identity(formats.read(zero))
+
+
+def test_nothing_is_compared_without_trust(zero):
+    exchange(*ranks_of(zero, OPTIMIZERS))
+    identity = check_identity(formats.read(zero), "none")
+    assert (identity.evidence, identity.compared) == ([], 0)
+    assert "not checked" in str(identity)
+
+
+def test_verify_and_inspect_name_the_file(zero):
+    exchange(*ranks_of(zero, OPTIMIZERS))
+    check = reshard.verify(zero).check("ranks")
+    assert check.status == "failed"
+    assert len(check.failures) == 2
+    assert any("lies here as" in text for text in reshard.inspect(zero).to_json()["warnings"])
+
+
+def test_the_report_says_what_was_compared(zero, tmp_path):
+    report = reshard.merge(zero, tmp_path / "out.safetensors")
+    assert report.identity.compared > 0
+    assert any(line.startswith("identity ") for line in report.lines())
+    assert report.to_json()["identity"]["trust"] == "sampled"
+
+
+def test_counters_that_do_not_fit_are_warnings(zero):
+    manifest = formats.read(zero)
+    train = replace(manifest.train, step=manifest.train.step + 2)
+    found = find_counter_conflicts(replace(manifest, train=train))
+    assert any("the run counts" in text for text in found)
+
+
+COVERING = [  # one of each form that names its files, its ranks or its values in another way
+    *("deepspeed z1_fp16", "deepspeed z3_bf16", "deepspeed bf16opt", "deepspeed moe_z2"),
+    *("torch fsdp1_local_flat", "torch fsdp1_sharded_shardedtensor", "torch fsdp2_ranks"),
+    *("torch fsdp2_dcp", "torch hf_storage_sharded"),
+]
+
+
+@pytest.mark.parametrize("name", COVERING)
+@pytest.mark.parametrize("command", ["merge", "split", "convert", "reader"])
+def test_no_mutation_passes_in_silence(made, torch_made, name, command):
+    place = made if name.startswith("deepspeed") else torch_made.parent
+    source = next(each for each in mutations.sources(place) if each.name == name)
+    tried = 0
+    for what, mutate in mutations.mutations(source):
+        try:
+            found, text = mutations.outcome(source, mutate, command)
+        except mutations.NotApplicableError:
+            continue
+        tried += 1
+        assert found != mutations.SILENT, (what, text)
+    assert tried > 1
+
+
+def test_a_file_of_another_run_is_refused_by_its_values(made, tmp_path, monkeypatch):
+    names = ["z1_fp16", "z2_bf16", "bf16opt"]
+    monkeypatch.setenv("JUDGE_SEED_SHIFT", "100")
+    deepspeed_judge.make_all(tmp_path, names)
+    for name in names:
+        source = mutations.Source(name, made / name / "run")
+        for what, mutate in mutations.mutations(source, seed=tmp_path / name / "run"):
+            if what.startswith("seed"):
+                found, text = mutations.outcome(source, mutate, "merge")
+                assert (found, "other master weights" in text) == (mutations.REFUSED, True), text

@@ -1,0 +1,75 @@
+"""Files of another rank, step or run among those of a checkpoint: refused, and never by mistake."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+from reshard import formats, stamps
+from reshard.errors import CorruptError, UsageError
+from reshard.identity import check_identity, find_conflicts
+from reshard.identity.counters import find_counter_conflicts
+from reshard.manifest import Claim
+
+DATA = Path(__file__).parent / "data"
+ZERO = DATA / "deepspeed_0.8.3/z2_apexadam/run"
+MEGATRON = DATA / "megatron/llama_tp2pp2/ckpt"
+OPTIMIZERS = "*_optim_states.pt"
+SOUND = [
+    *sorted(DATA.glob("deepspeed_*/*/run")),
+    *sorted(DATA.glob("nanotron/*/ckpt")),
+    *sorted(DATA.glob("colossalai/*/ckpt")),
+    *sorted(DATA.glob("megatron*/*/ckpt")),
+    *sorted(DATA.glob("megatron*/*/torch*")),
+    DATA / "megatron_deepspeed/tp2pp2dp2/run",
+    DATA / "bloom/tp2pp2/run",
+    DATA / "gpt_neox/tp2pp0/run",
+    DATA / "gpt_neox/tp2pp2/run",
+    DATA / "meta/llama_mp2",
+    DATA / "olmo_core/ckpt",
+]
+
+
+@pytest.mark.parametrize("source", SOUND, ids=lambda path: str(path.relative_to(DATA)))
+@pytest.mark.parametrize("trust", ["sampled", "full"])
+def test_a_sound_checkpoint_raises_no_alarm(source, trust):
+    manifest = formats.read(source)
+    check_identity(manifest, trust)
+    assert not find_counter_conflicts(manifest)
+
+
+def test_a_word_that_is_no_level_of_trust_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="full, sampled, none"):
+        reshard.merge(ZERO, tmp_path / "out", trust="some")
+
+
+def claiming(manifest, **claims):
+    """The manifest, with claims of its files in their order."""
+    files = dict(manifest.files)
+    for number, path in enumerate(files):
+        own = tuple(Claim(about, values[number], "a test") for about, values in claims.items())
+        files[path] = replace(files[path], claims=own)
+    return replace(manifest, files=files)
+
+
+def test_one_file_of_another_save_is_named_and_not_the_others():
+    manifest = formats.read(ZERO)
+    count = len(manifest.files)
+    assert count > 2
+    (conflict,) = find_conflicts(claiming(manifest, save=["b", *"a" * (count - 1)]))
+    assert conflict.file == next(iter(manifest.files))
+    assert "save b" in conflict.problem
+    assert not find_conflicts(claiming(manifest, save="a" * count))
+
+
+def test_stamps_of_two_saves_are_refused(tmp_path):
+    for rank in range(2):
+        stamp = stamps.Stamp(f"save {rank}", rank, 2, 3, f"rank_{rank}.pt")
+        state = {"model": {"w": torch.ones(4)}, stamps.KEY: stamp.as_dict()}
+        torch.save(state, tmp_path / f"rank_{rank}.pt")
+    with pytest.raises(CorruptError, match="files of two saves are mixed"):
+        reshard.merge(tmp_path, tmp_path.with_suffix(".safetensors"))
