@@ -90,6 +90,21 @@ def claims(stamp: Stamp | None) -> list[Claim]:
     return [Claim(about, value, KEY) for about, value in stated.items() if value]
 
 
+def take(root: Any, attribute: Any, where: object) -> tuple[Any, Stamp | None]:
+    """Return the root of a file without its stamp, and the stamp: it is nobody's training state.
+
+    Args:
+        attribute: the stamp that a container in the file has as an attribute, if one has any. A
+            module's state dict has it so: ``load_state_dict`` refuses keys that it does not know.
+
+    Raises:
+        CorruptError: as `read`.
+    """
+    if not isinstance(root, dict) or KEY not in root:
+        return root, read({KEY: attribute}, where)
+    return {key: value for key, value in root.items() if key != KEY}, read(root, where)
+
+
 def _parsed(text: str, where: object) -> Any:
     try:
         return json.loads(text)

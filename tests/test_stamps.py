@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from reshard import stamps
 from reshard.errors import CorruptError
+from reshard.formats import torch_file
 from reshard.stamps import KEY, Stamp
 
 STAMP = Stamp(save_id="9f3a", rank=1, world_size=2, step=None, file="rank_1.pt")
@@ -40,3 +42,28 @@ def test_keys_of_later_versions_are_ignored():
 def test_a_malformed_stamp_is_refused(held, said):
     with pytest.raises(CorruptError, match=f"a.pt: {said}"):
         stamps.read({KEY: held}, "a.pt")
+
+
+def stamped_state_dict():
+    state = torch.nn.Linear(2, 2).state_dict()
+    state.reshard_stamp = STAMP.as_dict()
+    return state
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "root", [{"model": 1, KEY: STAMP.as_dict()}, stamped_state_dict()], ids=["key", "attribute"]
+)
+def test_the_root_of_a_file_is_without_its_stamp(tmp_path, root, zipped):
+    path = tmp_path / "rank_1.pt"
+    torch.save(root, path, _use_new_zipfile_serialization=zipped)
+    assert hasattr(root, KEY) == hasattr(torch.load(path), KEY)
+    file = torch_file.read(path)
+    assert file.stamp == STAMP
+    assert list(file.root) == [key for key in root if key != KEY]
+
+
+def test_a_file_with_a_malformed_stamp_is_refused(tmp_path):
+    torch.save({KEY: 7}, tmp_path / "a.pt")
+    with pytest.raises(CorruptError, match=r"a.pt: reshard_stamp is 7, where a dict"):
+        torch_file.read(tmp_path / "a.pt")

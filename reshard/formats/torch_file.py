@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from reshard import stamps
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
 from reshard.formats import numpy_arrays
@@ -149,7 +150,10 @@ def read_archive(
     data = member.read(archive, checked=checked)
     start = archive.start + member.data_offset(archive)
     done, storages = (alike or Alike()).parsed(data, path, builders or {}, start)
-    file = TorchFile(path, archive.nbytes, done.value, done.globals, archive=root.rstrip("/"))
+    value, stamp = stamps.take(done.value, done.stamp, path)
+    file = TorchFile(
+        path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp
+    )
     held = (members.get(f"{root}data/{storage.key}") for storage in storages)
     archive.expect(member.header for member in held if member)
     for storage in storages:

@@ -18,6 +18,7 @@ from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
 from reshard.manifest import Chunk, Claim, Record, SourceFile
 from reshard.pickles.values import Builder, Call, Global
+from reshard.stamps import Stamp
 
 MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
@@ -81,19 +82,16 @@ class TorchFile:
     globals: set[str]
     records: dict[str, Record] = field(default_factory=dict)  # storage key -> record
     archive: str = ""  # root name of the zip archive; empty for the older stream format
+    stamp: Stamp | None = None  # the root is without it
 
     def source(self) -> SourceFile:
-        """Describe the file as a manifest lists it.
-
-        Raises:
-            CorruptError: the file has a malformed stamp.
-        """
+        """Describe the file as a manifest lists it."""
         ordered = sorted(self.records.values(), key=lambda record: record.byte_offset)
         return SourceFile(self.path, self.nbytes, tuple(ordered), claims=self._claims())
 
     def _claims(self) -> tuple[Claim, ...]:
         """Return what the file states about its own name and, if it has a stamp, its save."""
-        claims = stamps.claims(stamps.read(self.root, self.path))
+        claims = stamps.claims(self.stamp)
         if self.archive:
             claims.append(Claim(stamps.FILE_NAME, self.archive, "the name of its zip archive"))
         return tuple(claims)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard import stamps
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats import numpy_arrays
@@ -34,7 +35,8 @@ def read_stream(
     root = done.value
     if numpy_arrays.are_in(done, storages.by_key.values()):
         root = numpy_arrays.settled(root, path, 0)
-    file = TorchFile(path, size, root, done.globals)
+    value, stamp = stamps.take(root, done.stamp, path)
+    file = TorchFile(path, size, value, done.globals, stamp=stamp)
     for key in keys:
         storage = storages.by_key.get(key) if isinstance(key, str) else None
         if storage is None or end + 8 + storage.nbytes > size:

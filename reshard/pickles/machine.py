@@ -54,6 +54,7 @@ class Machine:
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
         self.globals: set[str] = set()
+        self.stamp: Any = None  # the attribute `stamps.KEY` of a container
         self.copied = 0  # elements of containers that calls have copied
         self._letters: dict[bytes, int] = {}  # text of one letter -> a place of it
         self.shared = 0  # times that a container was put in one more place

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reshard import stamps
 from reshard.pickles.machine import Handler, Machine, checked, top
 from reshard.pickles.values import Call, Located, hashable
 
@@ -227,6 +228,8 @@ def _obj(machine: Machine) -> None:
 def _build(machine: Machine) -> None:
     state = checked(machine.stack.pop())
     target = machine.stack[-1]
+    if isinstance(state, dict) and stamps.KEY in state:
+        machine.stamp = state[stamps.KEY]
     if isinstance(target, Call):
         target.state = state
 

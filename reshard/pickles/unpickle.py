@@ -28,11 +28,16 @@ _MAX_SHARED = 4  # times; a value of a few copies is not worth the look
 
 @dataclass(slots=True)
 class Unpickled:
-    """The result: the value, where its pickle ended, and every global it named."""
+    """The result: the value, where its pickle ended, and every global it named.
+
+    Args:
+        stamp: what a container has as the attribute `stamps.KEY`, if one has it.
+    """
 
     value: Any
     end: int
     globals: set[str]
+    stamp: Any = None
 
 
 def loads(
@@ -82,4 +87,4 @@ def loads(
             "its pickle holds one value in so many places that it has no end",
             "the file was altered: fetch it again",
         )
-    return Unpickled(value, machine.position, machine.globals)
+    return Unpickled(value, machine.position, machine.globals, machine.stamp)
