@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
@@ -12,18 +11,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard import dtypes
+from reshard import dtypes, stamps
 from reshard.box import Box, whole
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import Section, SourceFiles
 from reshard.formats import torch_file, torch_objects, torch_writer, zip_directory
-from reshard.formats.torch_writer import AS_WRITTEN, Part, Slot, Storage, lay_out, lay_out_object
+from reshard.formats.torch_writer import (
+    AS_WRITTEN,
+    Part,
+    Slot,
+    Storage,
+    Template,
+    lay_out,
+    lay_out_object,
+)
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
 from reshard.plan.planner import Plan
+from reshard.stamps import Stamp
 from tests.menagerie import menagerie, raw, same
 
 
@@ -79,10 +87,12 @@ def written(source, root, tmp_path):
     return source.fill(skeleton, tmp_path)
 
 
-def by_torch(value) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+def saved_by_torch(value, ours: Path) -> Path:
+    """torch's file of that name, which is the name of the archive's root, in another directory."""
+    theirs = ours.parent / "theirs" / ours.name
+    theirs.parent.mkdir(exist_ok=True)
+    torch.save(value, theirs)
+    return theirs
 
 
 def unidentified(path: Path) -> bytes:
@@ -90,8 +100,9 @@ def unidentified(path: Path) -> bytes:
     data = bytearray(path.read_bytes())
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, len(data))
-        name = "archive/.data/serialization_id"
-        member = zip_directory.read_directory(archive)[name]
+        members = zip_directory.read_directory(archive)
+        (name,) = (name for name in members if name.endswith("/.data/serialization_id"))
+        member = members[name]
         start, central = member.data_offset(archive), dict(zip_directory.central_offsets(archive))
     assert bytes(data[start : start + 40]).isdigit()
     data[start : start + 40] = b"0" * 40
@@ -103,9 +114,7 @@ def unidentified(path: Path) -> bytes:
 def assert_as_torch(source, value, tmp_path, root=None):
     """Ours is torch's file of ``value``; ``root`` is how it is told to us."""
     ours = written(source, value if root is None else root, tmp_path)
-    theirs = tmp_path / "theirs.pt"
-    theirs.write_bytes(by_torch(value))
-    assert unidentified(ours) == unidentified(theirs)
+    assert unidentified(ours) == unidentified(saved_by_torch(value, ours))
     with zipfile.ZipFile(ours) as archive:
         assert archive.testzip() is None
     return ours
@@ -179,8 +188,7 @@ def test_lay_out_writes_a_plain_dict_and_says_where_each_tensor_lies(tmp_path):
     )
     check(manifest)
     ours = source.fill(skeleton, tmp_path)
-    (tmp_path / "theirs.pt").write_bytes(by_torch(state))
-    assert unidentified(ours) == unidentified(tmp_path / "theirs.pt")
+    assert unidentified(ours) == unidentified(saved_by_torch(state, ours))
     file = torch_file.read(ours)
     for entry in skeleton.entries:
         found = file.root[entry.fqn].chunk
@@ -493,6 +501,55 @@ def test_storages_of_parts_of_literal_data_and_of_nothing(source, tmp_path):
         assert archive.testzip() is None
 
 
+# -------------------------------------------------------------------------- names and stamps
+
+
+@pytest.mark.parametrize(
+    "name", ["rank.0.pt", "lr_scheduler", "bf16_zero_pp_rank_10_mp_rank_00_optim_states.pt", "é.pt"]
+)
+def test_an_archive_is_named_as_torch_names_it(source, tmp_path, name):
+    state = {"w": torch.arange(7), "b": torch.ones(3)}
+    ours = source.fill(lay_out_object(name, state, slot_of=source.slot_of), tmp_path)
+    assert unidentified(ours) == unidentified(saved_by_torch(state, ours))
+
+
+STAMP = Stamp(save_id="9f3a", rank=300, world_size=400, step=70_000, file="rank.300.pt")
+
+
+@pytest.mark.parametrize("keys", [0, 1, 2, 999, 1000, 1001])
+def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
+    state = {f"w{n}": torch.ones(1) for n in range(keys)} | {"step": "rank"}
+    template = Template("rank.300.pt", state, slot_of=source.slot_of)
+    first, ours = template.file("rank.0.pt"), template.file("rank.300.pt", STAMP)
+    assert template.file("rank.0.pt") == first
+    loaded = torch.load(source.fill(ours, tmp_path), weights_only=True)
+    assert loaded == {**state, stamps.KEY: STAMP.as_dict()}
+    assert list(loaded) == [*state, stamps.KEY]
+    assert torch_file.read(tmp_path / "rank.300.pt").stamp == STAMP
+
+
+def test_a_stamped_file_is_torchs(source, tmp_path):
+    root = {"model": OrderedDict(menagerie()), "world": 3}
+    ours = source.fill(
+        lay_out_object("rank.300.pt", root, slot_of=source.slot_of, stamp=STAMP), tmp_path
+    )
+    theirs = saved_by_torch({**root, stamps.KEY: STAMP.as_dict()}, ours)
+    assert unidentified(ours) == unidentified(theirs)
+
+
+def test_a_modules_state_dict_has_its_stamp_as_an_attribute(source, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    state = OrderedDict(model.state_dict())
+    laid = lay_out_object("m.pt", state, slot_of=source.slot_of, stamp=STAMP)
+    ours = source.fill(laid, tmp_path)
+    state.reshard_stamp = STAMP.as_dict()
+    assert unidentified(ours) == unidentified(saved_by_torch(state, ours))
+    for weights_only in (True, False):
+        loaded = torch.load(ours, weights_only=weights_only)
+        assert loaded.reshard_stamp == STAMP.as_dict()
+        model.load_state_dict(loaded)
+
+
 # ------------------------------------------------------------------------------------ large files
 
 
@@ -509,10 +566,8 @@ def laid_out_by_torch(sizes, directory):
     state = {
         name: torch.from_file(str(hole), size=n, dtype=torch.uint8) for name, n in sizes.items()
     }
-    path = directory / "archive.pt"
     with torch.serialization.skip_data():
-        torch.save(state, path)
-    return path
+        return saved_by_torch(state, directory / "ours.pt")
 
 
 def laid_out_by_us(sizes, directory):
@@ -576,9 +631,9 @@ def test_a_header_at_the_last_32_bit_offset(tmp_path, shift):
     """The second member's header just before 4 GiB, at the last offset of 32 bits, and past it."""
     header = FULL + shift
     first = {"a": header - 1000, "b": 3}
-    begins = lay_out("x", tensors_of(first)).entries[0].chunks[0].byte_offset
+    begins = lay_out("ours.pt", tensors_of(first)).entries[0].chunks[0].byte_offset
     sizes = {"a": header - 16 - begins, "b": 3}
-    assert lay_out("x", tensors_of(sizes)).entries[0].chunks[0].byte_offset == begins
+    assert lay_out("ours.pt", tensors_of(sizes)).entries[0].chunks[0].byte_offset == begins
     assert_same_structure(sizes, tmp_path)
 
 
@@ -648,8 +703,7 @@ def test_a_checkpoint_is_written_again_byte_for_byte(tmp_path):
         "counts": defaultdict(int, a=1),
         "parameter": torch.nn.Parameter(torch.ones(3)),
     }
-    path = tmp_path / "archive.pt"
-    path.write_bytes(by_torch(state))
+    path = saved_by_torch(state, tmp_path / "copy.pt")
     copy = assert_copied(path, tmp_path)
     assert unidentified(copy) == unidentified(path)
 
@@ -668,8 +722,8 @@ def test_dtensors_are_written_again_and_loaded_as_dtensors(tmp_path):
             weight[3:].clone(), mesh, [Shard(0)], shape=weight.shape, stride=weight.stride()
         )
         whole_one = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        path = tmp_path / "archive.pt"
-        path.write_bytes(by_torch({"w": local, "b": whole_one, "plain": torch.ones(2)}))
+        held = {"w": local, "b": whole_one, "plain": torch.ones(2)}
+        path = saved_by_torch(held, tmp_path / "copy.pt")
     finally:
         distributed.destroy_process_group()
     copy = assert_copied(path, tmp_path)
@@ -696,7 +750,7 @@ def test_a_skeletons_literals_are_all_but_the_storages(source):
     assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-def test_torch_writer_needs_no_torch():
+def test_torch_writer_needs_no_torch(tmp_path):
     import subprocess
     import sys
 
@@ -707,4 +761,6 @@ def test_torch_writer_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    assert torch_writer.lay_out("x.pt", []).files[0].nbytes == len(by_torch({}))
+    assert torch_writer.lay_out("x.pt", []).files[0].nbytes == (
+        saved_by_torch({}, tmp_path / "x.pt").stat().st_size
+    )

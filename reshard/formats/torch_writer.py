@@ -1,19 +1,22 @@
 """Lay out a file of ``torch.save`` before its tensors are read, without torch.
 
-The bytes are those that torch writes for the same object to a stream, with one exception: the
-40 digits of ``.data/serialization_id`` (and its CRC). torch's are hashes of the members' names and
-of their CRCs, in the order of a hash table, and we do not know the CRCs before the data. Ours are
-a hash of the pickle and of every storage's size and, where it is known, content. Nothing that
-we know of compares them: `torch.load` logs them.
+The bytes are those that torch writes for the same object to a file of that name, with one
+exception: the 40 digits of ``.data/serialization_id`` (and its CRC). torch's are hashes of the
+members' names and of their CRCs, in the order of a hash table, and we do not know the CRCs before
+the data. Ours are a hash of the pickle and of every storage's size and, where it is known, content.
+Nothing that we know of compares them: `torch.load` logs them.
 
 Sources: torch 2.13 ``torch/serialization.py`` (``_save``), ``torch/_tensor.py``
-(``_reduce_ex_internal``), ``caffe2/serialize/inline_container.cc`` (``writeSerializationId``).
+(``_reduce_ex_internal``), ``caffe2/serialize/inline_container.cc`` (``basename``,
+``writeSerializationId``).
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +29,9 @@ from reshard.formats.zip_writer import ALIGNMENT, ZipLayout
 from reshard.manifest import Entry, Key, Skeleton, contiguous
 from reshard.pickles.pickler import Pickler
 from reshard.pickles.values import Builder, Call, Global
+from reshard.stamps import KEY, Stamp
 
-_ARCHIVE = "archive"  # the member prefix; torch takes the file's stem, which must not leak a path
+_STREAM = "archive"  # root of the archive where torch saves into a stream
 _TYPED = "torch._tensor._rebuild_from_type_v2"
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
@@ -131,7 +135,12 @@ def fp32(value: float) -> bytes:
 
 
 def lay_out_object(
-    name: str, root: Any, *, slot_of: Callable[[Any], Slot | None] | None = None
+    name: str,
+    root: Any,
+    *,
+    slot_of: Callable[[Any], Slot | None] | None = None,
+    stamp: Stamp | None = None,
+    in_stream: bool = False,
 ) -> Skeleton:
     """The file ``name`` that holds any object.
 
@@ -140,36 +149,102 @@ def lay_out_object(
     Args:
         root: values as `unpickle.loads` yields them, with a `Slot` for each tensor.
         slot_of: the slot for a value of another type; None where it has none.
+        stamp: what the file says of its place, where its root has room.
+        in_stream: whether the framework saves it into a stream, which has no name: the archive is
+            not named after the file then.
 
     Raises:
         UnsupportedError: ``root`` holds what cannot be written.
     """
-    pickler = _TensorPickler(name, slot_of or (lambda _value: None))
-    pickler.value(root)
-    pickle = pickler.finished()
-    archive = ZipLayout(name)
-    head = [("data.pkl", pickle), (".format_version", b"1")]
-    head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
-    for member, data in head:
-        archive.add(f"{_ARCHIVE}/{member}", data)
-    entries: dict[Key, Entry] = {}
-    identity = hashlib.sha256(pickle)
-    for storage, key in pickler.storages:
-        identity.update(b"%d:" % storage.nbytes)
-        _store(archive, f"{_ARCHIVE}/data/{key}", storage, entries)
-        identity.update(storage.data or b"")
-    archive.add(f"{_ARCHIVE}/version", b"3\n")
-    archive.add(f"{_ARCHIVE}/.data/serialization_id", _digits(identity.digest()))
-    file, checksums = archive.finish()
-    return Skeleton((file,), tuple(entries.values()), checksums)
+    archive = "" if in_stream else name
+    return Template(name, root, slot_of=slot_of).file(name, stamp, archive_of=archive)
 
 
-def _store(archive: ZipLayout, member: str, storage: Storage, entries: dict[Key, Entry]) -> None:
-    """A storage's member; its parts become chunks of their entries."""
+class Template:
+    """A root that the files of several ranks hold, each with a stamp of its own: pickled once.
+
+    Args:
+        where, root, slot_of: as in `lay_out_object`.
+
+    Raises:
+        UnsupportedError: ``root`` holds what cannot be written.
+    """
+
+    def __init__(
+        self, where: str, root: Any, *, slot_of: Callable[[Any], Slot | None] | None = None
+    ) -> None:
+        self._pickler = _TensorPickler(where, slot_of or (lambda _value: None))
+        self._pickler.value(root)
+        self._root = root
+
+    def file(
+        self,
+        name: str,
+        stamp: Stamp | None = None,
+        *,
+        hollow: bool = False,
+        archive_of: str | None = None,
+    ) -> Skeleton:
+        """Return the file ``name`` of one rank.
+
+        Args:
+            archive_of: the file that the archive is named after; None: this one.
+            hollow: leave out the entries, for the caller knows them from another rank's file.
+
+        Raises:
+            TypeError: there is a stamp, and the root is no dict.
+        """
+        pickle = self._pickle(stamp)
+        archive, root = ZipLayout(name), archive_root(name if archive_of is None else archive_of)
+        head = [("data.pkl", pickle), (".format_version", b"1")]
+        head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
+        for member, data in head:
+            archive.add(f"{root}/{member}", data)
+        entries: dict[Key, Entry] = {}
+        identity = hashlib.sha256(pickle)
+        for storage, key in self._pickler.storages:
+            identity.update(b"%d:" % storage.nbytes)
+            _store(archive, f"{root}/data/{key}", storage, None if hollow else entries)
+            identity.update(storage.data or b"")
+        archive.add(f"{root}/version", b"3\n")
+        archive.add(f"{root}/.data/serialization_id", _digits(identity.digest()))
+        file, checksums = archive.finish()
+        return Skeleton((file,), tuple(entries.values()), checksums)
+
+    def _pickle(self, stamp: Stamp | None) -> bytes:
+        """The pickle, its stamp last: a key of the root, of a module's state dict an attribute."""
+        if stamp is None:
+            return self._pickler.finished()
+        if not isinstance(self._root, dict):
+            raise TypeError("a stamp for a root that is no dict")
+        is_module = isinstance(self._root, OrderedDict)
+        return self._pickler.finished_with({KEY: stamp.as_dict()}, as_state=is_module)
+
+
+def archive_root(name: str) -> str:
+    """Return what ``torch.save`` calls the root of the archive that it writes to a file.
+
+    That is the file's name without its last suffix. torch writes names beyond ASCII through a
+    stream, and refuses those of which nothing is left.
+
+    >>> archive_root("step10/rank.0.pt"), archive_root(""), archive_root("\u00e9.pt")
+    ('rank.0', 'archive', 'archive')
+    """
+    base = re.split(r"[/\\]", name)[-1]
+    stem = base.rpartition(".")[0] if "." in base else base
+    return stem if stem and stem.isascii() else _STREAM
+
+
+def _store(
+    archive: ZipLayout, member: str, storage: Storage, entries: dict[Key, Entry] | None
+) -> None:
+    """A storage's member; its parts become chunks of their entries, if those are wanted."""
     if storage.data is not None:
         archive.add(member, storage.data)
         return
     start = archive.reserve(member, storage.nbytes)
+    if entries is None:
+        return
     for part in storage.parts:
         at = start + part.offset * storage.dtype.itemsize
         chunk = contiguous(archive.name, at, storage.dtype, part.box, part.box.shape)

@@ -60,6 +60,35 @@ class Pickler:
         """The whole pickle."""
         return bytes(self.out) + b"."
 
+    def finished_with(self, last: dict[str, Any], *, as_state: bool = False) -> bytes:
+        """The whole pickle with more items in the dict that it holds; nothing is kept of them.
+
+        Args:
+            as_state: give the dict these attributes instead.
+        """
+        out, count, memo = self.out, self._count, self._memo
+        self._memo = {}  # texts that the dict happens to share with `last` are written again
+        self.out = out.copy()
+        if as_state:
+            self._dict(last)
+            self.out += b"b"
+        else:
+            self._more_items(last)
+        pickle = self.finished()
+        self.out, self._count, self._memo = out, count, memo
+        return pickle
+
+    def _more_items(self, last: dict[str, Any]) -> None:
+        """Write items into the last batch of a dict, where that has an end to be moved."""
+        if not self.out.endswith(b"u"):
+            self._items(last.items())
+            return
+        del self.out[-1:]
+        for key, value in last.items():
+            self.text(key)
+            self.value(value)
+        self.out += b"u"
+
     def leaf(self, value: Any) -> None:
         """Write a value that is not Python's own.
 

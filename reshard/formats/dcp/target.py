@@ -238,7 +238,7 @@ class _DataFile:
         """A block of a tensor."""
         if value.entry is None:
             slot = Slot(Storage(value.dtype, box.volume, data=value.data), box.shape)
-            return self._append(torch_writer.lay_out_object(self.path, slot))
+            return self._append(torch_writer.lay_out_object(self.path, slot, in_stream=True))
         form = self.forms[value.dtype, box.shape]
         start, nbytes = self._append(form.skeleton)
         if form.chunk is not None:
@@ -251,7 +251,7 @@ class _DataFile:
 
     def add_object(self, value: Any) -> _Place:
         """A pickled object."""
-        item = torch_writer.lay_out_object(self.path, value)
+        item = torch_writer.lay_out_object(self.path, value, in_stream=True)
         start, nbytes = self._append(item)
         for entry in item.entries:
             moved = (replace(c, byte_offset=c.byte_offset + start) for c in entry.chunks)
