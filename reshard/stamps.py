@@ -53,6 +53,18 @@ class Stamp:
         return json.dumps(self.as_dict(), separators=(",", ":"))
 
 
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save that is to be written: what the stamps of its files share."""
+
+    save_id: str
+    step: int | None
+
+    def stamp(self, file: str, rank: int, world_size: int) -> Stamp:
+        """Return the stamp of one of its files, which may lie in directories of the save."""
+        return Stamp(self.save_id, rank, world_size, self.step, file.rpartition("/")[2])
+
+
 def read(root: Any, where: object = "this file") -> Stamp | None:
     """Return the stamp of a file, or None if the file has none.
 

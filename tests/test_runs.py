@@ -21,6 +21,7 @@ from reshard.manifest import (
     OutputFile,
     Skeleton,
     SourceFile,
+    StoredChecksum,
     check,
     contiguous,
 )
@@ -199,24 +200,28 @@ def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
     assert found["", 4] == ("s", 24)  # a dense chunk that is no run of the tensor
 
 
-def test_files_alike_hold_each_rank_s_run_where_the_first_has_its_own():
-    held = runs((16, 16), 3)
-    first = Skeleton(
-        (OutputFile("a", 999),), (replace(entry(held), chunks=tuple(held.of_rank(0))),)
-    )
-    spread = skeletons.a_rank_each(first, ["a", "b", "c"])
+def rank_file(name, begins, entries=()):
+    """A file with two storages, the second of which begins somewhere."""
+    checksums = (StoredChecksum(name, 0, 8, (1,)), StoredChecksum(name, begins, 400, (2,)))
+    return Skeleton((OutputFile(name, 999),), entries, checksums)
+
+
+def test_files_alike_hold_each_rank_s_run_where_their_storage_begins():
+    held = Runs(Places(("a", "b", "c"), (8, 0, 0)), dtypes.FLOAT32, (16, 16), 8)
+    first = rank_file("a", 8, (replace(entry(held), chunks=tuple(held.of_rank(0))),))
+    spread = skeletons.a_rank_each(first, [rank_file("b", 8), rank_file("c", 72)])
     assert [file.name for file in spread.files] == ["a", "b", "c"]
+    assert [stored.file for stored in spread.checksums] == ["a", "a", "b", "b", "c", "c"]
     assert {
         file: [(e.byte_offset, e.start, e.stop) for e in held] for file, held in by_file(spread)
     } == {
-        "a": [(8, 0, 86)],
-        "b": [(8, 86, 172)],
-        "c": [(8, 172, 256)],
+        "a": [(16, 0, 86)],
+        "b": [(16, 86, 172)],
+        "c": [(80, 172, 256)],
     }
-    with pytest.raises(AssertionError, match="3 runs"):
-        skeletons.a_rank_each(
-            replace(first, entries=(replace(first.entries[0], chunks=tuple(held)),)), "abc"
-        )
+    whole_one = replace(first.entries[0], chunks=tuple(held))
+    with pytest.raises(AssertionError, match="2 runs"):
+        skeletons.a_rank_each(rank_file("a", 8, (whole_one,)), [rank_file("b", 8)])
 
 
 @pytest.mark.parametrize("strides", [(4, 8), (16, 4)])

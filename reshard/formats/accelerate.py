@@ -42,6 +42,8 @@ def unsharded(
     parts = [writer.single_file(_WEIGHTS, tensors, writer.METADATA)]
     if not weights_only:
         root = Canonical().of(written.optimizer(state, "index", model, named=True))
-        parts.append(torch_writer.lay_out_object("optimizer.bin", root, slot_of=Wholes()))
+        stamp = state.stamp("optimizer.bin", 0, ranks)
+        made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=Wholes(), stamp=stamp)
+        parts.append(made)
         parts += accelerate_beside(state, ranks)
     return skeletons.joined(parts)

@@ -59,6 +59,7 @@ def run(
 def unsharded(
     state: Training,
     *,
+    ranks: int = 1,
     weights_only: bool = False,
     model: ModelShapes | None = None,
     dtype: DType | None = None,
@@ -71,7 +72,8 @@ def unsharded(
     if weights_only:
         return weights
     root = Canonical().of(written.optimizer(state, "index", model, named=True))
-    moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=Wholes())
+    stamp = state.stamp("optimizer.pt", 0, ranks)
+    moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=Wholes(), stamp=stamp)
     return skeletons.joined([weights, moments])
 
 
@@ -80,7 +82,8 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
         yield torch_writer.lay_out_object("scheduler.pt", scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
-        yield torch_writer.lay_out_object(name, rng.written(kept, rng.HF_TRAINER))
+        held, stamp = rng.written(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
+        yield torch_writer.lay_out_object(name, held, stamp=stamp)
     if state.manifest.train.trainer_state is None:
         text = json_text(_progress(state))
         yield skeletons.of_bytes("trainer_state.json", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -49,24 +50,33 @@ def named(part: Skeleton, name: str) -> Skeleton:
     )
 
 
-def a_rank_each(first: Skeleton, names: Sequence[str]) -> Skeleton:
-    """Files that are alike but for their tensors' values, each with an equal run of every tensor.
+def a_rank_each(first: Skeleton, others: Iterable[Skeleton]) -> Skeleton:
+    """Files that hold the same tensors in the same storages, each an equal run of every tensor.
 
     Args:
         first: the file of the first rank, whose run of a tensor is as long as any.
-        names: of every rank's file.
+        others: those of the other ranks, without entries. Their storages may begin elsewhere, for
+            names and pickles are not of one length.
     """
-    places = Places(tuple(names), (0,) * len(names))
+    every = [first, *others]
+    names = tuple(part.files[0].name for part in every)
+    starts = [stored.byte_offset for stored in first.checksums]
+    begins = ([stored.byte_offset for stored in part.checksums] for part in every)
+    places = [Places(names, offsets) for offsets in zip(*begins, strict=True)]
 
     def run(entry: Entry) -> Entry:
-        runs = Runs(places, entry.dtype, entry.shape, entry.chunks[0].byte_offset)
-        if tuple(runs.of_rank(0)) != tuple(replace(c, file=names[0]) for c in entry.chunks):
+        at = entry.chunks[0].byte_offset
+        storage = bisect_right(starts, at) - 1
+        runs = Runs(places[storage], entry.dtype, entry.shape, at - starts[storage])
+        if tuple(runs.of_rank(0)) != tuple(entry.chunks):
             raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")
         return replace(entry, chunks=runs)
 
-    files = tuple(replace(file, name=name) for name in names for file in first.files)
-    checksums = tuple(replace(stored, file=name) for name in names for stored in first.checksums)
-    return Skeleton(files, tuple(map(run, first.entries)), checksums)
+    return Skeleton(
+        tuple(part.files[0] for part in every),
+        tuple(map(run, first.entries)),
+        tuple(stored for part in every for stored in part.checksums),
+    )
 
 
 def moved(part: Skeleton, directory: str) -> Skeleton:

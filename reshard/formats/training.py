@@ -17,6 +17,7 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats.rng import RankRng
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
+from reshard.stamps import Save, Stamp
 from reshard.units import some
 
 _SAMPLERS = ("data_sampler", "random_ltd")  # of DeepSpeed
@@ -80,6 +81,7 @@ class Training:
     groups: tuple[Group, ...]
     rng: tuple[RankRng, ...] = ()  # of each rank to come; none where they are not carried
     regrouped: bool = False  # the groups are not the source's: each is in the order of the weights
+    save: Save | None = None  # what the files to come are stamped with
 
     @property
     def made(self) -> frozenset[Key]:
@@ -109,6 +111,10 @@ class Training:
         dtype = recast if recast and weight.is_float else weight.dtype
         copy = self.manifest.entries.get((PARAM, weight.fqn))
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    def stamp(self, file: str, rank: int, ranks: int) -> Stamp | None:
+        """Return the stamp of a file of one rank, where files are stamped."""
+        return self.save.stamp(file, rank, ranks) if self.save else None
 
     def step(self) -> int:
         """How many updates the run has made: the engine's counter, else the optimizer's."""

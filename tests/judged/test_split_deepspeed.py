@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
-from dataclasses import dataclass
+import zipfile
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call
 from reshard.plan.planner import Plan
+from reshard.stamps import Save
 from reshard.tensors import read_block
 from tests.judges import deepspeed_judge
 
@@ -58,7 +60,9 @@ def read(path):
 def split(source, directory, **options):
     """What the command does, without its checks of the result."""
     manifest = read(source)
-    skeleton = target.lay_out(training(manifest), **options).skeleton
+    skeleton = target.lay_out(
+        replace(training(manifest), save=Save("an id", 3)), **options
+    ).skeleton
     check_skeleton(skeleton)
     check_places(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
@@ -145,6 +149,12 @@ def test_same_layout_gives_the_files_that_deepspeed_wrote(case, way, made, tmp_p
             key for key in written.keys() | ours.keys() if written.get(key) != ours.get(key)
         ]
         assert not different, name
+        with zipfile.ZipFile(result / tag / name) as archive:
+            assert {each.partition("/")[0] for each in archive.namelist()} == {Path(name).stem}
+        stamp = torch_file.read(result / tag / name).stamp
+        assert (stamp.save_id, stamp.step, stamp.file) == ("an id", 3, name)
+        assert stamp.world_size == own["world_size"]
+        assert f"pp_rank_{stamp.rank}_" in name or (stamp.rank == 0 and "pp_rank" not in name)
 
 
 class Held:
@@ -158,7 +168,9 @@ class Held:
         self.takes_turns = "round_robin_gradients" in model["ds_config"]["zero_optimization"]
 
     def flattened(self):
-        return dict(self._of("", self.file.root))
+        root = self.file.root
+        # The root of our model states is ordered, for an attribute: its stamp.
+        return dict(self._of("", root.items if isinstance(root, Call) else root))
 
     def _of(self, where, value):
         if isinstance(value, Call):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan
+from reshard.stamps import Save
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
@@ -54,7 +56,8 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     """What the command does: read, lay out, prove, plan, copy."""
     manifest = keys.edit(formats.read([Path(source)], **told), keys.Edits()).manifest
     check(manifest)
-    skeleton = lay_out(training(manifest, weights_only=weights_only))
+    state = training(manifest, weights_only=weights_only)
+    skeleton = lay_out(replace(state, save=Save("an id", 3)))
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
     check(Manifest(Origin("target", ""), keyed(skeleton.entries), files, ordered=True))
     out.mkdir(parents=True)
@@ -74,7 +77,7 @@ FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrap
         "verl",
     ),
     "names": (lambda s, n: target.fsdp2(s, grid(n), naming=target.ACCELERATE), "fsdp2", "names"),
-    "full": (lambda s, _n: target.fsdp1_full(s), "fsdp2", "whole"),
+    "full": (lambda s, n: target.fsdp1_full(s, ranks=n), "fsdp2", "whole"),
     "orig": (
         lambda s, n: flat_target.fsdp1_sharded(
             s, shapes(TWO), grid(n, "fsdp"), compute=dtypes.FLOAT32
@@ -85,7 +88,7 @@ FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrap
 }
 FLAT_FORMS = {  # of a state under FSDP 1
     "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp1", "dcp"),
-    "full": (lambda s, _n: target.fsdp1_full(s), "fsdp1", "full"),
+    "full": (lambda s, n: target.fsdp1_full(s, ranks=n), "fsdp1", "full"),
     "local": (lambda s, n: flat_target.fsdp1_local(s, shapes(ONE), ranks=n), "fsdp1", "local"),
     "verl": (
         lambda s, n: flat_target.fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
@@ -202,7 +205,7 @@ def test_fsdp2_goes_on_where_deepspeed_stopped(loaded, deepspeed):
     ("case", "lay_out"),
     [
         ("acc_fsdp2_sharded", FORMS["accelerate"][0]),
-        ("acc_fsdp1_full", lambda s, n: target.fsdp1_full(s, ranks=n)),
+        ("acc_fsdp1_full", lambda s, n: target.fsdp1_full(s, ranks=n, accelerate=True)),
     ],
 )
 def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, lay_out):
@@ -322,6 +325,15 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
     made = split(place / "fsdp2" / "ranks", tmp_path / "out", lambda s: target.fsdp2(s, grid(2)))
     for name in ("model_rank0.pt", "model_rank1.pt", "optim_rank0.pt", "optim_rank1.pt"):
         ours, theirs = (torch.load(at / name) for at in (made, place / "fsdp2" / "ranks"))
+        stamp = ours.reshard_stamp if name.startswith("model") else ours.pop("reshard_stamp")
+        rank = int(Path(name).stem[-1])
+        assert stamp == {
+            "save_id": "an id",
+            "rank": rank,
+            "world_size": 2,
+            "step": 3,
+            "file": name,
+        }
         assert_alike(ours, theirs)
 
 

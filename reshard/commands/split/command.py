@@ -19,11 +19,19 @@ from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested
-from reshard.commands.split.state import is_weights, made_state, model_config, ordered, stored, told
+from reshard.commands.split.state import (
+    is_weights,
+    made_state,
+    model_config,
+    ordered,
+    save_of,
+    stored,
+    told,
+)
 from reshard.commands.target import check_places
 from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import kept, placeholders, skeletons
+from reshard.formats import kept, placeholders
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
@@ -124,12 +132,14 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     manifest, request = named.manifest, replace(request, described=named.described)
     request, own = own_states.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
-    state = replace(state, rng=tuple(rank for each in own for rank in each.states))
-    laid = target.lay_out(state, request)
     if is_file(destination):
-        skeleton = skeletons.named(laid.skeleton, destination.name)
-    else:
-        skeleton = _with_companions(laid.skeleton, state, target, destination.name)
+        request = replace(request, file=destination.name)
+    rng = tuple(rank for each in own for rank in each.states)
+    state = replace(state, rng=rng, save=save_of(state, request, target))
+    laid = target.lay_out(state, request)
+    skeleton = laid.skeleton
+    if not is_file(destination):
+        skeleton = _with_companions(skeleton, state, target, destination.name)
     check_places(skeleton)
     held = stored(skeleton, state)
     carried = request.megatron.carried.entries if request.megatron is not None else ()

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
+from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import deepspeed, fresh_adam, groups, huggingface, megatron
 from reshard.formats.huggingface.companions import is_model_config
 from reshard.formats.huggingface.reader import described, in_order
 from reshard.formats.json_files import json_object
 from reshard.formats.place import directory
+from reshard.formats.state_dict.mesh import Grid
+from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelShapes, Told, describe_config
+from reshard.model_parallel.sizes import Sizes
 from reshard.paths import as_path
+from reshard.stamps import Save
+
+_ID = 32  # characters of a save's id
 
 
 def is_weights(manifest: Manifest) -> bool:
@@ -103,6 +111,38 @@ def made_state(
         made, notes = fresh_adam.begun(made, request.master)
         said += notes
     return made, said
+
+
+def save_of(state: Training, request: Request, target: Target) -> Save:
+    """Return what the files to come are stamped with.
+
+    The id is a digest of the source and of what is written, so that the same command writes the
+    same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
+    """
+    manifest, digest = state.manifest, hashlib.sha256()
+
+    def count(*values: object) -> None:
+        digest.update(repr(values).encode())
+
+    count(manifest.origin.format, manifest.train.step, target.name, *_layout(request))
+    for path, file in sorted(manifest.files.items()):
+        count(as_path(path).name, file.nbytes)
+        for record in file.records:
+            digest.update(b"%d %d " % (record.nbytes, record.crc32 or 0))
+    for entry in manifest.entries.values():
+        count(entry.kind, entry.fqn, entry.dtype.name, entry.shape)
+    for group in state.groups:
+        count(sorted(group.hyper, key=str), len(group.members))
+    known = manifest.train.step is not None or manifest.train.optimizer_step
+    return Save(digest.hexdigest()[:_ID], state.step() if known else None)
+
+
+def _layout(request: Request) -> Iterator[object]:
+    """What the request says of the layout, as plain values."""
+    for name in Request.__dataclass_fields__:
+        value = getattr(request, name)
+        if isinstance(value, (bool, int, str, Sizes, DType, Grid, type(None))):
+            yield name, str(value)
 
 
 def stored(skeleton: Skeleton, state: Training) -> Skeleton:

@@ -73,7 +73,7 @@ def fsdp1_local(
             for flat in flats:
                 weights[flat.key] = flat.shard(rank, ranks)
             weights.update((name, whole_slot(value)) for name, value in buffers.items())
-        yield from _files(naming, weights, raw, rank, ranks)
+        yield from _files(state, naming, weights, raw, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     files = [file for rank in range(ranks) for file in rank_files(rank)]
@@ -116,13 +116,14 @@ def fsdp1_sharded(
         )
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
-        yield from _files(naming, Sharder(placing, rank).of(held), raw, rank, ranks)
+        yield from _files(state, naming, Sharder(placing, rank).of(held), raw, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))
 
 
 def _files(
+    state: Training,
     naming: Naming,
     weights: Any,
     raw: FlatOptimizer | OrigOptimizer | None,
@@ -132,7 +133,7 @@ def _files(
     names = [name.format(rank=rank, world=ranks) for name in (naming.model, naming.optimizer)]
     moments = None if raw is None else raw.of(rank, ranks)
     for name, root in placed(names, weights, moments).items():
-        yield torch_writer.lay_out_object(name, root)
+        yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, ranks))
 
 
 def _buffers(state: Training, model: ModelShapes) -> dict[str, Value]:

@@ -125,7 +125,8 @@ def fsdp2(
             name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
         ]
         for name, root in placed(names, weights, moments).items():
-            yield torch_writer.lay_out_object(name, Sharder(placing, rank).of(root))
+            stamp = state.stamp(name, rank, grid.world)
+            yield torch_writer.lay_out_object(name, Sharder(placing, rank).of(root), stamp=stamp)
         yield from beside(state, naming, rank, grid.world, version=2, weights_only=weights_only)
 
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
@@ -176,10 +177,12 @@ def beside(
     """What is kept beside both."""
     carried = {} if weights_only else written.carried(state.manifest.train)
     if naming.beside and carried and rank == 0:
-        yield torch_writer.lay_out_object(naming.beside, carried)
+        stamp = state.stamp(naming.beside, rank, world)
+        yield torch_writer.lay_out_object(naming.beside, carried, stamp=stamp)
     if naming.extra and not weights_only:
         name = naming.extra.format(rank=rank, world=world)
-        yield torch_writer.lay_out_object(name, {"lr_scheduler": carried.get("scheduler")})
+        held = {"lr_scheduler": carried.get("scheduler")}
+        yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, world))
     if naming.about and rank == 0:
         text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
         yield skeletons.of_bytes(naming.about, text.encode())
@@ -208,7 +211,8 @@ def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
     for rank in range(ranks):
         states = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
         if counted or states:
-            yield torch_writer.lay_out_object(f"random_states_{rank}.pkl", {**counted, **states})
+            name, held = f"random_states_{rank}.pkl", {**counted, **states}
+            yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, ranks))
 
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
@@ -322,22 +326,24 @@ def fsdp1_full(
     state: Training,
     *,
     names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
-    ranks: int = 0,
+    ranks: int,
+    accelerate: bool = False,
     weights_only: bool = False,
     dtype: DType | None = None,
 ) -> Skeleton:
     """FULL_STATE_DICT of FSDP 1, under Accelerate's names: whole tensors, all by fqn.
 
     Args:
-        ranks: for which there is what Accelerate wants beside them.
+        accelerate: whether there is what Accelerate wants beside them.
     """
     weights = OrderedDict(written.weights(state, dtype=dtype))
     moments = None if weights_only else written.optimizer(state, "fqn")
     files = placed(names, weights, moments)
     made = [
-        torch_writer.lay_out_object(name, root, slot_of=Wholes()) for name, root in files.items()
+        torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=state.stamp(name, 0, ranks))
+        for name, root in files.items()
     ]
-    if ranks and not weights_only:
+    if accelerate and not weights_only:
         made += accelerate_beside(state, ranks)
     return skeletons.joined(made)
 
@@ -357,4 +363,5 @@ def plain(
         root["optimizer"] = written.optimizer(state, "index", model, named=several)
         beside = written.carried(state.manifest.train)
         root.update((key, value) for key, value in beside.items() if key not in root)
-    return torch_writer.lay_out_object(name, root, slot_of=Wholes())
+    stamp = state.stamp(name, 0, 1)
+    return torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=stamp)

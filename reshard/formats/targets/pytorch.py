@@ -119,7 +119,11 @@ def of_torch(state: Training, asked: Request) -> Laid:
         ReshardError: as `state_dict.target.plain`.
     """
     made = state_dict.plain(
-        state, model=asked.model, weights_only=asked.weights_only, dtype=asked.dtype
+        state,
+        name=asked.file,
+        model=asked.model,
+        weights_only=asked.weights_only,
+        dtype=asked.dtype,
     )
     return Laid(made, _notes(state))
 
@@ -133,9 +137,7 @@ def _accelerate(state: Training, asked: Request) -> Skeleton:
             " accelerate and hf-trainer, one file is --to torch",
         )
     if asked.state_dict_type == "full":
-        return state_dict.fsdp1_full(
-            state, ranks=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
-        )
+        return _full(state, asked, accelerate=True)
     if asked.rank_files:
         return _rank_files(state, asked, state_dict.ACCELERATE)
     return dcp.accelerate(
@@ -149,6 +151,16 @@ def _ddp(state: Training, asked: Request) -> Skeleton:
         asked.world_size,
         weights_only=asked.weights_only,
         model=asked.model,
+        dtype=asked.dtype,
+    )
+
+
+def _full(state: Training, asked: Request, *, accelerate: bool) -> Skeleton:
+    return state_dict.fsdp1_full(
+        state,
+        ranks=asked.world_size,
+        accelerate=accelerate,
+        weights_only=asked.weights_only,
         dtype=asked.dtype,
     )
 
@@ -237,10 +249,14 @@ def _trainers(state: Training, asked: Request) -> Skeleton:
     """What HF Trainer has of model and optimizer without DeepSpeed."""
     if asked.state_dict_type == "unsharded":
         return hf_trainer.unsharded(
-            state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
+            state,
+            ranks=asked.world_size,
+            weights_only=asked.weights_only,
+            model=asked.model,
+            dtype=asked.dtype,
         )
     if asked.state_dict_type == "full":
-        return state_dict.fsdp1_full(state, weights_only=asked.weights_only, dtype=asked.dtype)
+        return _full(state, asked, accelerate=False)
     if asked.state_dict_type == "sharded":
         return dcp.fsdp(
             state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype

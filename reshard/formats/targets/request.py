@@ -27,6 +27,7 @@ class Request:
     """What was asked for, with nothing left open but what a target decides."""
 
     world_size: int
+    file: str = "checkpoint.pt"  # the name of the output where that is one file
     parallel: Sizes = ONE
     zero_stage: int = 2
     dtype: DType | None = None  # of the module's parameters; None: as trained

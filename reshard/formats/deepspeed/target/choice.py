@@ -22,6 +22,7 @@ from reshard.formats.training import (
 )
 from reshard.manifest import Entry
 from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.stamps import Stamp
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
 _LISTED = 4
@@ -90,6 +91,17 @@ class Choice:
         saved = self.state.manifest.train.clip
         said = self.config.get("gradient_clipping") if saved is None else saved
         return said if isinstance(said, (int, float)) else None
+
+    def stamp(self, file: str, rank: int = 0) -> Stamp | None:
+        """Return the stamp of a file of one data-parallel rank of this model-parallel rank.
+
+        Ranks are numbered as DeepSpeed's topologies do: tensor-parallel ranks first, pipeline
+        stages last (0.19.8 ``runtime/pipe/topology.py``, ``PipeModelDataParallelTopology``).
+        """
+        tensor = self.sizes.tensor
+        stage, place = divmod(self.mp_rank, tensor)
+        number = (stage * self.world_size + rank) * tensor + place
+        return self.state.stamp(file, number, self.world_size * self.sizes.model)
 
     def sharers(self, group: Group) -> int:
         """How many ranks share a group's flat tensors: all that hold the same experts, or all."""

@@ -46,7 +46,8 @@ def laid(
         for number, held in enumerate(map(mixed.of_rank, mixed.owners())):
             name = f"{whole_model.tag}/expp_rank_{number}_mp_rank_00_optim_states.pt"
             root = {"optimizer": None if weights_only else whole.optimizer(choice_of(held.state))}
-            optimizers.append(held.lifted(torch_writer.lay_out_object(name, root)))
+            stamp = whole_model.stamp(name)
+            optimizers.append(held.lifted(torch_writer.lay_out_object(name, root, stamp=stamp)))
     return whole_model, models, skeletons.joined(optimizers)
 
 

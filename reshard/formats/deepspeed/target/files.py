@@ -19,23 +19,29 @@ def model_states(choice: Choice) -> Iterator[Skeleton]:
     """``*_model_states.pt``."""
     model = f"mp_rank_{choice.mp_rank:02d}_model_states.pt"
     if choice.stage < 3:
-        yield torch_writer.lay_out_object(f"{choice.tag}/{model}", module.whole_file(choice))
+        yield _stamped(choice, f"{choice.tag}/{model}", module.whole_file(choice))
         return
     names = [f"{choice.tag}/zero_pp_rank_{rank}_{model}" for rank in range(choice.world_size)]
-    yield torch_writer.lay_out_object(names[0], module.file_of(choice, 0))
+    yield _stamped(choice, names[0], module.file_of(choice, 0))
     if choice.frozen:  # of which each rank has a piece of its own
         for rank, name in enumerate(names[1:], 1):
-            yield torch_writer.lay_out_object(name, module.file_of(choice, rank))
+            yield _stamped(choice, name, module.file_of(choice, rank), rank)
     elif names[1:]:
-        second = torch_writer.lay_out_object(names[1], module.file_of(choice, 1))
-        yield from (skeletons.named(second, name) for name in names[1:])
+        second = torch_writer.Template(names[1], module.file_of(choice, 1))
+        for rank, name in enumerate(names[1:], 1):
+            yield second.file(name, choice.stamp(name, rank))
+
+
+def _stamped(choice: Choice, name: str, root: Any, rank: int = 0) -> Skeleton:
+    """The file of a data-parallel rank."""
+    return torch_writer.lay_out_object(name, root, stamp=choice.stamp(name, rank))
 
 
 def layers(choice: Choice, rank: ModelRank | None) -> Iterator[Skeleton]:
     """A pipeline's ``layer_*-model_states.pt``."""
     for layer in rank.layers if rank else ():
         name = f"{choice.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
-        yield torch_writer.lay_out_object(name, module.layer_file(choice, layer))
+        yield _stamped(choice, name, module.layer_file(choice, layer))
 
 
 def optimizer_states(choice: Choice, ranks: Iterable[int] | None = None) -> Iterator[Skeleton]:
@@ -51,13 +57,17 @@ def optimizer_states(choice: Choice, ranks: Iterable[int] | None = None) -> Iter
         for rank in range(choice.world_size)
     ]
     if choice.stage == 3:
-        states = partitioned.first_rank(choice)
-        first = torch_writer.lay_out_object(names[0], _optimizer(choice, states))
-        yield skeletons.a_rank_each(first, names)
+        states = torch_writer.Template(names[0], _optimizer(choice, partitioned.first_rank(choice)))
+        first = states.file(names[0], choice.stamp(names[0]))
+        others = (
+            states.file(name, choice.stamp(name, rank), hollow=True)
+            for rank, name in enumerate(names[1:], 1)
+        )
+        yield skeletons.a_rank_each(first, others)
         return
     groups = flat.Flat(choice)
     for rank in range(choice.world_size) if ranks is None else ranks:
-        yield torch_writer.lay_out_object(names[rank], _optimizer(choice, groups.of_rank(rank)))
+        yield _stamped(choice, names[rank], _optimizer(choice, groups.of_rank(rank)), rank)
 
 
 def _optimizer(choice: Choice, states: dict[str, Any]) -> dict[str, Any]:

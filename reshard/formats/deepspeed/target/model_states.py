@@ -19,21 +19,23 @@ from reshard.formats.torch_writer import Slot, Storage, whole_tensor
 from reshard.pickles.values import Call
 
 
-def whole_file(choice: Choice) -> dict[str, Any]:
+def whole_file(choice: Choice) -> OrderedDict[str, Any]:
     """Stages 0 to 2: one file for all ranks."""
     slots = _whole_tensors(choice)
     frozen = {choice.listed(weight.fqn): slots[weight.fqn] for weight in choice.frozen}
     return _root(choice, _with_aliases(choice, slots), frozen if choice.stage == 2 else None)
 
 
-def file_of(choice: Choice, rank: int) -> dict[str, Any]:
+def file_of(choice: Choice, rank: int) -> OrderedDict[str, Any]:
     """Stage 3: one a rank, with the buffers whole and a placeholder for each parameter."""
     frozen = {
         choice.listed(weight.fqn): fragment(*choice.stored(weight), choice.world_size, rank)
         for weight in choice.frozen
     }
     root = _root(choice, _with_aliases(choice, _placeholders(choice)), frozen)
-    return root if rank == 0 else {**root, "shared_params": {}}  # as there: only rank 0 looks
+    if rank:
+        root["shared_params"] = {}  # as there: only rank 0 looks
+    return root
 
 
 def layer_file(choice: Choice, layer: Layer) -> OrderedDict[str, Slot]:
@@ -44,7 +46,7 @@ def layer_file(choice: Choice, layer: Layer) -> OrderedDict[str, Slot]:
     )
 
 
-def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
+def universal(choice: Choice, *, weights: bool) -> OrderedDict[str, Any]:
     """Beside ``zero/``, all that the optimizer does not hold.
 
     Args:
@@ -55,11 +57,13 @@ def universal(choice: Choice, *, weights: bool) -> dict[str, Any]:
     if choice.layered:  # the files of layers are not there: what else would be lost
         slots = {weight.fqn: slots[weight.fqn] for weight in (*choice.frozen, *choice.buffers)}
     module = _with_aliases(choice, slots)
-    return {
-        "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-        **_root(choice, module, frozen if weights else None),
-        "module": module or None,
-    }
+    return OrderedDict(
+        {
+            "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
+            **_root(choice, module, frozen if weights else None),
+            "module": module or None,
+        }
+    )
 
 
 def _whole_tensors(choice: Choice) -> dict[str, Slot]:
@@ -89,7 +93,12 @@ def _with_aliases(choice: Choice, slots: dict[str, Slot]) -> OrderedDict[str, Sl
 
 def _root(
     choice: Choice, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
-) -> dict[str, Any]:
+) -> OrderedDict[str, Any]:
+    """All of a file. Its stamp is an attribute of the root, which is ordered for that alone.
+
+    DeepSpeed hands keys that it does not know to the user (``client_state``), whose next save would
+    keep the stamp of this one.
+    """
     train = choice.state.manifest.train
     counted = {} if train.samples is None else {"global_samples": train.samples}
     sharded = choice.stage > 0
@@ -98,7 +107,7 @@ def _root(
         own = ((name, slot) for name, slot in module.items() if not expert_names.parse(name))
         module = OrderedDict(own)
         experts = {"num_experts": list(choice.experts), "ds_autoep_layers": None}
-    return {
+    root = {
         "module": None if choice.layered else module,
         "buffer_names": [weight.fqn for weight in choice.buffers],
         "optimizer": None if sharded or choice.weights_only else whole.optimizer(choice),
@@ -123,6 +132,7 @@ def _root(
         **experts,
         **carried.of_grid(choice.carried, choice.sizes, choice.world_size, choice.mp_rank),
     }
+    return OrderedDict(root)
 
 
 def _param_shapes(choice: Choice) -> list[OrderedDict[str, Any]]:

@@ -74,7 +74,8 @@ def model_file(choice: Choice) -> Skeleton:
 
 def _model(choice: Choice, name: str, *, weights: bool) -> Skeleton:
     root = model_states.universal(choice, weights=weights)
-    return torch_writer.lay_out_object(f"{choice.tag}/{name}", root)
+    stamp = choice.stamp(name)
+    return torch_writer.lay_out_object(f"{choice.tag}/{name}", root, stamp=stamp)
 
 
 def steps(choice: Choice) -> list[float | None]:
@@ -118,7 +119,8 @@ def _zero(choice: Choice, marks: Marks | None) -> Iterator[Skeleton]:
                 yield files.file(f"{place}/{name}.pt", member, member.slots.get(name), dtype)
             if counter is not None:
                 yield skeletons.named(counter, f"{place}/{_STEP}")
-    yield torch_writer.lay_out_object(f"{folder}/optimizer_state.pt", _optimizer(choice, counts))
+    name = f"{folder}/optimizer_state.pt"
+    yield torch_writer.lay_out_object(name, _optimizer(choice, counts), stamp=choice.stamp(name))
 
 
 def _counts(counts: list[float | None]) -> bool:
@@ -127,7 +129,7 @@ def _counts(counts: list[float | None]) -> bool:
 
 
 class _Alike:
-    """Files of tensors that ranks share in one way; those that differ in names alone share bytes.
+    """Files of tensors that ranks share in one way; those of like tensors and names share bytes.
 
     Args:
         cut: what each says of that.
@@ -135,18 +137,19 @@ class _Alike:
 
     def __init__(self, cut: Mapping[str, Any]) -> None:
         self._cut = cut
-        self._made: dict[tuple[DType, Index, Index | None], Skeleton] = {}
+        self._made: dict[tuple[str, DType, Index, Index | None], Skeleton] = {}
 
     def file(self, name: str, member: Trained, value: Entry | None, dtype: DType) -> Skeleton:
         """One tensor; zeros where the parameter has no such value."""
         shape, held = member.weight.shape, value.shape if value else None
-        made = self._made.get((dtype, shape, held))
+        key = torch_writer.archive_root(name), dtype, shape, held
+        made = self._made.get(key)
         if made is None:
             numel = member.weight.value.numel
             parts = run_of(value, 0, numel) if value else ()
             slot = Slot(Storage(dtype, numel, parts), _stored(shape))
             made = torch_writer.lay_out_object(name, {**self._cut, "param": slot})
-            self._made[dtype, shape, held] = made
+            self._made[key] = made
             return made
         same = skeletons.named(made, name)
         if value is None:

@@ -89,6 +89,12 @@ class Choice:
         return self.state.stored(weight, self.wanted.dtype)
 
     @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        sizes = self.wanted.sizes
+        return self.wanted.data * sizes.tensor * sizes.pipeline
+
+    @property
     def carried(self) -> dict[str, Any]:
         """Return the values beside Megatron's own that a pickle can hold; see `lost`."""
         train = self.state.manifest.train

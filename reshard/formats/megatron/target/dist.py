@@ -67,7 +67,8 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     root.update(_random(choice))
     laid = dcp.lay_out_state(root, shards=shards, directory=directory)
     yield stacks.unstacked(laid)
-    yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice))
+    stamp = choice.state.stamp("common.pt", 0, choice.world)
+    yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice), stamp=stamp)
     yield skeletons.of_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
 
 

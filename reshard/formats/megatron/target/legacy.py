@@ -37,9 +37,12 @@ def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
     for rank in ranks(choice.wanted.sizes):
         held = _Rank(choice, rank)
         place = f"{directory}/{_name(choice.wanted.sizes, rank)}"
-        yield torch_writer.lay_out_object(f"{place}/model_optim_rng.pt", held.root())
+        roots = {"model_optim_rng.pt": held.root()}
         if choice.wanted.distributed and not choice.wanted.weights_only:
-            yield torch_writer.lay_out_object(f"{place}/distrib_optim.pt", held.distributed())
+            roots["distrib_optim.pt"] = held.distributed()
+        for name, root in roots.items():
+            stamp = choice.state.stamp(name, held.number, choice.world)
+            yield torch_writer.lay_out_object(f"{place}/{name}", root, stamp=stamp)
 
 
 def tracker(choice: Choice) -> Skeleton:
@@ -70,11 +73,15 @@ class _Rank:
             choice.places.of_chunk(rank, chunk) for chunk in range(choice.wanted.sizes.virtual)
         ]
 
+    @property
+    def number(self) -> int:
+        """The rank among all ranks: tensor-parallel ranks first, pipeline stages last."""
+        each = self._choice.wanted.data * self._choice.wanted.sizes.tensor
+        return self._rank.stage * each + self._rank.place
+
     def root(self) -> dict[str, Any]:
         """``model_optim_rng.pt``."""
-        choice = self._choice
-        each = choice.wanted.data * choice.wanted.sizes.tensor
-        rank = self._rank.stage * each + self._rank.place
+        choice, rank = self._choice, self.number
         args = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
             "args": Call(NAMESPACE, (), args),
