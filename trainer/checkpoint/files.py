@@ -12,21 +12,30 @@ from typing import Any
 
 import torch
 
+from trainer.checkpoint import stamps
 from trainer.errors import CheckpointError
+
+_PROBE = 1 << 20
 
 
 def save(value: Any, path: Path, *, pickle_module: Any = pickle) -> None:
-    """``torch.save``, then flush to the disk."""
-    with path.open("wb") as file:
-        try:
-            torch.save(value, file, pickle_module=pickle_module)
-        except RuntimeError as error:
-            # A write that fails leaves torch's archive unfinished; that is told, not the reason.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
-        file.flush()
-        os.fsync(file.fileno())
+    """``torch.save`` with the stamp of the save, then flush to the disk.
+
+    torch opens the file itself, for it then names the archive in it after the file.
+    """
+    path.touch()
+    try:
+        torch.save(stamps.stamped(value, path.name), path, pickle_module=pickle_module)
+    except RuntimeError:
+        _check_writable(path)
+        raise
+    sync(path)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise the OSError that a write has here: torch says that one failed, not why."""
+    with path.open("ab", buffering=0) as file:
+        file.write(bytes(_PROBE))
 
 
 def load(path: Path) -> Any:
@@ -38,9 +47,8 @@ def load(path: Path) -> Any:
         CheckpointError: the file is missing, damaged, or asks for other classes.
     """
     try:
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        mmap = zipfile.is_zipfile(path)
+        return stamps.without(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing", "copy it from where the run was saved", one_rank=True

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from trainer import tokenizer
-from trainer.checkpoint import directory, files, state
+from trainer.checkpoint import directory, files, stamps, state
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.state import Progress
 from trainer.engines.base import Engine
@@ -36,12 +36,15 @@ def save(
         if ranks.first:
             run.prepare(progress.step)
     partial = run.partial(progress.step)
+    document = state.document(settings, progress, engine.scaler, text)
+    save_id = ranks.share(stamps.save_id(state.deciding(document)))
+    stamp = stamps.Stamp(save_id, ranks.rank, ranks.world, progress.step)
     with ranks.together("write its part of the checkpoint"):
-        engine.save(partial, dataclasses.asdict(progress))
+        with stamps.stamping(stamp):
+            engine.save(partial, dataclasses.asdict(progress))
         if ranks.first:
             configuration(settings).save_pretrained(partial)
             tokenizer.save(partial)
-            document = state.document(settings, progress, engine.scaler, text)
             files.write_json(partial / directory.STATE, document)
     with ranks.together("give the checkpoint its name"):
         if ranks.first:

@@ -64,6 +64,13 @@ def document(
     }
 
 
+def deciding(document: dict[str, Any]) -> dict[str, Any]:
+    """What of the document decides what a checkpoint holds: not where it lies, nor who asked."""
+    settings = document["settings"].items()
+    kept = {name: value for name, value in settings if name not in OF_THE_CALL | {"data"}}
+    return {**document, "settings": kept}
+
+
 def read(checkpoint: Path) -> dict[str, Any] | None:
     """The document, or None for a checkpoint that another program wrote.
 
