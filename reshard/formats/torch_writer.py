@@ -149,7 +149,7 @@ def lay_out_object(
     Args:
         root: values as `unpickle.loads` yields them, with a `Slot` for each tensor.
         slot_of: the slot for a value of another type; None where it has none.
-        stamp: what the file says of its place, where its root has room.
+        stamp: what the file says of its place; not written where the root is no dict.
         in_stream: whether the framework saves it into a stream, which has no name: the archive is
             not named after the file then.
 
@@ -190,9 +190,6 @@ class Template:
         Args:
             archive_of: the file that the archive is named after; None: this one.
             hollow: leave out the entries, for the caller knows them from another rank's file.
-
-        Raises:
-            TypeError: there is a stamp, and the root is no dict.
         """
         pickle = self._pickle(stamp)
         archive, root = ZipLayout(name), archive_root(name if archive_of is None else archive_of)
@@ -213,10 +210,8 @@ class Template:
 
     def _pickle(self, stamp: Stamp | None) -> bytes:
         """The pickle, its stamp last: a key of the root, of a module's state dict an attribute."""
-        if stamp is None:
+        if stamp is None or not isinstance(self._root, dict):
             return self._pickler.finished()
-        if not isinstance(self._root, dict):
-            raise TypeError("a stamp for a root that is no dict")
         is_module = isinstance(self._root, OrderedDict)
         return self._pickler.finished_with({KEY: stamp.as_dict()}, as_state=is_module)
 
