@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # the names below come with the first use of one: see `__geta
     from reshard.commands.verify import VerifyOptions as VerifyOptions
     from reshard.commands.verify import VerifyReport as VerifyReport
     from reshard.formats import Paths
+    from reshard.hooks import stamp as stamp
+    from reshard.hooks import stamp_engine as stamp_engine
     from reshard.tensors import Checkpoint as Checkpoint
     from reshard.tensors import LazyTensor as LazyTensor
 
@@ -53,6 +55,8 @@ _HOMES = {
     "VerifyOptions": "reshard.commands.verify",
     "VerifyReport": "reshard.commands.verify",
     "inspect": "reshard.commands.inspect",
+    "stamp": "reshard.hooks",
+    "stamp_engine": "reshard.hooks",
 }
 __all__ = [
     "Checkpoint",
@@ -76,6 +80,8 @@ __all__ = [
     "open",
     "resume_check",
     "split",
+    "stamp",
+    "stamp_engine",
     "verify",
 ]
 

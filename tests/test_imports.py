@@ -37,7 +37,7 @@ LAYERS = (
     ("model_parallel", "plan"),
     ("formats",),
     ("move",),
-    ("tensors", "weights", "replicas", "adapters", "identity"),
+    ("tensors", "weights", "replicas", "adapters", "identity", "hooks"),
     ("proof",),
     ("html",),
     ("commands", "dcp"),

@@ -1,0 +1,145 @@
+"""What a training script calls, so that the files that it saves say where they belong.
+
+    torch.save(reshard.stamp(state, step=step), path)     # FSDP, DDP, any dict
+    reshard.stamp_engine(engine)                          # DeepSpeed: once, before it saves
+
+Only these functions run inside a user's training. They import torch, and no other framework.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.stamps import KEY, Save, Stamp
+
+_RUN = "reshard/run"  # key in the store of the process group
+_ID = 32  # characters of a save's id
+
+
+def stamp(
+    state: Mapping[str, Any],
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    save_id: str | None = None,
+    file: str = "",
+) -> dict[str, Any]:
+    """Return ``state`` with a stamp, to be saved in its place; ``state`` itself is not changed.
+
+    The stamp is the key ``reshard_stamp``; in a module's state dict it is an attribute of that
+    name, for ``load_state_dict`` refuses keys that it does not know. A loader ignores either.
+
+    No rank waits for another: a full state dict may be stamped on rank 0 alone.
+
+    Args:
+        step: the optimizer step. Files of one run with the same step belong to one save.
+        rank, world_size: those of torch.distributed if it is initialized, else 0 and 1.
+        save_id: the same text in all files of one save, another in every other save; None makes
+            one from the run and the step.
+        file: the name of the file, if it is known here.
+
+    Raises:
+        UsageError: neither a step nor a save id is given.
+    """
+    if save_id is None and step is None:
+        raise UsageError("reshard.stamp", "needs step=N, or save_id=TEXT where there are no steps")
+    here, ranks = _place()
+    made = Stamp(
+        save_id=_save_id(step) if save_id is None else save_id,
+        rank=here if rank is None else rank,
+        world_size=ranks if world_size is None else world_size,
+        step=step,
+        file=file,
+    )
+    stamped: dict[str, Any] = _with(state, made)
+    return stamped
+
+
+def stamp_engine(engine: Any) -> None:
+    """Make a DeepSpeed engine stamp every file that it saves from now on.
+
+    DeepSpeed writes all files of a checkpoint through the ``save`` of its checkpoint engine (0.19.8
+    ``runtime/engine.py``), which this function wraps. ``client_state`` would reach the model states
+    only.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returns first.
+    """
+    files = engine.checkpoint_engine
+    if hasattr(files.save, KEY):
+        return
+    save = files.save
+
+    def stamped(state_dict: Any, path: Any, *args: Any, **named: Any) -> Any:
+        step = int(engine.global_steps)
+        made = Save(_save_id(step), step).stamp(str(path), *_place())
+        return save(_with(state_dict, made), path, *args, **named)
+
+    setattr(stamped, KEY, True)
+    files.save = stamped
+
+
+def _with(state: Any, made: Stamp) -> Any:
+    """A shallow copy of a root with the stamp; a root that is no mapping as it is."""
+    if not isinstance(state, Mapping):
+        return state
+    if not _is_strict(state):
+        return {**state, KEY: made.as_dict()}
+    root = OrderedDict(state)
+    root.__dict__.update(getattr(state, "__dict__", {}))  # _metadata: versions of modules
+    setattr(root, KEY, made.as_dict())
+    return root
+
+
+def _is_strict(state: Mapping[str, Any]) -> bool:
+    """Whether a loader would not ignore one more key.
+
+    A module refuses it. Of its model states DeepSpeed returns unknown keys as ``client_state``,
+    which the next save of a resumed run would keep.
+    """
+    import torch
+
+    if "ds_version" in state and "module" in state:
+        return True
+    return isinstance(state, OrderedDict) or all(
+        isinstance(value, torch.Tensor) for value in state.values()
+    )
+
+
+def _place() -> tuple[int, int]:
+    """This rank, and how many there are."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def _save_id(step: int | None) -> str:
+    return hashlib.sha256(f"{_run_id()} {step}".encode()).hexdigest()[:_ID]
+
+
+def _run_id() -> str:
+    """Return a text that all ranks of this run have, and no other run.
+
+    The first rank that asks leaves it in the process group's store, so no rank waits.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return _own_id()
+    store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
+    found = store.compare_set(_RUN, "", _own_id())
+    return bytes(found).decode()
+
+
+@cache
+def _own_id() -> str:
+    return uuid.uuid4().hex
