@@ -20,6 +20,7 @@ from reshard.stamps import KEY, Save, Stamp
 
 _RUN = "reshard/run"  # key in the store of the process group
 _ID = 32  # characters of a save's id
+_asked: list[tuple[Any, str]] = []  # the store that was asked last, and the run's id in it
 
 
 def stamp(
@@ -129,15 +130,17 @@ def _save_id(step: int | None) -> str:
 def _run_id() -> str:
     """Return a text that all ranks of this run have, and no other run.
 
-    The first rank that asks leaves it in the process group's store, so no rank waits.
+    The first rank that asks leaves it in the store of the process group, so no rank waits. Each
+    rank asks once: the store ends with rank 0, and another rank may save after that.
     """
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
         return _own_id()
     store = distributed.distributed_c10d._get_default_store()  # noqa: SLF001
-    found = store.compare_set(_RUN, "", _own_id())
-    return bytes(found).decode()
+    if not _asked or _asked[0][0] is not store:
+        _asked[:] = [(store, bytes(store.compare_set(_RUN, "", _own_id())).decode())]
+    return _asked[0][1]
 
 
 @cache

@@ -7,4 +7,5 @@ fsdp           the four forms of FSDP; fsdp_dcp: its directories, fsdp_match: it
 megatron       Megatron-LM's directory written; megatron_read: read into any grid
 megatron_args  what it says beside tensors; megatron_rules: how parameters are named and cut
 foreign        their classes, without their libraries
+stamps         what each file says of the save that it belongs to
 """
