@@ -31,7 +31,7 @@ from reshard.commands.split.state import (
 from reshard.commands.target import check_places
 from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import kept, placeholders
+from reshard.formats import kept, placeholders, skeletons
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
