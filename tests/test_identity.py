@@ -60,10 +60,10 @@ def test_one_file_of_another_save_is_named_and_not_the_others():
     manifest = formats.read(ZERO)
     count = len(manifest.files)
     assert count > 2
-    (conflict,) = find_conflicts(claiming(manifest, save=["b", *"a" * (count - 1)]))
+    (conflict,) = find_conflicts(claiming(manifest, save=["b", *"a" * (count - 1)]).files)
     assert conflict.file == next(iter(manifest.files))
     assert "save b" in conflict.problem
-    assert not find_conflicts(claiming(manifest, save="a" * count))
+    assert not find_conflicts(claiming(manifest, save="a" * count).files)
 
 
 def test_stamps_of_two_saves_are_refused(tmp_path):

@@ -86,7 +86,7 @@ class Inspection:
     @property
     def warnings(self) -> list[str]:
         """Return what the reader warns of, and files that contradict one another."""
-        conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest))
+        conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest.files))
         counters = find_counter_conflicts(self.manifest)
         return [*self.manifest.warnings, *conflicts, *counters]
 

@@ -22,7 +22,7 @@ from reshard.files import SourceFiles
 from reshard.formats import torch_file
 from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.formats.torch_writer import AS_WRITTEN, Slot, Storage
-from reshard.manifest import Chunk
+from reshard.manifest import Chunk, SourceFile
 from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.pickles.values import Call, Global
@@ -92,6 +92,15 @@ def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
         return tuple(
             _read(torch_file.read(as_path(path), builders=AS_WRITTEN), pool) for path in paths
         )
+
+
+def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
+    """Describe the files of random states, with what they state about themselves.
+
+    Raises:
+        CorruptError: a file is damaged.
+    """
+    return {path: torch_file.read(as_path(path), builders=AS_WRITTEN).source() for path in paths}
 
 
 def has_states(path: str) -> bool:

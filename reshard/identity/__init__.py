@@ -6,15 +6,24 @@ crosscheck   compare values that files hold twice: 16-bit weights and their mast
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from reshard.errors import CorruptError
 from reshard.identity.claims import Conflict, find_conflicts, list_evidence
-from reshard.manifest import Manifest
+from reshard.manifest import Manifest, SourceFile
 from reshard.units import counted
 
-__all__ = ["Conflict", "Identity", "Trust", "check_identity", "find_conflicts", "list_evidence"]
+__all__ = [
+    "Conflict",
+    "Identity",
+    "Trust",
+    "check_identity",
+    "find_conflicts",
+    "list_evidence",
+    "refuse_conflicts",
+]
 
 Trust = Literal["full", "sampled", "none"]
 
@@ -53,6 +62,16 @@ class Identity:
         return ", ".join(found) or "the files carry no evidence of the rank or save they belong to"
 
 
+def refuse_conflicts(files: Mapping[str, SourceFile]) -> None:
+    """Refuse files whose claims contradict one another.
+
+    Raises:
+        CorruptError: naming the first such file and both claims.
+    """
+    for conflict in find_conflicts(files):
+        raise CorruptError(conflict.file, conflict.problem, _REMEDY)
+
+
 def check_identity(manifest: Manifest, trust: Trust = "sampled") -> Identity:
     """Check that all files of a checkpoint are of one save, each under the name of its own rank.
 
@@ -68,9 +87,7 @@ def check_identity(manifest: Manifest, trust: Trust = "sampled") -> Identity:
     """
     if trust == "none":
         return Identity(trust)
-    conflicts = find_conflicts(manifest)
-    if conflicts:
-        raise CorruptError(conflicts[0].file, conflicts[0].problem, _REMEDY)
+    refuse_conflicts(manifest.files)
     from reshard.identity.crosscheck import compare_masters
 
     compared = compare_masters(manifest, every_element=trust == "full")

@@ -28,9 +28,8 @@ class Conflict:
     problem: str
 
 
-def find_conflicts(manifest: Manifest) -> list[Conflict]:
+def find_conflicts(files: Mapping[str, SourceFile]) -> list[Conflict]:
     """Return the contradictions between the claims of the files, in file order."""
-    files = manifest.files
     return [*_misplaced(files), *_other_saves(files)]
 
 

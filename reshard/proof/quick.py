@@ -118,7 +118,7 @@ def ranks(manifest: Manifest) -> Check:
     if not evidence:
         return not_applicable(checks.RANKS, "no files that say which rank or save they belong to")
     found = Check(checks.RANKS, ", ".join(evidence), exit_code=3)
-    found.failures += [f"{each.file}: {each.problem}" for each in find_conflicts(manifest)]
+    found.failures += [f"{each.file}: {each.problem}" for each in find_conflicts(manifest.files)]
     return found
 
 

@@ -11,6 +11,7 @@ from reshard.formats import rng
 from reshard.formats.rng import RankRng
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
+from reshard.identity import refuse_conflicts
 from reshard.manifest import Manifest
 
 
@@ -32,6 +33,7 @@ def chosen(manifest: Manifest, request: Request, target: Target, options: SplitO
     """What becomes of the random states; without a choice they are kept where they can be.
 
     Raises:
+        CorruptError: a file of states is that of another rank.
         IncompleteError: the source has none that could be kept.
         UnsupportedError: the target has no place for them.
         UsageError: states of another number of ranks are to be kept.
@@ -46,6 +48,8 @@ def chosen(manifest: Manifest, request: Request, target: Target, options: SplitO
         if options.rng:
             raise obstacle
         return Chosen(how="dropped", text=f"random states: {obstacle.where} {obstacle.problem}")
+    if options.trust != "none":
+        refuse_conflicts(rng.describe_files(manifest.train.rng_files))
     states = rng.read(manifest.train.rng_files)
     ranks = request.world_size
     if options.rng != "derive":
