@@ -218,6 +218,7 @@ class Manifest:
     unknown_globals: tuple[str, ...] = ()
     unread: Mapping[str, str] = field(default_factory=dict)  # values that nothing here stands for
     ordered: bool = field(kw_only=True)  # whether the weights stand in the model's order
+    without_frozen: bool = False  # the files say that frozen parameters were left out of them
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         """The entries of the given kinds, in manifest order."""

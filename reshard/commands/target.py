@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.errors import DifferentError
-from reshard.manifest import Manifest, Origin, Skeleton, SourceFile, check
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile, check
 from reshard.plan.extents import by_file
 
 
@@ -22,13 +22,33 @@ def check_places(skeleton: Skeleton) -> None:
     """
     sizes = {file.name: file.nbytes for file in skeleton.files}
     for file, extents in by_file(skeleton):
-        end, last = 0, None
+        begin, end, last = 0, 0, None
         for extent in extents:
             entry = skeleton.entries[extent.entry]
             stop = extent.byte_offset + extent.nbytes
             if extent.byte_offset < 0 or stop > sizes[file]:
                 raise DifferentError(file, f"{entry.fqn!r} would lie outside of it")
+            if (
+                last is not None
+                and _is_shared(last, entry)
+                and (begin, end)
+                == (
+                    extent.byte_offset,
+                    stop,
+                )
+            ):
+                continue
             if last is not None and extent.byte_offset < end:
                 names = f"{last.fqn!r} and {entry.fqn!r}"
                 raise DifferentError(file, f"{names} would lie on the same bytes")
-            end, last = stop, entry
+            begin, end, last = extent.byte_offset, stop, entry
+
+
+def _is_shared(one: Entry, other: Entry) -> bool:
+    """Return whether two parameters may have one 0-d value of their flat tensor's optimizer."""
+    return (
+        one.kind == other.kind
+        and not one.shape
+        and not other.shape
+        and one.kind not in WEIGHT_KINDS
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,13 +50,16 @@ def named(part: Skeleton, name: str) -> Skeleton:
     )
 
 
-def a_rank_each(first: Skeleton, others: Iterable[Skeleton]) -> Skeleton:
+def a_rank_each(
+    first: Skeleton, others: Iterable[Skeleton], *, repeated: Collection[str] = ()
+) -> Skeleton:
     """Files that hold the same tensors in the same storages, each an equal run of every tensor.
 
     Args:
         first: the file of the first rank, whose run of a tensor is as long as any.
         others: those of the other ranks, without entries. Their storages may begin elsewhere, for
             names and pickles are not of one length.
+        repeated: kinds of which every rank has the whole.
     """
     every = [first, *others]
     names = tuple(part.files[0].name for part in every)
@@ -67,6 +70,12 @@ def a_rank_each(first: Skeleton, others: Iterable[Skeleton]) -> Skeleton:
     def run(entry: Entry) -> Entry:
         at = entry.chunks[0].byte_offset
         storage = bisect_right(starts, at) - 1
+        if entry.kind in repeated:
+            places_of = zip(names, places[storage].byte_offsets, strict=True)
+            held = ((name, begin + at - starts[storage]) for name, begin in places_of)
+            chunk = entry.chunks[0]
+            chunks = tuple(replace(chunk, file=name, byte_offset=place) for name, place in held)
+            return replace(entry, chunks=chunks)
         runs = Runs(places[storage], entry.dtype, entry.shape, at - starts[storage])
         if tuple(runs.of_rank(0)) != tuple(entry.chunks):
             raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")

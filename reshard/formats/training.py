@@ -7,7 +7,7 @@ in which dtype it was trained, and which optimizer state belongs to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from reshard import dtypes
 from reshard.box import Index
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError
+from reshard.formats import optimizers
 from reshard.formats.rng import RankRng
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
 from reshard.stamps import Save, Stamp
@@ -72,6 +73,20 @@ class Group:
         return [member.fqn for member in self.members]
 
 
+def slot_names(members: Iterable[Trained]) -> tuple[str, ...]:
+    """Return the slots that any member has, in order of first appearance."""
+    return tuple(dict.fromkeys(name for member in members for name in member.slots))
+
+
+def scalar_names(members: Sequence[Trained]) -> frozenset[str]:
+    """Return the slots that are one 0-d value of each member that has them."""
+    found: dict[str, set[tuple[Index, Index]]] = {}
+    for member in members:
+        for name, entry in member.slots.items():
+            found.setdefault(name, set()).add((entry.shape, member.weight.shape))
+    return frozenset(name for name, shapes in found.items() if optimizers.is_scalar(name, shapes))
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """Everything that a target can write."""
@@ -97,8 +112,12 @@ class Training:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the optimizer's slots, in order of first appearance."""
-        names = (name for group in self.groups for member in group.members for name in member.slots)
-        return tuple(dict.fromkeys(names))
+        return slot_names(member for group in self.groups for member in group.members)
+
+    @property
+    def scalars(self) -> frozenset[str]:
+        """The slots that are one 0-d value of each parameter."""
+        return scalar_names([member for group in self.groups for member in group.members])
 
     def stored(self, weight: Weight, recast: DType | None) -> tuple[Entry, DType]:
         """What fills the module's copy of a weight, and its dtype there.
@@ -273,18 +292,21 @@ def setup_lost(state: Training) -> list[str]:
     return [*said, f"not carried: the configuration of the {form} run{does}"]
 
 
-def refuse_odd_slots(state: Training, why: str, remedy: str = "") -> None:
+def refuse_odd_slots(
+    state: Training, why: str, remedy: str = "", *, placed: Collection[str] = ()
+) -> None:
     """Refuse optimizer state that is not by element, as a factored one, where it has no place.
 
     Args:
         why: what the layout has no place for, or cannot know.
+        placed: slots that it has a place for all the same.
 
     Raises:
         UnsupportedError: naming the first slot whose shape is not its parameter's.
     """
     for member in (member for group in state.groups for member in group.members):
         for slot, entry in member.slots.items():
-            if entry.shape != member.weight.shape:
+            if entry.shape != member.weight.shape and slot not in placed:
                 raise UnsupportedError(
                     state.manifest.origin.path,
                     f"the {slot} of {member.fqn!r} has shape {entry.shape}, the parameter"

@@ -11,6 +11,7 @@ from reshard import escaped, units, weights
 from reshard.box import index_of
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
+from reshard.formats.optimizers import NEVER_NEGATIVE
 from reshard.identity.crosscheck import are_comparable
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
@@ -22,14 +23,6 @@ from reshard.proof.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, 
 from reshard.proof.values import Facts
 from reshard.units import counted, some
 
-# Slots that are sums, means or maxima of squares or magnitudes: torch.optim's Adam, Adagrad,
-# RMSprop, Adadelta, Adamax, Adafactor and Rprop, transformers' Adafactor.
-NEVER_NEGATIVE = frozenset(
-    """
-    exp_avg_sq max_exp_avg_sq exp_avg_sq_row exp_avg_sq_col sum square_avg acc_delta exp_inf
-    row_var col_var variance step_size
-    """.split()
-)
 _RANK = re.compile(r"(?<!mp_)(?<!expp_)rank[-_]?(\d+)|^__(\d+)_\d+\.distcp$|^shard-(\d+)-")
 # What real frameworks leave in padding, as every real checkpoint that was tried shows:
 # DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``flatten_dense_tensors_aligned``) fills it with zeros, the

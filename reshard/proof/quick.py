@@ -17,7 +17,7 @@ from statistics import median
 from reshard import units
 from reshard.box import Index
 from reshard.errors import CorruptError
-from reshard.formats import huggingface, run
+from reshard.formats import huggingface, optimizers, run
 from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
 from reshard.identity import find_conflicts, list_evidence
@@ -194,7 +194,7 @@ def _ages(manifest: Manifest) -> Iterator[str]:
 def steps(manifest: Manifest) -> Check:
     """The counters of the run and of the optimizer fit together."""
     train = manifest.train
-    counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in _stated(manifest)}
+    counted_steps = {fqn: train.optimizer_step.get(fqn) for fqn in _slots(manifest)}
     applied = {step for step in counted_steps.values() if step is not None}
     if train.step is None and not applied:
         return not_applicable(checks.STEPS, "no counter")
@@ -206,17 +206,25 @@ def steps(manifest: Manifest) -> Check:
     odd = [f"{step:g}" for step in applied if step < 0 or step != int(step)]
     if odd:
         found.failures.append(f"an optimizer step of {odd[0]}")
-    lacking = [fqn for fqn, step in counted_steps.items() if step is None]
+    slots = _slots(manifest)
+    lacking = [
+        fqn
+        for fqn, step in counted_steps.items()
+        if step is None and optimizers.needs_count(slots[fqn])
+    ]
     if applied and lacking:
         found.failures.append(f"{some(lacking)}: optimizer state without a step")
     found.warnings += find_counter_conflicts(manifest)
     return found
 
 
-def _stated(manifest: Manifest) -> list[str]:
-    """Parameters with optimizer state."""
-    held = (entry.fqn for entry in manifest.entries.values() if entry.kind not in WEIGHT_KINDS)
-    return list(dict.fromkeys(held))
+def _slots(manifest: Manifest) -> dict[str, list[str]]:
+    """Return the slots of each parameter with optimizer state."""
+    found: dict[str, list[str]] = {}
+    for entry in manifest.entries.values():
+        if entry.kind not in WEIGHT_KINDS:
+            found.setdefault(entry.fqn, []).append(entry.kind)
+    return found
 
 
 def slots(manifest: Manifest) -> Check:
@@ -246,8 +254,11 @@ def slots(manifest: Manifest) -> Check:
 
 
 def _sign(own: Mapping[str, Entry], shape: Index | None) -> tuple[frozenset[str], frozenset[str]]:
-    """All slots of a parameter, and those of its own shape."""
-    full = (kind for kind, entry in own.items() if entry.shape == shape)
+    """Return all slots of a parameter, and those that are per element.
+
+    A matrix of a square parameter (Shampoo) has its shape by chance.
+    """
+    full = (k for k, entry in own.items() if entry.shape == shape and k not in optimizers.MATRICES)
     return frozenset(own), frozenset(full)
 
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard.box import Index
+from reshard.box import Index, whole
 from reshard.counts import elements
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
 from reshard.formats.torch_objects import Tensor
 from reshard.layout.partition import Member, flat_chunks
-from reshard.manifest import MASTER, Claim, Entry
+from reshard.manifest import MASTER, Chunk, Claim, Entry, contiguous
 
 _MAPPINGS = "param_slice_mappings"
 Slots = dict[str, Tensor]  # slot name -> this rank's flat piece
@@ -102,6 +102,35 @@ def slots_of(state: dict[str, Any]) -> Slots:
     }
 
 
+def scalars_of(state: dict[str, Any]) -> Slots:
+    """Return the 0-d tensors of a group's state that are not its step (NAdam's ``mu_product``)."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not value.shape and name != "step"
+    }
+
+
+def scalars(
+    fqns: Iterable[str], states: Sequence[tuple[OptimizerStates, dict[str, Any]]]
+) -> Iterator[Entry]:
+    """Yield the 0-d values of a flat tensor's state as slots of each of its members.
+
+    Every rank keeps each value: the entries have the ranks' values as replicas, which must agree.
+    """
+    found = {rank.file.path: scalars_of(state) for rank, state in states}
+    if not found:
+        return
+    names = agree(
+        "the list of 0-d optimizer values", {k: sorted(v) for k, v in found.items()}, MIXED
+    )
+    held = {name: [own[name] for own in found.values()] for name in names}
+    for name, tensors in held.items():
+        chunks = tuple(tensor.chunk for tensor in tensors)
+        for fqn in fqns:
+            yield Entry(fqn, name, tensors[0].dtype, (), chunks)
+
+
 def left_out(names: Iterable[str]) -> list[str]:
     """What to say of a state that `slots_of` has no place for."""
     return [f"optimizer state {n!r} is not per element and is left out" for n in sorted(names)]
@@ -144,12 +173,19 @@ class Group:
         return elements(rank.file.path, "a group's padding", paddings[self.index])
 
     def _piece_numel(self) -> int:
-        """P: the stored pieces are all P long, or all but for their cut tail."""
+        """Return P, the length of a rank's piece before its tail was cut.
+
+        DeepSpeed up to 0.15.4 books a group's whole padding on the last rank. Where that is more
+        than P, the bound of the slice ``[:P - padding]`` is negative and counts from the end:
+        the rank keeps elements that are padding as well.
+        """
         held = [_pieces(rank)[self.index].numel for rank in self.ranks]
         padded = [numel + tail for numel, tail in zip(held, self.tails, strict=True)]
-        for lengths in (held, padded):
-            if len(set(lengths)) == 1:
-                return lengths[0]
+        if len(set(held)) == 1:
+            return held[0]
+        for numel in sorted({*held, *padded}):
+            if held == [len(range(numel)[: numel - tail]) for tail in self.tails]:
+                return numel
         raise CorruptError(
             self.ranks[0].file.path,
             f"group {self.index}: the ranks hold {held} elements, with padding {padded}; equal"
@@ -244,14 +280,75 @@ class Group:
     def entries(self) -> Iterator[Entry]:
         """The master weights, then each slot, in flat order."""
         yield from self._split(MASTER, [_pieces(rank)[self.index] for rank in self.ranks])
-        slots = [slots_of(group_state(rank, self.index)) for rank in self.ranks]
+        states = [(rank, group_state(rank, self.index)) for rank in self.ranks]
+        slots = [slots_of(state) for _, state in states]
+        inside = [self._inside(number) for number in range(len(self.ranks))]
         names = agree(
             f"the list of optimizer slots of group {self.index}",
-            {rank.file.path: sorted(held) for rank, held in zip(self.ranks, slots, strict=True)},
+            {
+                rank.file.path: sorted(held)
+                for rank, held, members in zip(self.ranks, slots, inside, strict=True)
+                if held or members
+            }
+            or {"": []},
             MIXED,
         )
         for name in names:
-            yield from self._split(name, [held[name] for held in slots])
+            pieces = [held.get(name) for held in slots]
+            if self._is_by_member(pieces):
+                yield from self._by_member(name, pieces, inside)
+            else:
+                yield from self._split(name, [piece for piece in pieces if piece is not None])
+        yield from scalars(self.members, [each for each in states if each[1]])
+
+    def _inside(self, number: int) -> list[Member]:
+        """Return the members of which a rank's partition holds an element."""
+        low, high = number * self.piece_numel, (number + 1) * self.piece_numel
+        return [m for m in self.flat if m.start < high and m.stop > low and m.stop > m.start]
+
+    def _is_by_member(self, pieces: Sequence[Tensor | None]) -> bool:
+        """Return whether ranks hold whole members, as DeepSpeed's Muon keeps its momentum.
+
+        DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``): the buffer is as long as
+        all parameters that meet the partition. With an offloaded optimizer it is as long as the
+        partition.
+        """
+        masters = [_pieces(rank)[self.index].numel for rank in self.ranks]
+        return any(
+            piece is None or piece.numel not in (self.piece_numel, master, master + tail)
+            for piece, master, tail in zip(pieces, masters, self.tails, strict=True)
+        )
+
+    def _by_member(
+        self, name: str, pieces: Sequence[Tensor | None], inside: Sequence[list[Member]]
+    ) -> Iterator[Entry]:
+        """Yield a slot of which each rank holds the whole of every member that it shares.
+
+        Raises:
+            CorruptError: a rank's tensor is not as long as those members.
+        """
+        chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in self.flat}
+        dtypes = {piece.dtype for piece in pieces if piece is not None}
+        for rank, piece, members in zip(self.ranks, pieces, inside, strict=True):
+            numel = sum(member.stop - member.start for member in members)
+            held = piece.numel if piece else 0
+            if held != numel or len(dtypes) > 1:
+                raise CorruptError(
+                    rank.file.path,
+                    f"group {self.index}: {name} has {held} elements; a partition has"
+                    f" {self.piece_numel}, and the parameters that it meets have {numel}",
+                    MIXED,
+                )
+            at = piece.chunk.byte_offset if piece else 0
+            for member in members:
+                dtype = next(iter(dtypes))
+                box, shape = whole(member.shape), member.shape
+                chunks[member.fqn].append(contiguous(rank.file.path, at, dtype, box, shape))
+                at += (member.stop - member.start) * dtype.itemsize
+        for member in self.flat:
+            yield Entry(
+                member.fqn, name, next(iter(dtypes)), member.shape, tuple(chunks[member.fqn])
+            )
 
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
         held = [piece.chunk for piece in pieces]

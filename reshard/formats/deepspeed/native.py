@@ -213,6 +213,7 @@ def _assemble(
         unread=first.unread,
         unknown_globals=_unknown(opened),
         ordered=True,  # by the module's state dict, or by param_shapes at stage 3
+        without_frozen=bool(_excluded_frozen(first, stage or 0)),
     )
 
 
@@ -298,7 +299,7 @@ def _unread_slots(ranks: Sequence[OptimizerStates], stage: int) -> list[str]:
     odd = set()
     for index in range(len(shapes)):
         held = state_of(ranks[0], index)
-        odd |= held.keys() - flat.slots_of(held).keys() - {"step"}
+        odd |= held.keys() - flat.slots_of(held).keys() - flat.scalars_of(held).keys() - {"step"}
     return flat.left_out(odd)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.errors import CorruptError
-from reshard.formats.deepspeed.flat import slots_of
+from reshard.formats.deepspeed.flat import scalars, slots_of
 from reshard.formats.deepspeed.states import (
     MIXED,
     ModelStates,
@@ -51,6 +51,7 @@ def read(shapes: Shapes, ranks: Sequence[OptimizerStates], swapped: Swapped) -> 
         for name in names:
             held = [{index: slot[name]} for slot in slots]
             yield from _split(name, members, _pieces(name, index, ranks, held, swapped))
+        yield from scalars(members, [(rank, sub_group_state(rank, index)) for rank in ranks])
 
 
 def _pieces(

@@ -152,23 +152,22 @@ def read(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> Iterator
         yield from _flat(model, [fqn for fqn in names if fqn is not None], shapes, slots)
     if not flats:
         fqns = [fqn for names in groups for fqn in names]
-        yield from _indexed(fqns, shapes, state)
+        yield from _indexed(fqns, state)
 
 
 def unread(model: ModelStates, groups: Sequence[Sequence[str | None]]) -> set[str]:
-    """The names of what no entry has: neither by element nor the step."""
+    """Return the names of what no entry has: neither a tensor nor the step."""
     state = torch_optimizer(model).get("state", {})
     if model.mapping("optimizer").get("fp32_groups_flat"):
         held = [state.get(number, {}) for number in range(len(groups))]
         return {name for each in held for name in each.keys() - slots_of(each).keys()} - {"step"}
-    shapes = {name: tensor.shape for name, tensor in model.module.items()}
     fqns = [fqn for names in groups for fqn in names]
     return {
         str(name)
         for index, fqn in enumerate(fqns)
         if fqn is not None
         for name, value in state.get(index, {}).items()
-        if name != "step" and not (isinstance(value, Tensor) and value.shape == shapes[fqn])
+        if name != "step" and not isinstance(value, Tensor)
     }
 
 
@@ -207,14 +206,10 @@ def _flat(
             offset += prod(shape) * flat.dtype.itemsize
 
 
-def _indexed(
-    fqns: Sequence[str | None],
-    shapes: Mapping[str, Index],
-    state: Mapping[int, Any],
-) -> Iterator[Entry]:
+def _indexed(fqns: Sequence[str | None], state: Mapping[int, Any]) -> Iterator[Entry]:
     for index, fqn in enumerate(fqns):
         if fqn is None:
             continue
         for slot, value in state.get(index, {}).items():
-            if slot != "step" and isinstance(value, Tensor) and value.shape == shapes[fqn]:
+            if slot != "step" and isinstance(value, Tensor):
                 yield whole_entry(fqn, slot, value)

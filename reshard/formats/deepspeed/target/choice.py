@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from reshard.errors import IncompleteError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed import expert_ranks, order
 from reshard.formats.deepspeed.target import carried, scaling
@@ -82,6 +82,16 @@ class Choice:
         return self.state.manifest.wrapped.get(fqn, fqn)
 
     @property
+    def lacks_frozen(self) -> bool:
+        """Whether frozen parameters of the model are not in the source.
+
+        The source says so, or it has LoRA matrices and no frozen weight that they adapt.
+        """
+        manifest = self.state.manifest
+        adapts = any(".lora_" in weight.fqn for weight in self.state.weights)
+        return manifest.without_frozen or (adapts and not manifest.frozen)
+
+    @property
     def clip(self) -> float | None:
         """The norm that gradients are clipped to; None where nothing says: the run's own stays.
 
@@ -153,7 +163,7 @@ def choose(
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
     bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
-    refuse_odd_slots(state, "DeepSpeed has a place for state by element only")
+    _refuse_slots(state, stage, universal=universal)
     groups = _groups(state, keep_empty=bare)
     flats, flats_of = order.flats(groups, config, world_size, 2 if universal else stage, of_run)
     owned = {member.fqn for group in groups for member in group.members}
@@ -180,6 +190,26 @@ def choose(
         weights_only=weights_only,
         turns_ended=turns_ended,
     )
+
+
+def _refuse_slots(state: Training, stage: int, *, universal: bool) -> None:
+    """Refuse slots that this layout has no place for; stage 0 keeps a parameter's state whole."""
+    if universal:
+        why = "DeepSpeed's universal loader gives a parameter state by element only"
+        refuse_odd_slots(
+            state, why, f"write native rank files: --to deepspeed --zero-stage {stage}"
+        )
+        if any(group.hyper.get("use_muon") is True for group in state.groups):
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                "trains with Muon: DeepSpeed (0.19.8) loads a universal momentum_buffer as flat"
+                " pieces, and its stages 1 and 2 then read whole matrices from them; stage 3 asks"
+                " for exp_avg of every parameter",
+                "write native rank files: --to deepspeed",
+            )
+    elif stage:
+        why = "DeepSpeed's stages 1 to 3 have a place for state by element only"
+        refuse_odd_slots(state, why, "stage 0 keeps it: --zero-stage 0", placed=state.scalars)
 
 
 def _without_optimizer(state: Training) -> Training:

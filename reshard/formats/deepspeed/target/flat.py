@@ -31,6 +31,7 @@ from reshard.formats.deepspeed.target.slots import (
     dtype_of,
     master_of,
     names_of,
+    scalars_of,
     slot_named,
     step_of,
 )
@@ -104,19 +105,25 @@ class _Group:
         self._end = self._stops[-1] if flat else 0
         self._numel = -(-self._end // (ALIGNMENT * choice.sharers(group))) * ALIGNMENT
         self._dtypes = {name: dtype_of(name, flat) for name in names_of(flat)}
+        self._scalars = scalars_of(flat)
+        self._by_member = _keeps_matrices(choice, group)
         self._step = step_of(flat, choice.state.manifest.origin.path)
 
     def share(self, rank: int) -> _Share:
         """One rank's, by its place among those that share the group."""
         pieces = list(self._pieces(rank))
         padding = min(max((rank + 1) * self._numel - self._end, 0), self._numel)
-        numel = self._numel - padding
         state: dict[str, Any] = {}
         if self._step is not None:
             state["step"] = step(self._step, self._group.hyper)
         for name, dtype in self._dtypes.items():
-            held = storage(dtype, self._numel, pieces, slot_named(name))
-            state[name] = Slot(held, (self._numel,))
+            numel, inside = self._numel, pieces
+            if self._by_member:
+                numel, inside = _whole_members(pieces)
+            if numel:
+                state[name] = Slot(storage(dtype, numel, inside, slot_named(name)), (numel,))
+        state.update(self._scalars)
+        numel = self._numel - padding
         return _Share(
             Slot(storage(FLOAT32, numel, pieces, master_of), (numel,), requires_grad=True),
             state,
@@ -137,6 +144,30 @@ class _Group:
         return OrderedDict(
             (self._listed(held.member.fqn), address(held.numel, held.offset)) for held in ordered
         )
+
+
+def _keeps_matrices(choice: Choice, group: Group) -> bool:
+    """Return whether each rank keeps whole momenta of the parameters that its partition meets.
+
+    DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``); neither with an offloaded
+    optimizer (``_apply_muon_updates_cpu_offload``) nor in ``bf16_optimizer.py``.
+    """
+    offloads = order.section(order.section(choice.config, "zero_optimization"), "offload_optimizer")
+    return (
+        group.hyper.get("use_muon") is True
+        and offloads.get("device", "none") == "none"
+        and not order.is_flat_bf16(choice.config, choice.stage, choice.precision)
+    )
+
+
+def _whole_members(pieces: Sequence[Piece]) -> tuple[int, list[Piece]]:
+    """Return the members that a partition meets, whole and one after the other."""
+    at, found = 0, []
+    for held in pieces:
+        numel = prod(held.member.weight.shape)
+        found.append(piece(held.member, 0, numel, at))
+        at += numel
+    return at, found
 
 
 def _paddings(flat: Sequence[Trained], unit: int) -> list[int]:

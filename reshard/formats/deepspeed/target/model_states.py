@@ -100,6 +100,8 @@ def _root(
     keep the stamp of this one.
     """
     train = choice.state.manifest.train
+    if choice.lacks_frozen:  # the engine looks up every frozen parameter in a dict, not in None
+        frozen = None
     counted = {} if train.samples is None else {"global_samples": train.samples}
     sharded = choice.stage > 0
     experts: dict[str, Any] = {}

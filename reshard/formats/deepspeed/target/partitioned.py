@@ -19,6 +19,7 @@ from reshard.formats.deepspeed.target.slots import (
     dtype_of,
     master_of,
     names_of,
+    scalars_of,
     slot_named,
     step_of,
 )
@@ -75,7 +76,7 @@ def _state(group: Group, count: float | None, pieces: _Pieces) -> dict[str, Any]
     state: dict[str, Any] = {} if count is None else {"step": step(count, group.hyper)}
     for name in names_of(group.members):
         state[name] = _tensor(pieces, dtype_of(name, group.members), slot_named(name))
-    return state
+    return state | scalars_of(group.members)
 
 
 def _tensor(pieces: _Pieces, dtype: DType, value: Value, *, grad: bool = False) -> Slot:

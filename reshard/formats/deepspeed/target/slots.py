@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from reshard.box import whole
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError
+from reshard.files import SourceFiles
+from reshard.formats import optimizers
 from reshard.formats.deepspeed.target.pieces import Value
-from reshard.formats.training import Trained
-from reshard.manifest import Entry
-
-_COUNTED = ("exp_avg", "exp_avg_sq")  # slots whose optimizer needs the number of updates
+from reshard.formats.torch_objects import number_at
+from reshard.formats.torch_writer import Part, Slot, Storage
+from reshard.formats.training import Trained, scalar_names, slot_names
+from reshard.manifest import Chunk, Entry
 
 
 def master_of(member: Trained) -> Entry:
@@ -24,8 +27,43 @@ def slot_named(name: str) -> Value:
 
 
 def names_of(members: Sequence[Trained]) -> tuple[str, ...]:
-    """The slots that any member has, in order of first appearance."""
-    return tuple(dict.fromkeys(name for member in members for name in member.slots))
+    """Return the slots of the members' own shapes, in order of first appearance."""
+    scalars = scalar_names(members)
+    return tuple(name for name in slot_names(members) if name not in scalars)
+
+
+def scalars_of(members: Sequence[Trained]) -> dict[str, Slot]:
+    """Return the 0-d values of a flat tensor's state, which all its members share.
+
+    Raises:
+        UnsupportedError: two members have other values.
+    """
+    found: dict[str, Slot] = {}
+    for name in sorted(scalar_names(members)):
+        held = {m.fqn: entry for m in members if (entry := m.slots.get(name)) is not None}
+        _refuse_unequal(name, held)
+        parts = tuple(Part(name, fqn, (), whole(())) for fqn in held)  # one place, the same bytes
+        found[name] = Slot(Storage(next(iter(held.values())).dtype, 1, parts), ())
+    return found
+
+
+def _refuse_unequal(name: str, held: Mapping[str, Entry]) -> None:
+    """Refuse members with other values of a 0-d slot: ZeRO has one for all of a group."""
+    values: dict[Chunk, float] = {}
+    first: tuple[str, float] | None = None
+    with SourceFiles() as files:
+        for fqn, entry in held.items():
+            chunk = entry.chunks[0]
+            if chunk not in values:
+                values[chunk] = number_at(files, chunk)
+            first = first or (fqn, values[chunk])
+            if values[chunk] != first[1]:
+                raise UnsupportedError(
+                    chunk.file,
+                    f"{name} is {first[1]} for {first[0]!r} and {values[chunk]} for {fqn!r}: ZeRO"
+                    " keeps one value for all parameters of a group",
+                    "stage 0 keeps one a parameter",
+                )
 
 
 def dtype_of(name: str, members: Sequence[Trained]) -> DType:
@@ -41,13 +79,13 @@ def step_of(members: Sequence[Trained], path: str) -> float | None:
         IncompleteError: a member lacks a slot that others have, or the number of its updates.
         UnsupportedError: members have seen different numbers of updates.
     """
-    names = names_of(members)
+    names = slot_names(members)
     stepped = [member for member in members if member.slots]
     for member in stepped:
         missing = [name for name in names if name not in member.slots]
         if missing:
             raise IncompleteError(path, f"holds no {missing[0]} of {member.fqn!r}")
-        if member.step is None and set(_COUNTED) & set(names):
+        if member.step is None and optimizers.needs_count(names):
             raise IncompleteError(path, f"does not say how often {member.fqn!r} was updated")
     steps = {member.step: member.fqn for member in stepped}
     if len(steps) > 1:

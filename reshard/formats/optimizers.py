@@ -1,0 +1,138 @@
+"""The table of optimizers: what each keeps of a parameter, and whether it counts its updates.
+
+What a file holds comes first: a slot of its parameter's shape is per element whatever the table
+says, and an optimizer that is not here is read by its shapes. The table answers what no shape can:
+whether a missing counter is a loss, and what a 0-d value of a 0-d parameter is.
+
+Sources: torch 2.13 ``torch/optim``; lion-pytorch 0.2; DeepSpeed 0.19.8 ``runtime/zero/muon``;
+transformers 5 ``optimization.py`` (Adafactor); schedulefree 1.4; the authors' AdEMAMix and Shampoo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+Counter = Literal["state", "group", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One optimizer.
+
+    Args:
+        elements: slots of the parameter's shape, which every way of cutting it cuts too.
+        optional: of those, the ones that only some settings keep.
+        matrices: slots of a shape of their own; ZeRO's and FSDP 1's flat tensors have no place for
+            them.
+        scalars: 0-d slots, the same for all parameters that were updated as often.
+        counter: where it counts its updates: in each parameter's state, in its param group, or
+            nowhere.
+    """
+
+    name: str
+    elements: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    matrices: tuple[str, ...] = ()
+    scalars: tuple[str, ...] = ()
+    counter: Counter = "state"
+    note: str = ""
+    never_negative: tuple[str, ...] = ()
+
+    def fits(self, slots: Collection[str]) -> bool:
+        """Whether these are all of an optimizer's slots."""
+        held = set(slots)
+        known = {*self.elements, *self.optional, *self.matrices, *self.scalars}
+        required = {*self.elements, *self.scalars}
+        return held <= known and (required <= held or bool(self.matrices and held))
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+ROWS = (
+    Row(
+        *("Adam, AdamW, RAdam, LAMB", _MOMENTS, ("max_exp_avg_sq",)),
+        never_negative=("exp_avg_sq", "max_exp_avg_sq"),
+    ),
+    Row(
+        *("NAdam", _MOMENTS),
+        scalars=("mu_product",),
+        never_negative=("exp_avg_sq",),
+    ),
+    Row("Adamax", ("exp_avg", "exp_inf"), never_negative=("exp_inf",)),
+    Row(
+        *("AdEMAMix", ("exp_avg_slow", "exp_avg_sq"), ("exp_avg", "exp_avg_fast")),
+        never_negative=("exp_avg_sq",),
+    ),
+    Row("Lion", ("exp_avg",), counter="none"),
+    Row(
+        *("Muon", ("momentum_buffer",)),
+        counter="none",
+        note="the Adam beside it counts; at ZeRO stages 1 and 2 each rank keeps whole matrices",
+    ),
+    Row("SGD", (), ("momentum_buffer",), counter="none"),
+    Row("Adagrad", ("sum",), never_negative=("sum",)),
+    Row(
+        *("Adadelta", ("square_avg", "acc_delta")),
+        never_negative=("square_avg", "acc_delta"),
+    ),
+    Row(
+        *("RMSprop", ("square_avg",), ("momentum_buffer", "grad_avg")),
+        never_negative=("square_avg",),
+    ),
+    Row("Rprop", ("prev", "step_size"), never_negative=("step_size",)),
+    Row("ASGD", ("ax",), scalars=("eta", "mu")),
+    Row(
+        *("Adafactor", ()),
+        optional=("variance", "exp_avg", "exp_avg_sq"),
+        matrices=("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
+        never_negative=("variance", "row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col"),
+    ),
+    Row(
+        *("schedule-free AdamW", ("z", "exp_avg_sq"), ("exp_avg",)),
+        counter="group",
+        note="k, weight_sum and lr_max stand in the param group",
+        never_negative=("exp_avg_sq",),
+    ),
+    Row("schedule-free SGD", ("z",), ("momentum_buffer",), counter="group"),
+    Row(
+        *("Shampoo", (), ("momentum_buffer", "exp_avg", "exp_avg_sq")),
+        matrices=("precond_0", "precond_1", "inv_precond_0", "inv_precond_1", "GG", "Q"),
+    ),
+)
+NEVER_NEGATIVE = frozenset(name for row in ROWS for name in row.never_negative)
+"""Slots that are sums, means or maxima of squares or magnitudes."""
+
+MATRICES = frozenset(name for row in ROWS for name in row.matrices)
+"""Slots of a shape of their own, which may be the parameter's by chance."""
+
+_SCALARS = frozenset(name for row in ROWS for name in row.scalars)
+
+
+def find(slots: Collection[str]) -> Row | None:
+    """Return the first optimizer that keeps these slots; None for one that is not in the table."""
+    return next((row for row in ROWS if slots and row.fits(slots)), None)
+
+
+def needs_count(slots: Collection[str]) -> bool:
+    """Return whether an optimizer with these slots cannot go on without the number of its updates.
+
+    One that is not in the table needs it if it keeps the moments of Adam.
+
+    >>> needs_count(["exp_avg", "exp_avg_sq"]), needs_count(["exp_avg"])
+    (True, False)
+    """
+    row = find(slots)
+    return row.counter == "state" if row else set(_MOMENTS) <= set(slots)
+
+
+def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Return whether a slot is one 0-d value of each parameter.
+
+    Args:
+        shapes: of the slot and of its parameter, of every parameter that has it. Where all of these
+            are 0-d themselves, no shape tells: the table does.
+    """
+    if any(own for own, _ in shapes):
+        return False
+    return slot in _SCALARS or any(of_parameter for _, of_parameter in shapes)
