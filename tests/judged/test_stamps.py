@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.errors import CorruptError
 from reshard.formats import torch_file
 
 pytestmark = pytest.mark.judge
@@ -99,3 +100,18 @@ def test_eleven_ranks_whose_names_are_not_of_one_length(made, tmp_path):
     stamps = [file.stamp for file in opened(tmp_path / "out").values()]
     assert sorted(stamp.rank for stamp in stamps) == sorted([*range(11), *range(11)])
     assert reshard.diff(source, tmp_path / "out").same
+
+
+@pytest.mark.parametrize("target", ["deepspeed 3", "fsdp2", "verl"])
+def test_a_swap_in_our_own_output_is_refused(target, made, tmp_path):
+    case, options, _, _ = TARGETS[target]
+    out = tmp_path / "out"
+    reshard.split(made / case / "run", out, world_size=2, **options)
+    reshard.merge(out, tmp_path / "sound")
+    optimizer = sorted(path for path in out.rglob("*optim*") if path.is_file())
+    first, second = optimizer[:2]
+    first.rename(tmp_path / "aside")
+    second.rename(first)
+    (tmp_path / "aside").rename(second)
+    with pytest.raises(CorruptError):
+        reshard.merge(out, tmp_path / "swapped")

@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from reshard.formats import torch_file
 from tests.trainer import worlds
 from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
@@ -325,6 +327,43 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_skips_the_step(tmp_path):
     progress = state.read(tmp_path / "skip/global_step4")["progress"]
     assert progress["skipped"] + progress["updates"] == progress["step"] == 4
     assert progress["samples"] == 8, "what was skipped is not drawn again"
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"strategy": "zero2"},
+        {"strategy": "zero3"},
+        {"strategy": "fsdp2", "state_dict_type": "sharded", "sharded_files": "rank"},
+        {"strategy": "fsdp", "state_dict_type": "local"},
+    ],
+    ids=lambda chosen: chosen["strategy"],
+)
+def test_every_file_says_which_save_and_rank_it_is_of(tmp_path, chosen):
+    jobs = [
+        {
+            **TINY,
+            **chosen,
+            "steps": 1,
+            "save": f"{tmp_path}/{name}",
+            "log": f"{tmp_path}/{name}.log",
+        }
+        for name in "ab"
+    ]
+    worlds.run(2, tell, jobs)
+    found = {}
+    for path in sorted(tmp_path.glob("a/global_step1/*")):
+        if path.suffix not in (".pt", ".bin"):
+            continue
+        again = tmp_path / "b/global_step1" / path.name
+        assert path.read_bytes() == again.read_bytes(), "a run that is repeated"
+        with zipfile.ZipFile(path) as archive:
+            assert {name.partition("/")[0] for name in archive.namelist()} == {path.stem}
+        stamp = torch_file.read(path).stamp
+        found[path.name] = stamp.rank
+        assert (stamp.world_size, stamp.step, stamp.file) == (2, 1, path.name)
+    assert max(found.values()) == 1
+    assert all(f"rank{n}" in name.replace("rank_", "rank") for name, n in found.items() if n)
 
 
 def full_disk(ranks, job):
