@@ -311,6 +311,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # -> its config, and what is
 
 def family_of(path, config: dict[str, Any], name: str | None = None):
     path.write_text(json.dumps(config))
+    return family_of_file(path, name)
+
+
+def family_of_file(path, name: str | None = None):
     return families.of_config(traits._filled(path), str(path), name, traits._defaults)
 
 
@@ -390,3 +394,11 @@ def test_convert_refuses_and_writes_nothing(tmp_path):
             tmp_path / "hf", tmp_path / "out", to="megatron", family="llama", weights_only=True
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_a_config_that_holds_an_infinity_is_read(tmp_path):
+    """transformers writes it as {"__float__": "Infinity"}."""
+    transformers.Mamba2Config().save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    with pytest.raises(UnsupportedError, match="describes a mamba2 model, and reshard has tables"):
+        family_of_file(tmp_path / "config.json")

@@ -26,10 +26,16 @@ __all__ = ["ModelShapes", "Told", "Unit", "describe", "describe_config", "shapes
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a user says of a model: ``--model`` and ``--wrap``."""
+    """What a user says of a model: ``--model`` and ``--wrap``.
+
+    Args:
+        by_blocks: without ``wrap``: FSDP wrapped the classes that transformers names as blocks,
+            see `wrap.blocks_of`.
+    """
 
     model: str
     wrap: str | None = None
+    by_blocks: bool = False
 
     def shapes(self, units: Iterable[str] = ()) -> ModelShapes:
         """What the model would hold.
@@ -41,6 +47,9 @@ class Told:
         Raises:
             UsageError, UnsupportedError: as `describe`.
         """
+        if self.by_blocks and self.wrap is None:
+            root = build(self.model)
+            return of_module(root, self.model, wrapping.blocks_of(root), mixed_precision=False)
         plain = describe(self.model, self.wrap)
         wanted = set(units)
         if not wanted or {unit.prefix for unit in plain.units} == wanted:

@@ -7,6 +7,7 @@ mixed precision changes).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,16 @@ def parse(wrap: str) -> Policy:
     if not all(name.isidentifier() for name in names):
         raise UsageError(f"--wrap {wrap}", "is not a way to wrap", _WRITE)
     return Policy(names)
+
+
+def blocks_of(root: nn.Module) -> Policy:
+    """Return the policy that trainers use where a user names none: transformers' own blocks.
+
+    verl ``utils/fsdp_utils.py`` (``get_fsdp_wrap_policy``): ``module._no_split_modules``.
+    """
+    named: Iterable[str] = getattr(root, "_no_split_modules", None) or ()
+    present = {type(module).__name__ for module in root.modules()}
+    return Policy(tuple(name for name in named if name in present))
 
 
 def _parse_count(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.manifest import Entry, Manifest
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model_parallel import moves
 from reshard.model_parallel.rules import Table
 
@@ -24,6 +24,15 @@ def first_rows(entry: Entry, rows: int) -> Entry:
     kept = moves.row_moves(entry.shape, [(0, 0, rows)])
     shape = (rows, *entry.shape[1:])
     return replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, kept)))
+
+
+def rows(manifest: Manifest, table: Table, constants: Mapping[str, int]) -> set[int]:
+    """Return how many rows the vocabularies of a manifest have, padding included."""
+    return {
+        weight.shape[0]
+        for weight in manifest.of_kind(*WEIGHT_KINDS)
+        if (found := table.find(weight.fqn, constants)) is not None and found.rule.is_vocabulary
+    }
 
 
 def cut_to(

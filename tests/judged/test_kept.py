@@ -67,3 +67,14 @@ def test_torchaos_moments_are_told_of_and_never_dropped(library, tmp_path):
     with pytest.raises(UnsupportedError, match=r"keeps 'exp_avg' of '0\.weight' as an object"):
         reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_verl_s_first_fsdp_says_how_it_wrapped(tmp_path):
+    """By transformers' own blocks, as verl does by default: no --wrap, and the moments are read."""
+    actor = DATA / "verl" / "verl_sample" / "ckpt" / "global_step_3" / "actor"
+    with reshard.open(actor) as found, reshard.open(actor, wrap="LlamaDecoderLayer") as told:
+        for slot in ("exp_avg", "exp_avg_sq"):
+            ours, wanted = found.optimizer(slot), told.optimizer(slot)
+            assert ours.keys() == wanted.keys()
+            assert len(ours) == 12
+            assert all(torch.equal(ours[name][...], wanted[name][...]) for name in wanted)

@@ -111,6 +111,17 @@ def test_a_model_of_no_family_keeps_its_names_and_says_why(megatron_case, tmp_pa
         reshard.merge(place, tmp_path / "b", names="hf")
 
 
+def test_padding_is_taken_off_under_the_source_s_names_too(megatron_case, tmp_path):
+    source = megatron_case("llama_odd_tp2") / "torch"
+    report = reshard.merge(source, tmp_path / "a.safetensors", vocab_size=101)
+    assert any("padding rows 101 to 111" in text for text in report.changes)
+    held = load_file(tmp_path / "a.safetensors")
+    assert held["embedding.word_embeddings.weight"].shape == (101, 32)
+    assert held["output_layer.weight"].shape == (101, 32)
+    with pytest.raises(UsageError, match="has 112 rows"):
+        reshard.merge(source, tmp_path / "b.safetensors", vocab_size=500)
+
+
 GRIDS = {  # case -> the grid that its Hugging Face model is split for, and its form
     "llama_tp2pp2": {"tp": 2, "pp": 2},
     "gpt2_tp2": {"tp": 2, "transformer_impl": "local"},

@@ -337,6 +337,16 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
         assert_alike(ours, theirs)
 
 
+def test_dcp_s_chunks_tell_parameters_from_buffers(torch_made, tmp_path):
+    """A parameter of several rows lies on several ranks; a buffer lies whole on one."""
+    source = torch_made / "fsdp2_dcp" / "ckpt"
+    made = split(source, tmp_path / "out", lambda s: target.fsdp2(s, grid(2)))
+    held = torch.load(made / "model_rank0.pt", weights_only=False)
+    kinds = {name: type(value).__name__ for name, value in held.items()}
+    assert {name for name, kind in kinds.items() if kind == "Tensor"} == {"running", "count"}
+    assert set(kinds.values()) == {"Tensor", "DTensor"}
+
+
 # Refusals
 
 
@@ -354,9 +364,6 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "holds no optimizer")
     elastic = made / "z1_elastic" / "run"
     refused(elastic, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "hyper-parameters")
-    whole = torch_made / "fsdp2_dcp" / "ckpt"
-    told = ("'running' is a parameter or a buffer", "--model")
-    refused(whole, lambda s: target.fsdp2(s, grid(2)), IncompleteError, *told)
     flat = torch_made / "fsdp1_local_flat" / "ckpt"
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     refused(flat, target.plain, IncompleteError, "order of FSDP's units", "--model", **said)

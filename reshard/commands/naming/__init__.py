@@ -60,6 +60,10 @@ def chosen(manifest: Manifest, asked: Asked) -> Naming:
             " that they are others than Hugging Face's",
             "leave it out; single names change with --rename",
         )
+    if asked.words is not None and asked.family is None and _may_be_others(manifest):
+        from reshard.commands.naming import tables
+
+        return tables.without_padding(manifest, asked)
     _refuse_unheeded(asked)
     return Naming(manifest)
 

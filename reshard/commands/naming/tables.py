@@ -14,7 +14,7 @@ from reshard.formats.deepspeed import dialects
 from reshard.formats.meta import directory as meta
 from reshard.formats.meta import reader as of_meta
 from reshard.manifest import Manifest
-from reshard.model_parallel import families, names
+from reshard.model_parallel import families, names, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.families import Family
@@ -54,6 +54,32 @@ def as_hf(manifest: Manifest, said: Traits, asked: Asked) -> Naming:
     if said.vocab and not asked.keep_padding:
         notes += padding.notes(manifest, table, said.vocab)
     return Naming(done.manifest, tuple(notes), asked.config or made)
+
+
+def without_padding(manifest: Manifest, asked: Asked) -> Naming:
+    """Return the state under its own names, with the rows of the vocabulary that are words.
+
+    Raises:
+        UsageError: nothing says which tensors are a vocabulary's, or they have fewer rows.
+    """
+    said, words = traits.of(manifest), asked.words or 0
+    table = with_users(
+        families.meta().table if manifest.origin.format == meta.NAME else builtin("megatron"),
+        asked.rules,
+    )
+    constants = {"layers": said.layers} if said is not None and said.layers else {}
+    rows = vocabulary.rows(manifest, table, constants)
+    if not rows or min(rows) < words:
+        held = f"has {min(rows)} rows" if rows else "is not known to the table of its names"
+        raise UsageError(
+            f"--vocab-size {words}", f"the vocabulary of {manifest.origin.path} {held}"
+        )
+    notes = padding.notes(manifest, table, words)
+    cut, taken = vocabulary.cut_to(manifest, table, constants, words)
+    if taken:
+        last = words + taken - 1
+        notes.insert(0, f"padding rows {words} to {last} of the vocabulary taken off")
+    return Naming(cut, tuple(notes))
 
 
 def as_megatrons(manifest: Manifest, asked: Asked, model: str | None) -> Naming:

@@ -76,12 +76,17 @@ def _defaults(model_type: str) -> Mapping[str, Any]:
 
 
 def _filled(path: Path) -> Mapping[str, Any]:
-    """A transformers config with the defaults of its class."""
-    config = json_object(path)
+    """A transformers config with the defaults of its class.
+
+    transformers itself reads the file: it writes an infinity as ``{"__float__": "Infinity"}``
+    (transformers 5.23 ``configuration_utils.py``), as in the configs of Mamba 2 and Nemotron-H.
+    """
+    json_object(path)  # refuse what is no JSON in our own words
     from transformers import AutoConfig
 
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        made: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+        made: dict[str, Any] = AutoConfig.from_pretrained(path, **options).to_dict()
     except Exception as error:  # each config class has its own ways to refuse
         problem = next(iter(str(error).splitlines()), type(error).__name__)
         raise UsageError(path, f"is no config of transformers: {problem}") from error

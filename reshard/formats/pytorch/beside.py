@@ -93,8 +93,14 @@ def nearby(place: Place, wrap: str | None) -> Told | None:
         config = near.files.get("config.json") if near else None
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
-                return Told(str(config), wrap)
+                return Told(str(config), wrap, by_blocks=_is_verls_first(place))
     return None
+
+
+def _is_verls_first(place: Place) -> bool:
+    """Whether verl wrapped the model with FSDP 1, as the file that it writes for that says."""
+    settings = place.files.get("fsdp_config.json")
+    return settings is not None and json_object(settings).get("FSDP_version") == 1
 
 
 def trainer_state(place: Place) -> dict[str, Any]:

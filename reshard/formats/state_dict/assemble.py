@@ -198,7 +198,8 @@ def _model(
     named = any(map(optimizer.shapes_by_fqn, split.optimizers.values()))
     unordered = numbered and not found.ordered
     open_end = [] if found.proved else [_OPEN_END.format(found.world)]
-    needed = nearby and (nearby.wrap or unordered or open_end or (prefixes and not named))
+    wrapped = nearby and (nearby.wrap or (nearby.by_blocks and numbered))
+    needed = wrapped or unordered or open_end or (prefixes and not named)
     if nearby is None or not needed:
         return None, open_end
     try:

@@ -18,6 +18,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from reshard.box import Box, Index, whole
@@ -86,6 +87,7 @@ LOCAL = Naming(  # the same of LOCAL_STATE_DICT
     accelerate=True,
 )
 _KEYS = ("model", "optimizer")
+_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
 
 
 # FSDP 2
@@ -233,14 +235,17 @@ def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight],
     owned |= state.manifest.frozen
     told = any(weight.is_buffer for weight in state.weights)
     told = told or state.manifest.origin.format.startswith("deepspeed")
+    by_rows = cache(lambda: _is_sharded_by_rows(state))  # few sources leave it open
 
     def divided(weight: Weight) -> bool:
         if not weight.shape or weight.is_buffer:
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
-        if told or weight.fqn in owned:
+        if told or weight.fqn in owned or len(_boxes(weight)) > 1:  # FSDP shards parameters alone
             return True
+        if weight.shape[0] > 1 and by_rows():  # a parameter would lie on several ranks
+            return False
         if weight.dtype.family not in ("float", "float8"):
             return False
         if state.groups:
@@ -253,6 +258,24 @@ def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight],
         return True
 
     return divided
+
+
+def _boxes(weight: Weight) -> set[Box]:
+    """Return the blocks in which the source's ranks held a weight."""
+    return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
+
+
+def _is_sharded_by_rows(state: Training) -> bool:
+    """Whether the source's ranks held weights in shards, all of them cut along dim 0 as FSDP does.
+
+    A tensor-parallel run cuts others along dim 1, and leaves parameters whole.
+    """
+    if state.manifest.origin.format not in _SHARDED:
+        return False
+    cut = [(weight, boxes) for weight in state.weights if len(boxes := _boxes(weight)) > 1]
+    return bool(cut) and all(
+        box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes
+    )
 
 
 def _is_parameter(model: ModelShapes, fqn: str) -> bool:
