@@ -162,4 +162,5 @@ MANIFEST: Mapping[str, Rule] = {  # but the entries
     "unknown_globals": _sorted,
     "unread": _united,
     "ordered": all,
+    "without_frozen": any,
 }

@@ -62,10 +62,11 @@ def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
     for field in fields(Manifest):
         held = getattr(whole, field.name)
-        if field.name not in ("origin", "train", "ordered"):
+        if field.name not in ("origin", "train", "ordered", "without_frozen"):
             assert len(held) == 2, field.name
     assert whole.ordered
     assert not join([part("a"), replace(part("b"), ordered=False)]).ordered
+    assert join([part("a"), replace(part("b"), without_frozen=True)]).without_frozen
     train = whole.train
     assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
     assert (train.loose.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
