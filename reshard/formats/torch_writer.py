@@ -176,6 +176,7 @@ class Template:
         self._pickler = _TensorPickler(where, slot_of or (lambda _value: None))
         self._pickler.value(root)
         self._root = root
+        self._shared = b""
 
     def file(
         self,
@@ -191,14 +192,16 @@ class Template:
             archive_of: the file that the archive is named after; None: this one.
             hollow: leave out the entries, for the caller knows them from another rank's file.
         """
-        pickle = self._pickle(stamp)
+        shared, pickle = self._pickle(stamp)
         archive, root = ZipLayout(name), archive_root(name if archive_of is None else archive_of)
-        head = [("data.pkl", pickle), (".format_version", b"1")]
+        archive.add(f"{root}/data.pkl", pickle, shared)
+        head = [(".format_version", b"1")]
         head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
         for member, data in head:
             archive.add(f"{root}/{member}", data)
         entries: dict[Key, Entry] = {}
-        identity = hashlib.sha256(pickle)
+        identity = hashlib.sha256(shared)
+        identity.update(pickle)
         for storage, key in self._pickler.storages:
             identity.update(b"%d:" % storage.nbytes)
             _store(archive, f"{root}/data/{key}", storage, None if hollow else entries)
@@ -208,12 +211,17 @@ class Template:
         file, checksums = archive.finish()
         return Skeleton((file,), tuple(entries.values()), checksums)
 
-    def _pickle(self, stamp: Stamp | None) -> bytes:
-        """The pickle, its stamp last: a key of the root, of a module's state dict an attribute."""
+    def _pickle(self, stamp: Stamp | None) -> tuple[bytes, bytes]:
+        """The pickle, its stamp last: a key of the root, of a module's state dict an attribute.
+
+        The first part is one object for all files that have a stamp: there may be thousands.
+        """
         if stamp is None or not isinstance(self._root, dict):
-            return self._pickler.finished()
+            return b"", self._pickler.finished()
         is_module = isinstance(self._root, OrderedDict)
-        return self._pickler.finished_with({KEY: stamp.as_dict()}, as_state=is_module)
+        size, rest = self._pickler.finished_with({KEY: stamp.as_dict()}, as_state=is_module)
+        self._shared = self._shared or bytes(self._pickler.out[:size])
+        return self._shared, rest
 
 
 def archive_root(name: str) -> str:

@@ -38,9 +38,13 @@ class ZipLayout:
         self._count = 0
         self._waiting: list[tuple[int, int, int, int]] = []  # offset, nbytes, two places
 
-    def add(self, member: str, data: bytes) -> int:
-        """A member whose data is known; the byte at which it begins."""
-        return self._add(member, len(data), data)
+    def add(self, member: str, data: bytes, shared: bytes = b"") -> int:
+        """A member whose data is known; the byte at which it begins.
+
+        Args:
+            shared: what comes before ``data``, of which many files hold the one object.
+        """
+        return self._add(member, len(shared) + len(data), data, shared)
 
     def reserve(self, member: str, nbytes: int) -> int:
         """A member whose data come later, and its CRC with them; the byte at which it begins."""
@@ -78,9 +82,9 @@ class ZipLayout:
         self._start = self._at + hole
         self._open = bytearray()
 
-    def _add(self, member: str, nbytes: int, data: bytes | None) -> int:
+    def _add(self, member: str, nbytes: int, data: bytes | None, shared: bytes = b"") -> int:
         name, header = member.encode(), self._at
-        crc = crc32(data) if data else 0
+        crc = crc32(data, crc32(shared)) if data else 0
         flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
         wide = _wide(nbytes, 0, header)  # torch does not know the packed size yet
         padding = _padding(header + _LOCAL.size + len(name) + len(wide))
@@ -91,8 +95,10 @@ class ZipLayout:
         start = self._at
         if data is None:
             self._close(nbytes)
-        else:
-            self._open += data
+        elif shared:
+            self._close(len(shared))
+            self._literals.append((start, shared))
+        self._open += data or b""
         if nbytes:
             self._open += b"PK\x07\x08" + crc.to_bytes(4, "little")
             self._open += struct.pack("<2Q" if wide else "<2I", nbytes, nbytes)

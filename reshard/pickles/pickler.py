@@ -60,34 +60,31 @@ class Pickler:
         """The whole pickle."""
         return bytes(self.out) + b"."
 
-    def finished_with(self, last: dict[str, Any], *, as_state: bool = False) -> bytes:
-        """The whole pickle with more items in the dict that it holds; nothing is kept of them.
+    def finished_with(self, last: dict[str, Any], *, as_state: bool = False) -> tuple[int, bytes]:
+        """How much of `out` begins the whole pickle with more items in its dict, and the rest.
+
+        Nothing is kept of the items.
 
         Args:
             as_state: give the dict these attributes instead.
         """
         out, count, memo = self.out, self._count, self._memo
         self._memo = {}  # texts that the dict happens to share with `last` are written again
-        self.out = out.copy()
+        self.out = bytearray()
+        moved = not as_state and out.endswith(b"u")  # the end of the dict's last batch of items
         if as_state:
             self._dict(last)
             self.out += b"b"
+        elif moved:
+            for key, value in last.items():
+                self.text(key)
+                self.value(value)
+            self.out += b"u"
         else:
-            self._more_items(last)
-        pickle = self.finished()
-        self.out, self._count, self._memo = out, count, memo
-        return pickle
-
-    def _more_items(self, last: dict[str, Any]) -> None:
-        """Write items into the last batch of a dict, where that has an end to be moved."""
-        if not self.out.endswith(b"u"):
             self._items(last.items())
-            return
-        del self.out[-1:]
-        for key, value in last.items():
-            self.text(key)
-            self.value(value)
-        self.out += b"u"
+        rest = self.finished()
+        self.out, self._count, self._memo = out, count, memo
+        return len(out) - moved, rest
 
     def leaf(self, value: Any) -> None:
         """Write a value that is not Python's own.
