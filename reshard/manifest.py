@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from reshard import escaped
 from reshard.box import Box, Index, first_overlap, row_major, whole
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
 
+Keyed = Literal["fqn", "index"]
 PARAM = "param"
 BUFFER = "buffer"
 MASTER = "master"
@@ -219,6 +220,8 @@ class Manifest:
     unread: Mapping[str, str] = field(default_factory=dict)  # values that nothing here stands for
     ordered: bool = field(kw_only=True)  # whether the weights stand in the model's order
     without_frozen: bool = False  # the files say that frozen parameters were left out of them
+    keyed: Keyed | None = None  # how its optimizers call parameters; None: none, or in several ways
+    told_order: bool = False  # whether a model, and not files alone, gave the order
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
         """The entries of the given kinds, in manifest order."""

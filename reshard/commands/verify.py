@@ -15,6 +15,7 @@ from reshard.commands.lines import LISTED
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, ReadOptions, metered
 from reshard.errors import CorruptError, UsageError
+from reshard.formats import engines
 from reshard.formats.json_files import json_object
 from reshard.manifest import Manifest
 from reshard.model import ModelShapes, Told
@@ -154,7 +155,7 @@ def verify(
         manifest = keys.edit(manifest, keys.Edits()).manifest
         origin = manifest.origin
         report.format, report.detail = origin.format, origin.detail
-        report.notes = list(manifest.warnings)
+        report.notes = [*manifest.warnings, *engines.told(engines.form_of(manifest))]
         told = Told(options.model, options.wrap).shapes() if options.model else None
         report.checks = _quick(manifest, sources, options, told)
         if options.reads_all and report.check(checks.SAFE).failures:

@@ -53,6 +53,8 @@ def factor(manifest: Manifest, processes: int) -> Fraction:
     1 where they are not stepped once per process, or where the counters do not tell.
     """
     before = manifest.origin.world
+    if not manifest.train.kept_files:  # not Accelerate's
+        return Fraction(1)
     counted = steps_per_update(manifest.train, before)
     return Fraction(processes, before) if counted == before else Fraction(1)
 

@@ -98,3 +98,20 @@ def test_files_of_accelerate_are_the_same_bytes_after_a_round_trip(saved, tmp_pa
     with reshard.open(source) as one, reshard.open(tmp_path / "two") as two:
         assert two.manifest.train.scheduler == one.manifest.train.scheduler
         assert two.manifest.train.client == one.manifest.train.client
+
+
+def test_sharded_files_of_fsdp_1_lose_the_optimizer_and_the_report_warns(saved, resumed, tmp_path):
+    """Accelerate's own directory does; the full form, which the warning names, does not."""
+    source, unbroken = saved[0] / "fsdp1/saved", saved[1]["fsdp1"]
+    own, full = resumed[0]["own"], resumed[0]["fsdp1_full-1"]
+    assert own["moments"] == 0
+    assert own["losses"] != pytest.approx(unbroken["losses"][worker.SAVED :], rel=1e-3)
+    assert full["losses"] == pytest.approx(unbroken["losses"][worker.SAVED :], rel=NOISE)
+    report = reshard.split(source, tmp_path / "sharded", world_size=4)
+    assert any("restore no Adam state" in text for text in report.warnings)
+    report = reshard.split(source, tmp_path / "full", world_size=4, state_dict_type="full")
+    assert not any("restore no Adam state" in text for text in report.warnings)
+    for path in (source, tmp_path / "sharded"):
+        seen = reshard.verify(path)
+        assert seen.passed
+        assert any("restore no Adam state" in text for text in seen.notes)

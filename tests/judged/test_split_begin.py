@@ -206,7 +206,7 @@ def test_an_optimizer_that_begins_anew_keeps_the_sources_groups(made, tmp_path):
 
 
 def test_a_source_without_an_optimizer_names_both_choices(weights, tmp_path):
-    for to in ("dcp", "deepspeed", "fsdp2", "torch"):
+    for to in ("deepspeed", "accelerate", "hf-trainer"):
         with pytest.raises(IncompleteError, match=r"none(.|\n)*--init-optimizer zeros"):
             reshard.split(weights[False], tmp_path / "out", to=to)
     with pytest.raises(UsageError, match="no learning rate"):

@@ -15,6 +15,7 @@ import reshard
 from reshard import dtypes, formats, keys
 from reshard import model as models
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats import kept
 from reshard.formats.dcp import target as dcp
 from reshard.formats.state_dict import flat_target, target, written
 from reshard.formats.state_dict.mesh import Grid
@@ -61,6 +62,9 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
     check(Manifest(Origin("target", ""), keyed(skeleton.entries), files, ordered=True))
     out.mkdir(parents=True)
+    manifest = manifest.with_entries(
+        [*manifest.entries.values(), *kept.entries(manifest, skeleton)]
+    )
     copies = Plan(manifest.entries, skeleton)
     execute(copies, manifest.files, out, MoveOptions())
     return out
@@ -366,7 +370,13 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     refused(elastic, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "hyper-parameters")
     flat = torch_made / "fsdp1_local_flat" / "ckpt"
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
-    refused(flat, target.plain, IncompleteError, "order of FSDP's units", "--model", **said)
+    refused(
+        torch_made / "fsdp1_full/ckpt", target.plain, IncompleteError, "order of FSDP's", "--model"
+    )
+    told_model = formats.read([flat], **said)  # the model that explains the files orders them, too
+    numbers = written.optimizer(training(told_model), "index", named=True)["param_groups"]
+    wanted = [name for name in shapes("menagerie").parameters if name in numbers[0]["param_names"]]
+    assert list(numbers[0]["param_names"]) == wanted
     factored = torch_made / "plain_adafactor" / "ckpt"
     lay_out = lambda s: target.fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
     refused(factored, lay_out, UnsupportedError, "has shape (7, 1)")

@@ -339,8 +339,13 @@ def accelerate_loads(ranks, place, case, source):
         model, optimizer = accelerator.prepare(model, made)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, library_accelerate._warm)
     scheduler = accelerator.prepare(scheduler)
+    counter = library_accelerate.Counter()
+    accelerator.register_for_checkpointing(counter)
     accelerator.load_state(str(place))
+    assert counter.seen == library_accelerate.STEPS
     wanted = torch.load(source / TRUTH, weights_only=False)
+    steps = library_accelerate.STEPS * ranks.world  # of the scheduler: one for each process
+    wanted["scheduler"] |= {"last_epoch": steps, "_step_count": steps + 1}
     plain = library_models.build(case.factory)
     live = scheduler.scheduler, accelerator.step
     found = library_truth.of(plain, model, optimizer.optimizer, *live)

@@ -196,6 +196,8 @@ class ResumeReport:
         yield row("  state", _state(outcome))
         for item in outcome.written.notes[:LISTED]:
             yield row("  note", item)
+        for item in outcome.written.warnings[:LISTED]:
+            yield row("  warning", item)
         if outcome.trajectory is None:
             yield from _failure(outcome.run)
             return

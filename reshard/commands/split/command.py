@@ -18,7 +18,7 @@ from reshard.commands.split import for_megatron, own_states, read_back
 from reshard.commands.split.batch import rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
-from reshard.commands.split.request import requested
+from reshard.commands.split.request import requested, without_optimizer
 from reshard.commands.split.state import (
     is_weights,
     made_state,
@@ -31,7 +31,7 @@ from reshard.commands.split.state import (
 from reshard.commands.target import check_places
 from reshard.errors import IncompleteError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import kept, placeholders, skeletons
+from reshard.formats import engines, kept, placeholders, skeletons
 from reshard.formats.targets import Target
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
@@ -118,6 +118,7 @@ class _Job:
 
 def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     manifest, stripped = _edited(begun, options)
+    options, weights_only = without_optimizer(manifest, options)
     manifest, shapes = told(manifest, options)
     request, target = requested(manifest, shapes, options)
     _check_form(begun.report_as, target)
@@ -148,6 +149,9 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
         manifest = manifest.with_entries([*manifest.entries.values(), *added])
     plan = Plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, laid._replace(skeleton=skeleton), plan)
+    report.warnings += weights_only
+    names = [file.name for file in skeleton.files]
+    report.warnings += engines.told(engines.Form(target.name, names, bool(state.groups)))
     report.derived += [*begun.means, *stripped, *named.notes, *made, *batch_notes, *differing]
     for each in own:
         each.tell(report)

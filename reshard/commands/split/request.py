@@ -44,6 +44,20 @@ _STAGE = 2  # of a source that knows none
 _FSDP = ("dcp", "fsdp", "torchtitan", "verl")  # formats of sharded training without DeepSpeed
 
 
+def without_optimizer(manifest: Manifest, options: SplitOptions) -> tuple[SplitOptions, list[str]]:
+    """Return the options for weights alone where the source has nothing else, and what to say.
+
+    Targets that need an optimizer keep the options: the user must then choose what becomes of it.
+    """
+    target = targets.TARGETS.get(options.to or _FAMILY.get(manifest.origin.format, ""))
+    asked = options.init_optimizer or options.weights_only or options.param_groups
+    held = manifest.has_optimizer or manifest.nameless or manifest.train.param_groups
+    if asked or held or target is None or not target.weights_alone:
+        return options, []
+    said = "weights only: the source has no optimizer state (--init-optimizer zeros starts an Adam)"
+    return replace(options, init_optimizer="none"), [said]
+
+
 def requested(
     manifest: Manifest, shapes: ModelShapes | None, options: SplitOptions
 ) -> tuple[Request, Target]:

@@ -98,6 +98,8 @@ def manifest(
         unread=_unread(split),
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
+        keyed=None if flats or units else optimizer.keyed(split.optimizers.values()),
+        told_order=model is not None and not ordered,  # sorted by it above
     )
 
 

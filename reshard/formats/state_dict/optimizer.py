@@ -8,7 +8,7 @@ Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -30,7 +30,7 @@ from reshard.formats.state_dict.order import AmbiguousError
 from reshard.formats.state_dict.tree import MIXED, Local, Logical, as_list, is_tensor, logical
 from reshard.formats.torch_objects import number_at
 from reshard.formats.values import plain
-from reshard.manifest import Entry, ParamGroup
+from reshard.manifest import Entry, Keyed, ParamGroup
 
 _STATE, _GROUPS = "state", "param_groups"
 _MEMBERS = ("params", "param_names")
@@ -83,6 +83,16 @@ def is_numbered(value: Any) -> bool:
     state, groups = _normal(value)
     keys = [key for group in groups for key in _members(group)] or list(state)
     return any(isinstance(key, int) for key in keys) and not _names_in(groups)
+
+
+def keyed(values: Iterable[Any]) -> Keyed | None:
+    """Return how optimizers call their parameters; None where there are none, or they differ."""
+    kinds: set[Keyed] = set()
+    for value in values:
+        state, groups = _normal(value)
+        keys = [key for group in groups for key in _members(group)] or list(state)
+        kinds.update("index" if isinstance(key, int) else "fqn" for key in keys)
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def has_state(value: Any) -> bool:

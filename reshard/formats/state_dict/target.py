@@ -30,12 +30,12 @@ from reshard.formats.state_dict import nested, written
 from reshard.formats.state_dict.distributed import DTensors
 from reshard.formats.state_dict.mesh import Grid, Placing
 from reshard.formats.state_dict.parts import ACCUMULATED, TRAIN_STATE
-from reshard.formats.state_dict.written import Keyed, Value
+from reshard.formats.state_dict.written import Value
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Training, Weight
 from reshard.layout.partition import Cut
 from reshard.layout.tensor_parallel import Plan, cuts
-from reshard.manifest import Skeleton
+from reshard.manifest import Keyed, Skeleton
 from reshard.model import ModelShapes
 
 _SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
@@ -87,6 +87,7 @@ LOCAL = Naming(  # the same of LOCAL_STATE_DICT
     accelerate=True,
 )
 _KEYS = ("model", "optimizer")
+_SCHEDULER = "scheduler.bin"
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
 
 
@@ -196,16 +197,18 @@ def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
     It finds its count of steps among each rank's random states; where those are of ranks that are
     gone, it goes on without them (``load_accelerator_state``).
     """
-    beside, files = written.carried(state.manifest.train), state.manifest.train.kept_files
-    factor = schedules.factor(state.manifest, ranks)
+    beside, factor = written.carried(state.manifest.train), schedules.factor(state.manifest, ranks)
+    files = dict(state.manifest.train.kept_files)
+    if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
+        files.pop(_SCHEDULER, None)  # the lists in it are of the source's groups
+        own = schedules.scaled(beside["scheduler"], factor).state
+        yield torch_writer.lay_out_object(_SCHEDULER, own)
     for name, path in files.items():
         scaled = None if factor == 1 or kept.is_own(name) else schedules.of_file(path, factor)
         if scaled is None:
             yield kept.lay_out(name, path)
         else:
             yield torch_writer.lay_out_object(name, scaled.state)
-    if "scheduler" in beside and "scheduler.bin" not in files:
-        yield torch_writer.lay_out_object("scheduler.bin", beside["scheduler"])
     if "scaler" in beside:
         yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
     count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 from reshard import dtypes
 from reshard.box import Index
@@ -25,10 +25,9 @@ from reshard.formats import loss_scale
 from reshard.formats.state_dict import nested, order
 from reshard.formats.torch_writer import fp32
 from reshard.formats.training import Group, Trained, Training, Weight, refuse_without_optimizer
-from reshard.manifest import Entry, Manifest, TrainState
+from reshard.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.model import ModelShapes
 
-Keyed = Literal["fqn", "index"]
 Listed = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
@@ -174,17 +173,18 @@ def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[t
         UsageError: the model is another one.
     """
     groups = [group.members for group in state.groups]
-    if keyed == "fqn":
-        return groups
+    if keyed == "fqn" or (state.manifest.keyed == "index" and not state.regrouped):
+        return groups  # the source numbers them, too: in the order in which its program does
     place = {weight.fqn: at for at, weight in enumerate(state.weights)}
     if model is not None:
         place = _places(state, model)
     ordered = [tuple(sorted(held, key=lambda member: place[member.fqn])) for held in groups]
-    if model is None and (ordered != groups or is_flat(state.manifest)):
+    is_told = model is not None or state.manifest.told_order
+    if not is_told and (ordered != groups or is_flat(state.manifest)):
         raise IncompleteError(
             state.manifest.origin.path,
-            "the optimizer is written by number, and its parameters stand in the order of FSDP's"
-            " units, not the model's",
+            "the optimizer is to be written by number, and no file says in which order the model"
+            " has its parameters: they stand in the order of FSDP's units, or of their names",
             "say which model it is: --model config.json|DIR|module:factory",
         )
     return ordered

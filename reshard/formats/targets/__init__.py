@@ -40,6 +40,8 @@ class Target:
         tagged: whether the state files lie in a directory of their step.
         heeds: the choices, among those that not every target has, which mean something to it.
         keeps_rng: whether it has a place for the random states of ranks.
+        weights_alone: whether weights without an optimizer are complete: nothing that loads the
+            layout asks for more.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Target:
     tagged: bool = False
     heeds: tuple[str, ...] = ()
     keeps_rng: bool = False
+    weights_alone: bool = False
 
 
 def _by_pytorch(name: str) -> LayOut:
@@ -71,7 +74,7 @@ TARGETS = {
             heeds=("zero_stage", *PARALLEL, *_OF_DEEPSPEED),
         ),
         Target("ds-universal", model_parallel.of_universal, tagged=True, heeds=("zero_stage",)),
-        Target("dcp", _by_pytorch("of_dcp")),
+        Target("dcp", _by_pytorch("of_dcp"), weights_alone=True),
         Target(
             "accelerate",
             _by_pytorch("of_accelerate"),
@@ -84,7 +87,12 @@ TARGETS = {
             keeps_rng=True,
             heeds=("zero_stage", "state_dict_type"),
         ),
-        Target("fsdp2", _by_pytorch("of_ranks"), heeds=("device", "mesh", "tp_plan")),
+        Target(
+            "fsdp2",
+            _by_pytorch("of_ranks"),
+            weights_alone=True,
+            heeds=("device", "mesh", "tp_plan"),
+        ),
         Target(
             "verl",
             _by_pytorch("of_verl"),
@@ -94,13 +102,14 @@ TARGETS = {
             "fsdp",
             _by_pytorch("of_fsdp"),
             keeps_rng=True,
+            weights_alone=True,
             heeds=("state_dict_type", "rank_files", "device", "use_orig_params"),
         ),
         Target("megatron", model_parallel.of_megatron, heeds=(*PARALLEL, *_OF_MEGATRON)),
-        Target("meta", model_parallel.of_meta, heeds=("tp",)),
+        Target("meta", model_parallel.of_meta, weights_alone=True, heeds=("tp",)),
         Target("nanotron", model_parallel.of_nanotron, heeds=(*PARALLEL, "zero_stage")),
-        Target("colossalai", _by_pytorch("of_colossalai")),
-        Target("torch", _by_pytorch("of_torch")),
+        Target("colossalai", _by_pytorch("of_colossalai"), weights_alone=True),
+        Target("torch", _by_pytorch("of_torch"), weights_alone=True),
     )
 }
 NAMES = tuple(TARGETS)

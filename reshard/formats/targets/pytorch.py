@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UsageError
@@ -58,12 +59,15 @@ def of_fsdp(state: Training, asked: Request) -> Laid:
 
 
 def of_ranks(state: Training, asked: Request) -> Laid:
-    """A file of DTensors a rank.
+    """A file of DTensors a rank; the optimizer of such a source calls its parameters as before.
 
     Raises:
         ReshardError: as `state_dict.target.fsdp2`.
     """
-    made = _rank_files(state, asked, state_dict.PAIR)
+    source, naming = state.manifest, state_dict.PAIR
+    if source.origin.format == "fsdp" and source.keyed == "fqn":
+        naming = replace(naming, keyed="fqn")
+    made = _rank_files(state, asked, naming)
     return Laid(made, (*_of_tensor_plan(state, asked), *_notes(state)))
 
 

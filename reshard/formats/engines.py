@@ -1,0 +1,132 @@
+"""Known defects of the engines that load checkpoints: what they lose of files that are sound.
+
+`split`, `verify` and `resume-check` consult this table. A row is told where a checkpoint is of the
+form that the engine loads wrongly. Files seldom say which version will load them: a row without
+``fixed`` is told always, one with it only where an installed version is older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import PurePath
+
+from reshard.manifest import Manifest
+
+_BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")  # who loads FSDP's files by its functions
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What of a checkpoint decides whether an engine loads it.
+
+    Args:
+        format: the name of the format, or of the target.
+        names: of files, as paths.
+        has_optimizer: whether there is any optimizer state to lose.
+    """
+
+    format: str
+    names: Sequence[str]
+    has_optimizer: bool
+
+
+def form_of(manifest: Manifest) -> Form:
+    """Return the form of a checkpoint that was read."""
+    return Form(manifest.origin.format, tuple(manifest.files), manifest.has_optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """One defect.
+
+    Args:
+        engine: name of the distribution.
+        checked: the versions in which it was seen.
+        fixed: the first version known to be without it; empty where none is.
+        concerns: whether a checkpoint is of the form.
+        effect: what happens, as a sentence.
+        remedy: what to do.
+        source: where in the engine, or what was run.
+    """
+
+    engine: str
+    checked: str
+    concerns: Callable[[Form], bool]
+    effect: str
+    remedy: str
+    source: str
+    fixed: str = ""
+
+    def text(self) -> str:
+        """Return one line for a report."""
+        return f"{self.engine} ({self.checked} checked): {self.effect}; {self.remedy}"
+
+
+def told(form: Form) -> list[str]:
+    """Return what to say of a checkpoint of that form."""
+    return [row.text() for row in TABLE if row.concerns(form) and _may_load(row)]
+
+
+def _may_load(row: Defect) -> bool:
+    """Return whether a version with the defect may load the checkpoint."""
+    if not row.fixed:
+        return True
+    try:
+        return _numbers(metadata.version(row.engine)) < _numbers(row.fixed)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    release, _, _ = version.partition("+")
+    return tuple(int(part) for part in release.split(".") if part.isdecimal())
+
+
+def _folders(names: Iterable[str]) -> set[str]:
+    return {PurePath(name).parent.name for name in names}
+
+
+def _is_dcp_of_fsdp(form: Form) -> bool:
+    """Return whether Accelerate's functions would load an optimizer from a DCP folder."""
+    by_accelerate = form.format in _BY_ACCELERATE and form.has_optimizer
+    return by_accelerate and "optimizer_0" in _folders(form.names)
+
+
+def _is_local(form: Form) -> bool:
+    """Return whether there are flat shards of LOCAL_STATE_DICT under Accelerate's names."""
+    return any(PurePath(name).name.startswith("pytorch_model_fsdp_rank") for name in form.names)
+
+
+TABLE = (
+    Defect(
+        engine="accelerate",
+        checked="1.12.0, 1.15.0",
+        concerns=lambda form: _is_dcp_of_fsdp(form) and not _is_local(form),
+        effect="under FSDP 1 (fsdp_version=1) load_state and the Trainer's resume restore no Adam"
+        " state from a sharded directory, their own included, and say nothing",
+        remedy="resume it with FSDP 2, or write --state-dict-type full, which FSDP 1 restores",
+        source="utils/fsdp_utils.py, load_fsdp_optimizer: FSDP.optim_state_dict of an optimizer"
+        " that has made no step is empty, so DCP loads nothing into it; run at 2 ranks:"
+        " tests/judged/test_accelerate.py",
+    ),
+    Defect(
+        engine="accelerate",
+        checked="1.12.0",
+        fixed="1.15.0",
+        concerns=lambda form: _is_dcp_of_fsdp(form) and not _is_local(form),
+        effect="under FSDP 2 load_state restores no Adam state from a sharded directory either",
+        remedy="use accelerate 1.15 or write --state-dict-type full",
+        source="run at 2 ranks",
+    ),
+    Defect(
+        engine="accelerate",
+        checked="1.15.0",
+        concerns=_is_local,
+        effect="load_state refuses the files of LOCAL_STATE_DICT, its own included: it opens them"
+        " with weights_only=True, which rejects ShardedTensor",
+        remedy="write --state-dict-type full, or sharded for FSDP 2",
+        source="utils/fsdp_utils.py, load_fsdp_model; tests/judged/test_accelerate.py",
+    ),
+)

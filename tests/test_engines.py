@@ -1,0 +1,45 @@
+"""The table of known defects of engines: which checkpoints a row is told of."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard.formats import engines
+from reshard.formats.engines import Form
+
+SHARDED = ("out/pytorch_model_fsdp_0/.metadata", "out/optimizer_0/.metadata")
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        (Form("accelerate", SHARDED, has_optimizer=True), "restore no Adam state"),
+        (Form("hf-trainer", SHARDED, has_optimizer=True), "restore no Adam state"),
+        (Form("accelerate", SHARDED, has_optimizer=False), ""),
+        (Form("accelerate", ("optimizer.bin", "model.safetensors"), has_optimizer=True), ""),
+        (Form("dcp", (".metadata",), has_optimizer=True), ""),
+        (Form("fsdp", ("pytorch_model_fsdp_rank0.bin",), has_optimizer=True), "weights_only=True"),
+    ],
+)
+def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
+    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.15.0")
+    told = engines.told(form)
+    assert len(told) == bool(said)
+    assert all(said in text for text in told)
+
+
+def test_a_defect_that_was_fixed_is_told_of_older_versions_alone(monkeypatch):
+    form = Form("accelerate", SHARDED, has_optimizer=True)
+    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.12.0")
+    assert any("under FSDP 2" in text for text in engines.told(form))
+    monkeypatch.setattr(engines.metadata, "version", lambda _: "1.16.0.dev0+cpu")
+    assert not any("under FSDP 2" in text for text in engines.told(form))
+
+
+def test_every_row_says_what_to_do_and_who_found_it():
+    for row in engines.TABLE:
+        assert row.engine
+        assert row.checked
+        assert row.effect
+        assert row.remedy
+        assert row.source
