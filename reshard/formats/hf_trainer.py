@@ -23,7 +23,7 @@ from reshard.formats import rng, skeletons, torch_writer
 from reshard.formats.canonical import Canonical
 from reshard.formats.huggingface import writer
 from reshard.formats.json_files import json_text
-from reshard.formats.pytorch.beside import BATCH
+from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.target import Wholes
 from reshard.formats.training import Training
@@ -84,6 +84,9 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
         held, stamp = rng.written(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
         yield torch_writer.lay_out_object(name, held, stamp=stamp)
+    before = state.manifest.train.opaque.get(BATCH_BEFORE)
+    if before:
+        yield skeletons.of_bytes(BATCH_BEFORE, json_text(before))
     if state.manifest.train.trainer_state is None:
         text = json_text(_progress(state))
         yield skeletons.of_bytes("trainer_state.json", text)

@@ -21,6 +21,9 @@ LIBRARIES = (
     "acc_ddp_bin",
     "acc_automatic",
     "trainer_single",
+    "trainer_ddp",
+    "trainer_fsdp1_sharded",
+    "trainer_fsdp2_full",
 )
 TORCH = (
     "fsdp1_sharded_shardedtensor_ws4",

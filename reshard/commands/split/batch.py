@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from reshard.formats.pytorch.beside import BATCH
+from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE, WORLD
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import of_mesh
 
@@ -58,6 +58,11 @@ def _of_trainer(
     manifest: Manifest, micro: int, before: int, world_size: int
 ) -> tuple[Manifest, list[str]]:
     """Its accumulation is an argument of the run alone: what it must be multiplied by is said."""
+    own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
+    if own[WORLD] == world_size:
+        text = f"{BATCH} {micro} -> {own[BATCH]}, which the run had at {world_size} ranks"
+        return _recorded(_with_progress(manifest, own[BATCH]), None), [text]
+    manifest = _recorded(manifest, own)
     smaller = _micro(micro, micro * before, world_size)
     if smaller is None:
         return manifest, [_UNKNOWN.format(before, world_size)]
@@ -70,6 +75,13 @@ def _of_trainer(
 def _micro(most: int, total: int, ranks: int) -> int | None:
     """The largest batch of a rank, no more than before, of which whole steps make the total."""
     return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
+
+
+def _recorded(manifest: Manifest, own: Any) -> Manifest:
+    """Keep the run's own size and batch for the way back, or forget them there."""
+    held = {key: value for key, value in manifest.train.opaque.items() if key != BATCH_BEFORE}
+    kept = {**held, BATCH_BEFORE: own} if own else held
+    return replace(manifest, train=replace(manifest.train, opaque=kept))
 
 
 def _configured(manifest: Manifest, config: dict[str, Any]) -> Manifest:

@@ -24,6 +24,10 @@ from reshard.pickles import trust
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 TRAINER_STATE = "trainer_state.json"
 BATCH = "train_batch_size"  # of one rank, in it
+# What reshard writes beside it at another size: the run's own size, and its batch of a rank. The
+# Trainer keeps no accumulation, so that the way back could not be computed.
+BATCH_BEFORE = "reshard_batch.json"
+WORLD = "world_size"
 _COMPANIONS = {
     "scheduler.pt": "scheduler",
     "scheduler.bin": "scheduler",
@@ -114,6 +118,21 @@ def trainer_state(place: Place) -> dict[str, Any]:
         return {}
     state = json_object(path)
     return {key: value for key, value in state.items() if key != "log_history"}
+
+
+def batch_before(place: Place) -> dict[str, int] | None:
+    """Return the size and the batch of a rank that the run had before it was split; None: its own.
+
+    Raises:
+        CorruptError: it is no JSON object of the two numbers.
+    """
+    path = place.files.get(BATCH_BEFORE)
+    if path is None:
+        return None
+    held = json_object(path)
+    if sorted(held) != sorted((BATCH, WORLD)) or any(type(n) is not int for n in held.values()):
+        raise CorruptError(path, f"has {sorted(held)}, expected {BATCH} and {WORLD}", "delete it")
+    return held
 
 
 def random_files(place: Place) -> tuple[str, ...]:

@@ -73,11 +73,12 @@ def read(
         )
     train = made.train
     if trainer:
-        step = trainer.get("global_step")
+        step, before = trainer.get("global_step"), beside.batch_before(place)
         train = replace(
             train,
             step=step if type(step) is int else train.step,
             trainer_state=trainer,
+            opaque={**train.opaque, **({beside.BATCH_BEFORE: before} if before else {})},
         )
     if train.step is None:
         train = replace(train, step=labels.step_of(place))
