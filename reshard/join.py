@@ -153,6 +153,7 @@ MANIFEST: Mapping[str, Rule] = {  # but the entries
     "train": join_train,
     "tied": _united,
     "tied_again": _one_after_another,
+    "set_aside": _one_after_another,
     "frozen": _any_of,
     "trained_dtypes": _united,
     "wrapped": _united,

@@ -210,6 +210,7 @@ class Manifest:
     train: TrainState = field(default_factory=TrainState)
     tied: Mapping[str, str] = field(default_factory=dict)  # alias fqn -> kept fqn
     tied_again: tuple[Entry, ...] = ()  # aliases of which a file has another copy than the kept one
+    set_aside: tuple[Entry, ...] = ()  # copies in the files that the model does not use
     frozen: frozenset[str] = frozenset()
     trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
     wrapped: Mapping[str, str] = field(default_factory=dict)  # fqn -> in ``named_parameters``

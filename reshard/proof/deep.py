@@ -223,7 +223,7 @@ def _where(entry: Entry, flat: int) -> str:
 
 def padding(manifest: Manifest, block_bytes: int) -> Check:
     """What lies between the tensors of a flat partition is zero, where the format keeps it so."""
-    stored = (*manifest.entries.values(), *manifest.tied_again)
+    stored = (*manifest.entries.values(), *manifest.tied_again, *manifest.set_aside)
     found = gaps(stored, manifest.files)
     if not found:
         return not_applicable(checks.PADDING, "no padding")

@@ -48,8 +48,8 @@ class Cell:
     def source(self) -> str:
         """The name of the run."""
         kind = self.kind
-        frozen = "_without_frozen" if kind.exclude_frozen else ""
-        return f"{kind.optimizer}_z{kind.stage}_{kind.precision}_{kind.groups}{frozen}"
+        also = "_without_frozen" * kind.exclude_frozen + "_low_masters" * kind.low_masters
+        return f"{kind.optimizer}_z{kind.stage}_{kind.precision}_{kind.groups}{also}"
 
     @property
     def name(self) -> str:
@@ -105,6 +105,8 @@ COVERING = [
     Cell(Kind("adamw", 3, exclude_frozen=True), 3),
     Cell(Kind("adamw", 3, exclude_frozen=True), 2, 2),
     Cell(Kind("adamw", 2, groups="tiny"), 3),
+    Cell(Kind("adamw", 1, low_masters=True), 2),
+    Cell(Kind("adamw", 3, low_masters=True), 3),
 ]
 
 
@@ -225,6 +227,42 @@ def test_a_universal_checkpoint_is_refused_where_the_engine_could_not_use_it(
 ):
     with pytest.raises(UnsupportedError, match="write native rank files"):
         reshard.split(place / "runs" / source / "run", tmp_path / "u", to="ds-universal")
+
+
+def test_zenflows_masters_are_older_than_its_weights(runs, place, tmp_path):
+    """As real runs have it, whose CPU optimizer takes minutes to compile: a column is newer."""
+    run = shutil.copytree(place / "runs" / "adamw_z2_bf16_tiny" / "run", tmp_path / "run")
+    (model,) = run.rglob("mp_rank_00_model_states.pt")
+    name = "llama.model.layers.0.self_attn.q_proj.weight"
+
+    def change(root):
+        root["module"][name][:, 3] += 1.0
+        root["ds_config"]["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
+
+    edited(model, change)
+    weights = torch.load(model, weights_only=False)["module"]
+    report = reshard.verify(run, deep=True)
+    assert not [check.failures for check in report.checks if check.failures]
+    merged = reshard.merge(run, tmp_path / "m.safetensors", dtype="fp32")
+    assert any("newer than their fp32 masters" in text for text in merged.warnings)
+    for fqn, value in load_file(tmp_path / "m.safetensors").items():
+        assert torch.equal(value, weights[fqn].to(value.dtype)), fqn
+    reshard.split(run, tmp_path / "split", world_size=3)
+    with reshard.open(tmp_path / "split") as split:
+        assert torch.equal(split[name][...].float(), weights[name].float())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_keep_the_dtype_that_the_run_has(runs, place, tmp_path, stage):
+    """With ``bf16_master_weights_and_grads`` they are not float32; `diff` tells dtypes apart."""
+    run = place / "runs" / f"adamw_z{stage}_bf16_one_low_masters" / "run"
+    for how in ({"world_size": 3}, {"to": "ds-universal"}):
+        out = tmp_path / how.get("to", "native")
+        reshard.split(run, out, **how)
+        with reshard.open(out) as made:
+            masters = {entry.dtype.name for entry in made.manifest.of_kind("master")}
+        assert masters == {"bfloat16"}
+        assert not reshard.diff(run, out).unequal
 
 
 def test_a_matrix_has_no_place_in_a_flat_tensor(runs, place, tmp_path):

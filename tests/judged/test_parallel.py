@@ -336,3 +336,10 @@ def test_deepspeed_loads_the_universal_form_at_any_grid(number, made, gone_on_un
             assert torch.equal(found["loaded"][kind][name][held], value[held]), f"{kind} of {name}"
     for loss, wanted in zip(found["losses"], reference["next"]["losses"], strict=True):
         assert loss == pytest.approx(wanted, abs=noise)
+
+
+@pytest.mark.parametrize("case", ["pp2_fp16", "pp4_tied", "tp2pp2"])
+def test_a_copy_that_the_last_stage_does_not_use_is_no_padding(case, made):
+    """The last stage trains a whole tied module, of which it uses the vocabulary alone."""
+    report = reshard.verify(made / case / "run", deep=True)
+    assert not [check.failures for check in report.checks if check.failures]

@@ -140,6 +140,7 @@ MUON = {
     "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01, "torch_adam": True},
 }
 NAMES = (*TORCH, *OWN, "muon")
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
 
 @dataclass(frozen=True)
@@ -150,17 +151,17 @@ class Kind:
     stage: int
     precision: str = "bf16"
     groups: str = "one"
-    top: tuple[tuple[str, Any], ...] = ()
-    zero: tuple[tuple[str, Any], ...] = ()
     exclude_frozen: bool = False
+    low_masters: bool = False
 
     def case(self) -> Case:
         """As the other judge of DeepSpeed has it."""
         chosen = MUON if self.optimizer == "muon" else None
         top = {"optimizer": chosen, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0}
         scatter = {"reduce_scatter": False} if (self.optimizer, self.stage) == ("muon", 3) else {}
-        zero = scatter | dict(self.zero)  # DeepSpeed refuses Muon with it at stage 3
-        config = ds_config(self.stage, self.precision, zero, top | dict(self.top))
+        top |= {"bf16": LOW} if self.low_masters else {}
+        # DeepSpeed refuses Muon with reduce_scatter at stage 3
+        config = ds_config(self.stage, self.precision, scatter, top)
         return Case("optimizer", 0, config, model="menagerie_vector", groups=self.groups)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from reshard import counts
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
-from reshard.formats.deepspeed import flat, partitioned, swap, train, whole
+from reshard.formats.deepspeed import flat, order, partitioned, swap, train, whole
 from reshard.formats.deepspeed.directory import Census
 from reshard.formats.deepspeed.expert_ranks import owners
 from reshard.formats.deepspeed.states import (
@@ -173,6 +173,9 @@ def _assemble(
     swapped = swap.find(place, first.shapes, ranks)
     stage, optimizer, state, warnings, claims = _optimizer(first, ranks, tied, swapped)
     module = _module_entries(models, tied, sharded=stage == 3)
+    if _selects_columns(first):
+        optimizer, told = _without_older_masters(optimizer, {entry.fqn for entry in module})
+        warnings.append(told)
     entries = _in_module_order(first, [*module, *optimizer])
     opened = [*(model.file for model in models), *layers, *(rank.file for rank in ranks)]
     trained = {fqn for group in state.param_groups for fqn in group.fqns}
@@ -325,6 +328,34 @@ def _module_entries(
             ]
             buffers.append(Entry(entry.fqn, BUFFER, entry.dtype, entry.shape, tuple(replicas)))
     return buffers + list(partitioned.frozen(models))
+
+
+def _selects_columns(first: ModelStates) -> bool:
+    """Return whether ZenFlow trained: selected columns are updated in the 16-bit weights alone."""
+    zero = order.section(first.mapping("ds_config"), "zero_optimization")
+    return isinstance(zero.get("zenflow"), dict)
+
+
+def _without_older_masters(
+    optimizer: Sequence[Entry], module: Collection[str]
+) -> tuple[list[Entry], str]:
+    """Leave out masters that are older than the 16-bit weights, and tell why.
+
+    DeepSpeed 0.19.8 ``runtime/zenflow/zenflow_stage_1_and_2.py``: the model computes with the
+    16-bit weights, and ``sync_fp32_param_from_gpu`` overwrites all masters with them at each
+    selection.
+    """
+    kept = [entry for entry in optimizer if entry.kind != MASTER or entry.fqn not in module]
+    if len(kept) == len(optimizer):
+        return kept, (
+            "trained with ZenFlow, which updates selected columns in the 16-bit weights; at stage 3"
+            " the files hold fp32 masters alone, without the newest updates of those columns"
+        )
+    return kept, (
+        "trained with ZenFlow: the 16-bit weights are newer than their fp32 masters and are taken"
+        " instead; a run that goes on begins its masters from them, as DeepSpeed does at each"
+        " selection of columns"
+    )
 
 
 def _in_module_order(first: ModelStates, entries: list[Entry]) -> list[Entry]:

@@ -6,7 +6,7 @@ Ranks are numbered tensor-parallel first: ``mp_rank_MM`` is stage ``MM // TP``, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,14 @@ def _of_stage(cuts: Cuts, ranks: Sequence[Manifest], stage: int) -> list[Manifes
             f"{fqn!r} is taken from the first stage; the last one's copy, which the model does not"
             " use, is left out"
         ] = None
-    return [
-        rank.with_entries(e for e in rank.entries.values() if e.fqn not in unused) for rank in ranks
-    ]
+    return [_without(rank, unused) for rank in ranks]
+
+
+def _without(rank: Manifest, unused: Collection[str]) -> Manifest:
+    """Return a rank without parameters that the model does not use there, which lie in its files.
+
+    Neither their values nor their moments are padding, as `verify` would take them for.
+    """
+    entries = rank.entries.values()
+    kept = rank.with_entries(entry for entry in entries if entry.fqn not in unused)
+    return replace(kept, set_aside=tuple(entry for entry in entries if entry.fqn in unused))

@@ -16,7 +16,6 @@ from itertools import accumulate
 from math import gcd, prod
 from typing import Any
 
-from reshard.dtypes import FLOAT32
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import (
@@ -29,6 +28,7 @@ from reshard.formats.deepspeed.target.objects import (
 from reshard.formats.deepspeed.target.pieces import Piece, piece, storage
 from reshard.formats.deepspeed.target.slots import (
     dtype_of,
+    master_dtype,
     master_of,
     names_of,
     scalars_of,
@@ -105,6 +105,7 @@ class _Group:
         self._end = self._stops[-1] if flat else 0
         self._numel = -(-self._end // (ALIGNMENT * choice.sharers(group))) * ALIGNMENT
         self._dtypes = {name: dtype_of(name, flat) for name in names_of(flat)}
+        self._master = master_dtype(flat)
         self._scalars = scalars_of(flat)
         self._by_member = _keeps_matrices(choice, group)
         self._step = step_of(flat, choice.state.manifest.origin.path)
@@ -125,7 +126,7 @@ class _Group:
         state.update(self._scalars)
         numel = self._numel - padding
         return _Share(
-            Slot(storage(FLOAT32, numel, pieces, master_of), (numel,), requires_grad=True),
+            Slot(storage(self._master, numel, pieces, master_of), (numel,), requires_grad=True),
             state,
             padding,
             self._addresses(pieces),

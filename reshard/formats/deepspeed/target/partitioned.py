@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from reshard.dtypes import FLOAT32, DType
+from reshard.dtypes import DType
 from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.objects import scaler, stage_enum, step
 from reshard.formats.deepspeed.target.pieces import Piece, Value, piece, run_of, storage
 from reshard.formats.deepspeed.target.slots import (
     dtype_of,
+    master_dtype,
     master_of,
     names_of,
     scalars_of,
@@ -54,7 +55,10 @@ def first_rank(choice: Choice) -> dict[str, Any]:
             "state": {flat: state for flat, state in states.items() if state},
             "param_groups": choice.param_groups(),
         },
-        "fp32_flat_groups": [_tensor(held, FLOAT32, master_of, grad=True) for held in pieces],
+        "fp32_flat_groups": [
+            _tensor(held, master_dtype(members), master_of, grad=True)
+            for held, members in zip(pieces, choice.flats, strict=True)
+        ],
     }
 
 

@@ -13,12 +13,22 @@ from reshard.formats.deepspeed.target.pieces import Value
 from reshard.formats.torch_objects import number_at
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Trained, scalar_names, slot_names
-from reshard.manifest import Chunk, Entry
+from reshard.manifest import MASTER, Chunk, Entry
 
 
 def master_of(member: Trained) -> Entry:
     """A parameter's most precise value."""
     return member.weight.value
+
+
+def master_dtype(members: Sequence[Trained]) -> DType:
+    """Return the dtype of the masters: the source's, where it has masters of one dtype.
+
+    They are 16-bit with ``bf16_master_weights_and_grads``; what the source has no master of becomes
+    float32.
+    """
+    found = {m.weight.value.dtype if m.weight.value.kind == MASTER else FLOAT32 for m in members}
+    return found.pop() if len(found) == 1 else FLOAT32
 
 
 def slot_named(name: str) -> Value:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
-from reshard.dtypes import FLOAT32, DType
+from reshard.dtypes import DType
 from reshard.errors import UnsafeError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.deepspeed.target import model_states
@@ -32,7 +32,7 @@ from reshard.formats.deepspeed.target.choice import Choice
 from reshard.formats.deepspeed.target.marks import Marks
 from reshard.formats.deepspeed.target.objects import WRITTEN_AS, scaler, step
 from reshard.formats.deepspeed.target.pieces import run_of
-from reshard.formats.deepspeed.target.slots import dtype_of, names_of, step_of
+from reshard.formats.deepspeed.target.slots import dtype_of, master_dtype, names_of, step_of
 from reshard.formats.torch_writer import Slot, Storage
 from reshard.formats.training import Group, Trained
 from reshard.manifest import Entry, Skeleton
@@ -113,7 +113,8 @@ def _zero(choice: Choice, marks: Marks | None) -> Iterator[Skeleton]:
             _check_name(choice, listed)
             place = f"{folder}/{listed}"
             files = _Alike(marks.of(member.fqn)) if marks else whole
-            yield files.file(f"{place}/fp32.pt", member, member.weight.value, FLOAT32)
+            value, dtype = member.weight.value, master_dtype([member])
+            yield files.file(f"{place}/fp32.pt", member, value, dtype)
             for name, dtype in dtypes.items():
                 _check_name(choice, name)
                 yield files.file(f"{place}/{name}.pt", member, member.slots.get(name), dtype)
