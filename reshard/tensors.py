@@ -12,7 +12,7 @@ from reshard.errors import UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, WEIGHT_KINDS, Entry, Manifest
 from reshard.move.fill import fill
-from reshard.plan.copies import block
+from reshard.plan.copies import plan_block
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = 
     Raises:
         ReshardError: a file cannot be read, or a dtype that is never cast.
     """
-    window = block(entry, box, dtype or entry.dtype)
+    window = plan_block(entry, box, dtype or entry.dtype)
     buffer = bytearray(window.nbytes)
     fill(pool, window.copies, memoryview(buffer))
     return buffer

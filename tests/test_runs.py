@@ -25,8 +25,8 @@ from reshard.manifest import (
     check,
     contiguous,
 )
-from reshard.plan.copies import block
-from reshard.plan.extents import by_file
+from reshard.plan.copies import plan_block
+from reshard.plan.extents import iterate_output_files
 from reshard.plan.planner import Plan
 
 SHAPES = ((7,), (3, 5), (4, 1, 6), (), (1,), (0, 3), (16, 16), (4, 64), (2, 4, 8))
@@ -143,7 +143,7 @@ def test_extents_of_a_file_are_those_of_all_its_tensors():
     of = Skeleton((), (entry(held), mixed))
     found = {
         file: [(e.byte_offset, e.start, e.stop, e.numel, e.nbytes, e.is_run) for e in extents]
-        for file, extents in by_file(of)
+        for file, extents in iterate_output_files(of)
     }
     assert found == {
         "a": [(0, 0, 2, 2, 8, True), (40, 2, 10, 6, 24, False), (64, 5, 10, 5, 20, True)],
@@ -189,14 +189,14 @@ def test_boxes_of_runs_and_turned_chunks_are_read_from_where_they_lie():
         replace(whole((6, 3)), origin=(0, 4)),
         replace(whole((2, 8)), origin=(3, 0)),
     ):
-        flat = block(source, box, dtypes.FLOAT32)
-        boxes = block(expanded(source), box, dtypes.FLOAT32)
+        flat = plan_block(source, box, dtypes.FLOAT32)
+        boxes = plan_block(expanded(source), box, dtypes.FLOAT32)
         assert moved([flat]) == moved([boxes])
     turned = replace(
         contiguous("s", 0, dtypes.FLOAT32, whole((6, 8)), (6, 8)), byte_strides=(4, 24)
     )
     held = Entry("w", "master", dtypes.FLOAT32, (6, 8), (turned,))
-    found = moved([block(held, whole((6, 8)), dtypes.FLOAT32)])
+    found = moved([plan_block(held, whole((6, 8)), dtypes.FLOAT32)])
     assert found["", 4] == ("s", 24)  # a dense chunk that is no run of the tensor
 
 
@@ -213,7 +213,8 @@ def test_files_alike_hold_each_rank_s_run_where_their_storage_begins():
     assert [file.name for file in spread.files] == ["a", "b", "c"]
     assert [stored.file for stored in spread.checksums] == ["a", "a", "b", "b", "c", "c"]
     assert {
-        file: [(e.byte_offset, e.start, e.stop) for e in held] for file, held in by_file(spread)
+        file: [(e.byte_offset, e.start, e.stop) for e in held]
+        for file, held in iterate_output_files(spread)
     } == {
         "a": [(16, 0, 86)],
         "b": [(16, 86, 172)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard.errors import DifferentError
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile, check
-from reshard.plan.extents import by_file
+from reshard.plan.extents import iterate_output_files
 
 
 def check_skeleton(skeleton: Skeleton) -> None:
@@ -21,7 +21,7 @@ def check_places(skeleton: Skeleton) -> None:
         DifferentError: a target that would damage itself.
     """
     sizes = {file.name: file.nbytes for file in skeleton.files}
-    for file, extents in by_file(skeleton):
+    for file, extents in iterate_output_files(skeleton):
         begin, end, last = 0, 0, None
         for extent in extents:
             entry = skeleton.entries[extent.entry]

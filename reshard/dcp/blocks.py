@@ -18,7 +18,7 @@ from reshard.errors import DifferentError
 from reshard.files import SourceFiles
 from reshard.manifest import BUFFER, Entry
 from reshard.move.fill import fill
-from reshard.plan.copies import Copy, block
+from reshard.plan.copies import Copy, plan_block
 
 _STAGED_BYTES = 4 << 20  # of a tensor on another device, or not contiguous
 _BATCH_BYTES = 64 << 20  # of targets held at a time: a planner may make a temporary for each
@@ -90,7 +90,7 @@ def _read_batch(pool: SourceFiles, batch: list[Job], planner: LoadPlanner) -> No
         filled.add(memory)
         if target.device.type == "cpu" and target.is_contiguous():
             view = target.reshape(-1).view(torch.uint8).numpy().data
-            copies += ((copy, view) for copy in block(job.entry, job.box, dtype).copies)
+            copies += ((copy, view) for copy in plan_block(job.entry, job.box, dtype).copies)
         else:
             staged.append((job, target))
     copies.sort(key=lambda item: (item[0].file, item[0].byte_offset))
@@ -144,7 +144,7 @@ def _stage(pool: SourceFiles, job: Job, target: torch.Tensor) -> Counter[str]:
     dtype = _target_dtype(job, target)
     overflowed: Counter[str] = Counter()
     for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):
-        window = block(job.entry, _shifted(cut, job.box), dtype)
+        window = plan_block(job.entry, _shifted(cut, job.box), dtype)
         data = bytearray(window.nbytes)
         overflowed += fill(pool, window.copies, memoryview(data))
         piece = torch.frombuffer(data, dtype=target.dtype).reshape(cut.shape)

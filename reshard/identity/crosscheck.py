@@ -19,7 +19,7 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest
 from reshard.move.fill import fill
-from reshard.plan.copies import Blocks, Copy
+from reshard.plan.copies import BlockPlanner, Copy
 from reshard.units import counted
 
 if TYPE_CHECKING:
@@ -106,18 +106,18 @@ def _samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
         master = manifest.entries.get((MASTER, weight.fqn))
         if master is None or not are_comparable(master, weight):
             continue
-        blocks = Blocks(weight)
+        blocks = BlockPlanner(weight)
         for chunk in _first_copies(master):
             if not chunk.box.volume:
                 continue
-            own = Blocks(replace(master, chunks=(chunk,)))
+            own = BlockPlanner(replace(master, chunks=(chunk,)))
             boxes = _all_boxes(chunk.box) if every_element else (_sampled_box(weight.fqn, chunk),)
             for box in boxes:
                 yield _Sample(
                     weight.fqn,
                     box,
-                    own.window(box, master.dtype).copies,
-                    blocks.window(box, weight.dtype).copies,
+                    own.plan(box, master.dtype).copies,
+                    blocks.plan(box, weight.dtype).copies,
                     (master.dtype, weight.dtype),
                 )
 

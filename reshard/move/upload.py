@@ -70,7 +70,7 @@ def write(
         run = Run(pool, made, sources, target, options)
         files = {file.name: file for file in target.files if file.name in mine}
         sending.reserve(files.values())
-        for file, batches in _by_file(plan.by_file(), files):
+        for file, batches in _by_file(plan.without_interleaving(), files):
             sending.make_room(file)
             run.create([file])
             part = run.fill(batches)

@@ -1,1 +1,1 @@
-"""From a manifest and a skeleton to windows of strided copies. Pure: nothing is opened here."""
+"""Planning: turn a manifest and a skeleton into windows of strided copies; no file is opened."""

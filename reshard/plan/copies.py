@@ -1,7 +1,7 @@
-"""Which blocks of source files fill a box of a tensor: copies, found by place.
+"""Strided copies: which blocks of the source files fill a given box of a tensor.
 
-Plain data: a copy says which strided block of which file fills which strided block of a window.
-Nothing is opened here.
+A `Copy` is plain data. It names a strided block of a source file and the strided block of a window
+that it fills. This module opens no file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from reshard.manifest import Chunk, Entry
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A block to move: equal shape on both sides, offsets and strides in bytes.
+    """A strided block to move, with the same shape on both sides; offsets and strides in bytes.
 
-    ``target_offset`` counts from the start of the window that holds the copy; ``factor`` is what
-    elements are multiplied by on the way.
+    ``target_offset`` counts from the start of the window that contains the copy. Elements are
+    multiplied by ``factor`` on the way.
     """
 
     fqn: str
@@ -40,12 +40,12 @@ class Copy:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the bits move as they are."""
+        """Whether the bits are moved unchanged."""
         return self.dtype == self.target_dtype and self.factor == 1.0
 
     @property
     def is_run(self) -> bool:
-        """Whether both sides are contiguous; then the shape has at most one dim."""
+        """Whether both sides are contiguous; the shape then has at most one dimension."""
         return not self.shape or (
             len(self.shape) == 1
             and self.byte_strides[0] == self.dtype.itemsize
@@ -60,7 +60,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A contiguous range of one output file, filled in memory and written at once."""
+    """A contiguous range of one output file, which is filled in memory and written at once."""
 
     file: str
     byte_offset: int
@@ -68,32 +68,29 @@ class Window:
     copies: tuple[Copy, ...]
 
 
-class Blocks:
-    """Boxes of one tensor as single windows, for one who asks for many."""
+class BlockPlanner:
+    """A planner of many boxes of one tensor, which builds the tensor's chunk index only once."""
 
     def __init__(self, source: Entry) -> None:
-        self._held = held_by(source)
+        self._index = build_chunk_index(source)
 
-    def window(self, box: Box, dtype: DType) -> Window:
-        """The copies that fill one contiguous buffer with a box."""
+    def plan(self, box: Box, dtype: DType) -> Window:
+        """Return the copies that fill one contiguous buffer with `box`."""
         strides = row_major(box.shape, dtype.itemsize)
-        copies = self._held.of_box(box, dtype, strides, 0) if box.volume else ()
+        copies = self._index.plan_box(box, dtype, strides, 0) if box.volume else ()
         return Window("", 0, box.volume * dtype.itemsize, tuple(copies))
 
 
-def block(source: Entry, box: Box, dtype: DType) -> Window:
-    """The copies that fill one contiguous buffer with a box of a tensor."""
-    return Blocks(source).window(box, dtype)
+def plan_block(source: Entry, box: Box, dtype: DType) -> Window:
+    """Return the copies that fill one contiguous buffer with `box` of the tensor `source`."""
+    return BlockPlanner(source).plan(box, dtype)
 
 
-# What the source holds of a tensor, to be found by place
+class ChunkIndex:
+    """An index of the distinct chunks of one entry, in flat order; replicas are left out.
 
-
-class Held:
-    """The chunks of an entry without replicas, in flat order.
-
-    ``in_runs`` is whether each is a run of the flattened tensor and lies contiguously: then runs of
-    the output are made of them without a look at boxes.
+    ``is_flat`` says whether every chunk is a contiguous run of the flattened tensor. Runs of the
+    output are then planned without computing boxes.
     """
 
     def __init__(self, entry: Entry) -> None:
@@ -106,43 +103,46 @@ class Held:
         spans = sorted(((*flat_span(box, entry.shape), box) for box in distinct), key=itemgetter(0))
         self._starts = [start for start, _, _ in spans]
         self._stops = [stop for _, stop, _ in spans]
-        # the furthest element that this chunk or one before it reaches
+        # For each chunk: the largest stop of this chunk and of those before it. Chunks may nest, so
+        # the stops themselves are not sorted and cannot be bisected.
         self._reaches = list(accumulate(self._stops, max))
         self._chunks = [distinct[box] for *_, box in spans]
         self.widest = max((chunk.dtype.itemsize for chunk in self._chunks), default=1)
-        self.in_runs = all(
+        self.is_flat = all(
             stop - start == box.volume and _is_contiguous(distinct[box])
             for start, stop, box in spans
         )
 
-    def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
-        """Those that may hold an element of a run; all that do are among them."""
+    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Return the chunks that can overlap elements `start` to `stop`; a few may not."""
         first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
         return self._chunks[first:last]
 
-    def of_box(self, box: Box, dtype: DType, strides: Index, at: int) -> Iterable[Copy]:
-        """Copies of every stored block that meets a box, in the order of the box.
+    def plan_box(self, box: Box, dtype: DType, strides: Index, at: int) -> Iterable[Copy]:
+        """Return copies of every stored block that overlaps `box`, in the order of the box.
 
         Args:
-            dtype, strides: of the block of the output that the box fills.
-            at: where that begins in its window.
+            box: the part of the tensor to fill.
+            dtype: the dtype of the output block.
+            strides: the byte strides of the output block.
+            at: the byte offset of the output block in its window.
         """
         copies = []
-        for chunk in self.meeting(*flat_span(box, self.shape)):
+        for chunk in self.find_overlapping(*flat_span(box, self.shape)):
             common = intersect(box, chunk.box)
             if common:
-                copies.append(_copy(self.fqn, common, chunk, box, dtype, strides, at))
+                copies.append(_copy_overlap(self.fqn, common, chunk, box, dtype, strides, at))
         copies.sort(key=lambda copy: copy.target_offset)
-        return _joined(copies)
+        return _merge_adjacent(copies)
 
-    def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
-        """The same for a run of the flattened tensor."""
-        if self.in_runs:
-            yield from _joined(self._runs_of(start, stop, dtype, at))
+    def plan_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
+        """Yield copies that fill elements `start` to `stop` of the flattened tensor."""
+        if self.is_flat:
+            yield from _merge_adjacent(self._runs_of(start, stop, dtype, at))
             return
         for box in run_boxes(self.shape, start, stop):
             strides = row_major(box.shape, dtype.itemsize)
-            yield from self.of_box(box, dtype, strides, at)
+            yield from self.plan_box(box, dtype, strides, at)
             at += box.volume * dtype.itemsize
 
     def _runs_of(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
@@ -165,22 +165,22 @@ class Held:
             )
 
 
-class HeldRuns(Held):
-    """Of an entry in equal runs: nothing is searched for, and runs meet without boxes."""
+class RunIndex(ChunkIndex):
+    """An index of an entry that is stored as equal runs: positions are computed, not searched."""
 
     def __init__(self, fqn: str, runs: Runs) -> None:
         self.fqn = fqn
         self.shape = runs.shape
         self.widest = runs.dtype.itemsize
-        self.in_runs = True
+        self.is_flat = True
         self._runs = runs
 
-    def meeting(self, start: int, stop: int) -> Iterable[Chunk]:
-        """Those that may hold an element of a run; all that do are among them."""
+    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Yield the chunks that can overlap elements `start` to `stop` of the flattened tensor."""
         return (c for rank in self._runs.ranks(start, stop) for c in self._runs.of_rank(rank))
 
-    def of_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
-        """Copies of every rank's part of a run of the flattened tensor."""
+    def plan_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
+        """Yield one copy for each rank that stores a part of elements `start` to `stop`."""
         runs, size, wide = self._runs, self._runs.dtype.itemsize, dtype.itemsize
         for rank in runs.ranks(start, stop):
             first = rank * runs.step
@@ -199,32 +199,38 @@ class HeldRuns(Held):
 
 
 def _is_contiguous(chunk: Chunk) -> bool:
-    wanted = row_major(chunk.box.shape, chunk.dtype.itemsize)
-    dims = zip(chunk.box.shape, chunk.byte_strides, wanted, strict=True)
+    contiguous = row_major(chunk.box.shape, chunk.dtype.itemsize)
+    dims = zip(chunk.box.shape, chunk.byte_strides, contiguous, strict=True)
     return all(extent == 1 or stride == step for extent, stride, step in dims)
 
 
-def held_by(entry: Entry) -> Held:
-    """What the source holds of an entry."""
+def build_chunk_index(entry: Entry) -> ChunkIndex:
+    """Return an index of the chunks that the source stores for `entry`."""
     if isinstance(entry.chunks, Runs):
-        return HeldRuns(entry.fqn, entry.chunks)
-    return Held(entry)
+        return RunIndex(entry.fqn, entry.chunks)
+    return ChunkIndex(entry)
 
 
 def dot(a: Index, b: Index) -> int:
-    """An index times strides."""
+    """Return the scalar product of two tuples: a multi-dimensional index times its strides."""
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def _copy(
+def _copy_overlap(
     fqn: str, common: Box, chunk: Chunk, box: Box, dtype: DType, target: Index, at: int
 ) -> Copy:
-    """The copy of the block that a chunk and a box have in common.
+    """Return the copy of `common`, the overlap of `chunk` and `box`.
 
     Args:
-        dtype, target: the box's dtype and strides in the window, where it begins at byte ``at``.
+        fqn: the name of the tensor.
+        common: the overlap, in coordinates of the tensor.
+        chunk: the stored chunk to copy from.
+        box: the box of the tensor that the output block holds.
+        dtype: the dtype of the output block.
+        target: the byte strides of the output block.
+        at: the byte offset of the output block in its window.
     """
-    shape, strides, target_strides = _collapsed(common.shape, chunk.byte_strides, target)
+    shape, strides, target_strides = _collapse_dims(common.shape, chunk.byte_strides, target)
     return Copy(
         fqn,
         shape,
@@ -239,8 +245,8 @@ def _copy(
     )
 
 
-def _collapsed(shape: Index, source: Index, target: Index) -> tuple[Index, Index, Index]:
-    """The same block with as few dims as possible: size-1 dims gone, joined dims merged."""
+def _collapse_dims(shape: Index, source: Index, target: Index) -> tuple[Index, Index, Index]:
+    """Drop dimensions of size 1 and merge dimensions that are contiguous on both sides."""
     dims: list[tuple[int, int, int]] = []
     for extent, a, b in zip(shape, source, target, strict=True):
         if extent == 1:
@@ -252,16 +258,16 @@ def _collapsed(shape: Index, source: Index, target: Index) -> tuple[Index, Index
     return tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims)
 
 
-def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
-    """Runs that follow one another on both sides become one.
+def _merge_adjacent(copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Merge runs that are adjacent in the source file and in the window.
 
     Args:
-        copies: in the order of their target offsets.
+        copies: sorted by target offset.
     """
     last: Copy | None = None
     for copy in copies:
-        if last is not None and _follows(last, copy):
-            last = _extended(last, copy)
+        if last is not None and _continues(last, copy):
+            last = _extend(last, copy)
             continue
         if last is not None:
             yield last
@@ -270,7 +276,7 @@ def _joined(copies: Iterable[Copy]) -> Iterator[Copy]:
         yield last
 
 
-def _follows(a: Copy, b: Copy) -> bool:
+def _continues(a: Copy, b: Copy) -> bool:
     return (
         a.is_run
         and b.is_run
@@ -281,7 +287,7 @@ def _follows(a: Copy, b: Copy) -> bool:
     )
 
 
-def _extended(a: Copy, b: Copy) -> Copy:
+def _extend(a: Copy, b: Copy) -> Copy:
     return replace(
         a,
         shape=(a.numel + b.numel,),

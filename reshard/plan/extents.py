@@ -1,4 +1,4 @@
-"""What lies in the output files of a skeleton, one file at a time."""
+"""Extents: the contents of the output files of a skeleton, listed one file at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from reshard.manifest import Chunk, Skeleton
 
 
 class Extent(NamedTuple):
-    """A part of a tensor that is one contiguous range of an output file.
+    """A part of a tensor that occupies one contiguous range of an output file.
 
     Args:
-        entry: its number in the skeleton.
-        start, stop: the smallest run of the flattened tensor that holds the part.
-        box: the part, where it is not that run as a whole.
+        byte_offset: the offset of the range in the file.
+        entry: the index of the tensor's entry in the skeleton.
+        start: the first element of the smallest flat run that contains the part.
+        stop: the end of that run, exclusive.
+        box: the part itself, or None if the part is the whole run.
+        dtype: the dtype in the output file.
     """
 
     byte_offset: int
@@ -30,7 +33,7 @@ class Extent(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether it holds every element of that run."""
+        """Whether the part contains every element of its run."""
         return self.numel == self.stop - self.start
 
     @property
@@ -40,29 +43,31 @@ class Extent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """Size in the file, in bytes."""
         return self.numel * self.dtype.itemsize
 
 
-def by_file(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]]]:
-    """The files in the order of their names, each with its extents in the order of their offsets.
+def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]]]:
+    """Yield the output files sorted by name, each with its extents sorted by offset.
 
-    Every chunk must lie contiguously. Equal runs (`runs.Runs`) are made into extents as their file
-    comes, so that no more than one file's are held.
+    Every chunk must be contiguous. Equal runs (`runs.Runs`) are expanded into extents file by file,
+    so that memory holds the extents of one file only.
     """
-    index = _Index(skeleton)
+    index = _FileIndex(skeleton)
     for file in index.files():
         yield file, sorted(index.extents(file), key=lambda extent: extent.byte_offset)
 
 
-class _Index:
-    """Which entries are in a file."""
+class _FileIndex:
+    """An index from file name to the chunks and runs stored in that file."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self._entries = skeleton.entries
         self._chunks: dict[str, list[tuple[int, Chunk]]] = defaultdict(list)
-        self._ranks: dict[str, list[tuple[int, int]]] = defaultdict(list)  # whose places, rank
-        self._runs: dict[int, list[tuple[int, Runs]]] = defaultdict(list)  # by their places' id
+        # Entries that share one `Places` object have the same files, so each file is listed once
+        # per object: file -> (id of the object, rank), and id -> entries.
+        self._ranks: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._runs: dict[int, list[tuple[int, Runs]]] = defaultdict(list)
         for number, entry in enumerate(skeleton.entries):
             if isinstance(entry.chunks, Runs):
                 self._add_runs(number, entry.chunks)
@@ -72,24 +77,24 @@ class _Index:
                     self._chunks[chunk.file].append((number, chunk))
 
     def _add_runs(self, number: int, runs: Runs) -> None:
-        whose = id(runs.places)
-        if whose not in self._runs:
+        layout = id(runs.places)
+        if layout not in self._runs:
             for rank, file in enumerate(runs.places.files):
-                self._ranks[file].append((whose, rank))
-        self._runs[whose].append((number, runs))
+                self._ranks[file].append((layout, rank))
+        self._runs[layout].append((number, runs))
 
     def files(self) -> list[str]:
-        """All that hold a tensor, in the order of their names."""
+        """Return the names of all files that contain tensor bytes, sorted."""
         return sorted(self._chunks.keys() | self._ranks.keys())
 
     def extents(self, file: str) -> Iterator[Extent]:
-        """Those of a file, which is forgotten then."""
+        """Yield the extents of `file` and drop it from the index."""
         for number, chunk in self._chunks.pop(file, ()):
             start, stop = flat_span(chunk.box, self._entries[number].shape)
             yield Extent(chunk.byte_offset, number, start, stop, chunk.box, chunk.dtype)
-        for whose, rank in self._ranks.pop(file, ()):
-            for number, held in self._runs[whose]:
-                start, stop = held.run(rank)
+        for layout, rank in self._ranks.pop(file, ()):
+            for number, runs in self._runs[layout]:
+                start, stop = runs.run(rank)
                 if start < stop:
-                    at = held.byte_offset(rank)
-                    yield Extent(at, number, start, stop, None, held.dtype)
+                    at = runs.byte_offset(rank)
+                    yield Extent(at, number, start, stop, None, runs.dtype)

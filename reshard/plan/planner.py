@@ -1,8 +1,8 @@
-"""From a source manifest and a target skeleton to a list of windows.
+"""The planner: turns a source manifest and a target skeleton into windows.
 
-A plan is plain data: every byte of every target tensor is in exactly one window, every window is
-one contiguous range of one output file, and the copies in it say what fills it (`copies`).
-Nothing is opened here.
+A plan is plain data. Every byte of every target tensor belongs to exactly one window, every window
+is one contiguous range of one output file, and its copies say where its bytes come from (`copies`).
+This module opens no file.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
 from reshard.layout.runs import Runs
 from reshard.manifest import Entry, Key, Skeleton
-from reshard.plan.copies import Blocks, Copy, Held, Window, dot, held_by
-from reshard.plan.extents import Extent, by_file
+from reshard.plan.copies import BlockPlanner, ChunkIndex, Copy, Window, build_chunk_index, dot
+from reshard.plan.extents import Extent, iterate_output_files
 
 WINDOW_BYTES = 4 << 20
-_SMALL = 256 << 10  # bytes of a tensor that may as well be read again for every rank
+_SMALL = 256 << 10  # bytes; a tensor up to this size is cheap enough to read again for every rank
 
 
 class Plan:
-    """Windows in the order of the target's files, then woven tensors; no two share a byte.
+    """The windows that fill a target: file by file, then the interleaved tensors.
 
-    They are made each time that one goes through them, a file at a time: a plan of millions of
-    copies takes the memory of one file's.
+    No two windows share a byte. Each iteration computes the windows anew, one file at a time, so a
+    plan of millions of copies needs memory for one file's copies only.
 
     Args:
-        source: entries by key; both sides' coverage has been proved (`manifest.check`).
-        target: the skeleton; each of its entries must be in the source, with the same shape.
-        window_bytes: an upper limit of what a worker holds of each side at a time.
+        source: entries by key; the coverage of both sides has been checked (`manifest.check`).
+        target: the skeleton; the source must contain each of its entries with the same shape.
+        window_bytes: upper limit of the bytes of each side that a worker keeps in memory.
 
     Raises:
-        ReshardError: the target asks for what the source lacks.
+        ReshardError: the source lacks an entry of the target or has it with another shape.
     """
 
     def __init__(
@@ -45,66 +45,76 @@ class Plan:
     ) -> None:
         self.target = target
         self._limit = window_bytes
-        self._sources = [_matching(source, entry) for entry in target.entries]
+        self._sources = [_match_source(source, entry) for entry in target.entries]
         for entry in target.entries:
             _check_contiguous(entry)
         pairs = enumerate(zip(self._sources, target.entries, strict=True))
-        self._woven = {n for n, pair in pairs if _is_woven(*pair, min(window_bytes, _SMALL))}
+        self._interleaved = {
+            n for n, pair in pairs if _is_interleaved(*pair, min(window_bytes, _SMALL))
+        }
 
     def __iter__(self) -> Iterator[Window]:
         return chain.from_iterable(self.batches())
 
     def batches(self) -> Iterator[tuple[Window, ...]]:
-        """The same windows; those of a batch read the same bytes of the source."""
-        for file, groups in self._files():
+        """Yield the windows in batches; the windows of one batch read the same source bytes."""
+        for file, groups in self._iterate_window_parts():
             for group in groups:
-                start, nbytes = group[0].byte_offset, sum(piece.nbytes for piece in group)
-                copies = (c for piece in group for c in piece.copies(piece.byte_offset - start))
+                start, nbytes = group[0].byte_offset, sum(part.nbytes for part in group)
+                copies = (c for part in group for c in part.plan_copies(part.byte_offset - start))
                 yield (Window(file, start, nbytes, tuple(copies)),)
-        for number in sorted(self._woven):
-            yield from self._bands(self.target.entries[number], held_by(self._sources[number]))
+        for number in sorted(self._interleaved):
+            yield from self._plan_bands(
+                self.target.entries[number], build_chunk_index(self._sources[number])
+            )
 
-    def by_file(self) -> Plan:
-        """The same, where a file must be whole before the next: nothing is woven."""
-        made = copy(self)
-        made._woven = set()  # noqa: SLF001 - of this class
-        return made
+    def without_interleaving(self) -> Plan:
+        """Return a plan of the same target that completes each file before the next one."""
+        plan = copy(self)
+        plan._interleaved = set()  # noqa: SLF001 - of this class
+        return plan
 
     @property
     def copied_bytes(self) -> int:
-        """Source bytes that are moved, each counted once a copy."""
-        return sum(map(_copied_bytes, self._sources, self.target.entries))
+        """Number of source bytes to move; a byte counts once for each copy that reads it."""
+        return sum(map(_count_copied_bytes, self._sources, self.target.entries))
 
     @property
     def window_bytes(self) -> int:
-        """No window is larger, and no batch reads more: the limit, or the largest file."""
+        """Upper limit of a window, and of what a batch reads, in bytes."""
         largest = max((file.nbytes for file in self.target.files), default=0)
         return min(max(self._limit, WIDEST), largest)
 
-    def _files(self) -> Iterator[tuple[str, Iterator[list[_Piece]]]]:
-        """Each output file, and the pieces of each of its windows."""
-        uses = list(map(_uses, self.target.entries))
-        held: dict[int, Held] = {}
-        for file, found in by_file(self.target):
-            extents = [extent for extent in found if extent.entry not in self._woven]
+    def _iterate_window_parts(self) -> Iterator[tuple[str, Iterator[list[_WindowPart]]]]:
+        """Yield each output file with the parts of each of its windows."""
+        uses = list(map(_count_extents, self.target.entries))
+        indexes: dict[int, ChunkIndex] = {}
+        for file, all_extents in iterate_output_files(self.target):
+            extents = [extent for extent in all_extents if extent.entry not in self._interleaved]
             for extent in extents:
-                if extent.entry not in held:
-                    held[extent.entry] = held_by(self._sources[extent.entry])
-            pieces = (p for extent in extents for p in self._pieces(extent, held[extent.entry]))
-            yield file, _grouped(pieces, self._limit)
+                if extent.entry not in indexes:
+                    indexes[extent.entry] = build_chunk_index(self._sources[extent.entry])
+            parts = (
+                p for extent in extents for p in self._cut_to_limit(extent, indexes[extent.entry])
+            )
+            yield file, _group_into_windows(parts, self._limit)
             for extent in extents:
                 uses[extent.entry] -= 1
                 if not uses[extent.entry]:
-                    del held[extent.entry]
+                    del indexes[extent.entry]
 
-    def _pieces(self, extent: Extent, held: Held) -> Iterator[_Piece]:
-        """An extent, cut into ranges that a window can hold."""
-        widest = max(extent.dtype.itemsize, held.widest)
-        return _cut(extent, held, max(self._limit // widest, 1))
+    def _cut_to_limit(self, extent: Extent, index: ChunkIndex) -> Iterator[_WindowPart]:
+        """Cut an extent into parts that fit into a window."""
+        widest = max(extent.dtype.itemsize, index.widest)
+        return _cut_extent(extent, index, max(self._limit // widest, 1))
 
-    def _bands(self, entry: Entry, held: Held) -> Iterator[tuple[Window, ...]]:
-        """A tensor in runs that a window can hold, each with what every chunk takes of it."""
-        widest = max(held.widest, *(chunk.dtype.itemsize for chunk in entry.chunks))
+    def _plan_bands(self, entry: Entry, index: ChunkIndex) -> Iterator[tuple[Window, ...]]:
+        """Yield an interleaved tensor in bands, each with one window for every target chunk.
+
+        A band is a contiguous run of the tensor that fits into a window. Its bytes are read once
+        and then distributed to all chunks.
+        """
+        widest = max(index.widest, *(chunk.dtype.itemsize for chunk in entry.chunks))
         for band in contiguous_cuts(entry.shape, max(self._limit // widest, 1)):
             windows = []
             for chunk in entry.chunks:
@@ -112,46 +122,51 @@ class Plan:
                 if common:
                     at = dot(common.within(chunk.box).origin, chunk.byte_strides)
                     strides = row_major(common.shape, chunk.dtype.itemsize)
-                    copies = tuple(held.of_box(common, chunk.dtype, strides, 0))
+                    copies = tuple(index.plan_box(common, chunk.dtype, strides, 0))
                     nbytes = common.volume * chunk.dtype.itemsize
                     windows.append(Window(chunk.file, chunk.byte_offset + at, nbytes, copies))
             yield tuple(windows)
 
 
-def _matching(source: Mapping[Key, Entry], wanted: Entry) -> Entry:
-    found = source.get(wanted.key)
-    if found is None or found.shape != wanted.shape:
-        has = f"has shape {found.shape}" if found else "lacks it"
+def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
+    entry = source.get(target.key)
+    if entry is None or entry.shape != target.shape:
+        problem = f"has shape {entry.shape}" if entry else "lacks it"
         raise ReshardError(
-            wanted.fqn, f"the target needs a {wanted.kind} of {wanted.shape}, the source {has}"
+            target.fqn,
+            f"the target needs a {target.kind} of shape {target.shape}, but the source {problem}",
         )
     factor = (
-        1.0 if isinstance(wanted.chunks, Runs) or not wanted.chunks else wanted.chunks[0].factor
+        1.0 if isinstance(target.chunks, Runs) or not target.chunks else target.chunks[0].factor
     )
     if factor == 1.0:
-        return found
+        return entry
     return replace(
-        found, chunks=tuple(replace(chunk, factor=chunk.factor / factor) for chunk in found.chunks)
+        entry, chunks=tuple(replace(chunk, factor=chunk.factor / factor) for chunk in entry.chunks)
     )
 
 
 def _check_contiguous(entry: Entry) -> None:
     for chunk in () if isinstance(entry.chunks, Runs) else entry.chunks:
         if chunk.byte_strides != row_major(chunk.box.shape, chunk.dtype.itemsize):
-            raise ReshardError(chunk.file, f"{entry.fqn!r} would not lie contiguously")
+            raise ReshardError(chunk.file, f"{entry.fqn!r} would not be contiguous in this file")
 
 
-def _is_woven(source: Entry, target: Entry, small: int) -> bool:
-    """Whether ranks are to have rows of it that lie between one another's where it is stored.
+def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
+    """Return whether the parts of several target ranks are interleaved in the source.
 
-    So do tensor-parallel ranks that share a matrix by its columns: taken file by file, its bytes
-    would be read once a rank.
+    This is the case when tensor-parallel ranks split a matrix by columns. Planned file by file,
+    every rank would read the bytes of the whole matrix again.
     """
     if isinstance(target.chunks, Runs) or isinstance(source.chunks, Runs) or target.nbytes <= small:
         return False
     boxes = [chunk.box for chunk in target.chunks if not _is_run(chunk.box, target.shape)]
-    stored = {chunk.box for chunk in source.chunks} if boxes else set()
-    return any(intersect(box, held) not in (None, held) for box in boxes for held in stored)
+    stored_boxes = {chunk.box for chunk in source.chunks} if boxes else set()
+    return any(
+        intersect(box, stored_box) not in (None, stored_box)
+        for box in boxes
+        for stored_box in stored_boxes
+    )
 
 
 def _is_run(box: Box, shape: Index) -> bool:
@@ -159,15 +174,15 @@ def _is_run(box: Box, shape: Index) -> bool:
     return stop - start == box.volume
 
 
-def _copied_bytes(source: Entry, target: Entry) -> int:
-    """Every element of the target is copied once, from a chunk whose dtype says its size."""
+def _count_copied_bytes(source: Entry, target: Entry) -> int:
+    """Return how many source bytes are read to fill `target`, whose elements are copied once."""
     if isinstance(source.chunks, Runs):
         return _numel(target) * source.chunks.dtype.itemsize
     sizes = {chunk.dtype.itemsize for chunk in source.chunks}
     if len(sizes) <= 1:
         return _numel(target) * sum(sizes)
-    found = Blocks(source)
-    copies = (c for held in target.chunks for c in found.window(held.box, held.dtype).copies)
+    blocks = BlockPlanner(source)
+    copies = (c for chunk in target.chunks for c in blocks.plan(chunk.box, chunk.dtype).copies)
     return sum(copy.numel * copy.dtype.itemsize for copy in copies)
 
 
@@ -177,63 +192,62 @@ def _numel(entry: Entry) -> int:
     return sum(chunk.box.volume for chunk in entry.chunks)
 
 
-def _uses(entry: Entry) -> int:
-    """In how many extents of the output an entry is."""
+def _count_extents(entry: Entry) -> int:
+    """Return the number of extents that `entry` has in the output."""
     if isinstance(entry.chunks, Runs):
         return len(entry.chunks.ranks(0, entry.numel))
     return sum(1 for chunk in entry.chunks if chunk.box.volume)
 
 
-# Output files, cut into windows
-
-
-class _Piece(NamedTuple):
-    """A range of an output file that lies in one window: a box of a tensor, or a run of it."""
+class _WindowPart(NamedTuple):
+    """A part of a window: one box of a tensor, or one run of it, contiguous in the output file."""
 
     byte_offset: int
     nbytes: int
-    held: Held
+    source: ChunkIndex
     start: int
     stop: int
     box: Box | None
     strides: Index
     dtype: DType
 
-    def copies(self, at: int) -> Iterable[Copy]:
-        """What fills it, from a byte of the window on."""
+    def plan_copies(self, at: int) -> Iterable[Copy]:
+        """Return the copies that fill this part, which begins at byte `at` of the window."""
         if self.box is None:
-            return self.held.of_run(self.start, self.stop, self.dtype, at)
-        return self.held.of_box(self.box, self.dtype, self.strides, at)
+            return self.source.plan_run(self.start, self.stop, self.dtype, at)
+        return self.source.plan_box(self.box, self.dtype, self.strides, at)
 
 
-def _cut(extent: Extent, held: Held, limit: int) -> Iterator[_Piece]:
-    """Pieces of at most so many elements: of runs where that is simpler, else boxes."""
+def _cut_extent(extent: Extent, index: ChunkIndex, limit: int) -> Iterator[_WindowPart]:
+    """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
-    if box is None or (held.in_runs and extent.is_run):
+    if box is None or (index.is_flat and extent.is_run):
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)
             offset = at + (start - extent.start) * size
-            yield _Piece(offset, (stop - start) * size, held, start, stop, None, (), dtype)
+            yield _WindowPart(offset, (stop - start) * size, index, start, stop, None, (), dtype)
         return
     strides = row_major(box.shape, size)
     for cut in contiguous_cuts(box.shape, limit):
         origin = tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True))
         nbytes = cut.volume * size
         offset = at + dot(cut.origin, strides)
-        yield _Piece(offset, nbytes, held, 0, 0, Box(origin, cut.shape), strides, dtype)
+        yield _WindowPart(offset, nbytes, index, 0, 0, Box(origin, cut.shape), strides, dtype)
 
 
-def _grouped(pieces: Iterable[_Piece], window_bytes: int) -> Iterator[list[_Piece]]:
-    """Small neighbours in a file share a window."""
-    group: list[_Piece] = []
-    for piece in pieces:
+def _group_into_windows(
+    parts: Iterable[_WindowPart], window_bytes: int
+) -> Iterator[list[_WindowPart]]:
+    """Group adjacent small parts of a file into windows of at most `window_bytes`."""
+    group: list[_WindowPart] = []
+    for part in parts:
         if group and not (
-            piece.byte_offset == group[-1].byte_offset + group[-1].nbytes
-            and piece.byte_offset + piece.nbytes - group[0].byte_offset <= window_bytes
+            part.byte_offset == group[-1].byte_offset + group[-1].nbytes
+            and part.byte_offset + part.nbytes - group[0].byte_offset <= window_bytes
         ):
             yield group
             group = []
-        group.append(piece)
+        group.append(part)
     if group:
         yield group

@@ -22,7 +22,7 @@ from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
 from reshard.move.fill import fill
 from reshard.move.records import record_crc
 from reshard.move.spans import Spans
-from reshard.plan.copies import Blocks, Window
+from reshard.plan.copies import BlockPlanner, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
 from reshard.threads import spread
@@ -141,11 +141,11 @@ def scan(
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Blocks of one tensor that one worker reads, in order."""
+    """BlockPlanner of one tensor that one worker reads, in order."""
 
     task: Task
-    blocks: Blocks
-    rivals: tuple[Blocks, ...]
+    blocks: BlockPlanner
+    rivals: tuple[BlockPlanner, ...]
     boxes: Iterable[Box]
     nbytes: int
 
@@ -184,8 +184,8 @@ class _Reader:
                 task.entry.dtype.itemsize, *(r.entry.dtype.itemsize for r in task.rivals), 1
             )
             cuts = contiguous_cuts(task.entry.shape, max(self._block_bytes // widest, 1))
-            blocks = Blocks(task.entry)
-            rivals = tuple(Blocks(rival.entry) for rival in task.rivals)
+            blocks = BlockPlanner(task.entry)
+            rivals = tuple(BlockPlanner(rival.entry) for rival in task.rivals)
             if task.digests:
                 yield _Item(task, blocks, rivals, cuts, task.nbytes)
                 continue
@@ -229,8 +229,8 @@ class _Worker:
             self._buffers[name] = bytearray(nbytes)
         return self._buffers[name]
 
-    def _block(self, name: str, blocks: Blocks, entry: Entry, box: Box) -> bytearray:
-        window = blocks.window(box, entry.dtype)
+    def _block(self, name: str, blocks: BlockPlanner, entry: Entry, box: Box) -> bytearray:
+        window = blocks.plan(box, entry.dtype)
         buffer = self._buffer(name, window.nbytes)
         self._reader.fill(window, buffer)
         return buffer
