@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -106,6 +107,21 @@ def resolved(destination: str | Path) -> Path:
     if not is_file(path) or is_remote(str(path)):
         return path.resolve()
     return path.parent.resolve() / path.name
+
+
+@contextlib.contextmanager
+def untouched(destination: Path) -> Iterator[None]:
+    """Let an interrupt say that nothing was written, unless it says already what was.
+
+    One that comes while the source is read may be raised at once or, where Python is cleaning up,
+    a little later, when the output has begun: the message must not depend on that.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not error.args:
+            error.args = (f"nothing was written to {destination}",)
+        raise
 
 
 def opened(

@@ -12,7 +12,7 @@ from reshard.adapters import names as adapters
 from reshard.commands import naming
 from reshard.commands.merge.options import FILL, MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
-from reshard.commands.output import is_file, opened, page_of, resolved, write
+from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
@@ -62,17 +62,18 @@ def merge(
     destination = resolved(destination)
     check_page(options, sources, destination)
     beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
-    manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
-    identity = check_identity(manifest, options.trust)
-    with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):
-        job = _prepare(averaged, sources[0], destination, options, is_directory=is_directory)
-        job.weights.notes += means
-        report = describe(averaged, job.edited, job.weights, job.skeleton, job.plan)
-        report.destination = report_as
-        report.identity = identity
-        _written(job, report, destination, options, meter)
-        report.seconds = time.perf_counter() - began if report.done else 0.0
-        write_page(options, lambda: page_of(report.to_json(), averaged, job.skeleton))
+    with untouched(destination):
+        manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
+        identity = check_identity(manifest, options.trust)
+        with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):
+            job = _prepare(averaged, sources[0], destination, options, is_directory=is_directory)
+            job.weights.notes += means
+            report = describe(averaged, job.edited, job.weights, job.skeleton, job.plan)
+            report.destination = report_as
+            report.identity = identity
+            _written(job, report, destination, options, meter)
+            report.seconds = time.perf_counter() - began if report.done else 0.0
+            write_page(options, lambda: page_of(report.to_json(), averaged, job.skeleton))
     return report
 
 

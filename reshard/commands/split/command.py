@@ -11,7 +11,7 @@ from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
-from reshard.commands.output import is_file, opened, page_of, resolved, write
+from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import for_megatron, own_states, read_back
@@ -54,12 +54,13 @@ def split(
     began = time.perf_counter()
     sources, place = formats.as_paths(source), resolved(destination)
     check_page(options, sources, place)
-    manifest = opened(sources, place, options, is_directory=not is_file(place))
-    identity = check_identity(manifest, options.trust)
-    kinds = WEIGHT_KINDS if options.without_optimizer else None
-    with replicas.averaged(manifest, options.replicas, kinds) as (averaged, means):
-        begun = _Begun(averaged, str(destination), began, means, identity)
-        return _split(begun, place, options, meter)
+    with untouched(place):
+        manifest = opened(sources, place, options, is_directory=not is_file(place))
+        identity = check_identity(manifest, options.trust)
+        kinds = WEIGHT_KINDS if options.without_optimizer else None
+        with replicas.averaged(manifest, options.replicas, kinds) as (averaged, means):
+            begun = _Begun(averaged, str(destination), began, means, identity)
+            return _split(begun, place, options, meter)
 
 
 @dataclass(frozen=True, slots=True)
