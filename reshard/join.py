@@ -92,6 +92,11 @@ def _first(values: Sequence[Any]) -> Any:
     return values[0]
 
 
+def _agreed(values: Sequence[Any]) -> Any:
+    """Return the value of all parts; None where they differ."""
+    return values[0] if len(set(values)) == 1 else None
+
+
 def _united(tables: Sequence[Mapping[Any, Any]]) -> dict[Any, Any]:
     """Return all keys, in order; an earlier part's value counts."""
     made: dict[Any, Any] = {}
@@ -164,4 +169,6 @@ MANIFEST: Mapping[str, Rule] = {  # but the entries
     "unread": _united,
     "ordered": all,
     "without_frozen": any,
+    "keyed": _agreed,
+    "told_order": any,
 }

@@ -45,6 +45,7 @@ def part(name: str, **train: Any) -> Manifest:
         trained_dtypes={name: FLOAT32},
         wrapped={name: name},
         nameless=(name,),
+        set_aside=(entry,),
         absent=(name,),
         warnings=(name,),
         unknown_globals=(name,),
@@ -60,13 +61,16 @@ def test_every_field_has_a_rule():
 
 def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
+    single = ("origin", "train", "ordered", "without_frozen", "keyed", "told_order")
     for field in fields(Manifest):
-        held = getattr(whole, field.name)
-        if field.name not in ("origin", "train", "ordered", "without_frozen"):
-            assert len(held) == 2, field.name
+        if field.name not in single:
+            assert len(getattr(whole, field.name)) == 2, field.name
     assert whole.ordered
     assert not join([part("a"), replace(part("b"), ordered=False)]).ordered
     assert join([part("a"), replace(part("b"), without_frozen=True)]).without_frozen
+    by_index = [replace(part(name), keyed="index", told_order=name == "b") for name in "ab"]
+    assert (join(by_index).keyed, join(by_index).told_order) == ("index", True)
+    assert join([by_index[0], part("b")]).keyed is None
     train = whole.train
     assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
     assert (train.loose.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
