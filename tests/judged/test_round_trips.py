@@ -6,7 +6,12 @@ makes all and tells what is not the same.
 
 from __future__ import annotations
 
+import io
+from pathlib import PurePosixPath
+
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import reshard
 from tests.judged import round_trips
@@ -67,3 +72,26 @@ def test_numbers_of_parameters_stay_in_the_order_of_the_program(libraries, tmp_p
     three, two = (reshard.open(tmp_path / name) for name in ("three", "two"))
     with three, two:
         assert two.manifest.train.param_groups == three.manifest.train.param_groups
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_scripts_own_objects_go_from_dcp_to_dcp(tmp_path):
+    own = {"path": PurePosixPath("data/train"), "dtype": torch.bfloat16, "range": (1, 2)}
+    state = {"model": {"weight": torch.arange(12.0).reshape(4, 3)}, "own": own}
+    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+    reshard.split(tmp_path / "source", tmp_path / "there", world_size=3)
+    reshard.split(tmp_path / "there", tmp_path / "back", world_size=1)
+    found = objects_in(tmp_path / "back")
+    assert found == {f"own.{name}": value for name, value in own.items()}
+
+
+def objects_in(directory):
+    """Return the script's own objects in a DCP directory, as torch itself reads them."""
+    about = dcp.FileSystemReader(directory).read_metadata()
+    found = {}
+    for index, info in about.storage_data.items():
+        if index.fqn.startswith("own."):
+            data = (directory / info.relative_path).read_bytes()
+            item = io.BytesIO(data[info.offset : info.offset + info.length])
+            found[index.fqn] = torch.load(item, weights_only=False)
+    return found

@@ -51,7 +51,7 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
 def notes(state: Training) -> Iterator[str]:
     """What is not carried."""
     train = state.manifest.train
-    for name in written.dropped(train):
+    for name in (*written.dropped(train), *train.client.keys() & train.objects.keys()):
         yield f"not carried: {name}"
     for name in choice.layout_of(state).beside:
         why = ", which nanotron does not load either" if name == "random" else ""

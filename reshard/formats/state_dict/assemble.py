@@ -11,7 +11,7 @@ from typing import Any
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import leaves
+from reshard.formats import leaves, objects
 from reshard.formats.state_dict import flat, optimizer, optimizers, parts, tree
 from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.optimizer import Optimizer
@@ -140,6 +140,7 @@ def _train(split: parts.Parts, read: Sequence[Optimizer]) -> TrainState:
         scaler=plain(split.scaler),
         rng=plain(split.rng),
         client={name: plain(value) for name, value in split.client.items()},
+        objects=objects.kept(split.client, split.client),
         opaque=opaque,
     )
 

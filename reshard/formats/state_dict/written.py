@@ -331,7 +331,11 @@ def hyper(state: Training, group: Group) -> dict[str, Any]:
 
 def carried(train: TrainState) -> dict[str, Any]:
     """What else a checkpoint can hold: scheduler, scaler, step, the application's own values."""
-    extra = {name: value for name, value in train.client.items() if is_faithful(value)}
+    extra = {
+        name: train.objects.get(name, value)
+        for name, value in train.client.items()
+        if name in train.objects or is_faithful(value)
+    }
     counted = {
         "step": train.step,
         "global_samples": train.samples,
@@ -362,7 +366,11 @@ def dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]
     Args:
         held: the names, among those of `carried`, that it has a place for; None for all.
     """
-    lost = [name for name, value in train.client.items() if not is_faithful(value)]
+    lost = [
+        name
+        for name, value in train.client.items()
+        if name not in train.objects and not is_faithful(value)
+    ]
     lost += [name for name in carried(train) if held is not None and name not in held]
     if train.scheduler is not None and not is_faithful(train.scheduler):
         lost.append("scheduler")
