@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError
-from reshard.manifest import Entry, Manifest, ParamGroup, TrainState, keyed
+from reshard.manifest import Entry, Manifest, ParamGroup, TrainState, index_entries
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
@@ -31,7 +31,7 @@ def join(parts: Sequence[Manifest], entries: Iterable[Entry] | None = None) -> M
     _check_steps(parts)
     held = entries if entries is not None else (e for m in parts for e in m.entries.values())
     joined = {name: rule([getattr(m, name) for m in parts]) for name, rule in MANIFEST.items()}
-    return replace(parts[0], entries=keyed(held), **joined)
+    return replace(parts[0], entries=index_entries(held), **joined)
 
 
 def join_train(states: Sequence[TrainState]) -> TrainState:
@@ -138,7 +138,7 @@ TRAIN: Mapping[str, Rule] = {
     "samples": _first,
     "optimizer_step": _united,
     "updates_at_start": _first,
-    "loose": _united,
+    "non_tensor_state": _united,
     "param_groups": join_groups,
     "scheduler": _first,
     "scaler": _first,
@@ -157,12 +157,12 @@ MANIFEST: Mapping[str, Rule] = {  # but the entries
     "files": _united,
     "train": join_train,
     "tied": _united,
-    "tied_again": _one_after_another,
-    "set_aside": _one_after_another,
+    "tied_copies": _one_after_another,
+    "unused_copies": _one_after_another,
     "frozen": _any_of,
     "trained_dtypes": _united,
-    "wrapped": _united,
-    "nameless": _each_once,
+    "wrapped_names": _united,
+    "unnamed_optimizers": _each_once,
     "absent": _each_once,
     "warnings": _each_once,
     "unknown_globals": _sorted,
@@ -170,5 +170,5 @@ MANIFEST: Mapping[str, Rule] = {  # but the entries
     "ordered": all,
     "without_frozen": any,
     "keyed": _agreed,
-    "told_order": any,
+    "ordered_by_model": any,
 }

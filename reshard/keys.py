@@ -148,9 +148,9 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
         raise UsageError("--include/--exclude", f"none of {len(names)} tensors is left")
     done.manifest = replace(
         _renamed_manifest(manifest, kept, tied, new_name),
-        tied_again=tuple(
+        tied_copies=tuple(
             replace(again, fqn=new_name(again.fqn))
-            for again in manifest.tied_again
+            for again in manifest.tied_copies
             if wanted(new_name(again.fqn))
         ),
         absent=tuple(filter(wanted, absent)),
@@ -196,9 +196,9 @@ def only(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
 
     return replace(
         _renamed_manifest(manifest, kept, {new(alias): new(to) for alias, to in tied.items()}, new),
-        tied_again=tuple(
+        tied_copies=tuple(
             replace(again, fqn=new(again.fqn))
-            for again in manifest.tied_again
+            for again in manifest.tied_copies
             if again.fqn in names
         ),
         absent=tuple(new(fqn) for fqn in manifest.absent if fqn in names),
@@ -259,7 +259,7 @@ def _renamed_manifest(
             ParamGroup(group.hyper, tuple(map(new, group.fqns)))
             for group in manifest.train.param_groups
         ),
-        loose={new(fqn): held for fqn, held in manifest.train.loose.items()},
+        non_tensor_state={new(fqn): held for fqn, held in manifest.train.non_tensor_state.items()},
     )
     return replace(
         manifest.with_entries(kept),
@@ -267,5 +267,7 @@ def _renamed_manifest(
         tied=tied,
         frozen=frozenset(map(new, manifest.frozen)),
         trained_dtypes={new(fqn): dtype for fqn, dtype in manifest.trained_dtypes.items()},
-        wrapped={fqn: listed for fqn, listed in manifest.wrapped.items() if new(fqn) == fqn},
+        wrapped_names={
+            fqn: listed for fqn, listed in manifest.wrapped_names.items() if new(fqn) == fqn
+        },
     )

@@ -1,7 +1,8 @@
-"""What every reader yields and every planner consumes: where each block of each tensor lies.
+"""The data model: which file, byte offset and strides store each block of each tensor.
 
-A manifest is a small, printable value. It holds no tensor bytes and opens no file; `check` proves
-that the chunks of every entry lie inside their files and cover the tensor exactly.
+Every reader returns a `Manifest` and the planner consumes it. A manifest is a small, printable
+value: it contains no tensor bytes and opens no file. `check` proves that the chunks of every entry
+are inside their files and cover the tensor exactly.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Chunk:
     """One stored block of a logical tensor.
 
     Args:
-        box: which elements of the tensor.
-        file: path of the file that holds them.
-        byte_offset: of the box's first element in the file.
-        byte_strides: distance in the file between neighbours along each dim.
-        dtype: as stored.
-        factor: what a stored element is multiplied by to be the tensor's.
+        box: the block's origin and shape in the tensor, in elements.
+        file: path of the file that stores the block.
+        byte_offset: offset of the block's first element in the file.
+        byte_strides: distance in the file between neighbours along each dimension.
+        dtype: dtype of the stored elements.
+        factor: number by which a stored element is multiplied to give the tensor's value.
     """
 
     box: Box
@@ -57,22 +58,25 @@ class Chunk:
 
 
 class Partition(Sequence[Chunk]):
-    """Chunks that follow from a few numbers: every element of a tensor in exactly one of them.
+    """A sequence of chunks that is computed from a few numbers, without replicas.
 
-    A thousand parameters on thousands of ranks are millions of chunks: they are computed when they
-    are asked for, and have no replicas.
+    Every element of the tensor is in exactly one chunk. A thousand parameters on thousands of ranks
+    are millions of chunks, so a chunk is built only when it is indexed.
     """
 
     __slots__ = ()
 
     @abstractmethod
-    def outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
-        """A chunk that does not lie inside its file, if there is one."""
+    def find_outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
+        """Return a chunk that exceeds the size of its file, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One logical tensor; two chunks with the same box are replicas of each other."""
+    """One logical tensor: its name, kind, dtype, shape and chunks.
+
+    Two chunks with the same box are replicas of each other.
+    """
 
     fqn: str
     kind: str
@@ -82,23 +86,26 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """What the entry is called in a manifest."""
+        """The key of the entry in a manifest: (kind, fqn)."""
         return self.kind, self.fqn
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Logical size in bytes, replicas and padding not counted."""
+        """The logical size in bytes, without replicas and padding."""
         return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A byte range of a file that has a stored checksum of its own, as a zip member does."""
+    """A byte range of a file with its own name, and a stored CRC-32 if the format has one.
+
+    A member of a zip archive is a record.
+    """
 
     byte_offset: int
     nbytes: int
@@ -126,23 +133,23 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of a checkpoint: its size when the manifest was made, and its records."""
+    """One file of a checkpoint: its size when it was read, its records, and its claims."""
 
     path: str
     nbytes: int
     records: tuple[Record, ...] = ()
-    lasting: bool = True  # False: made for one run, and gone with it
-    claims: tuple[Claim, ...] = ()  # what the file says about the save that it belongs to
+    lasting: bool = True  # False: a temporary file of this process
+    claims: tuple[Claim, ...] = ()
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it stores a checksum of any of its records."""
+        """Whether at least one record has a stored checksum."""
         return any(record.crc32 is not None for record in self.records)
 
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """One optimizer parameter group: hyper-parameters, and the parameters in flat order."""
+    """One optimizer param group: its hyperparameters, and its parameters in the saved order."""
 
     hyper: Mapping[str, Any]
     fqns: tuple[str, ...]
@@ -150,29 +157,40 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Everything of a training state that is not a sharded tensor. Absent parts are None.
+    """The part of a training state that is not sharded tensors. Absent parts are None or empty.
 
-    ``opaque`` keeps what the file carried and reshard does not interpret, so that a conversion
-    can carry it on or name what it drops; ``loose`` what an optimizer keeps of a parameter that is
-    neither tensor nor step. ``objects`` are values of ``client`` or ``config`` that do not print,
-    as a pickle describes them: what a target that is a pickle writes again.
+    Args:
+        step: number of optimizer steps that the run took.
+        optimizer_step: fqn -> number of updates that the optimizer applied to the parameter.
+        updates_at_start: update counts that the optimizer may show before its first step.
+        non_tensor_state: fqn -> optimizer state that is neither a tensor nor a step count.
+        clip: gradient norm to clip to, as the optimizer saved it; 0 means no clipping.
+        rng: random states of the first rank, converted to plain values.
+        rng_files: files that contain only random states, in rank order.
+        kept_files: name -> path of files that are copied unchanged (see `formats.kept`).
+        client: values that the training script saved beside model and optimizer.
+        trainer_state: content of HF Trainer's ``trainer_state.json``.
+        opaque: values that reshard does not interpret; a conversion copies them or reports them
+            as dropped.
+        objects: values of ``client`` and ``config`` that have no plain form, as the pickle
+            describes them. Targets that are pickles write them again.
     """
 
     step: int | None = None
     skipped_steps: int | None = None
     samples: int | None = None
-    optimizer_step: Mapping[str, float] = field(default_factory=dict)  # fqn -> updates applied
-    updates_at_start: tuple[int, ...] = (0,)  # how many updates the optimizer may count at step 0
-    loose: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # fqn -> values by name
+    optimizer_step: Mapping[str, float] = field(default_factory=dict)
+    updates_at_start: tuple[int, ...] = (0,)
+    non_tensor_state: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     param_groups: tuple[ParamGroup, ...] = ()
     scheduler: Any = None
     scaler: Any = None
-    clip: float | None = None  # gradient norm to clip to, as the optimizer itself saved it; 0: none
-    rng: Any = None  # the first rank's, as far as it prints
-    rng_files: tuple[str, ...] = ()  # those that keep random states and no more, in rank order
-    kept_files: Mapping[str, str] = field(default_factory=dict)  # name -> path; see `formats.kept`
+    clip: float | None = None
+    rng: Any = None
+    rng_files: tuple[str, ...] = ()
+    kept_files: Mapping[str, str] = field(default_factory=dict)
     client: Mapping[str, Any] = field(default_factory=dict)
-    trainer_state: Mapping[str, Any] | None = None  # of HF Trainer: its account of the run
+    trainer_state: Mapping[str, Any] | None = None
     config: Any = None
     opaque: Mapping[str, Any] = field(default_factory=dict)
     objects: Mapping[str, Any] = field(default_factory=dict)
@@ -180,81 +198,99 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who wrote a checkpoint, and on what grid."""
+    """The format of a checkpoint, the versions of what wrote it, and its grid of ranks."""
 
     format: str
     path: str
     detail: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size; "world" is the product
-    precision: str = ""  # torch's name of the dtype in which the model was trained
+    precision: str = ""  # torch's name of the dtype that the model was trained in
 
     @property
     def world(self) -> int:
-        """All ranks; one where nothing says."""
+        """The number of ranks; 1 if the checkpoint does not state it."""
         return int(self.mesh.get("world", 1))
 
     @property
-    def in_words(self) -> str:
-        """The format, and which form of it."""
+    def description(self) -> str:
+        """The format and its detail, for messages."""
         return f"{self.format} {self.detail}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One training state as it lies in files."""
+    """One training state, and where the files store each part of it.
+
+    Args:
+        tied: alias fqn -> fqn of the entry that has the weight's value.
+        tied_copies: entries of aliases that a file stores again, as bytes of their own.
+        unused_copies: copies in the files that the model does not use.
+        trained_dtypes: fqn -> dtype of the parameter in the module.
+        wrapped_names: fqn -> name with wrapper prefixes that the optimizer lists, where the two
+            differ.
+        unnamed_optimizers: paths of optimizer states that no parameter name belongs to.
+        absent: fqns that the checkpoint lists without storing a value.
+        unknown_globals: names in pickles that no known framework writes.
+        unread: values that this manifest does not represent.
+        ordered: whether the weights are in the model's order.
+        without_frozen: whether the files state that frozen parameters were left out.
+        keyed: how the optimizers refer to parameters; None without an optimizer, or if they differ.
+        ordered_by_model: whether a model, not the files alone, gave the order.
+    """
 
     origin: Origin
     entries: Mapping[Key, Entry]
     files: Mapping[str, SourceFile]
     train: TrainState = field(default_factory=TrainState)
-    tied: Mapping[str, str] = field(default_factory=dict)  # alias fqn -> kept fqn
-    tied_again: tuple[Entry, ...] = ()  # aliases of which a file has another copy than the kept one
-    set_aside: tuple[Entry, ...] = ()  # copies in the files that the model does not use
+    tied: Mapping[str, str] = field(default_factory=dict)
+    tied_copies: tuple[Entry, ...] = ()
+    unused_copies: tuple[Entry, ...] = ()
     frozen: frozenset[str] = frozenset()
-    trained_dtypes: Mapping[str, DType] = field(default_factory=dict)  # fqn -> dtype in the module
-    wrapped: Mapping[str, str] = field(default_factory=dict)  # fqn -> in ``named_parameters``
-    nameless: tuple[str, ...] = ()  # optimizers whose states nothing names
-    absent: tuple[str, ...] = ()  # fqns that the checkpoint lists and holds no value for
+    trained_dtypes: Mapping[str, DType] = field(default_factory=dict)
+    wrapped_names: Mapping[str, str] = field(default_factory=dict)
+    unnamed_optimizers: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unknown_globals: tuple[str, ...] = ()
-    unread: Mapping[str, str] = field(default_factory=dict)  # values that nothing here stands for
-    ordered: bool = field(kw_only=True)  # whether the weights stand in the model's order
-    without_frozen: bool = False  # the files say that frozen parameters were left out of them
-    keyed: Keyed | None = None  # how its optimizers call parameters; None: none, or in several ways
-    told_order: bool = False  # whether a model, and not files alone, gave the order
+    unread: Mapping[str, str] = field(default_factory=dict)
+    ordered: bool = field(kw_only=True)
+    without_frozen: bool = False
+    keyed: Keyed | None = None
+    ordered_by_model: bool = False
 
     def of_kind(self, *kinds: str) -> Iterator[Entry]:
-        """The entries of the given kinds, in manifest order."""
+        """Iterate over the entries of the given kinds, in manifest order."""
         return (entry for entry in self.entries.values() if entry.kind in kinds)
 
     def kept_name(self, fqn: str) -> str:
-        """The name under which a tied weight is among the entries."""
+        """Return the name under which a (possibly tied) weight is among the entries."""
         return self.tied.get(fqn, fqn)
 
     def with_entries(self, entries: Iterable[Entry]) -> Manifest:
-        """The same checkpoint with other entries; the order given is kept."""
-        return replace(self, entries=keyed(entries))
+        """Return a copy of the manifest with these entries, in the given order."""
+        return replace(self, entries=index_entries(entries))
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether any optimizer slot is present."""
+        """Whether the manifest has any optimizer slot."""
         return any(entry.kind not in WEIGHT_KINDS for entry in self.entries.values())
 
     @property
     def placeholders(self) -> list[str]:
-        """Weights of shape [0]: what ZeRO 3 leaves in a module whose parameters lie on other ranks.
+        """The fqns of the weights of shape [0] that stand for a partitioned parameter.
 
-        Not those with an fp32 master or an optimizer slot, which say that the shape is meant.
+        ZeRO 3 leaves them in a module whose parameters are on other ranks. A weight with an fp32
+        master or an optimizer slot is not one of them: its state confirms the empty shape.
         """
-        stated = {fqn for kind, fqn in self.entries if kind not in (PARAM, BUFFER)}
-        hollow = (entry.fqn for entry in self.of_kind(PARAM) if entry.shape == (0,))
-        return [fqn for fqn in hollow if fqn not in stated]
+        confirmed = {fqn for kind, fqn in self.entries if kind not in (PARAM, BUFFER)}
+        empty = (entry.fqn for entry in self.of_kind(PARAM) if entry.shape == (0,))
+        return [fqn for fqn in empty if fqn not in confirmed]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file to be written: its size, and the bytes that are known before any tensor is read."""
+    """A file to write: its size, and the bytes that are known before any tensor is read."""
 
     name: str  # relative to the destination
     nbytes: int
@@ -263,20 +299,24 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredChecksum:
-    """A CRC-32 that a file keeps of a range of its own: where it must be written, little-endian."""
+    """A CRC-32 that a file stores of one of its byte ranges.
+
+    Args:
+        locations: byte offsets at which the checksum is written, as 4 little-endian bytes.
+    """
 
     file: str
     byte_offset: int
     nbytes: int
-    places: tuple[int, ...]
+    locations: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """What a target format lays out: its files, and the entries as they will lie in them.
+    """The layout of an output: its files, and the entries with their chunks in those files.
 
-    Chunks name files as ``OutputFile.name`` does. Bytes of a file outside every chunk and literal
-    are zero, and the format that laid them out means them to be.
+    The ``file`` of a chunk is an ``OutputFile.name``. Bytes of a file that belong to no chunk and
+    no literal are zero, and the format intends them to be zero.
     """
 
     files: tuple[OutputFile, ...]
@@ -285,12 +325,12 @@ class Skeleton:
 
     @property
     def nbytes(self) -> int:
-        """Of all its files."""
+        """The size of all files together, in bytes."""
         return sum(file.nbytes for file in self.files)
 
 
-def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
-    """Entries by key.
+def index_entries(entries: Iterable[Entry]) -> dict[Key, Entry]:
+    """Return the entries by key, in the given order.
 
     Raises:
         CorruptError: two entries have the same kind and fqn.
@@ -308,38 +348,38 @@ def keyed(entries: Iterable[Entry]) -> dict[Key, Entry]:
 
 
 def most_common_dtype(dtypes: Iterable[DType]) -> str:
-    """The float dtype of most tensors, of the first where they are as many; empty without any."""
-    found = Counter(dtype for dtype in dtypes if dtype.family == "float")
-    return str(max(found, key=found.__getitem__)) if found else ""
+    """Return the most common float dtype, the first one of several; empty if there is none."""
+    counts = Counter(dtype for dtype in dtypes if dtype.family == "float")
+    return str(max(counts, key=counts.__getitem__)) if counts else ""
 
 
 def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
-    """A chunk whose box lies in the file as a contiguous tensor of shape ``stored``."""
+    """Return a chunk of which the file stores a contiguous tensor of shape ``stored``."""
     return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
 
 
-def source_of(files: Mapping[str, SourceFile], file: str) -> SourceFile:
-    """Return what is known of a chunk's file, which may be a text inside a pickle."""
+def find_source_file(files: Mapping[str, SourceFile], file: str) -> SourceFile:
+    """Return the description of a chunk's file, which may be text inside a pickle."""
     if not escaped.is_escaped(file):
         return files[file]
     return SourceFile(file, escaped.place_of(file).nbytes, lasting=False)
 
 
 def check(manifest: Manifest) -> None:
-    """Prove that every entry is covered exactly once by chunks that lie inside their files.
+    """Prove that the chunks of every entry cover it exactly once and are inside their files.
 
     Raises:
-        CorruptError: a chunk out of bounds, two chunks that overlap in part, or a hole; a name or a
-            slot that is no text (keys of a pickle can be anything).
+        CorruptError: a chunk is out of bounds, two chunks overlap in part, or elements are missing;
+            or a name or kind is not text (keys of a pickle can be anything).
     """
     for entry in manifest.entries.values():
-        said: tuple[object, object] = (entry.kind, entry.fqn)
-        if not all(isinstance(name, str) for name in said):
+        key: tuple[object, object] = (entry.kind, entry.fqn)
+        if not all(isinstance(name, str) for name in key):
             raise CorruptError(
-                manifest.origin.path, f"names a tensor {shown(said)}, which is no name"
+                manifest.origin.path, f"the name of a tensor is not text: {shown(key)}"
             )
         if isinstance(entry.chunks, Partition):
-            outside = entry.chunks.outside(manifest.files)
+            outside = entry.chunks.find_outside(manifest.files)
             _check_bounds(entry, (outside,) if outside else (), manifest.files)
             continue
         _check_bounds(entry, entry.chunks, manifest.files)
@@ -355,26 +395,29 @@ def _check_bounds(entry: Entry, chunks: Iterable[Chunk], files: Mapping[str, Sou
                 f" the tensor's shape {entry.shape}",
             )
         start, stop = chunk.byte_span
-        size = source_of(files, chunk.file).nbytes
+        size = find_source_file(files, chunk.file).nbytes
         if start < 0 or stop > size or any(s < 0 for s in chunk.byte_strides):
             raise CorruptError(
                 chunk.file,
-                f"{entry.fqn!r} would lie at bytes {start} to {stop}, but the file has {size}",
+                f"{entry.fqn!r} needs bytes {start} to {stop}, but the file has {size}",
                 "the file is truncated or its header is wrong: fetch it again",
             )
 
 
 def _check_coverage(entry: Entry) -> None:
-    """Disjoint boxes inside a tensor fill it exactly when their volumes add up to its volume."""
+    """Prove that the boxes of an entry fill its tensor.
+
+    Disjoint boxes inside a tensor fill it exactly when their volumes add up to its volume.
+    """
     distinct = list(dict.fromkeys(chunk.box for chunk in entry.chunks if chunk.box.volume))
     if len(distinct) == 1 and distinct[0] == whole(entry.shape):
         return
-    held = sum(box.volume for box in distinct)
+    stored = sum(box.volume for box in distinct)
     where = entry.chunks[0].file if entry.chunks else entry.fqn
-    if held < entry.numel:
+    if stored < entry.numel:
         raise CorruptError(
             where,
-            f"{entry.fqn!r} ({entry.kind}): the shards hold {held} of {entry.numel} elements",
+            f"{entry.fqn!r} ({entry.kind}): the shards hold {stored} of {entry.numel} elements",
             "a shard is missing or belongs to another checkpoint",
         )
     pair = first_overlap(distinct, entry.shape)
@@ -383,6 +426,6 @@ def _check_coverage(entry: Entry) -> None:
         raise CorruptError(
             where,
             f"{entry.fqn!r} ({entry.kind}): shards {a.origin}+{a.shape} and {b.origin}+{b.shape}"
-            f" overlap; together they hold {held} elements for {entry.numel}",
+            f" overlap; together they hold {stored} elements for {entry.numel}",
             "shards of two different runs or world sizes are mixed",
         )

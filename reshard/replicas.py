@@ -26,7 +26,7 @@ from reshard.manifest import (
     Manifest,
     Partition,
     SourceFile,
-    source_of,
+    find_source_file,
 )
 from reshard.tensors import first_difference, read_block
 
@@ -106,7 +106,7 @@ def _by_box(entry: Entry) -> dict[Box, list[Chunk]]:
 
 def _checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
     """The stored checksum of the record that holds a chunk, and where in it the chunk lies."""
-    records = source_of(files, chunk.file).records
+    records = find_source_file(files, chunk.file).records
     start, stop = chunk.byte_span
     at = bisect_right(records, start, key=lambda record: record.byte_offset) - 1
     if at < 0 or records[at].crc32 is None or stop > records[at].byte_offset + records[at].nbytes:

@@ -201,7 +201,7 @@ def refuse_diverged(manifest: Manifest, pool: SourceFiles) -> None:
     Raises:
         DifferentError: they hold different values.
     """
-    for again in manifest.tied_again:
+    for again in manifest.tied_copies:
         kept = manifest.entries.get((PARAM, manifest.kept_name(again.fqn)))
         if kept is None:
             continue

@@ -15,7 +15,7 @@ from reshard.manifest import (
     OutputFile,
     Skeleton,
     SourceFile,
-    keyed,
+    index_entries,
 )
 
 SLOTS = ("exp_avg", "exp_avg_sq", "master")
@@ -112,7 +112,7 @@ def irregular(shapes, ranks, chance):
 def _manifest(entries, sizes):
     origin = Origin("deepspeed", "run", "ZeRO stage 3", mesh={"world": len(sizes)})
     files = {name: SourceFile(name, nbytes) for name, nbytes in sizes.items()}
-    return Manifest(origin, keyed(entries), files, ordered=True)
+    return Manifest(origin, index_entries(entries), files, ordered=True)
 
 
 def skeleton(manifest):

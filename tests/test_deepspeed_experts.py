@@ -11,7 +11,15 @@ from reshard.formats.deepspeed import expert_ranks, target
 from reshard.formats.deepspeed.target import expert_groups, experts
 from reshard.formats.deepspeed.target.grid import Wanted
 from reshard.formats.training import training
-from reshard.manifest import Entry, Manifest, Origin, ParamGroup, SourceFile, TrainState, keyed
+from reshard.manifest import (
+    Entry,
+    Manifest,
+    Origin,
+    ParamGroup,
+    SourceFile,
+    TrainState,
+    index_entries,
+)
 
 LAYERS = ("0.deepspeed_moe.", "1.deepspeed_moe.")
 GATES = [f"{layer}gate.wg.weight" for layer in LAYERS]
@@ -44,7 +52,7 @@ def state(*groups, count=4, tied=None):
     origin = Origin("deepspeed", "run", mesh={"world": 4, "dp": 4, "ep": 2}, precision="float32")
     found = Manifest(
         origin,
-        keyed(entries),
+        index_entries(entries),
         {"f": SourceFile("f", 1)},
         train=train,
         tied=tied or {},

@@ -27,7 +27,7 @@ from reshard.manifest import (
     TrainState,
     check,
     contiguous,
-    keyed,
+    index_entries,
 )
 from reshard.plan.planner import Plan
 
@@ -66,7 +66,7 @@ def manifest(groups, others=(), *, config=None, slots=("exp_avg", "exp_avg_sq"),
     trained = {fqn: BFLOAT16 for group in groups for fqn, _ in group}
     return Manifest(
         origin,
-        keyed([*entries, *others]),
+        index_entries([*entries, *others]),
         {"f": SourceFile("f", 1 << 20)},
         train=replace(state, **train),
         trained_dtypes=trained,

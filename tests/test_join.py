@@ -18,7 +18,7 @@ from reshard.manifest import (
     ParamGroup,
     SourceFile,
     TrainState,
-    keyed,
+    index_entries,
 )
 
 
@@ -28,7 +28,7 @@ def part(name: str, **train: Any) -> Manifest:
     state = TrainState(
         step=3,
         optimizer_step={name: 3.0},
-        loose={name: {"k": 1}},
+        non_tensor_state={name: {"k": 1}},
         param_groups=(ParamGroup({"lr": 1}, (name,)),),
         rng_files=(f"{name}.rng",),
         kept_files={f"{name}.pkl": f"/{name}.pkl"},
@@ -36,16 +36,16 @@ def part(name: str, **train: Any) -> Manifest:
     )
     return Manifest(
         Origin("test", f"/{name}"),
-        keyed([entry]),
+        index_entries([entry]),
         {f"/{name}": SourceFile(f"/{name}", 0)},
         train=replace(state, **train),
         tied={f"{name}.alias": name},
-        tied_again=(entry,),
+        tied_copies=(entry,),
         frozen=frozenset({name}),
         trained_dtypes={name: FLOAT32},
-        wrapped={name: name},
-        nameless=(name,),
-        set_aside=(entry,),
+        wrapped_names={name: name},
+        unnamed_optimizers=(name,),
+        unused_copies=(entry,),
         absent=(name,),
         warnings=(name,),
         unknown_globals=(name,),
@@ -61,19 +61,19 @@ def test_every_field_has_a_rule():
 
 def test_what_either_part_holds_is_in_the_whole():
     whole = join([part("a"), part("b")])
-    single = ("origin", "train", "ordered", "without_frozen", "keyed", "told_order")
+    single = ("origin", "train", "ordered", "without_frozen", "keyed", "ordered_by_model")
     for field in fields(Manifest):
         if field.name not in single:
             assert len(getattr(whole, field.name)) == 2, field.name
     assert whole.ordered
     assert not join([part("a"), replace(part("b"), ordered=False)]).ordered
     assert join([part("a"), replace(part("b"), without_frozen=True)]).without_frozen
-    by_index = [replace(part(name), keyed="index", told_order=name == "b") for name in "ab"]
-    assert (join(by_index).keyed, join(by_index).told_order) == ("index", True)
+    by_index = [replace(part(name), keyed="index", ordered_by_model=name == "b") for name in "ab"]
+    assert (join(by_index).keyed, join(by_index).ordered_by_model) == ("index", True)
     assert join([by_index[0], part("b")]).keyed is None
     train = whole.train
     assert (train.step, train.optimizer_step) == (3, {"a": 3.0, "b": 3.0})
-    assert (train.loose.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
+    assert (train.non_tensor_state.keys(), train.rng_files) == ({"a", "b"}, ("a.rng", "b.rng"))
     assert train.kept_files.keys() == {"a.pkl", "b.pkl"}
     assert train.opaque == {"table": {"a": 1, "b": 1}, "a": 2, "b": 2}
     assert [group.fqns for group in train.param_groups] == [("a", "b")]

@@ -23,7 +23,7 @@ from reshard.manifest import (
     SourceFile,
     check,
     contiguous,
-    keyed,
+    index_entries,
     most_common_dtype,
 )
 
@@ -33,7 +33,7 @@ F32 = dtypes.FLOAT32
 def manifest(shape, chunks, *, nbytes=1 << 20):
     entry = Entry("layer.weight", "param", F32, shape, tuple(chunks))
     files = {chunk.file: SourceFile(chunk.file, nbytes) for chunk in chunks}
-    return Manifest(Origin("test", "/t"), keyed([entry]), files, ordered=True)
+    return Manifest(Origin("test", "/t"), index_entries([entry]), files, ordered=True)
 
 
 def rows(start, stop, *, file="a", width=4, byte_offset=0):
@@ -48,7 +48,7 @@ def test_rows_that_cover_are_accepted():
 @pytest.mark.parametrize("changed", [{"fqn": 7}, {"kind": ("exp_avg",)}])
 def test_a_name_that_is_no_text_is_refused(changed):
     made = manifest((6, 4), [rows(0, 6)])
-    entries = keyed([replace(entry, **changed) for entry in made.entries.values()])
+    entries = index_entries([replace(entry, **changed) for entry in made.entries.values()])
     with pytest.raises(CorruptError, match="no name"):
         check(replace(made, entries=entries))
 
@@ -146,7 +146,9 @@ def test_what_does_not_cover_is_said_of_the_first_file():
     with pytest.raises(CorruptError) as overlap:
         check(manifest((6, 4), [rows(0, 4), rows(3, 6, file="b")]))
     with pytest.raises(CorruptError) as twice:
-        keyed(2 * list(manifest((6, 4), [rows(0, 3), rows(3, 6, file="b")]).entries.values()))
+        index_entries(
+            2 * list(manifest((6, 4), [rows(0, 3), rows(3, 6, file="b")]).entries.values())
+        )
     assert [error.value.where for error in (hole, overlap, twice)] == ["a"] * 3
 
 
@@ -215,10 +217,10 @@ def test_any_set_of_boxes_is_accepted_exactly_when_it_paints_every_element_once(
 def test_keyed_refuses_two_entries_of_one_kind_and_name():
     entry = Entry("w", "param", F32, (2,), (contiguous("file", 0, F32, whole((2,)), (2,)),))
     with pytest.raises(CorruptError, match="'w'"):
-        keyed([entry, replace(entry, shape=(3,))])
+        index_entries([entry, replace(entry, shape=(3,))])
     with pytest.raises(CorruptError, match="'w'"):
-        keyed([replace(entry, chunks=()), replace(entry, chunks=())])
-    both = keyed([entry, replace(entry, kind="master")])
+        index_entries([replace(entry, chunks=()), replace(entry, chunks=())])
+    both = index_entries([entry, replace(entry, kind="master")])
     assert list(both) == [("param", "w"), ("master", "w")]
 
 
@@ -235,7 +237,7 @@ SHAPES = [([0, 0], 2), ([0, 0, 0, 3], 3), ([0, 3], 1), ([], 0)]
 def test_weights_without_elements_are_placeholders(shapes, found):
     entries = [Entry(f"w{n}", "param", F32, (size,), ()) for n, size in enumerate(shapes)]
     entries += [Entry("square", "param", F32, (0, 0), ()), Entry("b", "buffer", F32, (0,), ())]
-    held = Manifest(Origin("test", "/t"), keyed(entries), {}, ordered=True)
+    held = Manifest(Origin("test", "/t"), index_entries(entries), {}, ordered=True)
     assert held.placeholders == [f"w{n}" for n in range(found)]
 
 

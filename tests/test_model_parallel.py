@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from reshard.box import Box, row_major, whole
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, IncompleteError, UsageError
-from reshard.manifest import Chunk, Entry, Manifest, Origin, keyed
+from reshard.manifest import Chunk, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel import combine, moves
 from reshard.model_parallel.moves import Move
 from reshard.model_parallel.patterns import Pattern
@@ -183,8 +183,8 @@ def test_a_rank_may_lack_the_state_of_a_part_that_is_empty_and_of_no_other(rows)
     params = [stored(part, file) for file, part in parts.items()]
     master = Entry("w", "master", FLOAT32, params[0].shape, params[0].chunks)
     ranks = [
-        Manifest(Origin("test", "/a"), keyed([params[0], master]), {}, ordered=True),
-        Manifest(Origin("test", "/b"), keyed([params[1]]), {}, ordered=True),
+        Manifest(Origin("test", "/a"), index_entries([params[0], master]), {}, ordered=True),
+        Manifest(Origin("test", "/b"), index_entries([params[1]]), {}, ordered=True),
     ]
     if rows:
         with pytest.raises(IncompleteError, match="/b: lacks the master 'w'"):

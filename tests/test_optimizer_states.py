@@ -210,7 +210,7 @@ def test_one_of_two_that_nothing_names_is_not_lost(tmp_path):
     saved = two_optimizers((0, 1), (4, 5))
     torch.save(saved, tmp_path / "a.pt")
     with reshard.open(tmp_path / "a.pt") as checkpoint:
-        assert checkpoint.manifest.nameless == ("optimizers.0",)
+        assert checkpoint.manifest.unnamed_optimizers == ("optimizers.0",)
         assert any("optimizers.0" in text for text in checkpoint.manifest.warnings)
     with pytest.raises(IncompleteError, match=r"holds an optimizer \(optimizers.0\), and nothing"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
@@ -254,7 +254,7 @@ def test_what_is_no_tensor_stands_in_files_of_fsdp_1_too(options, tmp_path):
     source = with_trust(tmp_path)
     split(source, tmp_path / "out", options)
     with reshard.open(tmp_path / "out", model=WRAPPED["model"], wrap="none") as found:
-        assert found.manifest.train.loose == {name: {"trust": 0.25} for name in found}
+        assert found.manifest.train.non_tensor_state == {name: {"trust": 0.25} for name in found}
     told = {"model": WRAPPED["model"], "wrap": "none"}
     assert not reshard.diff(source, tmp_path / "out", kinds=["train"], **told).train
 

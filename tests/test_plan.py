@@ -13,7 +13,7 @@ from reshard import dtypes
 from reshard.box import Box, whole
 from reshard.errors import ReshardError
 from reshard.files import SourceFiles
-from reshard.layout.runs import Places, Runs
+from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import (
     Chunk,
     Entry,
@@ -158,8 +158,8 @@ def test_a_tensor_no_larger_than_a_window_is_taken_file_by_file():
 
 def test_columns_become_equal_runs_file_by_file():
     source = halves("s", shape=(8, 8))
-    places = Places(("o0", "o1", "o2"), (0, 0, 0))
-    target = replace(source, chunks=Runs(places, F32, (8, 8), 0))
+    places = RankOffsets(("o0", "o1", "o2"), (0, 0, 0))
+    target = replace(source, chunks=EqualRuns(places, F32, (8, 8), 0))
     skeleton = Skeleton(tuple(OutputFile(file, 88) for file in places.files), (target,))
     batches = list(Plan({source.key: source}, skeleton, 16).batches())
     assert {len(batch) for batch in batches} == {1}

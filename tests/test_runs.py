@@ -13,7 +13,7 @@ from reshard.box import Box, whole
 from reshard.errors import CorruptError
 from reshard.formats import skeletons
 from reshard.layout.partition import equal_piece, run_chunks
-from reshard.layout.runs import Places, Runs
+from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -36,8 +36,8 @@ KEY = ("master", "w")
 def runs(shape, ranks, name="s", skipped=8):
     """A tensor on so many ranks, whose files hold ``skipped`` bytes before it."""
     files = tuple(f"{name}{rank:02d}" for rank in range(ranks))
-    places = Places(files, tuple(rank * 4 for rank in range(ranks)))
-    return Runs(places, dtypes.FLOAT32, shape, skipped)
+    places = RankOffsets(files, tuple(rank * 4 for rank in range(ranks)))
+    return EqualRuns(places, dtypes.FLOAT32, shape, skipped)
 
 
 def entry(held):
@@ -77,7 +77,7 @@ def test_runs_are_the_chunks_of_equal_pieces(shape, ranks):
     held = runs(shape, ranks)
     boxes = [
         (chunk.box, chunk.file, chunk.byte_offset)
-        for rank, file in enumerate(held.places.files)
+        for rank, file in enumerate(held.offsets.files)
         for chunk in run_chunks(
             file, 4 * rank + 8, held.dtype, shape, *equal_piece(prod(shape), ranks, rank)
         )
@@ -95,7 +95,7 @@ def test_runs_are_the_chunks_of_equal_pieces(shape, ranks):
 
 def test_a_run_that_lies_outside_its_file_is_found():
     held = runs((16, 16), 3)
-    sizes = {file: 4 * rank + 8 + 4 * 86 for rank, file in enumerate(held.places.files)}
+    sizes = {file: 4 * rank + 8 + 4 * 86 for rank, file in enumerate(held.offsets.files)}
 
     def proof(change):
         files = {f: SourceFile(f, n + change.get(f, 0)) for f, n in sizes.items()}
@@ -104,21 +104,21 @@ def test_a_run_that_lies_outside_its_file_is_found():
     proof({})
     proof({"s02": -8})  # the last rank holds two elements less
     for file, lost in (("s00", -1), ("s01", -1), ("s02", -9)):
-        with pytest.raises(CorruptError, match=r"'w' would lie at bytes"):
+        with pytest.raises(CorruptError, match=r"'w' needs bytes"):
             proof({file: lost})
 
 
 def test_a_run_before_the_first_byte_of_its_file_is_found():
     for at, outside in (((0, 0), None), ((-1, 0), "a"), ((-2, 0), "a"), ((0, -1), "b")):
-        held = Runs(Places(("a", "b"), at), dtypes.FLOAT32, (7,), 0)
+        held = EqualRuns(RankOffsets(("a", "b"), at), dtypes.FLOAT32, (7,), 0)
         for last in (12, 99):  # the last rank holds 3 of 4 elements
-            found = held.outside({"a": SourceFile("a", 99), "b": SourceFile("b", last)})
+            found = held.find_outside({"a": SourceFile("a", 99), "b": SourceFile("b", last)})
             assert (found and found.file) == outside, (at, last)
 
 
 def test_what_follows_runs_in_a_manifest_is_checked_too():
     held = runs((16,), 2)
-    files = {file: SourceFile(file, 99) for file in held.places.files}
+    files = {file: SourceFile(file, 99) for file in held.offsets.files}
     hole = replace(entry(held), fqn="v", chunks=(*held[1:],))
     with pytest.raises(CorruptError, match="'v'"):
         check(Manifest(Origin("test", ""), {KEY: entry(held), hole.key: hole}, files, ordered=True))
@@ -135,7 +135,9 @@ def test_runs_are_as_many_as_they_say():
 
 
 def test_extents_of_a_file_are_those_of_all_its_tensors():
-    held = Runs(Places(("a", "b", "c"), (0, 0, 0)), dtypes.FLOAT32, (4,), 0)  # "c" holds none
+    held = EqualRuns(
+        RankOffsets(("a", "b", "c"), (0, 0, 0)), dtypes.FLOAT32, (4,), 0
+    )  # "c" holds none
     column = contiguous("a", 40, dtypes.FLOAT32, Box((0, 2), (2, 3)), (2, 3))
     row = contiguous("a", 64, dtypes.FLOAT32, Box((1, 0), (1, 5)), (5,))
     row = replace(row, byte_strides=(20, 4))
@@ -207,7 +209,7 @@ def rank_file(name, begins, entries=()):
 
 
 def test_files_alike_hold_each_rank_s_run_where_their_storage_begins():
-    held = Runs(Places(("a", "b", "c"), (8, 0, 0)), dtypes.FLOAT32, (16, 16), 8)
+    held = EqualRuns(RankOffsets(("a", "b", "c"), (8, 0, 0)), dtypes.FLOAT32, (16, 16), 8)
     first = rank_file("a", 8, (replace(entry(held), chunks=tuple(held.of_rank(0))),))
     spread = skeletons.a_rank_each(first, [rank_file("b", 8), rank_file("c", 72)])
     assert [file.name for file in spread.files] == ["a", "b", "c"]

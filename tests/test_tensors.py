@@ -15,7 +15,7 @@ from reshard.box import Box, whole
 from reshard.errors import UsageError
 from reshard.files import Section, SourceFiles
 from reshard.formats import torch_file
-from reshard.manifest import Entry, Manifest, Origin, SourceFile, contiguous, keyed
+from reshard.manifest import Entry, Manifest, Origin, SourceFile, contiguous, index_entries
 from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
 from tests.menagerie import menagerie, raw, same
 from tests.scenes import scene
@@ -245,7 +245,9 @@ def test_a_weight_is_its_master_and_slots_are_apart(tmp_path):
         chunk = contiguous(str(path), at, dtype, whole(shape), shape)
         held.append(Entry("w", kind, dtype, shape, (chunk,)))
     files = {str(path): SourceFile(str(path), 72)}
-    manifest = Manifest(Origin("test", ""), keyed(held), files, tied={"alias": "w"}, ordered=True)
+    manifest = Manifest(
+        Origin("test", ""), index_entries(held), files, tied={"alias": "w"}, ordered=True
+    )
     with Checkpoint(manifest) as checkpoint:
         assert list(checkpoint) == ["w", "alias"]
         assert checkpoint["w"].dtype == checkpoint["alias"].dtype == "float32"

@@ -26,7 +26,7 @@ from reshard.formats.torch_writer import (
     lay_out,
     lay_out_object,
 )
-from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, keyed
+from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
@@ -71,7 +71,7 @@ class Source:
     def fill(self, skeleton, directory: Path) -> Path:
         self.path.write_bytes(self.data)
         files = {str(self.path): SourceFile(str(self.path), len(self.data))}
-        planned = Plan(keyed(self.entries), skeleton, 4096)
+        planned = Plan(index_entries(self.entries), skeleton, 4096)
         execute(planned, files, directory, MoveOptions())
         return directory / skeleton.files[0].name
 
@@ -182,7 +182,7 @@ def test_lay_out_writes_a_plain_dict_and_says_where_each_tensor_lies(tmp_path):
     size = skeleton.files[0].nbytes
     manifest = Manifest(
         Origin("test", ""),
-        keyed(skeleton.entries),
+        index_entries(skeleton.entries),
         {"out.pt": SourceFile("out.pt", size)},
         ordered=True,
     )

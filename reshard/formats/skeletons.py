@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from reshard.layout.runs import Places, Runs
+from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
 
 
@@ -65,7 +65,7 @@ def a_rank_each(
     names = tuple(part.files[0].name for part in every)
     starts = [stored.byte_offset for stored in first.checksums]
     begins = ([stored.byte_offset for stored in part.checksums] for part in every)
-    places = [Places(names, offsets) for offsets in zip(*begins, strict=True)]
+    places = [RankOffsets(names, offsets) for offsets in zip(*begins, strict=True)]
 
     def run(entry: Entry) -> Entry:
         at = entry.chunks[0].byte_offset
@@ -76,7 +76,7 @@ def a_rank_each(
             chunk = entry.chunks[0]
             chunks = tuple(replace(chunk, file=name, byte_offset=place) for name, place in held)
             return replace(entry, chunks=chunks)
-        runs = Runs(places[storage], entry.dtype, entry.shape, at - starts[storage])
+        runs = EqualRuns(places[storage], entry.dtype, entry.shape, at - starts[storage])
         if tuple(runs.of_rank(0)) != tuple(entry.chunks):
             raise AssertionError(f"{entry.fqn!r} is not laid out as the first of {len(names)} runs")
         return replace(entry, chunks=runs)
@@ -131,5 +131,5 @@ def shifted_literals(file: OutputFile, by: int) -> Iterator[tuple[int, bytes]]:
 def shifted_checksums(part: Skeleton, name: str, by: int) -> Iterator[StoredChecksum]:
     """The checksums of a file that begins ``by`` bytes into the file ``name``."""
     for stored in part.checksums:
-        places = tuple(place + by for place in stored.places)
-        yield StoredChecksum(name, stored.byte_offset + by, stored.nbytes, places)
+        locations = tuple(at + by for at in stored.locations)
+        yield StoredChecksum(name, stored.byte_offset + by, stored.nbytes, locations)

@@ -17,7 +17,16 @@ from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.formats import optimizers
 from reshard.formats.rng import RankRng
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest, keyed
+from reshard.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    WEIGHT_KINDS,
+    Entry,
+    Key,
+    Manifest,
+    index_entries,
+)
 from reshard.stamps import Save, Stamp
 from reshard.units import some
 
@@ -225,7 +234,7 @@ def changed(state: Training, change: Callable[[Entry], Entry | None]) -> Trainin
     entries = (change(entry) for entry in manifest.entries.values() if entry.fqn in weights)
     manifest = replace(
         manifest,
-        entries=keyed(entry for entry in entries if entry is not None),
+        entries=index_entries(entry for entry in entries if entry is not None),
         frozen=frozenset(weights[fqn].fqn for fqn in manifest.frozen if fqn in weights),
         tied={a: weights[kept].fqn for a, kept in manifest.tied.items() if kept in weights},
     )
@@ -246,11 +255,15 @@ def refuse_without_optimizer(state: Training) -> None:
     Raises:
         IncompleteError: the source has none.
     """
-    nameless = state.manifest.nameless
-    if not nameless and any(group.members for group in state.groups):
+    unnamed_optimizers = state.manifest.unnamed_optimizers
+    if not unnamed_optimizers and any(group.members for group in state.groups):
         return
-    if nameless or state.groups:
-        which = f"an optimizer ({some(nameless, 1)})" if nameless else "an optimizer"
+    if unnamed_optimizers or state.groups:
+        which = (
+            f"an optimizer ({some(unnamed_optimizers, 1)})"
+            if unnamed_optimizers
+            else "an optimizer"
+        )
         raise IncompleteError(
             state.manifest.origin.path,
             f"holds {which}, and nothing that says which parameters its states are of",
@@ -267,7 +280,7 @@ def refuse_without_optimizer(state: Training) -> None:
 
 def loose_lost(state: Training) -> list[str]:
     """What to say where an optimizer's state has no place for what is neither tensor nor step."""
-    held = state.manifest.train.loose.values()
+    held = state.manifest.train.non_tensor_state.values()
     names = dict.fromkeys(name for values in held for name in values)
     return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
 

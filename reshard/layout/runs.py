@@ -1,4 +1,7 @@
-"""A tensor in equal runs, a rank each: held as a few numbers, whatever the number of ranks."""
+"""Tensors that are cut into equal runs, one per rank, as DeepSpeed's ZeRO 3 stores them.
+
+A few numbers describe all runs of a tensor, however many ranks there are.
+"""
 
 from __future__ import annotations
 
@@ -15,63 +18,64 @@ from reshard.manifest import Chunk, Partition, SourceFile, contiguous
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """A file a rank, and the byte at which something of each rank begins in it.
+class RankOffsets:
+    """One file per rank, and the byte offset at which the rank's flat tensor begins in it.
 
-    All tensors that lie there share it.
+    All tensors of the flat tensor share one instance.
     """
 
     files: tuple[str, ...]
     byte_offsets: Sequence[int]
 
 
-class Runs(Partition):
-    """A tensor in ``ceil(numel / ranks)`` elements a rank (see `partition.equal_piece`).
+class EqualRuns(Partition):
+    """A tensor cut into ``ceil(numel / ranks)`` elements per rank (see `partition.equal_piece`).
 
     Args:
-        places: where each rank's flat tensor begins.
-        skipped: bytes of it that come before this tensor's run, on every rank.
+        offsets: where the flat tensor of each rank begins.
+        skipped: bytes of the flat tensor that precede this tensor's run, the same on every rank.
     """
 
-    __slots__ = ("dtype", "numel", "places", "shape", "skipped", "step")
+    __slots__ = ("dtype", "numel", "offsets", "shape", "skipped", "step")
 
-    def __init__(self, places: Places, dtype: DType, shape: Index, skipped: int) -> None:
-        self.places = places
+    def __init__(self, offsets: RankOffsets, dtype: DType, shape: Index, skipped: int) -> None:
+        self.offsets = offsets
         self.dtype = dtype
         self.shape = shape
         self.skipped = skipped
         self.numel = prod(shape)
-        self.step = -(-self.numel // len(places.files))
+        self.step = -(-self.numel // len(offsets.files))
 
     def run(self, rank: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` of the flattened tensor that a rank holds."""
-        return equal_piece(self.numel, len(self.places.files), rank)
+        """Return the elements ``[start, stop)`` of the flattened tensor that a rank stores."""
+        return equal_piece(self.numel, len(self.offsets.files), rank)
 
     def byte_offset(self, rank: int) -> int:
-        """Where they begin in the rank's file."""
-        return self.places.byte_offsets[rank] + self.skipped
+        """Return the byte offset of a rank's run in the rank's file."""
+        return self.offsets.byte_offsets[rank] + self.skipped
 
     def ranks(self, start: int, stop: int) -> range:
-        """Who holds a part of the run ``[start, stop)``."""
+        """Return the ranks that store a part of the elements ``[start, stop)``."""
         return range(start // self.step, -(-stop // self.step)) if start < stop else range(0)
 
     def of_rank(self, rank: int) -> Iterator[Chunk]:
-        """One rank's run as blocks."""
+        """Iterate over the chunks that make up one rank's run."""
         at = self.byte_offset(rank)
         for box in run_boxes(self.shape, *self.run(rank)):
-            yield contiguous(self.places.files[rank], at, self.dtype, box, box.shape)
+            yield contiguous(self.offsets.files[rank], at, self.dtype, box, box.shape)
             at += box.volume * self.dtype.itemsize
 
-    def outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
-        """A chunk that does not lie inside its file, if there is one."""
-        places, size = self.places, self.dtype.itemsize
-        room = (files[file].nbytes for file in places.files)
+    def find_outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
+        """Return a chunk that exceeds the size of its file, or None."""
+        offsets, size = self.offsets, self.dtype.itemsize
+        room = (files[file].nbytes for file in offsets.files)
+        # The usual case needs no chunk: every file has room for a full run.
         if (
-            min(places.byte_offsets) + self.skipped >= 0
-            and min(map(sub, room, places.byte_offsets)) >= self.skipped + self.step * size
+            min(offsets.byte_offsets) + self.skipped >= 0
+            and min(map(sub, room, offsets.byte_offsets)) >= self.skipped + self.step * size
         ):
             return None
-        for chunk in self:  # the last ranks hold less than a step
+        for chunk in self:  # the runs of the last ranks are shorter than a step
             start, stop = chunk.byte_span
             if start < 0 or stop > files[chunk.file].nbytes:
                 return chunk
@@ -84,7 +88,7 @@ class Runs(Partition):
     def __len__(self) -> int:
         row = prod(self.shape[1:])
         in_rows = len(self.shape) <= 2 and self.step and row % self.step == 0
-        if self.step and (in_rows or self.step % row == 0):  # one box a rank
+        if self.step and (in_rows or self.step % row == 0):  # each run is a single box
             return len(self.ranks(0, self.numel))
         return sum(1 for _ in self)
 
@@ -101,10 +105,10 @@ class Runs(Partition):
         return tuple(self)[index]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, (tuple, Runs)) and tuple(self) == tuple(other)
+        return isinstance(other, (tuple, EqualRuns)) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return f"Runs(numel={self.numel}, ranks={len(self.places.files)})"
+        return f"EqualRuns(numel={self.numel}, ranks={len(self.offsets.files)})"

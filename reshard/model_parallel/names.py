@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, keyed
+from reshard.manifest import WEIGHT_KINDS, Entry, Key, Manifest, ParamGroup, index_entries
 from reshard.model_parallel import forms, moves, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import Table
@@ -82,8 +82,8 @@ class _Renaming:
     def named(self) -> Named:
         """The renamed manifest."""
         kept = [e for e in self.manifest.entries.values() if self.new(e.fqn)]
-        again = [e for e in self.manifest.tied_again if self.new(e.fqn)]
-        manifest = self._restated(keyed(self.entries(kept)), tuple(self.entries(again)))
+        again = [e for e in self.manifest.tied_copies if self.new(e.fqn)]
+        manifest = self._restated(index_entries(self.entries(kept)), tuple(self.entries(again)))
         left = [fqn for fqn, names in self._new.items() if not names]
         if left:
             self.notes[f"not a weight, left out: {some(left, 1)}"] = None
@@ -148,7 +148,7 @@ class _Renaming:
             entries=entries,
             train=replace(old.train, param_groups=groups, optimizer_step=_known(steps)),
             tied=tied,
-            tied_again=again,
+            tied_copies=again,
             frozen=frozenset(name for name, is_frozen in frozen.items() if is_frozen),
             trained_dtypes=_known(dtypes),
             absent=self.renamed(old.absent),

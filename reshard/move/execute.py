@@ -158,8 +158,8 @@ class Run:
         for stored in checksums:
             path = files.path(stored.file)
             crc = record_crc(files, path, stored.byte_offset, stored.nbytes, written)
-            for place in stored.places:
-                self._writer.write(stored.file, place, memoryview(crc.to_bytes(4, "little")))
+            for location in stored.locations:
+                self._writer.write(stored.file, location, memoryview(crc.to_bytes(4, "little")))
 
 
 class _Sums:

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
 from reshard.dtypes import DType
-from reshard.layout.runs import Runs
+from reshard.layout.runs import EqualRuns
 from reshard.manifest import Chunk, Entry
 
 
@@ -168,7 +168,7 @@ class ChunkIndex:
 class RunIndex(ChunkIndex):
     """An index of an entry that is stored as equal runs: positions are computed, not searched."""
 
-    def __init__(self, fqn: str, runs: Runs) -> None:
+    def __init__(self, fqn: str, runs: EqualRuns) -> None:
         self.fqn = fqn
         self.shape = runs.shape
         self.widest = runs.dtype.itemsize
@@ -188,7 +188,7 @@ class RunIndex(ChunkIndex):
             yield Copy(
                 self.fqn,
                 (high - low,),
-                runs.places.files[rank],
+                runs.offsets.files[rank],
                 runs.byte_offset(rank) + (low - first) * size,
                 (size,),
                 runs.dtype,
@@ -206,7 +206,7 @@ def _is_contiguous(chunk: Chunk) -> bool:
 
 def build_chunk_index(entry: Entry) -> ChunkIndex:
     """Return an index of the chunks that the source stores for `entry`."""
-    if isinstance(entry.chunks, Runs):
+    if isinstance(entry.chunks, EqualRuns):
         return RunIndex(entry.fqn, entry.chunks)
     return ChunkIndex(entry)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from reshard.box import Box, flat_span
 from reshard.dtypes import DType
-from reshard.layout.runs import Runs
+from reshard.layout.runs import EqualRuns
 from reshard.manifest import Chunk, Skeleton
 
 
@@ -50,7 +50,7 @@ class Extent(NamedTuple):
 def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]]]:
     """Yield the output files sorted by name, each with its extents sorted by offset.
 
-    Every chunk must be contiguous. Equal runs (`runs.Runs`) are expanded into extents file by file,
+    Every chunk must be contiguous. Equal runs (`EqualRuns`) are expanded into extents file by file,
     so that memory holds the extents of one file only.
     """
     index = _FileIndex(skeleton)
@@ -67,16 +67,16 @@ class _FileIndex:
         # Entries that share one `Places` object have the same files, so each file is listed once
         # per object: file -> (id of the object, rank), and id -> entries.
         self._ranks: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        self._runs: dict[int, list[tuple[int, Runs]]] = defaultdict(list)
+        self._runs: dict[int, list[tuple[int, EqualRuns]]] = defaultdict(list)
         for number, entry in enumerate(skeleton.entries):
-            if isinstance(entry.chunks, Runs):
+            if isinstance(entry.chunks, EqualRuns):
                 self._add_runs(number, entry.chunks)
                 continue
             for chunk in entry.chunks:
                 if chunk.box.volume:
                     self._chunks[chunk.file].append((number, chunk))
 
-    def _add_runs(self, number: int, runs: Runs) -> None:
+    def _add_runs(self, number: int, runs: EqualRuns) -> None:
         layout = id(runs.places)
         if layout not in self._runs:
             for rank, file in enumerate(runs.places.files):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
 from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
-from reshard.layout.runs import Runs
+from reshard.layout.runs import EqualRuns
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.plan.copies import BlockPlanner, ChunkIndex, Copy, Window, build_chunk_index, dot
 from reshard.plan.extents import Extent, iterate_output_files
@@ -137,7 +137,7 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
             f"the target needs a {target.kind} of shape {target.shape}, but the source {problem}",
         )
     factor = (
-        1.0 if isinstance(target.chunks, Runs) or not target.chunks else target.chunks[0].factor
+        1.0 if isinstance(target.chunks, EqualRuns) or not target.chunks else target.chunks[0].factor
     )
     if factor == 1.0:
         return entry
@@ -147,7 +147,7 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
 
 
 def _check_contiguous(entry: Entry) -> None:
-    for chunk in () if isinstance(entry.chunks, Runs) else entry.chunks:
+    for chunk in () if isinstance(entry.chunks, EqualRuns) else entry.chunks:
         if chunk.byte_strides != row_major(chunk.box.shape, chunk.dtype.itemsize):
             raise ReshardError(chunk.file, f"{entry.fqn!r} would not be contiguous in this file")
 
@@ -158,7 +158,11 @@ def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
     This is the case when tensor-parallel ranks split a matrix by columns. Planned file by file,
     every rank would read the bytes of the whole matrix again.
     """
-    if isinstance(target.chunks, Runs) or isinstance(source.chunks, Runs) or target.nbytes <= small:
+    if (
+        isinstance(target.chunks, EqualRuns)
+        or isinstance(source.chunks, EqualRuns)
+        or target.nbytes <= small
+    ):
         return False
     boxes = [chunk.box for chunk in target.chunks if not _is_run(chunk.box, target.shape)]
     stored_boxes = {chunk.box for chunk in source.chunks} if boxes else set()
@@ -176,7 +180,7 @@ def _is_run(box: Box, shape: Index) -> bool:
 
 def _count_copied_bytes(source: Entry, target: Entry) -> int:
     """Return how many source bytes are read to fill `target`, whose elements are copied once."""
-    if isinstance(source.chunks, Runs):
+    if isinstance(source.chunks, EqualRuns):
         return _numel(target) * source.chunks.dtype.itemsize
     sizes = {chunk.dtype.itemsize for chunk in source.chunks}
     if len(sizes) <= 1:
@@ -187,14 +191,14 @@ def _count_copied_bytes(source: Entry, target: Entry) -> int:
 
 
 def _numel(entry: Entry) -> int:
-    if isinstance(entry.chunks, Runs):
+    if isinstance(entry.chunks, EqualRuns):
         return entry.numel
     return sum(chunk.box.volume for chunk in entry.chunks)
 
 
 def _count_extents(entry: Entry) -> int:
     """Return the number of extents that `entry` has in the output."""
-    if isinstance(entry.chunks, Runs):
+    if isinstance(entry.chunks, EqualRuns):
         return len(entry.chunks.ranks(0, entry.numel))
     return sum(1 for chunk in entry.chunks if chunk.box.volume)
 

@@ -79,7 +79,7 @@ def _ties(
 ) -> Iterator[tuple[Key, Entry]]:
     """(kept, other) of every two stored tensors that are said to be one weight."""
     best = weights_of(manifest)
-    for again in manifest.tied_again:
+    for again in manifest.tied_copies:
         yield from _tie(best.get(manifest.kept_name(again.fqn)), again)
     for head, kept in _declared(manifest, config, told):
         yield from _tie(best.get(kept), best.get(head))
@@ -182,7 +182,7 @@ def tied(
     compared = sum(r.check == checks.TIED for task in tasks for r in task.rivals)
     if not compared and not manifest.tied:
         return not_applicable(checks.TIED, "no tied names")
-    shared = len(manifest.tied) - len(manifest.tied_again)
+    shared = len(manifest.tied) - len(manifest.tied_copies)
     what = [f"{counted(shared, 'name')} of a shared storage"] if shared else []
     what += [f"{counted(compared, 'name')} stored again"] if compared else []
     found = Check(checks.TIED, ", ".join(what))
@@ -223,7 +223,7 @@ def _where(entry: Entry, flat: int) -> str:
 
 def padding(manifest: Manifest, block_bytes: int) -> Check:
     """What lies between the tensors of a flat partition is zero, where the format keeps it so."""
-    stored = (*manifest.entries.values(), *manifest.tied_again, *manifest.set_aside)
+    stored = (*manifest.entries.values(), *manifest.tied_copies, *manifest.unused_copies)
     found = gaps(stored, manifest.files)
     if not found:
         return not_applicable(checks.PADDING, "no padding")

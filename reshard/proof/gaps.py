@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
-from reshard.manifest import Entry, Record, SourceFile, source_of
+from reshard.manifest import Entry, Record, SourceFile, find_source_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def gaps(entries: Iterable[Entry], files: Mapping[str, SourceFile]) -> list[Gap]
     for path, held in spans.items():
         held.sort(key=lambda span: span[:2])
         starts = [span[0] for span in held]
-        for record in source_of(files, path).records:
+        for record in find_source_file(files, path).records:
             first = bisect_left(starts, record.byte_offset)
             last = bisect_left(starts, record.byte_offset + record.nbytes)
             if first < last:

@@ -179,7 +179,7 @@ def _train_to_json(state: TrainState) -> dict[str, Any]:
         "skipped_steps": state.skipped_steps,
         "samples": state.samples,
         "optimizer_step": dict(state.optimizer_step),
-        **({"loose": dict(state.loose)} if state.loose else {}),
+        **({"loose": dict(state.non_tensor_state)} if state.non_tensor_state else {}),
         "param_groups": [
             {"hyper": dict(group.hyper), "fqns": list(group.fqns)} for group in state.param_groups
         ],

@@ -46,7 +46,7 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     if one.trainer_state is not None and two.trainer_state is not None:
         yield from _mapped("trainer_state", one.trainer_state, two.trainer_state)
     yield from _steps(one.optimizer_step, two.optimizer_step)
-    yield from _loose(one.loose, two.loose)
+    yield from _loose(one.non_tensor_state, two.non_tensor_state)
     yield from _hypers(one, two)
 
 

@@ -21,7 +21,7 @@ from reshard.formats.state_dict import flat_target, target, written
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.state_dict.written import Value
 from reshard.formats.training import training
-from reshard.manifest import Manifest, Origin, SourceFile, check, keyed
+from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan
@@ -60,7 +60,7 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     state = training(manifest, weights_only=weights_only)
     skeleton = lay_out(replace(state, save=Save("an id", 3)))
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
-    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files, ordered=True))
+    check(Manifest(Origin("target", ""), index_entries(skeleton.entries), files, ordered=True))
     out.mkdir(parents=True)
     manifest = manifest.with_entries(
         [*manifest.entries.values(), *kept.entries(manifest, skeleton)]
@@ -448,7 +448,7 @@ def test_any_number_of_ranks_holds_everything(torch_made, ranks, form):
     manifest = keys.edit(formats.read([place]), keys.Edits()).manifest
     skeleton = lay_out(training(manifest), ranks)
     files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
-    check(Manifest(Origin("target", ""), keyed(skeleton.entries), files, ordered=True))
+    check(Manifest(Origin("target", ""), index_entries(skeleton.entries), files, ordered=True))
     assert {e.key for e in skeleton.entries} == manifest.entries.keys()
     for file in skeleton.files:
         spans = sorted((at, at + len(data)) for at, data in file.literals)

@@ -26,7 +26,7 @@ from reshard.formats.huggingface.companions import companions as find_companions
 from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
 from reshard.identity import check_identity
-from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, keyed
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
 
@@ -202,7 +202,7 @@ def _planned(
     check_skeleton(skeleton)
     placeholders.refuse(edited.manifest, (entry for entry, _ in chosen.tensors))
     _, window_bytes = options.budget()
-    planned = Plan(keyed(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
+    planned = Plan(index_entries(entry for entry, _ in chosen.tensors), skeleton, window_bytes)
     return _Job(edited, chosen, skeleton, planned, changes)
 
 

@@ -14,7 +14,7 @@ from reshard import escaped, keys, units
 from reshard.commands.merge.options import FILL
 from reshard.commands.reading import ReadOptions, trusted
 from reshard.errors import UsageError
-from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Manifest, keyed
+from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Manifest, index_entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Base:
         files = {escaped.real(chunk.file) for entry in taken for chunk in entry.chunks}
         filled = replace(
             manifest,
-            entries=keyed((*manifest.entries.values(), *taken)),
+            entries=index_entries((*manifest.entries.values(), *taken)),
             files={
                 **manifest.files,
                 **{path: source for path, source in self.manifest.files.items() if path in files},

@@ -127,7 +127,7 @@ def describe(
     optimizer = sum(1 for kind, _ in manifest.entries if kind not in WEIGHT_KINDS)
     return MergeReport(
         source=manifest.origin.path,
-        format=manifest.origin.in_words,
+        format=manifest.origin.description,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
         tensors=len(chosen.tensors),
         parameters=sum(entry.numel for entry, _ in chosen.tensors),

@@ -138,7 +138,7 @@ class _Check:
         unbroken = self._unbroken()
         report = ResumeReport(
             source=origin.path,
-            format=origin.in_words,
+            format=origin.description,
             ranks=self.ranks,
             step=self._program.step,
             steps=options.steps,

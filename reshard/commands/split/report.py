@@ -101,7 +101,7 @@ def describe(
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,
-        format=manifest.origin.in_words,
+        format=manifest.origin.description,
         target=" ".join(filter(None, (target.name, _form(target, request)))),
         ranks_before=manifest.origin.world,
         ranks=request.world_size,

@@ -51,7 +51,7 @@ def without_optimizer(manifest: Manifest, options: SplitOptions) -> tuple[SplitO
     """
     target = targets.TARGETS.get(options.to or _FAMILY.get(manifest.origin.format, ""))
     asked = options.init_optimizer or options.weights_only or options.param_groups
-    held = manifest.has_optimizer or manifest.nameless or manifest.train.param_groups
+    held = manifest.has_optimizer or manifest.unnamed_optimizers or manifest.train.param_groups
     if asked or held or target is None or not target.weights_alone:
         return options, []
     said = "weights only: the source has no optimizer state (--init-optimizer zeros starts an Adam)"

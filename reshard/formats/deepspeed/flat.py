@@ -53,17 +53,17 @@ def read_groups(
 
 
 def find_partition_claims(
-    groups: Iterable[Group], wrapped: Mapping[str, str]
+    groups: Iterable[Group], wrapped_names: Mapping[str, str]
 ) -> dict[str, tuple[Claim, ...]]:
     """Return file -> what its ``param_slice_mappings`` states about the partition that it holds.
 
     Parts of a group of experts are left out: each rank numbers its experts from 0 there.
 
     Args:
-        wrapped: fqn -> the name that DeepSpeed lists, where that is another one.
+        wrapped_names: fqn -> the name that DeepSpeed lists, where that is another one.
     """
     found: dict[str, tuple[Claim, ...]] = {}
-    listed = {name: fqn for fqn, name in wrapped.items()}
+    listed = {name: fqn for fqn, name in wrapped_names.items()}
     for group in groups:
         for position, rank in enumerate(() if group.is_part else group.ranks):
             for claim in group.claims(position, listed):

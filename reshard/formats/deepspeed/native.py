@@ -36,7 +36,7 @@ from reshard.manifest import (
     Origin,
     SourceFile,
     TrainState,
-    keyed,
+    index_entries,
     most_common_dtype,
 )
 from reshard.pickles import trust
@@ -203,15 +203,15 @@ def _assemble(
             mesh={"world": world_size, "dp": world_size},
             precision=_precision(first),
         ),
-        entries=keyed(entries),
+        entries=index_entries(entries),
         files={file.path: _source(file, claims) for file in opened} | _swap_files(swapped),
         train=state,
         tied={alias: kept for alias, kept in tied.items() if alias != kept},
-        tied_again=tuple(first.stored_again(tied)),
+        tied_copies=tuple(first.stored_again(tied)),
         frozen=frozen,
         absent=absent,
         trained_dtypes={name: tensor.dtype for name, tensor in first.module.items()},
-        wrapped=first.wrapped,
+        wrapped_names=first.wrapped_names,
         warnings=tuple(warnings),
         unread=first.unread,
         unknown_globals=_unknown(opened),
@@ -261,7 +261,7 @@ def _optimizer(
         partitioned_groups = list(flat.read_groups(first.shapes, ranks, _owners(first, ranks)))
         entries = [entry for group in partitioned_groups for entry in group.entries()]
         if not _is_round_robin(first):
-            claims = flat.find_partition_claims(partitioned_groups, first.wrapped)
+            claims = flat.find_partition_claims(partitioned_groups, first.wrapped_names)
         steps = train.sharded_steps(ranks, first.shapes, flat.group_state, key)
         groups = train.sharded_groups(ranks, first.shapes, key)
         stage = int(root.get("zero_stage") or 1)  # BF16_Optimizer writes none; it is stage 1

@@ -177,4 +177,4 @@ def _without(rank: Manifest, unused: Collection[str]) -> Manifest:
     """
     entries = rank.entries.values()
     kept = rank.with_entries(entry for entry in entries if entry.fqn not in unused)
-    return replace(kept, set_aside=tuple(entry for entry in entries if entry.fqn in unused))
+    return replace(kept, unused_copies=tuple(entry for entry in entries if entry.fqn in unused))

@@ -24,7 +24,7 @@ from reshard.formats.deepspeed.states import (
     piece_of,
 )
 from reshard.formats.torch_objects import Tensor
-from reshard.layout.runs import Places, Runs
+from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import MASTER, PARAM, Entry
 
 Swapped = Mapping[tuple[int, int, str], Piece]  # (rank, sub-group, kind) -> its place
@@ -103,9 +103,9 @@ def _split(kind: str, members: Mapping[str, Index], held: Sequence[Piece]) -> It
             )
     dtype = agree(f"the dtype of {kind}", {p.file: p.dtype for p in held}, MIXED)
     files, offsets = tuple(p.file for p in held), tuple(p.byte_offset for p in held)
-    places, skipped = Places(files, offsets), 0
+    places, skipped = RankOffsets(files, offsets), 0
     for fqn, shape in members.items():
-        yield Entry(fqn, kind, dtype, shape, Runs(places, dtype, shape, skipped))
+        yield Entry(fqn, kind, dtype, shape, EqualRuns(places, dtype, shape, skipped))
         skipped += piece_numel({fqn: shape}, ranks) * dtype.itemsize
 
 

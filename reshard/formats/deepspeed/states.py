@@ -34,14 +34,14 @@ class ModelStates:
         elsewhere: of the module, what lies in files of its own: layers of a pipeline.
         group_ranks: a group of ``shapes`` each, the expert-parallel ranks whose members it lists,
             rank by rank; every one has a flat tensor of its own. Empty: 1 of every group.
-        wrapped: fqn -> the name that DeepSpeed lists, where that is another than the module's.
+        wrapped_names: fqn -> the name that DeepSpeed lists, where it differs from the module's.
     """
 
     file: TorchFile
     root: dict[str, Any]
     elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
     group_ranks: tuple[int, ...] = ()
-    wrapped: Mapping[str, str] = field(default_factory=dict)
+    wrapped_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> dict[str, Tensor]:
@@ -226,9 +226,9 @@ def under_own_names(models: Sequence[ModelStates]) -> list[ModelStates]:
         own["frozen_param_shapes"] = named(first.mapping("frozen_param_shapes"))
     own = {key: value for key, value in own.items() if key in root}
     listed = [*first.names, *first.mapping("shared_params")]
-    wrapped = {own_name(name, module): name for name in map(str, listed)}
-    wrapped = {fqn: name for fqn, name in wrapped.items() if fqn != name}
-    made = [replace(first, root={**root, **own}, wrapped=wrapped), *models[1:]]
+    wrapped_names = {own_name(name, module): name for name in map(str, listed)}
+    wrapped_names = {fqn: name for fqn, name in wrapped_names.items() if fqn != name}
+    made = [replace(first, root={**root, **own}, wrapped_names=wrapped_names), *models[1:]]
     return [
         replace(model, root={**model.root, _FRAGMENTS: named(model.mapping(_FRAGMENTS))})
         if model.mapping(_FRAGMENTS)

@@ -41,7 +41,7 @@ from reshard.manifest import (
     Origin,
     ParamGroup,
     contiguous,
-    keyed,
+    index_entries,
 )
 from reshard.model_parallel import shards
 from reshard.pickles import trust
@@ -100,16 +100,16 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
             mesh=mesh,
             precision=_precision(model),
         ),
-        entries=keyed(entries),
+        entries=index_entries(entries),
         files={path: file.source() for path, file in files.items()},
         train=train.state(
             model, groups=_groups(ranks.shapes, root), steps=steps, optimizer_root=root
         ),
         tied=tied,
-        tied_again=tuple(model.stored_again(tied)),
+        tied_copies=tuple(model.stored_again(tied)),
         frozen=frozenset(e.fqn for e in entries if e.kind == PARAM and e.numel),
         trained_dtypes={name: tensor.dtype for name, tensor in module.items()},
-        wrapped=model.wrapped,
+        wrapped_names=model.wrapped_names,
         warnings=(*_warnings(model), *ranks.notes),
         unread=model.unread,
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),

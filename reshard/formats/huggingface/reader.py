@@ -35,7 +35,7 @@ from reshard.manifest import (
     Manifest,
     Origin,
     SourceFile,
-    keyed,
+    index_entries,
     most_common_dtype,
 )
 from reshard.pickles import trust
@@ -181,7 +181,7 @@ def _manifest(
             mesh={"world": 1},
             precision=most_common_dtype(entry.dtype for entry in entries),
         ),
-        entries=keyed(entries),
+        entries=index_entries(entries),
         files=sources,
         trained_dtypes={entry.fqn: entry.dtype for entry in entries},
         unknown_globals=trust.unknown(globals_),

@@ -42,7 +42,16 @@ from reshard.formats.megatron.optimizer import Held
 from reshard.formats.place import Place
 from reshard.formats.state_dict import tree
 from reshard.formats.state_dict.tree import Logical
-from reshard.manifest import BUFFER, PARAM, Chunk, Entry, Manifest, Origin, SourceFile, keyed
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Chunk,
+    Entry,
+    Manifest,
+    Origin,
+    SourceFile,
+    index_entries,
+)
 from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
@@ -84,7 +93,7 @@ def read(place: Place, table: Table) -> Manifest:
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
         for entry in keys.entries(slot[2], optimizer.kind_of(slot[1]), tensor)
     ]
-    whole = keyed(grid.in_model_order(weights))
+    whole = index_entries(grid.in_model_order(weights))
     held = [Held(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
     chained = dist_flat.own_states(objects)
     state = optimizer.read(chained or common.get("optimizer"), held, args, str(place))
@@ -92,7 +101,7 @@ def read(place: Place, table: Table) -> Manifest:
     form = _form(common, flat, slots)
     made = Manifest(
         origin=Origin("megatron", str(place)),
-        entries=keyed(grid.in_model_order([*whole.values(), *slots, *flat])),
+        entries=index_entries(grid.in_model_order([*whole.values(), *slots, *flat])),
         files={**found.files, **files},
         train=train.of_root({**common, own.RNG: _first(objects, own.RNG)}, args, state, 0, 0),
         tied={names.OUTPUT: names.EMBEDDING}

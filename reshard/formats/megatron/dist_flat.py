@@ -18,7 +18,7 @@ from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.state_dict.tree import Logical
 from reshard.layout.partition import Member
-from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, keyed
+from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
 
 CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
@@ -105,7 +105,7 @@ class Flat:
                 )
         experts = self._args.experts // self._args.ep
         restated = grouped.separate(found, experts, rank.ep * experts)
-        return Manifest(Origin("megatron", self._path), keyed(restated), {}, ordered=True)
+        return Manifest(Origin("megatron", self._path), index_entries(restated), {}, ordered=True)
 
     def _saves(self, rank: Rank, number: int) -> bool:
         """Dense buffers are kept once, by the ranks of the first experts."""

@@ -10,7 +10,7 @@ from reshard.formats.megatron import names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.join import join
-from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, keyed
+from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
 from reshard.model_parallel import combine
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import REPLICATED, Split
@@ -119,7 +119,7 @@ def _tied(manifest: Manifest, args: Arguments) -> Manifest:
     steps = {f: s for f, s in manifest.train.optimizer_step.items() if f not in tied}
     return replace(
         manifest,
-        entries=keyed(entries),
+        entries=index_entries(entries),
         tied=tied,
         train=replace(manifest.train, param_groups=groups, optimizer_step=steps),
         trained_dtypes={f: d for f, d in manifest.trained_dtypes.items() if f not in tied},

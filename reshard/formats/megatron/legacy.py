@@ -27,7 +27,7 @@ from reshard.manifest import (
     Manifest,
     Origin,
     SourceFile,
-    keyed,
+    index_entries,
 )
 from reshard.model_parallel.rules import Table
 from reshard.paths import as_path
@@ -268,7 +268,7 @@ def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int
     restated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
     return Manifest(
         origin=Origin("megatron", file.path),
-        entries=keyed(grouped.head_by_head(restated, file.version, args)),
+        entries=index_entries(grouped.head_by_head(restated, file.version, args)),
         files={each.path: each.source() for each in file.files} | _with_claims(rank, file, args),
         train=train.of_root(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),

@@ -14,7 +14,15 @@ from reshard.formats.json_files import json_object
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
 from reshard.formats.place import Place, missing_ranks
 from reshard.formats.state_dict import tree
-from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, keyed, most_common_dtype
+from reshard.manifest import (
+    BUFFER,
+    PARAM,
+    Entry,
+    Manifest,
+    Origin,
+    index_entries,
+    most_common_dtype,
+)
 from reshard.model_parallel.combine import tensor_ranks
 from reshard.model_parallel.rules import Table, builtin
 from reshard.model_parallel.shards import REPLICATED, Split
@@ -109,7 +117,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
     source = file.source()
     manifest = Manifest(
         origin,
-        keyed(entries),
+        index_entries(entries),
         {source.path: source},
         ordered=False,  # whoever wrote the file chose the order
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},

@@ -29,7 +29,7 @@ from reshard.manifest import (
     ParamGroup,
     SourceFile,
     TrainState,
-    keyed,
+    index_entries,
     most_common_dtype,
 )
 from reshard.pickles import trust
@@ -71,13 +71,13 @@ def read(place: Place) -> Manifest:
             mesh=_mesh(census, about),
             precision=most_common_dtype(entry.dtype for entry in weights.values()),
         ),
-        entries=keyed([*(weights[fqn] for fqn in order), *found.entries]),
+        entries=index_entries([*(weights[fqn] for fqn in order), *found.entries]),
         files=files,
         train=TrainState(
             step=_count(train, "last_train_step"),
             samples=_count(train, "consumed_train_samples"),
             optimizer_step=found.steps,
-            loose=found.other,
+            non_tensor_state=found.other,
             param_groups=whole.groups,
             scheduler=whole.scheduler,
             client={METADATA: about} if about else {},

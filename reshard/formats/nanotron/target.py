@@ -213,7 +213,7 @@ class _Run:
         for name, entry in member.slots.items():
             parts = tuple(held.parts(entry))
             slots[name] = Slot(Storage(entry.dtype, held.numel, parts), held.shape)
-        return {**slots, **self._state.manifest.train.loose.get(member.fqn, {})}
+        return {**slots, **self._state.manifest.train.non_tensor_state.get(member.fqn, {})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from reshard.manifest import (
     Origin,
     SourceFile,
     TrainState,
-    keyed,
+    index_entries,
     most_common_dtype,
 )
 from reshard.model import ModelShapes, Told
@@ -87,19 +87,19 @@ def manifest(
             mesh=origin.mesh or {"world": found.world},
             precision=origin.precision or most_common_dtype(e.dtype for e in first.values()),
         ),
-        entries=keyed(entries),
+        entries=index_entries(entries),
         files=_with_steps(found.files, read),
         train=train,
         tied=tied,
         frozen=_frozen(train, entries, first),
         trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
         warnings=tuple(said),
-        nameless=tuple(path for one in read for path in one.nameless),
+        unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
         unread=_unread(split),
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
         keyed=None if flats or units else optimizer.keyed(split.optimizers.values()),
-        told_order=model is not None and not ordered,  # sorted by it above
+        ordered_by_model=model is not None and not ordered,  # sorted by it above
     )
 
 
@@ -134,7 +134,7 @@ def _train(split: parts.Parts, read: Sequence[Optimizer]) -> TrainState:
         samples=split.samples,
         skipped_steps=split.skipped_steps,
         optimizer_step=steps,
-        loose=other,
+        non_tensor_state=other,
         param_groups=tuple(group for one in read for group in one.groups),
         scheduler=plain(split.scheduler),
         scaler=plain(split.scaler),

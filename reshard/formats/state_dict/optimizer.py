@@ -48,7 +48,7 @@ class Optimizer:
     groups: list[ParamGroup] = field(default_factory=list)
     other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
     notes: list[str] = field(default_factory=list)
-    nameless: tuple[str, ...] = ()  # other optimizers whose states nothing names
+    unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
 
 
 def is_optimizer(value: Any) -> bool:

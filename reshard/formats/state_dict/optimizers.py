@@ -77,7 +77,7 @@ def _own(
     shown = ", ".join(map(dotted, lost))
     notes.append(f"optimizers that fit no parameter are left out: {shown}")
     stated = tuple(dotted(path) for path in lost if optimizer.has_state(split.optimizers[path]))
-    return [*fitting.values(), Optimizer(notes=notes, nameless=stated)]
+    return [*fitting.values(), Optimizer(notes=notes, unnamed_optimizers=stated)]
 
 
 def _nearest(

@@ -179,7 +179,7 @@ def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[t
     if model is not None:
         place = _places(state, model)
     ordered = [tuple(sorted(held, key=lambda member: place[member.fqn])) for held in groups]
-    is_told = model is not None or state.manifest.told_order
+    is_told = model is not None or state.manifest.ordered_by_model
     if not is_told and (ordered != groups or is_flat(state.manifest)):
         raise IncompleteError(
             state.manifest.origin.path,
@@ -239,7 +239,7 @@ def loose(state: Training, member: Trained) -> Mapping[str, Any]:
     Raises:
         UnsupportedError: a part of it is an object that cannot be written again.
     """
-    other: Mapping[str, Any] = state.manifest.train.loose.get(member.fqn, {})
+    other: Mapping[str, Any] = state.manifest.train.non_tensor_state.get(member.fqn, {})
     lost = [name for name, value in other.items() if not is_faithful(value)]
     if lost:
         raise UnsupportedError(

@@ -79,7 +79,7 @@ class Choice:
 
     def listed(self, fqn: str) -> str:
         """What DeepSpeed calls a parameter: as ``named_parameters`` does, not as the module."""
-        return self.state.manifest.wrapped.get(fqn, fqn)
+        return self.state.manifest.wrapped_names.get(fqn, fqn)
 
     @property
     def lacks_frozen(self) -> bool:
