@@ -137,7 +137,9 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
             f"the target needs a {target.kind} of shape {target.shape}, but the source {problem}",
         )
     factor = (
-        1.0 if isinstance(target.chunks, EqualRuns) or not target.chunks else target.chunks[0].factor
+        1.0
+        if isinstance(target.chunks, EqualRuns) or not target.chunks
+        else target.chunks[0].factor
     )
     if factor == 1.0:
         return entry
