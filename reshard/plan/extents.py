@@ -77,9 +77,9 @@ class _FileIndex:
                     self._chunks[chunk.file].append((number, chunk))
 
     def _add_runs(self, number: int, runs: EqualRuns) -> None:
-        layout = id(runs.places)
+        layout = id(runs.offsets)
         if layout not in self._runs:
-            for rank, file in enumerate(runs.places.files):
+            for rank, file in enumerate(runs.offsets.files):
                 self._ranks[file].append((layout, rank))
         self._runs[layout].append((number, runs))
 
