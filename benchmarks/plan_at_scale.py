@@ -46,7 +46,7 @@ from reshard.manifest import (
     TrainState,
     check,
     contiguous,
-    keyed,
+    index_entries,
 )
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import builtin
@@ -90,7 +90,7 @@ def state(
     )
     return Manifest(
         Origin(name, "state", precision="bfloat16"),
-        keyed(entries),
+        index_entries(entries),
         {"state": SourceFile("state", at)},
         train,
         trained_dtypes=dict.fromkeys(shapes, dtypes.BFLOAT16),
