@@ -229,6 +229,35 @@ def test_a_universal_checkpoint_is_refused_where_the_engine_could_not_use_it(
         reshard.split(place / "runs" / source / "run", tmp_path / "u", to="ds-universal")
 
 
+def test_what_a_universal_checkpoint_needs_of_its_run_is_told(runs, place, tmp_path):
+    """Counters in Python, as DeepSpeed's own Adam has; groups without a learning rate."""
+    run = shutil.copytree(place / "runs" / "adamw_z2_bf16_tiny" / "run", tmp_path / "run")
+
+    def count_in_python(root):
+        held = root["optimizer_state_dict"]["base_optimizer_state"]
+        for state in held["state"].values():
+            state["step"] = int(state["step"])
+        for group in held["param_groups"]:
+            del group["capturable"]
+            group["bias_correction"] = True
+
+    def be_elastic(root):
+        held = root["optimizer_state_dict"]["base_optimizer_state"]
+        root["optimizer_state_dict"]["base_optimizer_state"] = list(held["state"].values())
+
+    states = sorted(run.rglob("*_optim_states.pt"))
+    for path in states:
+        edited(path, count_in_python)
+    told = reshard.split(run, tmp_path / "counted", to="ds-universal").notes
+    assert any('state["step"] = torch.tensor(float(' in note for note in told)
+    for path in states:
+        edited(path, be_elastic)
+    (model,) = run.rglob("mp_rank_00_model_states.pt")
+    edited(model, lambda root: root.update(lr_scheduler={"last_batch_iteration": 2}))
+    told = reshard.split(run, tmp_path / "elastic", to="ds-universal").notes
+    assert any("engine.lr_scheduler.get_lr()" in note for note in told)
+
+
 def test_zenflows_masters_are_older_than_its_weights(runs, place, tmp_path):
     """As real runs have it, whose CPU optimizer takes minutes to compile: a column is newer."""
     run = shutil.copytree(place / "runs" / "adamw_z2_bf16_tiny" / "run", tmp_path / "run")

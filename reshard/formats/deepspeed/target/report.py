@@ -61,6 +61,13 @@ def notes_universal(choice: Choice, *, marked: bool = False) -> Iterator[str]:
     if len(info) > 1 and not marked:
         yield "its tensors are not marked for tensor parallelism: load it at a degree of 1"
     yield from _of_idle(choice)
+    if any(deepspeeds_own(group.hyper) for group in choice.groups):
+        yield (
+            "its steps are numbers, as DeepSpeed's own Adam counts them; torch's Adam"
+            ' ("torch_adam": true) needs tensors: for it, set state["step"] ='
+            ' torch.tensor(float(state["step"])) in each state of engine.basic_optimizer after'
+            " load_checkpoint"
+        )
     if not marked:
         yield from _of_hypers(choice)
         yield from _of_slots(choice)
@@ -114,6 +121,12 @@ def _of_hypers(choice: Choice) -> Iterator[str]:
             "the source keeps no hyper-parameters (elastic_checkpoint does not): the optimizer goes"
             " on with those of its script"
         )
+        if choice.state.manifest.train.scheduler is not None:
+            yield (
+                "the script's scheduler has set its first learning rate by then (WarmupLR: 0):"
+                " after load_checkpoint, give each group of engine.optimizer.param_groups the"
+                ' "lr" that engine.lr_scheduler.get_lr() returns for it'
+            )
         return
     common = universal.common_hyper(choice)
     differing = dict.fromkeys(key for g in choice.groups for key in g.hyper if key not in common)
