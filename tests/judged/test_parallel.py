@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import reshard
 from reshard.commands.split.command import split
@@ -16,6 +17,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.errors import DifferentError
 from reshard.formats.deepspeed.target import pipeline
 from tests.judged.conftest import KEPT
+from tests.judged.damage import edited
 from tests.judges.parallel_cases import CASES
 
 pytestmark = pytest.mark.judge
@@ -343,3 +345,24 @@ def test_a_copy_that_the_last_stage_does_not_use_is_no_padding(case, made):
     """The last stage trains a whole tied module, of which it uses the vocabulary alone."""
     report = reshard.verify(made / case / "run", deep=True)
     assert not [check.failures for check in report.checks if check.failures]
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_a_tied_pipelines_universal_checkpoint_is_read_again(has_buffer, made, tmp_path):
+    """A buffer of the tied module is on two stages; the file of its layer is the first one's."""
+    run = shutil.copytree(made / "pp2_fp16" / "run", tmp_path / "run")
+    name = "tied_modules.embed.scale"
+    if has_buffer:
+        (layer,) = run.rglob("layer_00-model_states.pt")
+        edited(layer, lambda root: root.update(scale=torch.tensor([1.0, 2.0, 3.0])))
+        for path in run.rglob("mp_rank_*_model_states.pt"):
+            edited(path, lambda root: root["buffer_names"].append(name))
+    split(run, tmp_path / "universal", SplitOptions(to="ds-universal"))
+    reshard.merge(tmp_path / "universal", tmp_path / "universal.safetensors", dtype="fp32")
+    reshard.merge(run, tmp_path / "native.safetensors", dtype="fp32")
+    ours, wanted = (load_file(tmp_path / f"{n}.safetensors") for n in ("universal", "native"))
+    assert ours.keys() == wanted.keys()
+    assert (name in wanted) == has_buffer
+    words = "tied_modules.embed.word_embeddings.weight"
+    wanted[words] = wanted[words][:WORDS]  # a universal checkpoint has no padding rows
+    assert all(torch.equal(ours[fqn], value) for fqn, value in wanted.items())

@@ -9,6 +9,7 @@ with a step of each parameter, which ds_to_universal lacks from stage 3.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from reshard.manifest import (
     MASTER,
     PARAM,
     Entry,
+    Key,
     Manifest,
     Origin,
     ParamGroup,
@@ -190,17 +192,24 @@ def _check_all(
 def _module_rest(
     models: Sequence[ModelStates], ranks: Ranks, masters: Container[str], tied: Mapping[str, str]
 ) -> Iterator[Entry]:
-    """Buffers, and parameters that the optimizer does not hold: only the module has them."""
+    """Buffers, and parameters that the optimizer does not hold: only the module has them.
+
+    A tied module is on two stages of a pipeline, with its buffers: their values are replicas.
+    """
     sharded = not _is_by_model_rank(models)
+    buffers: dict[Key, Entry] = {}
     for start in range(0, ranks.tensor * ranks.pipeline, ranks.tensor):
         stage = models[start : start + ranks.tensor]
         held = [{e.key: e for e in model.whole_tensors(tied)} for model in stage]
         for key, entry in held[0].items():
             if entry.kind == BUFFER:
-                yield entry
+                again = buffers.get(key)
+                held_by = (*again.chunks, *entry.chunks) if again else entry.chunks
+                buffers[key] = replace(entry, chunks=tuple(held_by))
             elif entry.fqn not in masters and not sharded:
                 split = ranks.cuts.split(entry.fqn, entry.shape)
                 yield shards.gathered([rank[key] for rank in held], split)
+    yield from buffers.values()
     if sharded:
         yield from partitioned.frozen(models)
 

@@ -197,6 +197,7 @@ def lay_out_universal(
         return Laid(made, (*report.notes_universal(choice), *of_settings))
     marks = Marks(state, wanted)
     whole = _universal(marks.without_padding(state), world_size, stage, precision, tag)
+    whole = replace(whole, sizes=wanted.sizes)  # the stamps of all its files say one world size
     ranks = _of_ranks(
         state,
         grids.grid(state, wanted),
