@@ -1,8 +1,8 @@
-"""Threads that share a list of work, or do one thing beside it; none outlives its block.
+"""Threads that process a list of items or run one task in the background; none outlives its block.
 
-A signal interrupts the waiting for them, never the ending of them: what raises in
-`threading.Thread.join`, or where an executor lets go of its locks, leaves threads that nobody waits
-for, or that wait for ever.
+A signal may interrupt the wait for a result, but never the final join. An exception raised inside
+`threading.Thread.join`, or while `concurrent.futures` releases its locks, would leave threads that
+nobody joins or that block forever.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ R = TypeVar("R")
 _Ended = tuple[str, "BaseException | None"]
 
 
-class Crew:
-    """Threads that are waited for where the block ends, however it does.
+class ThreadGroup:
+    """Threads that are joined when the `with` block ends, also after an error.
 
-    What they wait for themselves must have been told to end by then.
+    Anything that the threads themselves wait for must have been told to stop by then.
     """
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        self._ended: SimpleQueue[_Ended] = SimpleQueue()  # in C: a signal leaves it whole
+        # SimpleQueue is written in C, so a signal handler that raises cannot leave it half updated.
+        self._ended: SimpleQueue[_Ended] = SimpleQueue()
 
     def __enter__(self) -> Self:
         return self
@@ -42,19 +43,19 @@ class Crew:
 
     @signals.undivided
     def start(self, act: Callable[[], object], name: str = "worker") -> None:
-        """Begin to do something."""
+        """Start a thread that calls `act`."""
         thread = threading.Thread(target=self._run, args=(act, name), name=name)
         thread.start()
         self._threads.append(thread)
 
     def wait(self) -> str:
-        """Wait until one more has ended; its name, or what it raised."""
+        """Wait until one more thread ends and return its name, or raise what it raised."""
         name, error = self._ended.get()
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # else it holds its own traceback
+                del error  # break the reference cycle between the error and its traceback
         return name
 
     def _run(self, act: Callable[[], object], name: str) -> None:
@@ -66,15 +67,20 @@ class Crew:
             self._ended.put((name, None))
 
 
-def spread(
+def parallel_for(
     items: Iterable[T],
     make: Callable[[], Callable[[T], Any]],
     workers: int,
     done: Callable[[T], None] = lambda _item: None,
 ) -> None:
-    """Apply a worker's function to every item; one worker is a plain loop.
+    """Process every item in one of `workers` threads; one worker runs as a plain loop.
 
-    ``make`` gives each thread its own function (its buffers); ``done`` runs under a lock.
+    Args:
+        items: consumed one at a time, under a lock.
+        make: called once in each thread; returns the function that processes its items, so that
+            each thread can have buffers of its own.
+        workers: the number of threads.
+        done: called after each item, under the same lock.
     """
     if workers == 1:
         run = make()
@@ -97,23 +103,23 @@ def spread(
             with lock:
                 done(item)
 
-    with Crew() as crew:
+    with ThreadGroup() as threads:
         try:
             for _ in range(workers):
-                crew.start(loop)
+                threads.start(loop)
             for _ in range(workers):
-                crew.wait()
+                threads.wait()
         finally:
             stopped = True
 
 
-def each(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R]:
-    """What comes of every item, in their order; as many are done at once as there may be."""
+def parallel_map(items: Iterable[T], act: Callable[[T], R], most: int) -> list[R]:
+    """Return `act` of every item, in order, computed by at most `most` threads."""
     waiting = list(items)
-    come: dict[int, R] = {}
+    results: dict[int, R] = {}
 
     def act_on(number: int) -> None:
-        come[number] = act(waiting[number])
+        results[number] = act(waiting[number])
 
-    spread(range(len(waiting)), lambda: act_on, max(min(most, len(waiting)), 1))
-    return [come[number] for number in range(len(waiting))]
+    parallel_for(range(len(waiting)), lambda: act_on, max(min(most, len(waiting)), 1))
+    return [results[number] for number in range(len(waiting))]

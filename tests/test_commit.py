@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from reshard.errors import ExistsError, UsageError
 from reshard.output import commit
 from reshard.output.destination import check_destination
-from reshard.ranks.heartbeat import gone
+from reshard.ranks.heartbeat import build_connection_error
 from reshard.ranks.team import Alone
 from reshard.ranks.torchrun import Ranks
 
@@ -87,14 +87,14 @@ class Dying(Alone):
     def __init__(self, meeting, error):
         self.meetings, self.error = meeting, error
 
-    def meet(self):
+    def barrier(self):
         self.meetings -= 1
         if not self.meetings:
             raise self.error
 
 
 def dead():
-    return gone("rank 1", "ended without a word")
+    return build_connection_error("rank 1", "ended without reporting an error")
 
 
 @pytest.mark.parametrize("death", [dead, KeyboardInterrupt])
@@ -122,11 +122,11 @@ def test_a_rank_that_dies_says_what_became_of_the_output(tmp_path, meeting, said
 def test_a_rank_that_dies_when_all_is_done_does_not_ask_for_another_run(death):
     error = death()
     ranks = object.__new__(Ranks)
-    ranks.meet = Dying(1, error).meet
+    ranks.barrier = Dying(1, error).barrier
     with pytest.raises(type(error)):
-        ranks.part()
+        ranks.leave()
     assert (getattr(error, "remedy", "") or error.args[0]) == (
-        "what was asked for had been done before, whole"
+        "the work itself was already complete"
     )
 
 

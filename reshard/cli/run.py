@@ -40,13 +40,13 @@ def write(
     from reshard.ranks import torchrun
 
     try:
-        with torchrun.joined() as team:
+        with torchrun.join_team() as team:
             if not team.first:
                 given["html"] = None
             watched = team.first and _is_watched(quiet=quiet)
             chosen = made(team=team, **given)
             report = run(sources, destination, chosen, bar if watched else None)
-    except torchrun.SaidByFirstError as silent:
+    except torchrun.ReportedByFirstRankError as silent:
         raise click.exceptions.Exit(silent.exit_code) from silent
     if team.first and (not quiet or as_json):
         show_result(report, as_json=as_json)

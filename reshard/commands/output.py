@@ -24,7 +24,14 @@ from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
 from reshard.plan.planner import Plan
-from reshard.ranks.team import ALONE, Progress, Team, check_ranks_agree, own, told
+from reshard.ranks.team import (
+    ALONE,
+    Progress,
+    Team,
+    broadcast_text,
+    check_ranks_agree,
+    select_share,
+)
 from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
@@ -87,7 +94,7 @@ class OutputOptions(ReadOptions):
             read_bytes=window_bytes,
             clamp=self.on_overflow == "clamp",
             verify=self.verify,
-            progress=self.team.watched(progress),
+            progress=self.team.with_progress(progress),
             team=self.team,
         )
 
@@ -179,13 +186,13 @@ def write(
         resume=options.resume,
         team=team,
     )
-    with claimed as place, metered(meter, plan.target.nbytes) as bar, team.heeded():
+    with claimed as place, metered(meter, plan.target.nbytes) as bar, team.abort_on_failure():
         growing = unfinished(place, job, plan, manifest.files, options.moving(bar))
         done, notes = _begun(place, growing, options)
         if done is not None:
             bar(done.nbytes)
         outcome = growing.finish(done)
-        jobs.check_sources(job, own(team, list(manifest.files.values())))
+        jobs.check_sources(job, select_share(team, list(manifest.files.values())))
         _check_written(outcome, plan.target, place.output, options, look)
     return Written(outcome, done.nbytes if done else 0, notes)
 
@@ -201,12 +208,12 @@ def _begun(
     """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
     team = options.team
     left = growing.left() if options.resume and team.first else None
-    goes_on = told(team, "on" if left else "")
+    goes_on = broadcast_text(team, "on" if left else "")
     if not goes_on:
         size = place.held_bytes if team.first else 0
         if team.first:
             place.clear()
-        team.meet()
+        team.barrier()
         gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
         return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
     left = left or Outcome()

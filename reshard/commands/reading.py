@@ -13,7 +13,7 @@ from reshard import formats, units
 from reshard.errors import ResourceError, UnsafeError, UsageError
 from reshard.manifest import Manifest
 from reshard.plan.planner import WINDOW_BYTES
-from reshard.ranks.team import Progress, unseen
+from reshard.ranks.team import Progress, ignore_progress
 
 Meter = Callable[[int], AbstractContextManager[Progress]]
 
@@ -77,7 +77,7 @@ def _cores() -> int:
 
 def metered(meter: Meter | None, nbytes: int) -> AbstractContextManager[Progress]:
     """A progress display for a number of bytes; for nobody where there is no meter."""
-    return meter(nbytes) if meter else nullcontext(unseen)
+    return meter(nbytes) if meter else nullcontext(ignore_progress)
 
 
 def one_of(name: str, value: object, choices: Sequence[object]) -> None:

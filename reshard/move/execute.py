@@ -26,8 +26,8 @@ from reshard.move.share import Batch, Share, in_turns, pooled
 from reshard.move.spans import Spans
 from reshard.plan.copies import Window
 from reshard.plan.planner import Plan
-from reshard.ranks.team import own
-from reshard.threads import spread
+from reshard.ranks.team import select_share
+from reshard.threads import parallel_for
 
 
 def execute(
@@ -56,15 +56,15 @@ def execute(
         run = Run(pool, files, sources, target, options)
         if team.first:
             run.create(target.files, anew=done is None)
-        team.meet()
+        team.barrier()
         batches = share.of(_undone(plan, before, files) if done else plan.batches())
         seen = run.fill(in_turns(batches, options.workers), keep)
         share.check()
         outcome = pooled(team, seen)
         outcome.add(before)
         check_records(outcome.reads, sources, pool, options)
-        run.store_checksums(own(team, target.checksums), outcome)
-    team.meet()
+        run.store_checksums(select_share(team, target.checksums), outcome)
+    team.barrier()
     return outcome
 
 
@@ -121,7 +121,7 @@ class Run:
             CorruptError, DifferentError, ResourceError: as `execute`.
         """
         options = self._options
-        crew: list[_Worker] = []
+        threads: list[_Worker] = []
         taken: list[Outcome] = []
 
         def shown(seen: Outcome) -> Outcome:
@@ -131,7 +131,7 @@ class Run:
                 taken.append(replace(seen, windows=summed))  # the others nobody asks for again
             return after
 
-        def hire() -> _Worker:
+        def make_worker() -> _Worker:
             filler = Filler(
                 self._pool,
                 clamp=options.clamp,
@@ -139,15 +139,15 @@ class Run:
                 summed=self._sums.of_source,
             )
             writer = Writer(self._files, verify=options.verify)
-            crew.append(_Worker(filler, writer, self._sums, options.read_bytes, shown))
-            return crew[-1]
+            threads.append(_Worker(filler, writer, self._sums, options.read_bytes, shown))
+            return threads[-1]
 
         def done(batch: Batch) -> None:
             options.progress(sum(window.nbytes for window in batch))
 
-        spread(batches, hire, options.workers, done)
+        parallel_for(batches, make_worker, options.workers, done)
         outcome = Outcome()
-        for seen in (*taken, *(worker.seen for worker in crew)):
+        for seen in (*taken, *(worker.seen for worker in threads)):
             outcome.add(seen)
         return outcome
 
@@ -267,8 +267,8 @@ def check_records(
         for record in sources[file].records
         if record.crc32 is not None and reads.touching(file, record.byte_offset, record.nbytes)
     ]
-    spread(
-        own(options.team, touched),
+    parallel_for(
+        select_share(options.team, touched),
         lambda: lambda item: check_record(pool, *item, reads),
         options.workers,
     )

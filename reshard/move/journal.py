@@ -31,8 +31,8 @@ from reshard.move.spans import FileSpan, Spans
 from reshard.output.destination import check_space
 from reshard.output.partial import Partial, disk_error, sync
 from reshard.plan.planner import Plan
-from reshard.ranks.team import own
-from reshard.threads import Crew, spread
+from reshard.ranks.team import select_share
+from reshard.threads import ThreadGroup, parallel_for
 
 BATCH_BYTES = 256 << 20
 """What a worker writes between two lines, so what a kill can cost it."""
@@ -104,7 +104,7 @@ class Journal:
         there = Spans(span for span in left.windows if span[0] in whole)
         seen = pooled(team, replace(left, windows=there))
         if self._options.verify:
-            mine = own(team, sorted(seen.windows, key=lambda span: span[:2]))
+            mine = select_share(team, sorted(seen.windows, key=lambda span: span[:2]))
             seen = replace(seen, windows=pooled(team, Outcome(self._as_written(mine))).windows)
         seen = replace(seen, nbytes=seen.windows.nbytes)
         if team.first and seen.nbytes < left.nbytes:
@@ -120,14 +120,14 @@ class Journal:
         place, options = self._place, self._options
         if options.team.first:
             check_space(place.destination, self._plan.target.nbytes - place.held_bytes)
-        with Crew() as crew:
+        with ThreadGroup() as threads:
             try:
-                crew.start(self._work, name="journal")
+                threads.start(self._work, name="journal")
                 outcome = execute(
                     self._plan, self._sources, place.output, options, done=done, keep=self._keep
                 )
                 self._batches.put(None)
-                crew.wait()
+                threads.wait()
             except Exception:  # what is done already is worth its line all the more
                 raise
             except BaseException:
@@ -218,7 +218,7 @@ class Journal:
                 if crc is None or crc == crc_of(pool, path, offset, nbytes):
                     same.append(window)
 
-            spread(windows, lambda: check, self._options.workers)
+            parallel_for(windows, lambda: check, self._options.workers)
         return Spans(same)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.move.fill import READ_BYTES
-from reshard.ranks.team import ALONE, Progress, Team, unseen
+from reshard.ranks.team import ALONE, Progress, Team, ignore_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,5 +25,5 @@ class MoveOptions:
     read_bytes: int = READ_BYTES
     clamp: bool = False
     verify: bool = True
-    progress: Progress = unseen
+    progress: Progress = ignore_progress
     team: Team = ALONE

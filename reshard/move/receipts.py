@@ -86,7 +86,7 @@ class Receipts:
         """
         verify, team = self._options.verify, self._options.team
         seen = Outcome()
-        good = threads.each(self._found, self._holds, _REQUESTS_AT_ONCE)
+        good = threads.parallel_map(self._found, self._holds, _REQUESTS_AT_ONCE)
         for receipt, is_good in zip(self._found, good, strict=True):
             if is_good and (receipt.verified or not verify):
                 seen.add(receipt.seen)
@@ -128,7 +128,7 @@ class Receipts:
     def _receipts(self) -> list[_Receipt]:
         """Those of earlier runs."""
         names = writing.sizes_below(self._folder)
-        found = threads.each(names, self._read, _REQUESTS_AT_ONCE)
+        found = threads.parallel_map(names, self._read, _REQUESTS_AT_ONCE)
         return [receipt for receipt in found if receipt is not None]
 
     def _read(self, name: str) -> _Receipt | None:

@@ -74,7 +74,7 @@ def pooled(team: Team, seen: Outcome) -> Outcome:
     if team.size == 1:
         return seen
     whole = Outcome()
-    for document in team.gathered(json.dumps(seen.to_json()).encode()):
+    for document in team.all_gather(json.dumps(seen.to_json()).encode()):
         whole.add(Outcome.from_json(json.loads(document)))
     return whole
 

@@ -29,7 +29,7 @@ from reshard.output.temporary import temporary
 from reshard.plan.planner import Plan
 from reshard.remote.path import RemotePath
 from reshard.remote.writing import check_read_back, upload
-from reshard.threads import Crew
+from reshard.threads import ThreadGroup
 
 _FILES_AT_ONCE = 8
 
@@ -64,8 +64,8 @@ def write(
         SourceFiles() as pool,
         temporary() as here,
         OutputFiles(Path(here)) as made,
-        Crew() as crew,
-        _Sending(crew, made, directory, verify=options.verify, arrived=arrived) as sending,
+        ThreadGroup() as threads,
+        _Sending(threads, made, directory, verify=options.verify, arrived=arrived) as sending,
     ):
         run = Run(pool, made, sources, target, options)
         files = {file.name: file for file in target.files if file.name in mine}
@@ -82,7 +82,7 @@ def write(
         outcome = pooled(team, seen)
         outcome.add(before)
         check_records(outcome.reads, sources, pool, options)
-    team.meet()
+    team.barrier()
     directory.store.forget()  # what was listed before others had sent theirs
     return outcome
 
@@ -103,14 +103,14 @@ class _Sending:
 
     def __init__(
         self,
-        crew: Crew,
+        threads: ThreadGroup,
         made: OutputFiles,
         directory: RemotePath,
         *,
         verify: bool,
         arrived: Arrived,
     ) -> None:
-        self._crew = crew
+        self._crew = threads
         self._made = made
         self._directory = directory
         self._verify = verify

@@ -120,13 +120,13 @@ def claimed(
         place.claim()
         if not overwrite:
             place.check_free()
-        team.meet()  # claimed
+        team.barrier()  # claimed
         yield place
         place.settle()
-        team.meet()  # written
+        team.barrier()  # written
         place.publish(is_directory=is_directory, overwrite=overwrite)
         signals.say(_WRITTEN.format(place.destination))
-        team.meet()
+        team.barrier()
         _remove(place)
     except BaseException as error:
         if _stays(place, error, team, resume=resume):
@@ -150,7 +150,7 @@ def _place(destination: Path) -> Place:
 def _joined(place: Place, team: Team, *, resume: bool) -> Iterator[None]:
     """The part of any rank but the first."""
     try:
-        team.meet()  # claimed
+        team.barrier()  # claimed
         place.join(team.rank)
         yield
         place.settle()
@@ -160,8 +160,8 @@ def _joined(place: Place, team: Team, *, resume: bool) -> Iterator[None]:
         raise
     finally:
         place.release()
-    team.meet()  # written
-    team.meet()  # published
+    team.barrier()  # written
+    team.barrier()  # published
 
 
 def _stays(place: Place, error: BaseException, team: Team, *, resume: bool) -> bool:

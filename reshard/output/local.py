@@ -30,7 +30,7 @@ class Local(Partial):
         there = self.destination
         taken = os.path.lexists(there)
         if taken and not (there.is_dir() and not any(there.iterdir())):
-            raise holder.came_first(there)
+            raise holder.build_conflict_error(there)
 
     def settle(self) -> None:
         """Make the output durable: what this machine has in its own cache."""
@@ -62,7 +62,7 @@ class Local(Partial):
         try:
             os.link(made, self.destination)  # unlike rename, replaces nothing of another process
         except FileExistsError as error:
-            raise holder.came_first(self.destination) from error
+            raise holder.build_conflict_error(self.destination) from error
         except OSError:  # a file system without hard links
             made.rename(self.destination)
 

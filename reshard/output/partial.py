@@ -41,7 +41,7 @@ def disk_error(path: Path, error: OSError) -> ReshardError:
 
 def sync(paths: Iterable[Path]) -> None:
     """Make files and directories durable, many at once: a file system takes them together."""
-    threads.each(paths, _sync_one, _SYNCS)
+    threads.parallel_map(paths, _sync_one, _SYNCS)
 
 
 def _sync_one(path: Path) -> None:
@@ -210,7 +210,7 @@ class Partial:
             who = _holder(lock)
             raise ExistsError(
                 self.destination,
-                f"is being written by {holder.named(who)}",
+                f"is being written by {holder.describe(who)}",
                 "wait for it, or write elsewhere",
             ) from None
         except OSError as error:
@@ -220,7 +220,7 @@ class Partial:
             if who is not None and not holder.is_dead(who):
                 raise ExistsError(
                     self.path,
-                    f"is of {holder.named(who)}, and this file system has no"
+                    f"is of {holder.describe(who)}, and this file system has no"
                     " locks that say whether it lives",
                     f"remove {self.path}/lock* if it does not",
                 ) from error
@@ -230,11 +230,11 @@ def _sign(lock: int, path: Path) -> None:
     """Write down who has a lock."""
     try:
         os.ftruncate(lock, 0)
-        os.pwrite(lock, holder.signature(), 0)
+        os.pwrite(lock, holder.encode_self(), 0)
     except OSError as error:
         raise disk_error(path, error) from error
 
 
 def _holder(lock: int) -> holder.Holder | None:
     """Who the lock's file says has it; None while that is being written."""
-    return holder.read(os.pread(lock, 4096, 0))
+    return holder.decode(os.pread(lock, 4096, 0))

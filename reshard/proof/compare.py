@@ -15,7 +15,7 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Entry
 from reshard.tensors import read_block
-from reshard.threads import spread
+from reshard.threads import parallel_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def differences(
         progress(box.volume * (a.dtype.itemsize + b.dtype.itemsize))
 
     with SourceFiles() as pool:
-        spread(items(), lambda: compare, workers, done)
+        parallel_for(items(), lambda: compare, workers, done)
     return found
 
 

@@ -25,7 +25,7 @@ from reshard.move.spans import Spans
 from reshard.plan.copies import BlockPlanner, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
-from reshard.threads import spread
+from reshard.threads import parallel_for
 
 _EXACT = Tolerance()
 _BUFFERS = 4  # a worker holds a block, one to compare with, a cast of the first, and what is read
@@ -126,7 +126,7 @@ def scan(
     """
     with SourceFiles() as pool:
         reader = _Reader(pool, files, block_bytes=2 * window_bytes // _BUFFERS)
-        spread(
+        parallel_for(
             reader.items(tasks),
             lambda: _Worker(reader),
             workers,
@@ -312,5 +312,5 @@ def _check_records(
             with lock:
                 found.altered.append(item)
 
-    spread(summed, lambda: check, workers)
+    parallel_for(summed, lambda: check, workers)
     found.altered.sort(key=lambda item: (item[0], item[1].byte_offset))

@@ -1,1 +1,1 @@
-"""Processes that share one conversion: what they tell one another, and whether they live."""
+"""Several processes that share one conversion: their communication, heartbeats and failures."""

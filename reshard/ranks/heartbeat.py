@@ -1,7 +1,7 @@
-"""Signs of life between the ranks of a launcher, and what the one that failed has said.
+"""Heartbeats between the ranks of a launcher, and the report of the first rank that fails.
 
-Every rank beats once a second on torch's key-value store. The first listens to all, the others to
-the first: what it learns, it passes on.
+Every rank writes a heartbeat to torch's key-value store once a second. Rank 0 watches all other
+ranks. The others watch rank 0, which passes on what it learns.
 """
 
 from __future__ import annotations
@@ -20,67 +20,67 @@ from reshard.ranks.team import Progress
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_BEAT = 1.0  # seconds between two signs of life
-_STEP = 0.02
+_BEAT = 1.0  # seconds between two heartbeats
+_STEP = 0.02  # seconds between two checks while a failure waits to be raised
 
 
-class RetoldError(ReshardError):
-    """What another rank raised, as it told it."""
+class RemoteRankError(ReshardError):
+    """An error that another rank raised and published in the store."""
 
 
-def tell(store: Store, where: str, failure: BaseException) -> None:
-    """Say why this rank fails; of several ranks the first that does is heard."""
-    told = {"where": where, "problem": repr(failure), "remedy": "", "code": 70}
+def publish_failure(store: Store, where: str, failure: BaseException) -> None:
+    """Publish why this rank fails; the store keeps the first failure that any rank publishes."""
+    report = {"where": where, "problem": repr(failure), "remedy": "", "code": 70}
     if isinstance(failure, ReshardError):
-        if not isinstance(failure, RetoldError):
-            told["where"] = f"{where}: {failure.where}"
+        if not isinstance(failure, RemoteRankError):
+            report["where"] = f"{where}: {failure.where}"
         else:
-            told["where"] = failure.where
-        told |= {"problem": failure.problem, "remedy": failure.remedy, "code": failure.exit_code}
+            report["where"] = failure.where
+        report |= {"problem": failure.problem, "remedy": failure.remedy, "code": failure.exit_code}
     elif isinstance(failure, KeyboardInterrupt):
-        told |= {"problem": "was interrupted", "code": INTERRUPTED}
-    store.compare_set("failed", "", json.dumps({**told, "outside": is_outside(failure)}))
+        report |= {"problem": "was interrupted", "code": INTERRUPTED}
+    store.compare_set("failed", "", json.dumps({**report, "outside": is_outside(failure)}))
 
 
-def said(store: Store) -> ReshardError | None:
-    """What the rank said that failed first."""
+def read_failure(store: Store) -> ReshardError | None:
+    """Return the failure that a rank published first, or None."""
     if not store.check(["failed"]):
         return None
-    told: dict[str, Any] = json.loads(store.get("failed"))
-    error = RetoldError(told["where"], told["problem"], told["remedy"])
-    error.exit_code = told["code"]
-    if told["outside"]:
+    report: dict[str, Any] = json.loads(store.get("failed"))
+    error = RemoteRankError(report["where"], report["problem"], report["remedy"])
+    error.exit_code = report["code"]
+    if report["outside"]:  # `errors.is_outside` recognizes such errors by their cause
         error.__cause__ = OSError("of another rank")
     return error
 
 
-def gone(where: str, what: str) -> ReshardError:
-    """Something that is not there any more, and may be another time."""
+def build_connection_error(where: str, what: str) -> ReshardError:
+    """Return the error for a lost connection, after which another run may succeed."""
     error = ReshardError(where, what, "run the same command again")
     error.__cause__ = ConnectionError(what)
     return error
 
 
-def dead(store: Store, ranks: Sequence[int], what: str) -> ReshardError:
-    """Ranks that will say nothing any more."""
-    shown = ", ".join(
+def build_lost_ranks_error(store: Store, ranks: Sequence[int], what: str) -> ReshardError:
+    """Return the error for ranks that no longer respond; it names at most four of them."""
+    names = ", ".join(
         f"{rank} ({store.get(f'host/{rank}').decode()})"
         if store.check([f"host/{rank}"])
         else f"{rank}"
         for rank in ranks[:4]
     )
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-    return gone(
-        f"rank {shown}{more}",
-        f"{what}: killed, or its machine is gone; the run ends",
+    return build_connection_error(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {names}{more}",
+        f"{what}: the process was killed or its machine is down; the run was stopped",
     )
 
 
-class Watch(threading.Thread):
-    """Says that this rank lives, and interrupts it when another one failed or fell silent.
+class RankWatch(threading.Thread):
+    """A thread that sends heartbeats and interrupts this rank when another one fails or stops.
 
     Args:
-        patience: seconds without a sign of life, and a rank is taken for dead.
+        patience: seconds without a heartbeat after which a rank is considered dead.
     """
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
@@ -98,33 +98,33 @@ class Watch(threading.Thread):
         self._stopped = threading.Event()
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes that this rank has done."""
+        """Add to the number of bytes that this rank has processed."""
         with self._lock:
             self._done += nbytes
             if self._rank == 0 and self.shown:
                 self.shown(nbytes)
 
     def check(self) -> None:
-        """Raise what ended the others."""
+        """Raise the failure of another rank, if there is one."""
         if self.failure is not None:
             raise self.failure
 
     def stop(self) -> None:
-        """Fall silent."""
+        """Stop sending heartbeats."""
         self._stopped.set()
         if self.is_alive():
             self.join(_BEAT)
 
     def run(self) -> None:
-        """A beat a second, until stopped."""
+        """Send a heartbeat every second until stopped."""
         beats, last = 0, dict.fromkeys(self._heard, ("", time.monotonic()))
         while not self._stopped.is_set():
             beats += 1
             try:
                 self._store.set(f"beat/{self._rank}", f"{beats} {self._done}")
-                self.failure = said(self._store) or self._listen(last)
+                self.failure = read_failure(self._store) or self._listen(last)
             except RuntimeError:
-                self.failure = gone("rank 0", "its machine is not there any more")
+                self.failure = build_connection_error("rank 0", "its machine does not respond")
             while self.failure is not None and not self._stopped.is_set():
                 if self.interrupts:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -141,11 +141,11 @@ class Watch(threading.Thread):
                 last[rank] = beat, now
         self._show([beat for beat, _ in last.values()])
         silent = [rank for rank, (_, when) in last.items() if now - when > self._patience]
-        what = f"has not been heard of for {self._patience:.0f} s"
-        return dead(self._store, silent, what) if silent else None
+        what = f"sent no heartbeat for {self._patience:.0f} s"
+        return build_lost_ranks_error(self._store, silent, what) if silent else None
 
     def _show(self, beats: Iterable[str]) -> None:
-        """Add what the other ranks have done to the first one's display."""
+        """Add the bytes that the other ranks have processed to the display of rank 0."""
         if self._rank != 0 or self.shown is None:
             return
         elsewhere = sum(int(beat.split()[1]) for beat in beats if beat)

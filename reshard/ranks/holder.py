@@ -1,4 +1,4 @@
-"""Who holds a place at which an output grows: what its process writes down there of itself."""
+"""Lock holders: how a process identifies itself in the lock of an unfinished output."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from reshard.errors import ExistsError
 Holder = dict[str, object]  # pid, host
 
 
-def signature() -> bytes:
-    """Of this process."""
+def encode_self() -> bytes:
+    """Return the content that this process writes into a lock."""
     return json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode()
 
 
-def read(data: bytes) -> Holder | None:
-    """Who wrote it; None where that is not whole."""
+def decode(data: bytes) -> Holder | None:
+    """Return the holder that wrote `data`, or None if the content is incomplete."""
     try:
-        said = json.loads(data)
+        holder = json.loads(data)
     except ValueError:
         return None
-    return said if isinstance(said, dict) and {"pid", "host"} <= said.keys() else None
+    return holder if isinstance(holder, dict) and {"pid", "host"} <= holder.keys() else None
 
 
-def named(who: Holder | None) -> str:
-    """A holder, in an error."""
-    return f"process {who['pid']} on {who['host']}" if who else "another process"
+def describe(holder: Holder | None) -> str:
+    """Return the holder's process and host as text for an error message."""
+    return f"process {holder['pid']} on {holder['host']}" if holder else "another process"
 
 
-def is_dead(who: Holder) -> bool:
-    """Whether it ran here and runs no more; of other machines nobody knows."""
-    if who["host"] != os.uname().nodename:
+def is_dead(holder: Holder) -> bool:
+    """Return whether the holder ran on this machine and has ended; False for other machines."""
+    if holder["host"] != os.uname().nodename:
         return False
     try:
-        os.kill(int(str(who["pid"])), 0)
+        os.kill(int(str(holder["pid"])), 0)  # signal 0 only checks that the process exists
     except ProcessLookupError:
         return True
     except (PermissionError, ValueError):
@@ -43,8 +43,10 @@ def is_dead(who: Holder) -> bool:
     return False
 
 
-def came_first(destination: Path) -> ExistsError:
-    """What to raise where another process has written what this one was to write."""
+def build_conflict_error(destination: Path) -> ExistsError:
+    """Return the error for a destination that another process has created first."""
     return ExistsError(
-        destination, "was created by another process meanwhile", "nothing was changed"
+        destination,
+        "was created by another process during this run",
+        "this run changed nothing there",
     )

@@ -1,8 +1,8 @@
-"""Processes that share one conversion: what they tell one another.
+"""Teams: the processes that share one conversion, and the collective operations between them.
 
-Every process reads the same headers and makes the same plan; each fills the windows that fall to
-it, and the first one commits. A process alone is a team of one, so that there is one way through
-`move.execute`; `torchrun` has the team of several, and `move.share` says what falls to each.
+Every process reads the same headers and computes the same plan. Each fills its share of the
+windows, and the first one commits. A single process is a team of one, so `move.execute` needs no
+second code path. `torchrun` implements the team of several processes; `move.share` assigns windows.
 """
 
 from __future__ import annotations
@@ -20,80 +20,82 @@ T = TypeVar("T")
 Progress = Callable[[int], None]
 
 
-def unseen(_nbytes: int) -> None:
-    """Progress that nobody watches."""
+def ignore_progress(_nbytes: int) -> None:
+    """Ignore progress: the default where nothing displays it."""
 
 
 class Team(Protocol):
-    """What `execute` and the commands ask of the processes that share a conversion."""
+    """The processes that share a conversion, as `execute` and the commands see them."""
 
     rank: int
-    size: int
+    size: int  # the number of processes
 
     @property
     def first(self) -> bool:
-        """Whether this process creates, commits and speaks."""
+        """Whether this process creates and commits the output and prints messages."""
 
-    def meet(self) -> None:
-        """Go on when every rank is here."""
+    def barrier(self) -> None:
+        """Wait until every rank has called this method."""
 
-    def gathered(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in their order."""
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank, in rank order, on every rank."""
 
-    def watched(self, progress: Progress) -> Progress:
-        """Progress that shows the work of all ranks at the first one."""
+    def with_progress(self, progress: Progress) -> Progress:
+        """Return a progress function that adds up the work of all ranks on the first rank."""
 
-    def heeded(self) -> AbstractContextManager[None]:
-        """A block that is interrupted when another rank fails."""
+    def abort_on_failure(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank is interrupted if another rank fails."""
 
 
 class Alone:
-    """A team of one."""
+    """The team of a single process."""
 
     rank = 0
     size = 1
     first = True
 
-    def meet(self) -> None:
-        """There is nobody to wait for."""
+    def barrier(self) -> None:
+        """Return at once: there are no other ranks to wait for."""
 
-    def gathered(self, data: bytes) -> list[bytes]:
-        """Its own."""
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return this process's data as the only item."""
         return [data]
 
-    def watched(self, progress: Progress) -> Progress:
-        """Its own."""
+    def with_progress(self, progress: Progress) -> Progress:
+        """Return `progress` unchanged."""
         return progress
 
-    def heeded(self) -> AbstractContextManager[None]:
-        """Nobody else can fail."""
+    def abort_on_failure(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: no other rank can fail."""
         return contextlib.nullcontext()
 
 
 ALONE = Alone()
 
 
-def told(team: Team, text: str) -> str:
-    """The first rank's text, on every rank."""
-    return team.gathered(text.encode() if team.first else b"")[0].decode()
+def broadcast_text(team: Team, text: str) -> str:
+    """Return the first rank's `text` on every rank."""
+    return team.all_gather(text.encode() if team.first else b"")[0].decode()
 
 
-def own(team: Team, items: Sequence[T]) -> Sequence[T]:
-    """The items that fall to this rank, where any rank can do any."""
+def select_share(team: Team, items: Sequence[T]) -> Sequence[T]:
+    """Return every `team.size`-th item, starting at this rank: its share of independent items."""
     return items[team.rank :: team.size]
 
 
 def check_ranks_agree(team: Team, what: str, text: str) -> None:
-    """Hold every rank to what the first has.
+    """Check that every rank has the same `text` as the first rank.
 
     Raises:
-        DifferentError: naming the ranks that have something else.
+        DifferentError: some ranks have another text; the message names them.
     """
-    found = team.gathered(hashlib.sha256(text.encode()).digest())
-    others = [str(rank) for rank, digest in enumerate(found) if digest != found[0]]
+    digests = team.all_gather(hashlib.sha256(text.encode()).digest())
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
+        ranks = "ranks" if len(others) > 1 else "rank"
         raise DifferentError(
             what,
-            f"rank {', '.join(others)} of {team.size} sees another than rank 0",
-            "give every rank the same command, and the same files at the same paths",
+            f"is not the same on all {team.size} ranks: {ranks} {', '.join(others)} and rank 0"
+            " differ",
+            "start every rank with the same command, and with the same files at the same paths",
         )

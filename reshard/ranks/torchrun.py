@@ -1,7 +1,7 @@
-"""The team of several processes, by torch.distributed with gloo: `torchrun -m reshard ...`.
+"""The team of several processes started by a launcher: `torchrun -m reshard ...`.
 
-Ranks wait for one another on torch's key-value store, in steps that a signal can interrupt. A rank
-that failed, or died, on whatever machine, ends the run; see `heartbeat`.
+Data is exchanged by torch.distributed with gloo. Barriers poll torch's key-value store, in steps
+that a signal can interrupt. A rank that fails or dies, on any machine, stops the run (`heartbeat`).
 """
 
 from __future__ import annotations
@@ -16,50 +16,58 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from reshard.errors import INTERRUPTED, ReshardError
-from reshard.ranks.heartbeat import Watch, dead, gone, said, tell
+from reshard.ranks.heartbeat import (
+    RankWatch,
+    build_connection_error,
+    build_lost_ranks_error,
+    publish_failure,
+    read_failure,
+)
 from reshard.ranks.team import ALONE, Progress, Team
 from reshard.signals import ENDING
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_MEETING = 60.0  # seconds until all ranks must be there
-_PATIENCE = 60.0  # seconds without one, and a rank is taken for dead
-_LAST_WORDS = 5.0  # seconds to wait for the other ranks' when this one was interrupted
-_CLEANING = 20.0  # seconds to wait for the first rank, which cleans up and speaks
-_STEP = 0.02, 0.5  # seconds between two looks at the store, the first and the longest
-_DONE = "what was asked for had been done before, whole"
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CONNECT_TIMEOUT = 60.0  # seconds in which all ranks must connect
+_PATIENCE = 60.0  # seconds without a heartbeat after which a rank is considered dead
+_REPORT_WAIT = 5.0  # seconds to wait for the other ranks' reports after a failure
+_CLEANUP_WAIT = 20.0  # seconds to wait for the first rank, which cleans up and prints the error
+_STEP = 0.02, 0.5  # seconds between two polls of the store: the first and the longest
+_NO_REPORT = "ended without reporting an error"
+_DONE = "the work itself was already complete"
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-class SaidByFirstError(ReshardError):
-    """What ended this rank: the first one has printed it."""
+class ReportedByFirstRankError(ReshardError):
+    """An error that the first rank has printed already; this rank exits without a message."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__("this rank", "ended with the others")
+        super().__init__("this rank", "ended because another rank failed")
         self.exit_code = exit_code
 
 
-def launched() -> bool:
-    """Whether a launcher started this process as one of several."""
-    named = all(name in os.environ for name in _LAUNCHED)
-    return named and os.environ["WORLD_SIZE"].isdigit() and int(os.environ["WORLD_SIZE"]) > 1
+def is_launched() -> bool:
+    """Return whether a launcher started this process as one of several."""
+    if not all(name in os.environ for name in _LAUNCHER_VARIABLES):
+        return False
+    return os.environ["WORLD_SIZE"].isdigit() and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Team]:
-    """The team that this process was launched into; its end is every rank's end.
+def join_team() -> Iterator[Team]:
+    """Join the team that this process was launched into; the block ends on all ranks together.
 
     Raises:
-        ReshardError: another rank failed or died; the first rank raises it with its message.
+        ReshardError: another rank failed or died; the first rank raises its error.
     """
-    if not launched():
+    if not is_launched():
         yield ALONE
         return
-    team = Ranks(*_met_at_store(), _PATIENCE)
+    team = Ranks(*_connect_to_store(), _PATIENCE)
     try:
         yield team
-        team.part()
+        team.leave()
     except BaseException as error:
         failure = team.end(error)
         if failure is error:
@@ -69,26 +77,26 @@ def joined() -> Iterator[Team]:
         team.close()
 
 
-def _met_at_store() -> tuple[Store, int, int]:
+def _connect_to_store() -> tuple[Store, int, int]:
     from torch.distributed.rendezvous import rendezvous
 
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        met: tuple[Store, int, int] = next(
-            rendezvous("env://", timeout=timedelta(seconds=_MEETING))
+        connected: tuple[Store, int, int] = next(
+            rendezvous("env://", timeout=timedelta(seconds=_CONNECT_TIMEOUT))
         )
     except (RuntimeError, ValueError) as error:
         raise ReshardError(
             where,
-            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} does not reach the others:"
-            f" {str(error).splitlines()[0]}",
-            "start it with torchrun, or unset RANK and WORLD_SIZE to run alone",
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} cannot connect to the other"
+            f" ranks: {str(error).splitlines()[0]}",
+            "start reshard with torchrun, or unset RANK and WORLD_SIZE to run one process",
         ) from error
-    return met
+    return connected
 
 
 class Ranks:
-    """The processes of a launcher, by torch.distributed with gloo."""
+    """The team of all processes of a launcher, which communicate by torch.distributed with gloo."""
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
         from torch.distributed.distributed_c10d import PrefixStore
@@ -96,28 +104,28 @@ class Ranks:
         self.rank = rank
         self.size = size
         self._store = PrefixStore("reshard", store)
-        self._meetings = 0
-        self._grouped = False
-        self._is_told = False  # why this rank ends
+        self._barriers = 0
+        self._has_group = False
+        self._is_reported = False  # whether this rank has published why it ends
         self._patience = patience
         self._store.set(f"host/{rank}", platform.node())
-        self._watch = Watch(self._store, rank, size, patience)
+        self._watch = RankWatch(self._store, rank, size, patience)
         self._watch.start()
-        self.meet()
+        self.barrier()
 
     @property
     def first(self) -> bool:
-        """Whether this process creates, commits and speaks."""
+        """Whether this process creates and commits the output and prints messages."""
         return self.rank == 0
 
-    def meet(self) -> None:
-        """Go on when every rank is here.
+    def barrier(self) -> None:
+        """Wait until every rank has called this method.
 
         Raises:
-            ReshardError: one will not come.
+            ReshardError: another rank failed or died.
         """
-        self._meetings += 1
-        name, step = f"met/{self._meetings}", _STEP[0]
+        self._barriers += 1
+        name, step = f"met/{self._barriers}", _STEP[0]
         try:
             count = self._store.add(name, 1)
             while count < self.size:
@@ -126,30 +134,30 @@ class Ranks:
                 step = min(step * 1.5, _STEP[1])
                 count = self._store.add(name, 0)
         except RuntimeError as error:  # the store died with its machine
-            self._lost(error)
+            self._raise_lost(error)
 
-    def gathered(self, data: bytes) -> list[bytes]:
-        """What every rank gave, in their order."""
-        self.meet()  # what can wait long waits there, where it can be interrupted
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the data of every rank, in rank order, on every rank."""
+        self.barrier()  # long waits happen here, where a signal can interrupt them; gloo blocks
         try:
-            return self._exchanged(data)
+            return self._exchange(data)
         except RuntimeError as error:  # gloo: a connection closed
-            self._lost(error)
+            self._raise_lost(error)
 
-    def watched(self, progress: Progress) -> Progress:
-        """Progress that shows the work of all ranks at the first one."""
+    def with_progress(self, progress: Progress) -> Progress:
+        """Return a progress function that adds up the work of all ranks on the first rank."""
         self._watch.shown = progress
         return self._watch.count
 
     @contextlib.contextmanager
-    def heeded(self) -> Iterator[None]:
-        """A block that is interrupted when another rank fails; outside, `meet` raises it.
+    def abort_on_failure(self) -> Iterator[None]:
+        """Interrupt the block if another rank fails; outside of it, `barrier` raises the failure.
 
-        What follows the block cleans up, and must not be interrupted: when the first rank comes to
+        The code after the block cleans up and must not be interrupted. When the first rank reaches
         it, the others have ended.
 
         Raises:
-            ReshardError: what ended another rank, where that is why this one was interrupted.
+            ReshardError: another rank failed, and this rank was interrupted for that reason.
         """
         self._watch.interrupts = True
         try:
@@ -157,7 +165,7 @@ class Ranks:
             yield
         except BaseException as error:
             self._watch.interrupts = False
-            failure = self._told(error)
+            failure = self._report(error)
             if failure is error:
                 raise
             raise failure  # noqa: B904 - its own cause says whether another run may succeed
@@ -165,35 +173,35 @@ class Ranks:
             self._watch.interrupts = False
 
     def end(self, error: BaseException) -> BaseException:
-        """Tell the others that this rank fails, and wait until the first has cleaned up.
+        """Tell the other ranks that this rank fails, and wait until the first has cleaned up.
 
         Returns:
-            What this rank should raise.
+            The error that this rank should raise.
         """
         self._watch.stop()
-        failure = self._told(error)
-        with contextlib.suppress(RuntimeError):  # without a store, every rank speaks for itself
+        failure = self._report(error)
+        with contextlib.suppress(RuntimeError):  # without a store, each rank prints its own error
             self._store.set(f"ended/{self.rank}", "")
             if self.first:
-                self._store.set("told", "")
-            elif self._first_speaks():
-                return SaidByFirstError(getattr(failure, "exit_code", 1))
-            elif _is_interrupt(failure):  # by a launcher that lost the first
-                return self._dead([0], failure)
+                self._store.set("reported", "")
+            elif self._wait_for_first():
+                return ReportedByFirstRankError(getattr(failure, "exit_code", 1))
+            elif _is_interrupt(failure):  # sent by a launcher that lost the first rank
+                return self._explain_silence([0], failure)
         return failure
 
-    def part(self) -> None:
-        """Meet a last time; the first rank, which may have the store, leaves after the others.
+    def leave(self) -> None:
+        """Pass a last barrier; the first rank, which may host the store, leaves after the others.
 
         Raises:
-            ReshardError: one will not come; what was to be done is done all the same.
+            ReshardError: another rank died; the work was complete before that.
         """
         try:
-            self.meet()
+            self.barrier()
         except ReshardError as error:
             error.remedy = _DONE
             raise
-        except KeyboardInterrupt as error:  # a launcher that lost a rank
+        except KeyboardInterrupt as error:  # sent by a launcher that lost a rank
             error.args = (_DONE,)
             raise
         self._watch.stop()
@@ -201,21 +209,21 @@ class Ranks:
             self._store.set(f"parted/{self.rank}", "")
             return
         for rank in range(1, self.size):
-            self._comes(f"parted/{rank}", _LAST_WORDS)
+            self._wait_for_key(f"parted/{rank}", _REPORT_WAIT)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the process group and stop the heartbeat."""
         from torch import distributed
 
         self._watch.stop()
-        if self._grouped:
+        if self._has_group:
             distributed.destroy_process_group()
 
-    def _exchanged(self, data: bytes) -> list[bytes]:
+    def _exchange(self, data: bytes) -> list[bytes]:
         import torch
         from torch import distributed
 
-        if not self._grouped:
+        if not self._has_group:
             distributed.init_process_group(
                 "gloo",
                 store=self._store,
@@ -223,7 +231,7 @@ class Ranks:
                 world_size=self.size,
                 timeout=timedelta(seconds=self._patience),
             )
-            self._grouped = True
+            self._has_group = True
         size = torch.tensor([len(data)])
         sizes = [torch.zeros_like(size) for _ in range(self.size)]
         distributed.all_gather(sizes, size)
@@ -236,63 +244,68 @@ class Ranks:
         distributed.all_gather(parts, mine)
         return [part.numpy().tobytes()[:count] for part, count in zip(parts, counts, strict=True)]
 
-    def _lost(self, error: RuntimeError) -> NoReturn:
-        """Raise why another rank left in the middle of an exchange."""
+    def _raise_lost(self, error: RuntimeError) -> NoReturn:
+        """Raise the reason why another rank left in the middle of an exchange."""
         with contextlib.suppress(RuntimeError):
-            self._comes("failed", _LAST_WORDS)
-            failure = said(self._store)
+            self._wait_for_key("failed", _REPORT_WAIT)
+            failure = read_failure(self._store)
             if failure is not None:
                 raise failure
-        raise gone("another rank", f"ended without a word ({str(error).splitlines()[0]})")
+        raise build_connection_error("another rank", f"{_NO_REPORT} ({str(error).splitlines()[0]})")
 
-    def _told(self, error: BaseException) -> BaseException:
-        """What ended the run, once the others know it; the first rank waits for them to end."""
-        if self._is_told:
+    def _report(self, error: BaseException) -> BaseException:
+        """Publish why this rank ends and return the error that ended the run.
+
+        The first rank also waits until the others have ended.
+        """
+        if self._is_reported:
             return error
-        self._is_told = True
-        for number in ENDING:  # a launcher ends the others of a node
+        self._is_reported = True
+        for (
+            number
+        ) in ENDING:  # when one rank ends, a launcher sends signals to the rest of its node
             signal.signal(number, signal.SIG_IGN)
         ours = isinstance(error, ReshardError)
         failure = error if ours or self._watch.failure is None else self._watch.failure
         with contextlib.suppress(RuntimeError):  # the store died with its machine
             self._store.set(f"ending/{self.rank}", "")
-            tell(self._store, f"rank {self.rank} ({platform.node()})", failure)
-            silent = self._silent() if self.first else []
-            if silent and _is_interrupt(failure):  # here or there, by a launcher that lost one
-                return self._dead(silent, failure)
+            publish_failure(self._store, f"rank {self.rank} ({platform.node()})", failure)
+            silent = self._find_silent() if self.first else []
+            if silent and _is_interrupt(failure):  # sent by a launcher that lost a rank
+                return self._explain_silence(silent, failure)
         return failure
 
-    def _dead(self, ranks: Sequence[int], failure: BaseException) -> ReshardError:
-        """Ranks that say nothing more, in the place of an interrupt."""
-        told = dead(self._store, ranks, "ended without a word")
-        more = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
-        told.remedy = "; ".join(str(each) for each in more if each) or told.remedy
-        return told
+    def _explain_silence(self, ranks: Sequence[int], failure: BaseException) -> ReshardError:
+        """Return an error that names the silent ranks, to raise instead of an interrupt."""
+        error = build_lost_ranks_error(self._store, ranks, _NO_REPORT)
+        remedies = [failure.remedy] if isinstance(failure, ReshardError) else failure.args
+        error.remedy = "; ".join(str(each) for each in remedies if each) or error.remedy
+        return error
 
-    def _first_speaks(self) -> bool:
-        """Wait for the first rank, as long as it beats or is known to clean up."""
+    def _wait_for_first(self) -> bool:
+        """Wait until the first rank has printed the error; False if it died before."""
         beat, heard = b"", time.monotonic()
-        until = heard + _CLEANING
-        while not self._store.check(["told"]):
+        until = heard + _CLEANUP_WAIT
+        while not self._store.check(["reported"]):
             now, last = time.monotonic(), beat
             if self._store.check(["beat/0"]) and (beat := self._store.get("beat/0")) != last:
                 heard = now
-            lives = now - heard < _LAST_WORDS or self._store.check(["ending/0"])
+            lives = now - heard < _REPORT_WAIT or self._store.check(["ending/0"])
             if now > until or not lives:
                 return False
             time.sleep(_STEP[0])
         return True
 
-    def _silent(self) -> list[int]:
-        """Ranks that neither end nor set about it, although they are told to."""
-        until = time.monotonic() + _LAST_WORDS
+    def _find_silent(self) -> list[int]:
+        """Return the ranks that have not started to end within the waiting time."""
+        until = time.monotonic() + _REPORT_WAIT
         silent = list(range(1, self.size))
         while silent and time.monotonic() < until:
             time.sleep(_STEP[0])
             silent = [rank for rank in silent if not self._store.check([f"ended/{rank}"])]
         return [rank for rank in silent if not self._store.check([f"ending/{rank}"])]
 
-    def _comes(self, key: str, seconds: float) -> bool:
+    def _wait_for_key(self, key: str, seconds: float) -> bool:
         until = time.monotonic() + seconds
         while not self._store.check([key]):
             if time.monotonic() > until:
@@ -302,5 +315,5 @@ class Ranks:
 
 
 def _is_interrupt(failure: BaseException) -> bool:
-    told = getattr(failure, "exit_code", None) == INTERRUPTED
-    return told or isinstance(failure, KeyboardInterrupt)
+    exit_code = getattr(failure, "exit_code", None)
+    return exit_code == INTERRUPTED or isinstance(failure, KeyboardInterrupt)

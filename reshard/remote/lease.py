@@ -40,7 +40,7 @@ class Lease(threading.Thread):
             ExistsError: another process gave a sign of life a moment ago.
             ReshardError: the store cannot be written to.
         """
-        self._sign.write_bytes(holder.signature())
+        self._sign.write_bytes(holder.encode_self())
         for other in self._others():
             self._check_silent(other)
         self.start()
@@ -73,7 +73,7 @@ class Lease(threading.Thread):
             with contextlib.suppress(ReshardError):
                 if self._sign.store.info(str(self._sign)) is None:
                     return  # it was taken over: see `check`
-                self._sign.write_bytes(holder.signature())
+                self._sign.write_bytes(holder.encode_self())
 
     def _others(self) -> list[RemotePath]:
         self._sign.store.forget()
@@ -82,14 +82,14 @@ class Lease(threading.Thread):
 
     def _check_silent(self, other: RemotePath) -> None:
         try:
-            who = holder.read(other.read_bytes())
+            who = holder.decode(other.read_bytes())
         except IncompleteError:
             return  # it has ended meanwhile
         silent = (self._place / self._sign.name).stat().st_mtime - other.stat().st_mtime
         if silent <= PATIENCE and not (who and holder.is_dead(who)):
             raise ExistsError(
                 self._destination,
-                f"is being written by {holder.named(who)}, heard of {max(silent, 0):.0f} s ago",
+                f"is being written by {holder.describe(who)}, heard of {max(silent, 0):.0f} s ago",
                 f"wait for it, or write elsewhere; if it is no more: {PATIENCE:.0f} s after its"
                 " last sign of life another may come in",
             )

@@ -96,7 +96,7 @@ class RemotePartial:
         """
         self.destination.store.forget()
         if self.destination.exists() and not is_moving(self.destination):
-            raise holder.came_first(self.destination)
+            raise holder.build_conflict_error(self.destination)
 
     def settle(self) -> None:
         """A store answers when it has what was sent."""
@@ -146,7 +146,7 @@ class RemotePartial:
         """What is at the destination must be of a run that died while it copied."""
         foreign = there.items() - writing.sizes_below(self.output).items()
         if foreign or not is_moving(self.destination):
-            raise holder.came_first(self.destination)
+            raise holder.build_conflict_error(self.destination)
 
 
 def path_of(destination: RemotePath) -> RemotePath:

@@ -61,7 +61,9 @@ def copy_directory(
         _remove(destination, sorted(filter(_is_marker, old), key=_depth))
         _remove(destination, [name for name in old if not _is_marker(name)])
         early = [name for name in sizes if name not in late]
-        threads.each(early, lambda name: _copy(made / name, destination / name), _COPIES_AT_ONCE)
+        threads.parallel_map(
+            early, lambda name: _copy(made / name, destination / name), _COPIES_AT_ONCE
+        )
         _check_sizes({destination / name: sizes[name] for name in early})
         with signals.deferred():
             for name in reversed(late):

@@ -129,7 +129,7 @@ def remove(paths: Sequence[RemotePath]) -> None:
         keys = [path.key for path in bulk]
         attempt(str(first.parent), lambda: first.store.files.rm(keys), "cannot be removed")
     rest = [path for path in paths if path not in bulk]
-    threads.each(rest, RemotePath.remove, _REMOVALS_AT_ONCE)
+    threads.parallel_map(rest, RemotePath.remove, _REMOVALS_AT_ONCE)
 
 
 def abort_uploads(place: RemotePath) -> None:
