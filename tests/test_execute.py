@@ -88,10 +88,10 @@ def test_what_is_held_for_several_copies_stays_within_the_read_limit(tmp_path):
     skeleton = Skeleton(tuple(files), (replace(entry, chunks=tuple(placed)),))
     planned, held = Plan({entry.key: entry}, skeleton, limit), 0
     with SourceFiles() as pool:
-        filler = Filler(pool, read_bytes=limit, summed=lambda _file: False)
+        filler = Filler(pool, read_bytes=limit, needs_checksum=lambda _file: False)
         for batch in planned.batches():
-            filler.hold(copy for window in batch for copy in window.copies)
-            held = max(held, sum(len(data) for *_, data in filler._held))
+            filler.read_shared(copy for window in batch for copy in window.copies)
+            held = max(held, sum(len(data) for *_, data in filler._shared))
     assert 0 < held <= limit
     (tmp_path / "out").mkdir()
     execute(planned, known, tmp_path / "out", MoveOptions(read_bytes=limit))
@@ -132,7 +132,7 @@ def test_a_byte_that_was_not_kept_is_seen_at_once(tmp_path, monkeypatch, workers
     for number in range(whole_disk.writes):
         faulty = Faulty(number, chance.random())
         monkeypatch.setattr(os, "pwrite", faulty.pwrite)
-        with pytest.raises(DifferentError, match="read back differ"):
+        with pytest.raises(DifferentError, match="differ from what was written"):
             run(made, skeleton, tmp_path / f"out{number}", **options)
 
 
@@ -183,7 +183,9 @@ def test_progress_counts_every_output_byte_once(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_take_batches_of_different_files_in_turn(workers):
     batches = [(Window(file, at, 1, ()),) for file in "abc" for at in range(4)]
-    taken = [(window.file, window.byte_offset) for (window,) in share.in_turns(batches, workers)]
+    taken = [
+        (window.file, window.byte_offset) for (window,) in share.interleave_files(batches, workers)
+    ]
     assert sorted(taken) == [(window.file, window.byte_offset) for (window,) in batches]
     for file in "abc":
         assert [at for name, at in taken if name == file] == [0, 1, 2, 3]
@@ -191,7 +193,7 @@ def test_workers_take_batches_of_different_files_in_turn(workers):
 
 
 def test_a_file_of_more_batches_than_are_held_goes_through_in_order(monkeypatch):
-    monkeypatch.setattr(share, "_HELD", 3)
+    monkeypatch.setattr(share, "_LOOKAHEAD", 3)
     batches = [(Window(file, at, 1, ()),) for file in "ab" for at in range(10)]
     seen = []
 
@@ -200,6 +202,6 @@ def test_a_file_of_more_batches_than_are_held_goes_through_in_order(monkeypatch)
             seen.append(batch)
             yield batch
 
-    for number, batch in enumerate(share.in_turns(planned(), 2), start=1):
+    for number, batch in enumerate(share.interleave_files(planned(), 2), start=1):
         assert len(seen) <= number + 3, batch
     assert len(seen) == number == 20

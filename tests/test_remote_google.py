@@ -79,7 +79,7 @@ def test_a_checkpoint_is_read_and_written_whatever_the_network_does(files, proxy
 
 
 def test_an_upload_that_was_cut_off_goes_on(files, proxy, whole, monkeypatch):
-    monkeypatch.setattr(receipts, "WORTH", 1)
+    monkeypatch.setattr(receipts, "MIN_BYTES", 1)
     proxy.fault = lambda _method, path, _number: 403 if "__2_0.distcp" in path else None
     with pytest.raises(ReshardError, match=r"__2_0.*Forbidden") as caught:
         split(resume=True)

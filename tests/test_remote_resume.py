@@ -24,7 +24,7 @@ import reshard
 from reshard.move import receipts
 from reshard.remote import publish
 
-receipts.WORTH = 1
+receipts.MIN_BYTES = 1
 number = 0
 
 def dying(ends, act):
@@ -55,7 +55,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def every_file_counts(monkeypatch, files):
-    monkeypatch.setattr(receipts, "WORTH", 1)
+    monkeypatch.setattr(receipts, "MIN_BYTES", 1)
     monkeypatch.setattr(attempts, "ATTEMPTS", 2)
     yield
     if files.find("bucket/out"):
@@ -231,7 +231,7 @@ def test_what_can_neither_be_copied_nor_taken_back_is_said_and_put_in_place_late
 def test_another_job_is_refused_and_nothing_is_removed(files, proxy):
     cut_off(proxy, resume=True)
     held = contents(files, PLACE)
-    with pytest.raises(UsageError, match="cannot be gone on with: on_overflow is not as it was"):
+    with pytest.raises(UsageError, match="cannot be resumed: on_overflow has changed"):
         split(resume=True, on_overflow="clamp")
     assert contents(files, PLACE) == held
 

@@ -32,14 +32,14 @@ def test_every_range_says_the_checksum_of_its_bytes(given, asked):
     assert {at for _, start, size, _ in spans for at in range(start, start + size)} == held
     assert spans.nbytes == len(held)
     start, stop = asked
-    assert spans.cover("x", start, stop - start) == set(range(start, stop)).issubset(held)
-    touching = spans.touching("x", start, stop - start)
+    assert spans.covers("x", start, stop - start) == set(range(start, stop)).issubset(held)
+    touching = spans.find_overlapping("x", start, stop - start)
     assert touching == sorted(touching)
     meeting = [(s, n, crc) for _, s, n, crc in spans if s < stop and s + n > start]
     if start < stop:
         assert touching == sorted(meeting)
         within = [(s, n, crc) for s, n, crc in meeting if s >= start and s + n <= stop]
-        assert spans.within("x", start, stop - start) == sorted(within)
+        assert spans.find_inside("x", start, stop - start) == sorted(within)
 
 
 @given(st.sets(st.integers(1, len(DATA) - 1), max_size=30), st.randoms(use_true_random=False))
@@ -66,6 +66,6 @@ def test_what_is_joined_stays_small_enough_to_be_done_again(monkeypatch):
 
 def test_a_file_of_which_nothing_is_known_is_not_covered():
     spans = Spans([("x", *of(0, 10))])
-    assert not spans.cover("y", 0, 1)
-    assert spans.touching("y", 0, 1) == spans.within("y", 0, 1) == []
+    assert not spans.covers("y", 0, 1)
+    assert spans.find_overlapping("y", 0, 1) == spans.find_inside("y", 0, 1) == []
     assert spans.files == ["x"]

@@ -19,7 +19,7 @@ from reshard.manifest import Manifest, Skeleton
 from reshard.move import job as jobs
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
-from reshard.move.unfinished import Unfinished, unfinished
+from reshard.move.unfinished import Unfinished, open_unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
@@ -187,7 +187,7 @@ def write(
         team=team,
     )
     with claimed as place, metered(meter, plan.target.nbytes) as bar, team.abort_on_failure():
-        growing = unfinished(place, job, plan, manifest.files, options.moving(bar))
+        growing = open_unfinished(place, job, plan, manifest.files, options.moving(bar))
         done, notes = _begun(place, growing, options)
         if done is not None:
             bar(done.nbytes)
@@ -207,7 +207,7 @@ def _begun(
 ) -> tuple[Outcome | None, list[str]]:
     """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
     team = options.team
-    left = growing.left() if options.resume and team.first else None
+    left = growing.read_progress() if options.resume and team.first else None
     goes_on = broadcast_text(team, "on" if left else "")
     if not goes_on:
         size = place.held_bytes if team.first else 0
@@ -217,7 +217,7 @@ def _begun(
         gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
         return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
     left = left or Outcome()
-    done = growing.intact(left)
+    done = growing.check_progress(left)
     lost = left.nbytes - done.nbytes
     again = f"{units.show_bytes(lost)} of it were not as they had been written: done again"
     return done, [again] if lost > 0 else []

@@ -1,16 +1,18 @@
-"""A plan carried out: the only place where bytes of tensors move.
+"""Execution of a plan: the only package that moves bytes of tensors.
 
-options     how: threads, memory, whether to verify
-execute     on a disk: windows of a plan filled, written, read back; upload: into an object store
-outputs     the files of an output while they are made
-fill        the copies of a window read: one read a run
-cast        blocks in memory: strided copies and casts
-records     checksums that files keep of their own records
-share       ranks that share a plan (threads that share a list of work: `reshard.threads`)
+options     threads, memory, whether to verify
+execute     fill the windows of a plan on a disk, write them and read them back
+upload      the same into an object store
+outputs     open files of the output
+fill        read the copies of a window, one read for each run
+cast        strided copies and casts in memory
+records     checksums that files store of their own records
+share       distribution of a plan over ranks (over threads: `reshard.threads`)
 
-outcome     what an execution saw
+outcome     what an execution did and found
 spans       byte ranges of files, with checksums
-job         which job an unfinished output is of
-journal     what of it is on the disk for good; receipts: what of it an object store has
-unfinished  either of them
+job         the description that identifies a conversion, so that it can be resumed
+journal     progress on a disk
+receipts    progress in an object store
+unfinished  a common interface of the two
 """

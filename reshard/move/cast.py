@@ -1,8 +1,8 @@
-"""Copy and cast of strided blocks in memory: numpy only, no torch.
+"""Casts of strided blocks in memory, with numpy only (no torch).
 
-A cast rounds to nearest even, as ``torch.Tensor.to`` does, which takes a float64 to 16 bits by way
-of float32; a NaN becomes bfloat16's 0x7FC0 (torch's own bits for it depend on the vector unit).
-bfloat16 has no numpy dtype, so its bits are made here; blocks stay in the cache between the passes.
+A cast rounds to nearest even, like ``torch.Tensor.to``, which converts float64 to 16 bits by way of
+float32. A NaN becomes bfloat16's 0x7FC0 (the bits that torch writes depend on the vector unit).
+numpy has no bfloat16, so this module computes its bits, in blocks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from reshard.errors import UnsupportedError
 
-_BLOCK = 1 << 18  # elements; shorter blocks spend their time in calls and in waiting for the GIL
+_BLOCK = 1 << 18  # elements; with shorter blocks, calls and waits for the GIL dominate
 _NUMPY = {FLOAT64: "<f8", FLOAT32: "<f4", FLOAT16: "<f2", BFLOAT16: "<u2"}
 _BITS = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _EXPONENT_BITS = {FLOAT64: 11, FLOAT32: 8, BFLOAT16: 8, FLOAT16: 5}
@@ -27,15 +27,17 @@ Array = NDArray[Any]
 
 
 def numpy_dtype(dtype: DType, *, casting: bool) -> str:
-    """How numpy sees the elements: as numbers for a cast, as bits for a copy.
+    """Return the numpy dtype for elements of `dtype`: numbers for a cast, plain bits for a copy.
 
     Raises:
-        UnsupportedError: a cast of a dtype that is never cast.
+        UnsupportedError: elements of this dtype cannot be cast.
     """
     if not casting:
         return _BITS[dtype.itemsize]
     if dtype not in _NUMPY:
-        raise UnsupportedError(str(dtype), "is never cast", "keep it, or exclude the tensor")
+        raise UnsupportedError(
+            str(dtype), "cannot be cast", "keep its dtype, or exclude the tensor"
+        )
     return _NUMPY[dtype]
 
 
@@ -48,18 +50,21 @@ def cast(
     clamp: bool,
     factor: float = 1.0,
 ) -> tuple[int, int]:
-    """Fill ``target`` with ``source`` in another float dtype; arrays of equal shape.
+    """Fill ``target`` with the values of ``source`` in another float dtype.
 
     Args:
-        source, target: as numpy sees ``dtype`` and ``target_dtype`` (`numpy_dtype`): bfloat16 as
-            its bits, uint16.
-        factor: what the numbers are multiplied by, before they are rounded.
-        clamp: write the largest finite value where the result would be infinite.
+        source: an array in the numpy dtype of ``dtype`` (`numpy_dtype`); bfloat16 as uint16 bits.
+        target: an array of the same shape in the numpy dtype of ``target_dtype``.
+        dtype: the dtype of the source.
+        target_dtype: the dtype of the target.
+        factor: the number by which values are multiplied before rounding.
+        clamp: whether to write the largest finite value where the result would be infinite.
 
     Returns:
-        How many finite elements became (or, clamped, would have become) infinite, and how many
-        others became zero. The second is counted where the target has fewer exponent bits; from
-        float32 to bfloat16 only subnormals below 1e-38 can become zero, and are not counted.
+        The number of finite elements that became infinite (or would have, without clamping), and
+        the number of nonzero elements that became zero. The second is counted only if the target
+        has fewer exponent bits. From float32 to bfloat16, only subnormals below 1e-38 can become
+        zero; they are not counted.
     """
     if not (source.ndim == 1 and source.flags.c_contiguous and target.flags.c_contiguous):
         flat = np.empty(source.size, target.dtype)
@@ -71,12 +76,12 @@ def cast(
     with np.errstate(all="ignore"):
         for start in range(0, source.size, _BLOCK):
             block = slice(start, start + _BLOCK)
-            numbers, held = as_numbers(source[block], dtype), dtype
+            numbers, computed = as_numbers(source[block], dtype), dtype
             if factor != 1.0:
                 wide = numbers.astype(np.float32) if dtype.itemsize < FLOAT32.itemsize else numbers
                 numbers = wide * wide.dtype.type(factor)
-                held = FLOAT64 if dtype == FLOAT64 else FLOAT32
-            counts = _cast_block(numbers, target[block], held, target_dtype, clamp)
+                computed = FLOAT64 if dtype == FLOAT64 else FLOAT32
+            counts = _cast_block(numbers, target[block], computed, target_dtype, clamp)
             overflowed += counts[0]
             flushed += counts[1]
     return overflowed, flushed
@@ -89,19 +94,19 @@ def _cast_block(
     if target_dtype == BFLOAT16:
         special = _to_bfloat16(numbers.astype(np.float32, copy=False), target)
     else:
-        by_way = target_dtype == FLOAT16 and dtype == FLOAT64
-        target[...] = numbers.astype(np.float32) if by_way else numbers
+        via_float32 = target_dtype == FLOAT16 and dtype == FLOAT64  # as torch does
+        target[...] = numbers.astype(np.float32) if via_float32 else numbers
         special = narrower and _has_special(target)
     if special:
-        overflowed, flushed = _narrowed(numbers, target, target_dtype, clamp)
+        overflowed, flushed = _fix_special_values(numbers, target, target_dtype, clamp)
         return overflowed, flushed if narrower else 0
     if narrower:
-        return 0, int(np.count_nonzero(numbers != 0)) - _nonzeros(target)
+        return 0, int(np.count_nonzero(numbers != 0)) - _count_nonzeros(target)
     return 0, 0
 
 
 def _has_special(target: Array) -> bool:
-    """Whether an infinity or a NaN is among floats; by their bits, of which numpy is quicker."""
+    """Return whether an array has an infinity or a NaN; comparing the bits is fastest in numpy."""
     bits = target.view(_BITS[target.itemsize])
     sign = 1 << (8 * target.itemsize - 1)
     infinity = int(np.asarray(np.inf, target.dtype).view(bits.dtype))
@@ -109,14 +114,14 @@ def _has_special(target: Array) -> bool:
     return bool(signed.max(initial=0) >= infinity or bits.max(initial=0) >= sign | infinity)
 
 
-def _nonzeros(target: Array) -> int:
-    """How many floats are neither 0 nor -0."""
+def _count_nonzeros(target: Array) -> int:
+    """Return the number of floats that are neither 0 nor -0."""
     bits = target.view(_BITS[target.itemsize])
-    return int(np.count_nonzero(bits << 1))  # without the sign
+    return int(np.count_nonzero(bits << 1))  # the shift drops the sign bit
 
 
 def as_numbers(source: Array, dtype: DType) -> Array:
-    """Float elements as numpy computes with them: bfloat16's bits as float32."""
+    """Return float elements in a dtype that numpy can compute with: bfloat16 bits as float32."""
     if dtype != BFLOAT16:
         return source
     return (source.astype(np.uint32) << 16).view(np.float32)
@@ -126,7 +131,7 @@ _scratch = threading.local()
 
 
 def _to_bfloat16(values: Array, target: Array) -> bool:
-    """Write the bits; whether an infinity or a NaN is among them, or a value that became one."""
+    """Write float32 values as bfloat16 bits and return whether a result is infinite or NaN."""
     if not hasattr(_scratch, "bits"):
         _scratch.bits = np.empty(_BLOCK, np.uint32)
     bits = values.view(np.uint32)
@@ -141,8 +146,10 @@ def _to_bfloat16(values: Array, target: Array) -> bool:
     return not (-limit <= values.min(initial=0) and values.max(initial=0) <= limit)
 
 
-def _narrowed(numbers: Array, target: Array, target_dtype: DType, clamp: bool) -> tuple[int, int]:
-    """Settle what a narrower dtype cannot hold: NaN bits, infinities, zeros; count the last two."""
+def _fix_special_values(
+    numbers: Array, target: Array, target_dtype: DType, clamp: bool
+) -> tuple[int, int]:
+    """Write NaN bits, clamp infinities if asked to, and count new infinities and new zeros."""
     if target_dtype == BFLOAT16:
         target[np.isnan(numbers)] = _NAN_BFLOAT16
         infinite = (target & 0x7FFF) == 0x7F80

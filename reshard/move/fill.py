@@ -1,4 +1,4 @@
-"""Copies of a plan, read into memory: one read a run, casts and strided copies on the way."""
+"""Reading of a plan's copies into memory: one read for each run, then a cast or strided copy."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from reshard.paths import is_remote
 from reshard.plan.copies import Copy, Window
 
 READ_BYTES = 4 << 20
-_SMALL_RUN = 32 << 10  # bytes that can be read in the time of another call
-_SPARSE = 4  # a read may fetch this many times the bytes that are used
+_SMALL_RUN = 32 << 10  # bytes; reading so many takes about as long as another system call
+_SPARSE = 4  # a read may fetch up to this many times the bytes that are used
 
 
 def fill(
@@ -27,32 +27,35 @@ def fill(
     read_bytes: int = READ_BYTES,
     reads: Spans | None = None,
 ) -> Counter[str]:
-    """Fill a buffer in memory; the copies' target offsets count from its start.
+    """Fill a buffer in memory.
 
     Args:
+        pool: the open source files.
+        copies: their target offsets count from the start of the buffer.
         buffer: bytes, in the copies' target dtypes.
-        read_bytes: an upper limit of one read that needs a cast or has gaps.
-        reads: gets every range of a file that is read, with its checksum.
+        read_bytes: upper limit of one read that needs a cast or has gaps, in bytes.
+        reads: receives every range that is read from a file, with its checksum.
 
     Returns:
-        How many finite values of each fqn a cast made infinite.
+        For each fqn, the number of finite values that a cast made infinite.
     """
-    filler = Filler(pool, read_bytes=read_bytes, summed=lambda _file: reads is not None)
+    filler = Filler(pool, read_bytes=read_bytes, needs_checksum=lambda _file: reads is not None)
     if reads is not None:
         filler.reads = reads
     for copy in copies:
         filler.fill(copy, buffer)
-    filler.rest()
+    filler.flush_checksum()
     return filler.overflowed
 
 
 class Filler:
-    """Reads the blocks of copies; one a thread.
+    """A reader of copies; each thread has one.
 
     Args:
+        pool: the open source files.
         clamp: see `cast.cast`.
-        read_bytes: an upper limit of one read that needs a cast or has gaps.
-        summed: whether the checksum of what is read of a file is kept in ``reads``.
+        read_bytes: upper limit of one read that needs a cast or has gaps, in bytes.
+        needs_checksum: returns whether ranges read from a file are put into ``reads``.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Filler:
         *,
         clamp: bool = False,
         read_bytes: int = READ_BYTES,
-        summed: Callable[[str], bool],
+        needs_checksum: Callable[[str], bool],
     ) -> None:
         self.reads = Spans()
         self.overflowed: Counter[str] = Counter()  # fqn -> finite values made infinite
@@ -69,53 +72,55 @@ class Filler:
         self._pool = pool
         self._clamp = clamp
         self._read_bytes = read_bytes
-        self._summed = summed
-        self._last: tuple[str, int, int, int] | None = None  # a range of a file, and its CRC
+        self._needs_checksum = needs_checksum
+        self._last: tuple[str, int, int, int] | None = None  # file, byte offset, nbytes, crc
         self._buffer = bytearray()
-        self._holding = bytearray()
+        self._shared_buffer = bytearray()
         self._expected: Sequence[tuple[str, int, int]] = ()
-        self._held: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
+        self._shared: list[tuple[str, int, int, memoryview]] = []  # file, start, stop, its bytes
 
     def fill(self, copy: Copy, window: memoryview) -> None:
-        """Fill the copy's place in a window, given as its bytes."""
+        """Fill the part of `window` (its bytes) that belongs to `copy`."""
         if copy.is_run and copy.is_plain:
             nbytes = copy.numel * copy.dtype.itemsize
             self._read(copy.file, copy.byte_offset, window[copy.target_offset :][:nbytes])
             return
-        for part in _parts(copy, self._read_bytes):
+        for part in _split_copy(copy, self._read_bytes):
             self._convert(part, window)
 
     def fill_run(self, copy: Copy, first: int, into: memoryview) -> None:
-        """Fill ``into`` with elements of a run, from number ``first`` on, in the target's dtype.
+        """Fill ``into`` with elements of a run, in the target's dtype.
 
         Args:
-            into: bytes; its length says how many elements.
+            copy: the run.
+            first: the first element of the run to read.
+            into: bytes; their number determines the number of elements.
         """
         offset = copy.byte_offset + first * copy.dtype.itemsize
         if copy.is_plain:
             self._read(copy.file, offset, into)
             return
         numel = len(into) // copy.target_dtype.itemsize
-        raw = self._raw(numel * copy.dtype.itemsize)
+        raw = self._get_buffer(numel * copy.dtype.itemsize)
         self._read(copy.file, offset, raw)
         shape = (numel,)
         self._cast(copy, shape, raw, (copy.dtype.itemsize,), into, 0, (copy.target_dtype.itemsize,))
 
-    def hold(self, copies: Iterable[Copy]) -> None:
-        """Read once what several of these copies take from the same bytes, until the next call."""
-        self._held.clear()
-        found = _shared(copies, self._read_bytes)
-        nbytes = sum(stop - start for _, start, stop in found)
-        if len(self._holding) < nbytes:
-            self._holding = bytearray(nbytes)
-        room = memoryview(self._holding)
-        for file, start, stop in found:
-            into, room = room[: stop - start], room[stop - start :]
+    def read_shared(self, copies: Iterable[Copy]) -> None:
+        """Read ranges that several of these copies share, and keep them until the next call."""
+        self._shared.clear()
+        ranges = _find_shared_ranges(copies, self._read_bytes)
+        nbytes = sum(stop - start for _, start, stop in ranges)
+        if len(self._shared_buffer) < nbytes:
+            self._shared_buffer = bytearray(nbytes)
+        free = memoryview(self._shared_buffer)
+        for file, start, stop in ranges:
+            into, free = free[: stop - start], free[stop - start :]
             self._read(file, start, into)
-            self._held.append((file, start, stop, into))
+            self._shared.append((file, start, stop, into))
 
     def expect(self, windows: Iterable[Window]) -> None:
-        """Let an object store give at once what windows will read block by block."""
+        """Fetch from an object store in one go what the windows will read block by block."""
         runs = [copy for window in windows for copy in window.copies if copy.is_run]
         if runs and is_remote(runs[0].file):
             self._pool.drop(self._expected)
@@ -123,18 +128,18 @@ class Filler:
                 (copy.file, copy.byte_offset, copy.numel * copy.dtype.itemsize) for copy in runs
             )
 
-    def _take(self, file: str, offset: int, nbytes: int) -> memoryview:
-        """A range of a file, which stays until the next one is taken."""
-        for held, start, stop, data in self._held:
-            if held == file and start <= offset and offset + nbytes <= stop:
+    def _get_bytes(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """Return a range of a file; the buffer is valid until the next call."""
+        for name, start, stop, data in self._shared:
+            if name == file and start <= offset and offset + nbytes <= stop:
                 return data[offset - start :][:nbytes]
-        raw = self._raw(nbytes)
+        raw = self._get_buffer(nbytes)
         self._read(file, offset, raw)
         return raw
 
     def _convert(self, copy: Copy, window: memoryview) -> None:
-        """One read, then one strided copy or cast."""
-        raw = self._take(copy.file, copy.byte_offset, _reach(copy))
+        """Do one read, then one strided copy or cast."""
+        raw = self._get_bytes(copy.file, copy.byte_offset, _compute_reach(copy))
         self._cast(
             copy,
             *(copy.shape, raw, copy.byte_strides),
@@ -171,28 +176,28 @@ class Filler:
         if flushed:
             self.flushed[copy.fqn] += flushed
 
-    def _raw(self, nbytes: int) -> memoryview:
+    def _get_buffer(self, nbytes: int) -> memoryview:
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         return memoryview(self._buffer)[:nbytes]
 
-    def rest(self) -> None:
-        """Put down the checksum of the range that was read last."""
+    def flush_checksum(self) -> None:
+        """Record the checksum of the range that was read last."""
         if self._last is not None:
             self.reads.put(*self._last)
             self._last = None
 
     def _read(self, file: str, offset: int, into: memoryview) -> None:
-        """Read a range, and keep its checksum, or go on with that of the range before it."""
+        """Read a range and compute its checksum, which continues that of an adjacent range."""
         self._pool.read_into(file, offset, into)
-        if not self._summed(file):
+        if not self._needs_checksum(file):
             return
         if self._last is not None:
             before, start, nbytes, crc = self._last
             if before == file and start + nbytes == offset:
                 self._last = file, start, nbytes + len(into), crc32(into, crc)
                 return
-            self.rest()
+            self.flush_checksum()
         self._last = file, offset, len(into), crc32(into)
 
 
@@ -200,50 +205,50 @@ def _span(shape: Index, strides: Index) -> int:
     return sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
-def _reach(copy: Copy) -> int:
-    """Bytes from the first that a copy reads to the last."""
+def _compute_reach(copy: Copy) -> int:
+    """Return the number of bytes from the first to the last one that a copy reads."""
     return _span(copy.shape, copy.byte_strides) + copy.dtype.itemsize
 
 
-def _shared(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
-    """Ranges of files (start, stop) that several copies read with gaps, as many as the limit holds.
+def _find_shared_ranges(copies: Iterable[Copy], limit: int) -> list[tuple[str, int, int]]:
+    """Return ranges (file, start, stop) that several strided copies share, up to `limit` bytes.
 
-    Of a tensor whose rows lie far from one another, the ranges are longer than what is used.
+    If the rows of a tensor are far apart, a range is longer than the bytes that are used.
     """
     spans = sorted(
-        (copy.file, copy.byte_offset, copy.byte_offset + _reach(copy))
+        (copy.file, copy.byte_offset, copy.byte_offset + _compute_reach(copy))
         for copy in copies
         if not copy.is_run
     )
-    found: list[tuple[str, int, int]] = []
-    joined = 0
+    ranges: list[tuple[str, int, int]] = []
+    merged = 0  # the number of spans that were merged into the last range
     for file, start, stop in spans:
-        if found and found[-1][0] == file and start < found[-1][2]:
-            found[-1] = (file, found[-1][1], max(stop, found[-1][2]))
-            joined += 1
+        if ranges and ranges[-1][0] == file and start < ranges[-1][2]:
+            ranges[-1] = (file, ranges[-1][1], max(stop, ranges[-1][2]))
+            merged += 1
             continue
-        if found and not joined:
-            found.pop()
-        found.append((file, start, stop))
-        joined = 0
-    if found and not joined:
-        found.pop()
-    room = limit
-    kept = []
-    for file, start, stop in found:
-        if stop - start <= room:
-            room -= stop - start
-            kept.append((file, start, stop))
-    return kept
+        if ranges and not merged:  # only one copy reads it, so nothing is shared
+            ranges.pop()
+        ranges.append((file, start, stop))
+        merged = 0
+    if ranges and not merged:
+        ranges.pop()
+    free = limit
+    chosen = []
+    for file, start, stop in ranges:
+        if stop - start <= free:
+            free -= stop - start
+            chosen.append((file, start, stop))
+    return chosen
 
 
-def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
-    """Cut a copy until each part is one read of at most ``limit`` bytes.
+def _split_copy(copy: Copy, limit: int) -> Iterator[Copy]:
+    """Split a copy into parts, each of which is one read of at most ``limit`` bytes.
 
-    A part may hold gaps: reading them costs less than another call, unless they are most of it.
+    A part may contain gaps. Reading them is cheaper than another call unless they dominate.
     """
-    span = _reach(copy)
-    dense = span <= max(_SPARSE * copy.numel * copy.dtype.itemsize, _runs(copy) * _SMALL_RUN)
+    span = _compute_reach(copy)
+    dense = span <= max(_SPARSE * copy.numel * copy.dtype.itemsize, _count_runs(copy) * _SMALL_RUN)
     if (span <= limit and dense) or copy.numel == 1:
         yield copy
         return
@@ -254,16 +259,18 @@ def _parts(copy: Copy, limit: int) -> Iterator[Copy]:
     step = max((limit - row) // stride + 1, 1) if dense and stride else 1
     step = min(step, copy.shape[dim] - 1)
     for start in range(0, copy.shape[dim], step):
-        yield from _parts(_slab(copy, dim, start, min(step, copy.shape[dim] - start)), limit)
+        yield from _split_copy(
+            _take_slab(copy, dim, start, min(step, copy.shape[dim] - start)), limit
+        )
 
 
-def _runs(copy: Copy) -> int:
-    """How many contiguous pieces of the file the copy reads."""
+def _count_runs(copy: Copy) -> int:
+    """Return the number of contiguous runs that a copy reads from its file."""
     inner = copy.shape[-1] if copy.shape and copy.byte_strides[-1] == copy.dtype.itemsize else 1
     return copy.numel // inner
 
 
-def _slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
+def _take_slab(copy: Copy, dim: int, start: int, extent: int) -> Copy:
     return replace(
         copy,
         shape=(*copy.shape[:dim], extent, *copy.shape[dim + 1 :]),

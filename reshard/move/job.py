@@ -1,6 +1,6 @@
-"""Which job an unfinished output is of, and the lines in which runs write down what they did.
+"""Jobs: the description that identifies a conversion, and the checksummed lines of journals.
 
-A line of JSON stands behind its own CRC-32: one that is cut off or damaged counts for nothing.
+A line is a JSON document after its CRC-32. A line that is cut off or damaged is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.version import __version__
 if TYPE_CHECKING:
     from reshard.remote.path import RemotePath
 
-_CRC = 8  # characters
+_CRC = 8  # hexadecimal digits
 
 Job = Mapping[str, Any]
 
@@ -28,53 +28,57 @@ Job = Mapping[str, Any]
 def describe(
     sources: Iterable[SourceFile], options: Mapping[str, object], skeleton: Skeleton
 ) -> Job:
-    """What must be the same for a run to go on where another stopped.
+    """Return everything that must be unchanged for a run to continue where another one stopped.
 
     Args:
-        options: those that have a say in the output's bytes; where one names a file, that counts.
+        sources: the files of the source; files that are not kept (`lasting`) are left out.
+        options: the options that influence the output's bytes. An option that names a file also
+            contributes that file's size and modification time.
+        skeleton: the output, whose layout becomes a digest.
     """
-    laid_out = hashlib.sha256()
+    layout = hashlib.sha256()
     for file in skeleton.files:
-        laid_out.update(repr((file.name, file.nbytes, len(file.literals))).encode())
+        layout.update(repr((file.name, file.nbytes, len(file.literals))).encode())
         for offset, data in file.literals:
-            laid_out.update(repr((offset, len(data))).encode() + data)
+            layout.update(repr((offset, len(data))).encode() + data)
     return {
         "reshard": __version__,
-        "options": {name: _stamped(value) for name, value in options.items()},
-        "output": laid_out.hexdigest(),
+        "options": {name: _describe_option(value) for name, value in options.items()},
+        "output": layout.hexdigest(),
         "sources": {
-            file.path: [file.nbytes, *_stamp(file.path)] for file in sources if file.lasting
+            file.path: [file.nbytes, *_read_stamp(file.path)] for file in sources if file.lasting
         },
     }
 
 
 def check_sources(job: Job, sources: Iterable[SourceFile]) -> None:
-    """No file was written to while it was read; of an object store's, the reader sees to that.
+    """Check that no source file was changed while it was read.
 
-    One that was removed meanwhile was read as it was, or the read failed.
+    The reader of an object store checks this itself. A file that was removed in the meantime was
+    either read completely before, or reading it failed.
 
     Raises:
-        CorruptError: one was: what was read of it may be of two states.
+        CorruptError: a file was changed, so the bytes read may mix two versions.
     """
     for file in sources:
         if not file.lasting or is_remote(file.path):
             continue
-        stamp = _stamp(file.path)
+        stamp = _read_stamp(file.path)
         if stamp and [file.nbytes, *stamp] != job["sources"][file.path]:
             raise CorruptError(
                 file.path,
-                "was written to, or replaced, while it was read",
-                "is a job still saving to it? run again when it has ended",
+                "was modified or replaced while it was being read",
+                "check whether a job is still saving to it, and run again after the job has ended",
             )
 
 
-def _stamped(value: object) -> str:
+def _describe_option(value: object) -> str:
     named = isinstance(value, (str, Path)) and str(value)
-    return repr((value, *_stamp(str(value)))) if named else repr(value)
+    return repr((value, *_read_stamp(str(value)))) if named else repr(value)
 
 
-def _stamp(path: str) -> tuple[object, ...]:
-    """When and at what size a file was written; nothing where there is none."""
+def _read_stamp(path: str) -> tuple[object, ...]:
+    """Return the size and modification time of a file (or its version), () if there is none."""
     try:
         where = as_path(path)
         if is_remote(str(where)):
@@ -85,33 +89,33 @@ def _stamp(path: str) -> tuple[object, ...]:
     return status.st_size, status.st_mtime_ns
 
 
-def digest(job: Job) -> str:
-    """A name for it."""
+def compute_digest(job: Job) -> str:
+    """Return 16 hexadecimal digits that identify the job."""
     return hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_same_job(destination: Path, before: Job, now: Job) -> None:
-    """Refuse to go on with what another job has left.
+    """Refuse to continue the unfinished output of another job.
 
     Raises:
-        UsageError: saying what is different.
+        UsageError: the jobs differ; the message says in what.
     """
     if before != now:
         raise UsageError(
             destination,
-            f"the run that was interrupted cannot be gone on with: {_change(before, now)}",
-            "run what was run then, or leave out --resume to begin anew",
+            f"the interrupted run cannot be resumed: {_describe_difference(before, now)}",
+            "repeat the interrupted command exactly, or leave out --resume to start again",
         )
 
 
-def line(document: object) -> bytes:
-    """A document as a line."""
+def format_line(document: object) -> bytes:
+    """Return a document as one line with its checksum."""
     text = json.dumps(document, separators=(",", ":")).encode()
     return b"%08x %b\n" % (crc32(text), text)
 
 
-def whole(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines before the first that is cut off or damaged."""
+def iterate_valid_lines(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines before the first one that is cut off or damaged."""
     for each in lines:
         text = each[_CRC + 1 : -1]
         if each != b"%08x %b\n" % (crc32(text), text):
@@ -119,17 +123,17 @@ def whole(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield each
 
 
-def document(line: bytes) -> Any:
-    """What a whole line says."""
+def parse_line(line: bytes) -> Any:
+    """Return the document of a valid line."""
     return json.loads(line[_CRC + 1 :])
 
 
-def _change(before: Job, now: Job) -> str:
-    """The first thing in which two jobs differ."""
+def _describe_difference(before: Job, now: Job) -> str:
+    """Return the first difference between two jobs as text for a message."""
     if before["reshard"] != now["reshard"]:
-        return f"it was of reshard {before['reshard']}, this is {now['reshard']}"
+        return f"it used reshard {before['reshard']}, this is {now['reshard']}"
     for what in ("sources", "options"):
         for name in {**before[what], **now[what]}:
             if before[what].get(name) != now[what].get(name):
-                return f"{name} is not as it was then"
-    return "its output was laid out in another way"
+                return f"{name} has changed since"
+    return "its output had another layout"

@@ -1,10 +1,10 @@
-"""What of an unfinished output is on the disk for good, so that another run can go on from it.
+"""The journal of an unfinished output: what is durable on the disk, so that a run can resume.
 
-The first line of a journal says which job it is of; every other is what was seen of a batch of
-windows, whose bytes were made durable before the line was written. A line that is cut off or
-damaged ends the journal: what it told of is done again.
+The first line of a journal describes its job. Every other line is the outcome of a batch of windows
+whose bytes were made durable before the line was written. A line that is cut off or damaged ends
+the journal, and the work that it described is repeated.
 
-Each process of a run appends to a journal of its own, and all that lie in the place are read.
+Each process of a run appends to its own journal; a later run reads all journals.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from reshard.move.job import Job
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.outputs import write_at
-from reshard.move.records import crc_of
-from reshard.move.share import pooled
+from reshard.move.records import compute_crc
+from reshard.move.share import merge_across_ranks
 from reshard.move.spans import FileSpan, Spans
 from reshard.output.destination import check_space
 from reshard.output.partial import Partial, disk_error, sync
@@ -35,19 +35,22 @@ from reshard.ranks.team import select_share
 from reshard.threads import ThreadGroup, parallel_for
 
 BATCH_BYTES = 256 << 20
-"""What a worker writes between two lines, so what a kill can cost it."""
+"""Bytes that a worker writes between two lines; a kill loses at most this much work of it."""
 
 NAME = "journal"
 
 
 class Journal:
-    """The journal of one process: a thread of its own makes batches durable and writes them down.
+    """The journal of one process, with a thread that makes batches durable and records them.
 
-    An `unfinished.Unfinished`: what is left is that of all processes of an earlier run.
+    It implements `unfinished.Unfinished`. Progress is read from the journals of all processes.
 
     Args:
-        place: claimed, or joined; an earlier run's journal of this rank is gone on with.
+        place: the partial place, claimed or joined; a journal of this rank is appended to.
         job: see `job.describe`.
+        plan: the windows to fill.
+        sources: the source files by path.
+        options: threads, verification, and the team that shares the work.
     """
 
     def __init__(
@@ -68,54 +71,56 @@ class Journal:
         self._batches: SimpleQueue[Outcome | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._stopped = False
-        self._end: int | None = None  # where the next line goes; None: nothing is written yet
+        self._end: int | None = None  # offset of the next line; None before the first write
 
-    def left(self) -> Outcome | None:
-        """What the journals of earlier runs say is there; None where there is no journal.
+    def read_progress(self) -> Outcome | None:
+        """Return what the journals of earlier runs record, or None if there is no journal.
 
-        Where the cut of the windows has changed since, a value that was counted as made infinite
-        or zero may be counted again.
+        If the windows were cut differently in the meantime, a value that became infinite or zero
+        may be counted twice.
 
         Raises:
-            UsageError: they are of another job; the message says what is different.
+            UsageError: the journals belong to another job; the message says what differs.
         """
-        seen, found = Outcome(), False
+        seen, has_journal = Outcome(), False
         for path in self._place.journals:
-            lines = map(jobs.document, _whole_lines(path))
-            begun_as = next(lines, None)
-            if begun_as is None:
+            lines = map(jobs.parse_line, _read_valid_lines(path))
+            recorded_job = next(lines, None)
+            if recorded_job is None:
                 continue
-            jobs.check_same_job(self._place.destination, begun_as, self._job)
-            found = True
+            jobs.check_same_job(self._place.destination, recorded_job, self._job)
+            has_journal = True
             for document in lines:
                 seen.add(Outcome.from_json(document))
-        seen.nbytes = seen.windows.nbytes  # windows of another cut: some may have been done twice
+        seen.nbytes = seen.windows.nbytes  # windows that were cut differently may overlap
         self._place.kept_bytes = seen.nbytes
-        return seen if found else None
+        return seen if has_journal else None
 
-    def intact(self, left: Outcome) -> Outcome:
-        """The same without windows that are not as they were written; journals forget those.
+    def check_progress(self, left: Outcome) -> Outcome:
+        """Return the part of `left` that is still intact, and rewrite the journals to match.
 
-        To verify is to read what has a checksum. Of others it is enough that the file is there at
-        its size: what was read back when it was written, and flushed, is trusted.
+        With `verify`, windows that have a checksum are read again. For the others it is enough that
+        the file exists at its full size: they were read back and flushed when they were written.
         """
         team = self._options.team
-        whole = self._whole_files() if team.first else set()
-        there = Spans(span for span in left.windows if span[0] in whole)
-        seen = pooled(team, replace(left, windows=there))
+        complete = self._find_complete_files() if team.first else set()
+        present = Spans(span for span in left.windows if span[0] in complete)
+        seen = merge_across_ranks(team, replace(left, windows=present))
         if self._options.verify:
             mine = select_share(team, sorted(seen.windows, key=lambda span: span[:2]))
-            seen = replace(seen, windows=pooled(team, Outcome(self._as_written(mine))).windows)
+            seen = replace(
+                seen, windows=merge_across_ranks(team, Outcome(self._find_intact(mine))).windows
+            )
         seen = replace(seen, nbytes=seen.windows.nbytes)
         if team.first and seen.nbytes < left.nbytes:
-            self._tell_again(seen)
+            self._rewrite(seen)
         return seen
 
     def finish(self, done: Outcome | None) -> Outcome:
-        """Fill what is not there, and write down what is done.
+        """Fill the missing windows and record the progress.
 
         Raises:
-            ReshardError: as `execute.execute`, or what is done could not be made durable.
+            ReshardError: as in `execute.execute`, or the output could not be made durable.
         """
         place, options = self._place, self._options
         if options.team.first:
@@ -128,17 +133,17 @@ class Journal:
                 )
                 self._batches.put(None)
                 threads.wait()
-            except Exception:  # what is done already is worth its line all the more
+            except Exception:  # the thread still records what is done, for a later run
                 raise
             except BaseException:
-                self._stopped = True  # a signal does not wait for it
+                self._stopped = True  # after a signal, do not wait for the thread
                 raise
             finally:
                 self._batches.put(None)
         return outcome
 
     def _keep(self, seen: Outcome) -> Outcome:
-        """Take over a batch once it is worth a line; see `outcome.Keep`."""
+        """Hand over the outcome to the thread once it is large enough; see `outcome.Keep`."""
         if self._error is not None:
             raise self._error
         if seen.nbytes < BATCH_BYTES:
@@ -147,7 +152,7 @@ class Journal:
         return Outcome()
 
     def _work(self) -> None:
-        """Write down what `_keep` takes, until there is no more."""
+        """Record the outcomes that `_keep` hands over, until None arrives."""
         try:
             while (seen := self._batches.get()) is not None and not self._stopped:
                 self._append(seen)
@@ -156,8 +161,8 @@ class Journal:
             raise
 
     def _append(self, seen: Outcome) -> None:
-        """The files first, then the line that vouches for them."""
-        output, text = self._place.output, jobs.line(seen.to_json())
+        """Make the files durable first, then write the line that records them."""
+        output, text = self._place.output, jobs.format_line(seen.to_json())
         sync(output / name for name in seen.windows.files)
         first = self._end is None
         if first:
@@ -165,10 +170,10 @@ class Journal:
         try:
             with _durable(self._path) as descriptor:
                 if self._end is None:
-                    self._end = sum(len(each) for each in _whole_lines(self._path))
-                    os.ftruncate(descriptor, self._end)  # a tail that was cut off
+                    self._end = sum(len(each) for each in _read_valid_lines(self._path))
+                    os.ftruncate(descriptor, self._end)  # drop a line that was cut off
                 if not self._end:
-                    text = jobs.line(self._job) + text
+                    text = jobs.format_line(self._job) + text
                 write_at(descriptor, memoryview(text), self._end)
         except OSError as error:
             raise disk_error(self._path, error) from error
@@ -177,15 +182,15 @@ class Journal:
             sync([self._place.path, self._place.path.parent])
         self._place.kept_bytes += seen.nbytes
 
-    def _tell_again(self, seen: Outcome) -> None:
-        """Put one journal in the place of all: the next run must not trust what this does not."""
+    def _rewrite(self, seen: Outcome) -> None:
+        """Replace all journals by one, so that the next run does not trust damaged windows."""
         place = self._place
-        whole = (next(_whole_lines(path), None) for path in place.journals)
-        begun_as = next(line for line in whole if line is not None)
-        new = place.path / f"{NAME}-new"  # until it is whole, it says what the others say too
+        first_lines = (next(_read_valid_lines(path), None) for path in place.journals)
+        job_line = next(line for line in first_lines if line is not None)
+        new = place.path / f"{NAME}-new"  # an incomplete one is read as a journal, and is harmless
         try:
             with _durable(new, os.O_TRUNC) as descriptor:
-                write_at(descriptor, memoryview(begun_as + jobs.line(seen.to_json())), 0)
+                write_at(descriptor, memoryview(job_line + jobs.format_line(seen.to_json())), 0)
             new.replace(place.path / NAME)
             for path in place.journals[1:]:
                 path.unlink()
@@ -193,38 +198,38 @@ class Journal:
             raise disk_error(new, error) from error
         sync([place.path])
 
-    def _whole_files(self) -> set[str]:
-        """Those of the output that are there at their size; any others are removed."""
-        whole: set[str] = set()
+    def _find_complete_files(self) -> set[str]:
+        """Return the output files that exist at their full size; remove all others."""
+        complete: set[str] = set()
         for file in self._plan.target.files:
             path = self._place.output / file.name
             status = path.lstat() if os.path.lexists(path) else None
             if status is None:
                 continue
             if S_ISREG(status.st_mode) and (status.st_size, status.st_nlink) == (file.nbytes, 1):
-                whole.add(file.name)
+                complete.add(file.name)
             else:
                 path.unlink()
-        return whole
+        return complete
 
-    def _as_written(self, windows: Iterable[FileSpan]) -> Spans:
-        """Those that hold what their checksum says, or have none."""
-        same: list[FileSpan] = []
+    def _find_intact(self, windows: Iterable[FileSpan]) -> Spans:
+        """Return the windows whose bytes match their checksum, and those without a checksum."""
+        intact: list[FileSpan] = []
         with SourceFiles() as pool:
 
             def check(window: FileSpan) -> None:
                 name, offset, nbytes, crc = window
                 path = str(self._place.output / name)
-                if crc is None or crc == crc_of(pool, path, offset, nbytes):
-                    same.append(window)
+                if crc is None or crc == compute_crc(pool, path, offset, nbytes):
+                    intact.append(window)
 
             parallel_for(windows, lambda: check, self._options.workers)
-        return Spans(same)
+        return Spans(intact)
 
 
 @contextmanager
 def _durable(path: Path, flags: int = 0) -> Iterator[int]:
-    """A descriptor of a journal; what the block writes is on the disk for good when it ends."""
+    """Open a journal for the block; what the block writes is durable when it ends."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
     try:
         yield descriptor
@@ -233,7 +238,7 @@ def _durable(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
+def _read_valid_lines(path: Path) -> Iterator[bytes]:
     if path.exists():
         with path.open("rb") as file:
-            yield from jobs.whole(file)
+            yield from jobs.iterate_valid_lines(file)

@@ -1,4 +1,4 @@
-"""How a plan is carried out, whether on a disk or into an object store."""
+"""Options for the execution of a plan, on a disk or into an object store."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from reshard.ranks.team import ALONE, Progress, Team, ignore_progress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveOptions:
-    """How bytes are moved; but for ``clamp``, the output does not depend on it.
+    """Options for moving bytes; of these, only ``clamp`` influences the output.
 
     Args:
-        workers: threads, each with buffers of its own; one is a plain loop.
-        read_bytes: an upper limit of one read that needs a cast or has gaps.
+        workers: the number of threads, each with buffers of its own; one runs as a plain loop.
+        read_bytes: upper limit of one read that needs a cast or has gaps, in bytes.
         clamp: see `cast.cast`.
-        verify: read every byte back.
-        progress: called with the bytes of every finished window.
-        team: each rank does its share, and learns what all of them saw.
+        verify: read back every byte after writing it.
+        progress: called with the number of bytes of every finished window.
+        team: the ranks that share the work and then exchange their outcomes.
     """
 
     workers: int = 1

@@ -1,4 +1,4 @@
-"""What an execution saw: added up over workers, kept in a journal, told to other ranks."""
+"""Outcomes: what an execution did and found, added up over workers, runs and ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from reshard.move.spans import FileSpan, Span, Spans
 
 @dataclass(slots=True)
 class Outcome:
-    """What an execution saw; each worker keeps its own, and they are added up."""
+    """What an execution did and found; each worker has its own, and they are added up."""
 
-    windows: Spans = field(default_factory=Spans)  # CRCs where the file stores checksums
-    nbytes: int = 0  # of the windows
-    reads: Spans = field(default_factory=Spans)  # of files that have stored checksums
+    windows: Spans = field(default_factory=Spans)  # written; with CRCs if the file stores checksums
+    nbytes: int = 0  # size of the windows
+    reads: Spans = field(default_factory=Spans)  # read from files that have stored checksums
     overflowed: Counter[str] = field(default_factory=Counter)  # fqn -> finite values made infinite
     flushed: Counter[str] = field(default_factory=Counter)  # fqn -> values made zero
 
     def add(self, other: Outcome) -> None:
-        """Take over what another worker saw."""
+        """Add the outcome of another worker, run or rank to this one."""
         self.windows.update(other.windows)
         self.nbytes += other.nbytes
         self.reads.update(other.reads)
@@ -29,42 +29,45 @@ class Outcome:
         self.flushed += other.flushed
 
     def to_json(self) -> dict[str, Any]:
-        """A document of it."""
+        """Return the outcome as a JSON document."""
         return {
-            "windows": _by_file(self.windows),
-            "reads": _by_file(self.reads),
+            "windows": _group_by_file(self.windows),
+            "reads": _group_by_file(self.reads),
             "overflowed": self.overflowed,
             "flushed": self.flushed,
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Outcome:
-        """What `to_json` made a document of."""
-        windows = Spans(_told(document["windows"]))
+        """Return the outcome that `to_json` has turned into a document."""
+        windows = Spans(_parse_spans(document["windows"]))
         return cls(
             windows,
             windows.nbytes,
-            Spans(_told(document["reads"])),
+            Spans(_parse_spans(document["reads"])),
             Counter(document["overflowed"]),
             Counter(document["flushed"]),
         )
 
 
-def _by_file(spans: Iterable[FileSpan]) -> dict[str, list[Span]]:
+def _group_by_file(spans: Iterable[FileSpan]) -> dict[str, list[Span]]:
     found: dict[str, list[Span]] = defaultdict(list)
     for file, offset, nbytes, crc in spans:
         found[file].append((offset, nbytes, crc))
     return found
 
 
-def _told(found: Mapping[str, Iterable[Span]]) -> Iterator[FileSpan]:
+def _parse_spans(found: Mapping[str, Iterable[Span]]) -> Iterator[FileSpan]:
     return ((file, *span) for file, spans in found.items() for span in spans)
 
 
 Keep = Callable[[Outcome], Outcome]
-"""Shown what a worker saw so far; takes it, and gives a new one, when that is to be journaled."""
+"""Called with a worker's outcome after each batch; returns the outcome to continue with.
+
+It returns the same object, or stores that one in the journal and returns an empty outcome.
+"""
 
 
-def unkept(seen: Outcome) -> Outcome:
-    """Of a run that leaves no journal."""
+def keep_in_memory(seen: Outcome) -> Outcome:
+    """Return `seen`: the `Keep` of a run without a journal."""
     return seen

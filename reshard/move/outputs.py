@@ -1,4 +1,4 @@
-"""The files of an output while they are made: at their full size, written at offsets, read back."""
+"""Output files: created at their full size, written at offsets, and read back."""
 
 from __future__ import annotations
 
@@ -10,37 +10,41 @@ from reshard.files import Descriptor, OpenFiles
 from reshard.manifest import OutputFile
 from reshard.output.partial import disk_error
 
-BLOCK_BYTES = 512 << 10  # written and read back while it is in a core's cache
+BLOCK_BYTES = 512 << 10  # small enough that a block stays in a core's cache until it is read back
 
 
 def write_at(descriptor: int, data: memoryview, byte_offset: int) -> None:
-    """Write all of it: one call of the system may write less."""
+    """Write all of `data`; a single system call may write less."""
     while data:
         count = os.pwrite(descriptor, data, byte_offset)
         data, byte_offset = data[count:], byte_offset + count
 
 
 class OutputFiles(OpenFiles):
-    """Files of a directory, opened to write and to read."""
+    """A pool of files of one directory, opened for writing and reading."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(os.O_RDWR)
         self.directory = directory
-        self._folders: set[Path] = set()  # that are there
-        self._prefix = os.path.join(directory, "")  # noqa: PTH118 - a path is made for every block
+        self._folders: set[Path] = set()  # known to exist
+        self._prefix = os.path.join(directory, "")  # noqa: PTH118 - `path` runs once a block
 
     def close(self) -> None:
-        """Close every file at once: an error that is on its way out may hold one of them."""
+        """Close every file, even if the traceback of an error still refers to it."""
         for descriptor in self._descriptors.values():
             descriptor.close()
         super().close()
 
     def create(self, file: OutputFile, *, anew: bool = True) -> None:
-        """A file at its full size, all zeros; one that an earlier run left is taken on as it is.
+        """Create a file of its full size, filled with zeros.
+
+        Args:
+            file: its name and size.
+            anew: whether the file must not exist yet; otherwise an existing file is kept.
 
         Raises:
             ResourceError: the disk is full.
-            ReshardError: it cannot be written.
+            ReshardError: the file cannot be written.
         """
         path = Path(self.path(file.name))
         folder = path.parent
@@ -58,21 +62,21 @@ class OutputFiles(OpenFiles):
             raise disk_error(path, error) from error
 
     def output(self, name: str) -> Descriptor:
-        """A file of the output, for as long as the caller holds it."""
+        """Return an open output file; it stays open as long as the caller keeps the object."""
         return self.open(self.path(name))
 
     def forget(self, name: str) -> None:
-        """Close a file that is done."""
+        """Close a finished file."""
         with self._lock:
             self._descriptors.pop(self.path(name), None)
 
     def path(self, name: str) -> str:
-        """Where a file of the output lies."""
+        """Return the path of an output file."""
         return self._prefix + name
 
 
 class Writer:
-    """One thread's way into the files; what it writes it also reads back, where that is asked."""
+    """One thread's writer, which reads back what it has written if `verify` is set."""
 
     def __init__(self, files: OutputFiles, *, verify: bool) -> None:
         self._files = files
@@ -96,20 +100,20 @@ class Writer:
             self._check(file, byte_offset + start, block)
 
     def _check(self, file: Descriptor, byte_offset: int, block: memoryview) -> None:
-        """Compare with what the file holds: one comparison of memory, as bytearrays have it."""
+        """Read a block back and compare it; comparing bytearrays is a single memcmp."""
         nbytes = len(block)
         if nbytes == BLOCK_BYTES:
             file.read_into(byte_offset, self._whole)
-            held = self._back
+            stored = self._back
         else:
             file.read_into(byte_offset, self._whole[:nbytes])
-            held = self._back[:nbytes]
-        if held != block:
+            stored = self._back[:nbytes]
+        if stored != block:
             raise DifferentError(
                 file.path,
-                f"bytes {byte_offset} to {byte_offset + nbytes} read back differ from those"
-                " written",
-                "the disk or its file system is at fault: nothing was kept",
+                f"bytes {byte_offset} to {byte_offset + nbytes} differ from what was written when"
+                " they are read back",
+                "check the disk and its file system; the output was discarded",
             )
 
 

@@ -1,9 +1,10 @@
-"""Which files of an unfinished output an object store has, so that another run need not send them.
+"""Receipts: which files of an unfinished output are in an object store, so that a run can resume.
 
-A receipt is an object beside the files: what its store said of one when it had been sent and read
-back, and what was seen when it was made. It counts as long as the store says the same of that file.
-Receipts lie below the digest of their job, and so do the files: what a process of another job
-sends late, that was taken for dead, comes to lie elsewhere.
+A receipt is an object beside the files. It stores the file's version as reported after the
+upload, and the outcome of building the file. It is valid while the store reports that version.
+
+Receipts and files are stored below the digest of their job: a process of another job that was
+considered dead but uploads late writes elsewhere.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ from reshard.move import upload
 from reshard.move.job import Job
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
-from reshard.move.share import pooled
+from reshard.move.share import merge_across_ranks
 from reshard.move.spans import Spans
 from reshard.plan.planner import Plan
 from reshard.remote import writing
 from reshard.remote.partial import JOB, OUTPUT, SENT, RemotePartial
 from reshard.remote.store import version_of
 
-WORTH = 1 << 20
-"""Bytes of a file; a smaller one is sent again as soon as it is looked for."""
+MIN_BYTES = 1 << 20
+"""Size in bytes from which a file gets a receipt; uploading a smaller one again is as fast."""
 
 _REQUESTS_AT_ONCE = 16
 
 
 class Receipts:
-    """Those of a job; an `unfinished.Unfinished`.
+    """The receipts of a job; an implementation of `unfinished.Unfinished`.
 
     Args:
-        place: claimed, or joined; the job's output grows in a folder of its own there.
+        place: the partial place, claimed or joined; the job's output is in its own folder there.
         job: see `job.describe`.
+        plan: the windows to fill.
+        sources: the source files by path.
+        options: threads, verification, and the team that shares the work.
     """
 
     def __init__(
@@ -52,96 +56,96 @@ class Receipts:
         self._plan = plan
         self._sources = sources
         self._options = options
-        digest = jobs.digest(job)
+        digest = jobs.compute_digest(job)
         place.output = place.path / f"{OUTPUT}-{digest}"
         self._folder = place.path / f"{SENT}-{digest}"
-        self._begun_as = place.path / f"{JOB}-{digest}"
-        self._begun = False
-        self._found: list[_Receipt] = []  # by the first rank, for all
+        self._job_path = place.path / f"{JOB}-{digest}"
+        self._is_job_written = False
+        self._receipts: list[_Receipt] = []  # read by the first rank only
 
-    def left(self) -> Outcome | None:
-        """What receipts of earlier runs say is there; None where there are none.
+    def read_progress(self) -> Outcome | None:
+        """Return what the receipts of earlier runs record, or None if this job has not run before.
 
         Raises:
-            UsageError: they are of another job; the message says what is different.
+            UsageError: the receipts belong to another job; the message says what differs.
         """
         place = self._place
         place.path.store.forget()
-        begun = list(place.path.glob(f"{JOB}-*"))
-        mine = self._begun_as in begun
-        for path in () if mine else begun:
-            for line in jobs.whole(path.read_bytes().splitlines(keepends=True)):
-                jobs.check_same_job(place.destination, jobs.document(line), self._job)
-        self._found = self._receipts()
+        recorded = list(place.path.glob(f"{JOB}-*"))
+        has_run = self._job_path in recorded
+        for path in () if has_run else recorded:
+            for line in jobs.iterate_valid_lines(path.read_bytes().splitlines(keepends=True)):
+                jobs.check_same_job(place.destination, jobs.parse_line(line), self._job)
+        self._receipts = self._read_all()
         seen = Outcome()
-        for receipt in self._found:
+        for receipt in self._receipts:
             seen.add(receipt.seen)
         place.kept_bytes = seen.nbytes
-        return seen if mine else None
+        return seen if has_run else None
 
-    def intact(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the receipts of `left` say it
-        """The same without files of which the store says something else now, or nothing.
+    def check_progress(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the receipts of `left` say it
+        """Return the outcome of the files that the store still has in the recorded version.
 
-        To verify is to count those for nothing that were not read back.
+        With `verify`, files that were not read back after their upload do not count.
         """
         verify, team = self._options.verify, self._options.team
         seen = Outcome()
-        good = threads.parallel_map(self._found, self._holds, _REQUESTS_AT_ONCE)
-        for receipt, is_good in zip(self._found, good, strict=True):
-            if is_good and (receipt.verified or not verify):
+        valid = threads.parallel_map(self._receipts, self._is_valid, _REQUESTS_AT_ONCE)
+        for receipt, is_valid in zip(self._receipts, valid, strict=True):
+            if is_valid and (receipt.verified or not verify):
                 seen.add(receipt.seen)
-        return pooled(team, seen)
+        return merge_across_ranks(team, seen)
 
     def finish(self, done: Outcome | None) -> Outcome:
-        """Send the files that are not there, each with its receipt.
+        """Upload the missing files, each with its receipt.
 
         Raises:
-            ReshardError: as `upload.write`, or a receipt cannot be written.
+            ReshardError: as in `upload.write`, or a receipt cannot be written.
         """
         output, options = self._place.output, self._options
         return upload.write(
-            self._plan, self._sources, output, options, done=done, arrived=self.keep
+            self._plan, self._sources, output, options, done=done, on_arrival=self.keep
         )
 
     def keep(self, file: OutputFile, seen: Outcome) -> None:
-        """A file is there; safe for threads.
+        """Write the receipt of an uploaded file; several threads may call this method at once.
 
         Raises:
             ReshardError: the store cannot be written to.
         """
-        if file.nbytes < WORTH:
+        if file.nbytes < MIN_BYTES:
             return
-        if not self._begun:
-            self._begun_as.write_bytes(jobs.line(self._job))
-            self._begun = True
-        sent = self._place.output / file.name
-        said = sent.store.info(str(sent))
-        whole = Spans([(file.name, 0, file.nbytes, None)])
+        if not self._is_job_written:
+            self._job_path.write_bytes(jobs.format_line(self._job))
+            self._is_job_written = True
+        path = self._place.output / file.name
+        info = path.store.info(str(path))
+        whole_file = Spans([(file.name, 0, file.nbytes, None)])
         document = {
-            "version": version_of(said) if said else (),
+            "version": version_of(info) if info else (),
             "verified": self._options.verify,
-            "seen": replace(seen, windows=whole).to_json(),
+            "seen": replace(seen, windows=whole_file).to_json(),
         }
-        (self._folder / file.name).write_bytes(jobs.line(document))
+        (self._folder / file.name).write_bytes(jobs.format_line(document))
         self._place.kept_bytes += file.nbytes
 
-    def _receipts(self) -> list[_Receipt]:
-        """Those of earlier runs."""
+    def _read_all(self) -> list[_Receipt]:
+        """Return the receipts that earlier runs left for this job."""
         names = writing.sizes_below(self._folder)
-        found = threads.parallel_map(names, self._read, _REQUESTS_AT_ONCE)
-        return [receipt for receipt in found if receipt is not None]
+        receipts = threads.parallel_map(names, self._read, _REQUESTS_AT_ONCE)
+        return [receipt for receipt in receipts if receipt is not None]
 
     def _read(self, name: str) -> _Receipt | None:
-        """What a whole receipt says."""
-        for line in jobs.whole([(self._folder / name).read_bytes()]):
-            said = jobs.document(line)
-            seen = Outcome.from_json(said["seen"])
+        """Read a receipt; return None if it is incomplete."""
+        for line in jobs.iterate_valid_lines([(self._folder / name).read_bytes()]):
+            document = jobs.parse_line(line)
+            seen = Outcome.from_json(document["seen"])
             (file,) = seen.windows.files
-            return _Receipt(file, seen, said["verified"], said["version"])
+            return _Receipt(file, seen, document["verified"], document["version"])
         return None
 
-    def _holds(self, receipt: _Receipt) -> bool:
-        """Whether the store's file is the one that the receipt was given for."""
+    def _is_valid(self, receipt: _Receipt) -> bool:
+        """Return whether the store still has the version of the file that the receipt names."""
         output = self._place.output
         info = output.store.info(str(output / receipt.file))
         version = version_of(info) if info else ()

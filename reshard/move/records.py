@@ -1,7 +1,7 @@
-"""Checksums that files keep of their own records, from the checksums of the parts moved.
+"""Checksums of records (parts of a file that store their own CRC-32).
 
-Copies read and write parts of records in any order; here the parts' CRCs are joined to those of
-whole records, and only what was not moved is read again.
+Copies read and write parts of records in any order. This module combines the CRCs of the parts into
+those of whole records and reads only bytes that no copy has moved.
 """
 
 from __future__ import annotations
@@ -18,51 +18,55 @@ from reshard.move.spans import Span, Spans
 _PIECE = 1 << 20  # bytes read at a time
 
 
-def record_crc(pool: OpenFiles, file: str, start: int, nbytes: int, spans: Spans) -> int:
-    """CRC of a byte range of a file; ``spans`` may call the file by ``file`` only."""
-    return join(_tiles(pool, file, start, nbytes, spans.within(file, start, nbytes)))
+def compute_record_crc(pool: OpenFiles, file: str, start: int, nbytes: int, spans: Spans) -> int:
+    """Return the CRC-32 of a byte range of `file`, using the CRCs in `spans` where possible."""
+    return join(_tiles(pool, file, start, nbytes, spans.find_inside(file, start, nbytes)))
 
 
 def check_record(pool: OpenFiles, file: str, record: Record, reads: Spans) -> None:
     """Compare a record with its stored checksum.
 
     Raises:
-        CorruptError: they differ.
+        CorruptError: the checksums differ.
     """
-    if record_crc(pool, file, record.byte_offset, record.nbytes, reads) != record.crc32:
+    if compute_record_crc(pool, file, record.byte_offset, record.nbytes, reads) != record.crc32:
         raise CorruptError(
             file,
             f"{record.name} (bytes {record.byte_offset} to"
             f" {record.byte_offset + record.nbytes}) does not match its stored CRC-32",
-            "the file was altered after it was saved: fetch it again",
+            "the file was changed after it was saved; fetch it again",
         )
 
 
 def _tiles(
     pool: OpenFiles, file: str, start: int, nbytes: int, spans: Iterable[Span]
 ) -> Iterator[tuple[int, int]]:
-    """(crc, nbytes) of parts that make up a range exactly.
+    """Yield (crc, nbytes) of consecutive parts that cover a range exactly.
 
-    Spans in order of their offsets, all inside the range; what they leave out or hold twice is
-    read.
+    Args:
+        pool: the open files, to read bytes that no usable span covers.
+        file: the file.
+        start: the start of the range.
+        nbytes: the length of the range.
+        spans: spans inside the range, sorted by offset; overlapping ones are skipped.
     """
     at = start
     for offset, size, crc in spans:
         if offset < at or crc is None:
             continue
         if offset > at:
-            yield crc_of(pool, file, at, offset - at), offset - at
+            yield compute_crc(pool, file, at, offset - at), offset - at
         yield crc, size
         at = offset + size
     if start + nbytes > at:
-        yield crc_of(pool, file, at, start + nbytes - at), start + nbytes - at
+        yield compute_crc(pool, file, at, start + nbytes - at), start + nbytes - at
 
 
 _local = threading.local()
 
 
-def crc_of(pool: OpenFiles, file: str, offset: int, nbytes: int) -> int:
-    """CRC of a byte range, read piece by piece into one buffer a thread."""
+def compute_crc(pool: OpenFiles, file: str, offset: int, nbytes: int) -> int:
+    """Read a byte range in pieces and return its CRC-32; each thread reuses one buffer."""
     if not hasattr(_local, "buffer"):
         _local.buffer = memoryview(bytearray(_PIECE))
     crc = 0

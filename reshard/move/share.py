@@ -1,4 +1,4 @@
-"""Which windows of a plan fall to which rank, and what all ranks saw of theirs."""
+"""Distribution of a plan over ranks: which rank fills which windows, and the merged outcome."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from reshard.move.outcome import Outcome
 from reshard.plan.copies import Window
 from reshard.ranks.team import Team, check_ranks_agree
 
-_HELD = 1024  # batches, of which files are to be found
+_LOOKAHEAD = 1024  # batches to look through for other files
 Batch = tuple[Window, ...]
 
 
 class Share:
-    """The windows of one rank: a run of the plan's bytes, as long as every other's.
+    """The share of one rank: a contiguous range of the plan's bytes, of equal size for all ranks.
 
     Args:
-        nbytes: to be written by all ranks together.
+        team: this rank and the number of ranks.
+        nbytes: the number of bytes that all ranks write together.
     """
 
     def __init__(self, team: Team, nbytes: int) -> None:
@@ -28,16 +29,16 @@ class Share:
         self._digest = hashlib.sha256()
 
     def files(self, sizes: Mapping[str, int]) -> set[str]:
-        """The output files that are this rank's, where one is made by one rank."""
-        found, at = set(), 0
+        """Return the output files of this rank, where one rank writes a whole file."""
+        files, at = set(), 0
         for file, nbytes in sizes.items():
             if self._is_mine(at + nbytes // 2):
-                found.add(file)
+                files.add(file)
             at += nbytes
-        return found
+        return files
 
     def of(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Those that are this rank's; all of them are gone through, to `check`."""
+        """Yield the batches of this rank; all batches enter the digest that `check` compares."""
         if self._team.size == 1:
             yield from batches
             return
@@ -49,10 +50,10 @@ class Share:
             at += sum(window.nbytes for window in batch)
 
     def check(self) -> None:
-        """Every rank must have gone through the same plan.
+        """Check that every rank has processed the same plan.
 
         Raises:
-            DifferentError: one has not.
+            DifferentError: the plans differ.
         """
         check_ranks_agree(self._team, "the plan", self._digest.hexdigest())
 
@@ -69,8 +70,8 @@ class Share:
             self._digest.update(repr((window.file, window.byte_offset, copies)).encode())
 
 
-def pooled(team: Team, seen: Outcome) -> Outcome:
-    """What all ranks saw."""
+def merge_across_ranks(team: Team, seen: Outcome) -> Outcome:
+    """Return the sum of the outcomes of all ranks, on every rank."""
     if team.size == 1:
         return seen
     whole = Outcome()
@@ -79,22 +80,25 @@ def pooled(team: Team, seen: Outcome) -> Outcome:
     return whole
 
 
-def in_turns(batches: Iterable[Batch], workers: int) -> Iterator[Batch]:
-    """Batches of as many output files in turn as there are workers.
+def interleave_files(batches: Iterable[Batch], workers: int) -> Iterator[Batch]:
+    """Yield the batches so that consecutive ones belong to different files, one for each worker.
 
-    A file system lets one thread at a time write to a file.
+    File systems serialize writes to one file, so the workers should write to different files.
     """
     waiting: dict[str, deque[Batch]] = {}
-    held, more = 0, iter(batches)
+    queued, more = 0, iter(batches)
     while True:
-        while len(waiting) < workers and held < _HELD and (batch := next(more, None)) is not None:
+        while len(waiting) < workers and queued < _LOOKAHEAD:
+            batch = next(more, None)
+            if batch is None:
+                break
             waiting.setdefault(batch[0].file, deque()).append(batch)
-            held += 1
+            queued += 1
         if not waiting:
             return
         file = next(iter(waiting))
         lane = waiting.pop(file)
         yield lane.popleft()
-        held -= 1
+        queued -= 1
         if lane:
             waiting[file] = lane

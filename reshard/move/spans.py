@@ -1,4 +1,4 @@
-"""Byte ranges of files, with checksums of what is in them."""
+"""Spans: byte ranges of files, with the checksums of their content."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import NamedTuple
 from reshard.checksum import combine
 
 LARGEST = 64 << 20
-"""Bytes of what is joined: what a later run compares, and does again, at a time."""
+"""Upper limit of a merged span in bytes; a later run compares or repeats this much at a time."""
 
 FileSpan = tuple[str, int, int, int | None]  # file, byte offset, nbytes, crc
-Span = tuple[int, int, int | None]  # the same within a file
+Span = tuple[int, int, int | None]  # byte offset, nbytes, crc, within one file
 
 
 class Spans:
-    """Ranges of files, each with its CRC-32, if it has one.
+    """A set of byte ranges of files, each with its CRC-32 or None.
 
-    They come in any order, and neighbours are joined as they come: what an execution knows of the
-    bytes that it moved takes memory by their number over `LARGEST`, not by that of its copies.
-    Ranges may lie over one another.
+    Ranges are added in any order and may overlap. Adjacent ranges are merged at once, so memory
+    grows with the number of bytes divided by `LARGEST`, not with the number of copies.
 
     >>> from reshard.checksum import crc32
     >>> spans = Spans([("x", 4, 2, crc32(b"ef")), ("x", 0, 4, crc32(b"abcd"))])
@@ -40,12 +39,12 @@ class Spans:
 
     @property
     def files(self) -> list[str]:
-        """Those that have a range."""
+        """Names of the files that have a range."""
         return list(self._files)
 
     @property
     def nbytes(self) -> int:
-        """Of all of them; what lies in several counts once."""
+        """Number of bytes covered; a byte in several ranges counts once."""
         return sum(held.nbytes for held in self._files.values())
 
     def put(self, file: str, offset: int, nbytes: int, crc: int | None) -> None:
@@ -60,8 +59,8 @@ class Spans:
         for span in spans:
             self.put(*span)
 
-    def touching(self, file: str, offset: int, nbytes: int) -> list[Span]:
-        """Those that share a byte with a range, by their offsets."""
+    def find_overlapping(self, file: str, offset: int, nbytes: int) -> list[Span]:
+        """Return the ranges that share a byte with the given one, sorted by offset."""
         if file not in self._files:
             return []
         held = self._files[file].in_order()
@@ -69,27 +68,27 @@ class Spans:
         last = bisect_left(held.starts, offset + nbytes)
         return [span for span in held.spans[first:last] if span[0] + span[1] > offset]
 
-    def cover(self, file: str, offset: int, nbytes: int) -> bool:
-        """Whether every byte of a range is in one of them."""
+    def covers(self, file: str, offset: int, nbytes: int) -> bool:
+        """Return whether every byte of the given range is in one of these ranges."""
         reach = offset
-        for start, size, _ in self.touching(file, offset, nbytes):
+        for start, size, _ in self.find_overlapping(file, offset, nbytes):
             if start > reach:
                 return False
             reach = max(reach, start + size)
         return reach >= offset + nbytes
 
-    def within(self, file: str, offset: int, nbytes: int) -> list[Span]:
-        """Those that lie inside a range, by their offsets."""
+    def find_inside(self, file: str, offset: int, nbytes: int) -> list[Span]:
+        """Return the ranges that lie inside the given one, sorted by offset."""
         stop = offset + nbytes
         return [
             span
-            for span in self.touching(file, offset, nbytes)
+            for span in self.find_overlapping(file, offset, nbytes)
             if offset <= span[0] and span[0] + span[1] <= stop
         ]
 
 
 class _InOrder(NamedTuple):
-    """Ranges of a file by their offsets, and how far those up to each reach."""
+    """The ranges of a file sorted by offset, with the largest end up to each of them."""
 
     spans: list[Span]
     starts: list[int]
@@ -97,15 +96,15 @@ class _InOrder(NamedTuple):
 
 
 class _OfFile:
-    """Ranges of one file."""
+    """The ranges of one file."""
 
     def __init__(self) -> None:
         self.spans: dict[int, tuple[int, int | None]] = {}  # byte offset -> nbytes, crc
-        self._ending: dict[int, int] = {}  # where one ends -> where it starts
+        self._ending: dict[int, int] = {}  # end -> byte offset
         self._sorted: _InOrder | None = None
 
     def put(self, offset: int, nbytes: int, crc: int | None) -> None:
-        """Add one, joined to those that it touches."""
+        """Add a range and merge it with the ranges next to it."""
         if offset in self.spans and self.spans[offset][0] >= nbytes:
             return
         self._sorted = None
@@ -124,16 +123,16 @@ class _OfFile:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are in one of them."""
+        """Number of bytes covered."""
         held = self.in_order()
-        found, reach = 0, 0
+        covered, reach = 0, 0
         for (start, nbytes, _), upto in zip(held.spans, held.reaches, strict=True):
-            found += max(start + nbytes - max(start, reach), 0)
+            covered += max(start + nbytes - max(start, reach), 0)
             reach = upto
-        return found
+        return covered
 
     def in_order(self) -> _InOrder:
-        """All of them, to be searched."""
+        """Return all ranges in sorted form; the result is cached."""
         if self._sorted is None:
             spans = sorted((start, nbytes, crc) for start, (nbytes, crc) in self.spans.items())
             reaches = accumulate((start + nbytes for start, nbytes, _ in spans), max)

@@ -1,4 +1,4 @@
-"""An output that grows in its place: what earlier runs have done of it for good, and the rest."""
+"""A common interface of outputs that can be resumed: `journal.Journal` and `receipts.Receipts`."""
 
 from __future__ import annotations
 
@@ -19,41 +19,43 @@ if TYPE_CHECKING:
 
 
 class Unfinished(Protocol):
-    """On a disk, with a journal; or in an object store, with receipts."""
+    """An output in progress: on a disk with a journal, or in an object store with receipts."""
 
-    def left(self) -> Outcome | None:
-        """What earlier runs noted as done; None where they noted nothing.
+    def read_progress(self) -> Outcome | None:
+        """Return what earlier runs recorded as done, or None if they recorded nothing.
 
         Raises:
-            UsageError: it is of another job; the message says what is different.
+            UsageError: the records belong to another job; the message says what differs.
         """
 
-    def intact(self, left: Outcome) -> Outcome:
-        """The same without what is not as it was written; for all ranks to ask together.
+    def check_progress(self, left: Outcome) -> Outcome:
+        """Return the part of `left` whose bytes are still as they were written.
+
+        All ranks must call this method together.
 
         Args:
-            left: as the first rank found it, which tells the others.
+            left: what `read_progress` returned on the first rank; the other ranks receive it here.
         """
 
     def finish(self, done: Outcome | None) -> Outcome:
-        """Make the rest, and note what is done; the outcome is of all ranks and runs.
+        """Write what is missing, record the progress, and return the outcome of all ranks and runs.
 
         Args:
-            done: what is there of it; None where the place is empty.
+            done: the outcome of the parts that exist already, or None to start with nothing.
 
         Raises:
-            ReshardError: as `execute.execute` and `upload.write`.
+            ReshardError: as in `execute.execute` and `upload.write`.
         """
 
 
-def unfinished(
+def open_unfinished(
     place: Place,
     job: Job,
     plan: Plan,
     sources: Mapping[str, SourceFile],
     options: MoveOptions,
 ) -> Unfinished:
-    """The output of a job in its place, which this process has claimed or joined."""
+    """Return the output of a job in `place`, which this process has claimed or joined."""
     if isinstance(place, Partial):
         return Journal(place, job, plan, sources, options)
     from reshard.move.receipts import Receipts

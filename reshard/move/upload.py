@@ -1,8 +1,8 @@
-"""Executing a plan into an object store: each output file is made on this machine, then sent.
+"""Execution of a plan into an object store: each output file is built locally, then uploaded.
 
-Formats keep checksums before the bytes that they are of, so that a file must be whole before its
-first byte can go. One file is sent while the next is filled: the disk holds two of them, however
-many there are.
+Some formats store checksums in front of the bytes that they describe, so a file must be complete
+before its first byte can be sent. One file is uploaded while the next one is filled, so the local
+disk stores at most two of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from reshard import signals
 from reshard.errors import ResourceError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile
-from reshard.move.execute import Run, check_records
+from reshard.move.execute import OutputBuilder, check_records
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.outputs import OutputFiles
-from reshard.move.share import Batch, Share, pooled
+from reshard.move.share import Batch, Share, merge_across_ranks
 from reshard.move.spans import Spans
 from reshard.output.temporary import temporary
 from reshard.plan.planner import Plan
@@ -33,8 +33,8 @@ from reshard.threads import ThreadGroup
 
 _FILES_AT_ONCE = 8
 
-Arrived = Callable[[OutputFile, Outcome], None]
-"""Told of a file that has arrived, and of what was seen when it was made."""
+OnArrival = Callable[[OutputFile, Outcome], None]
+"""Called with a file that has been uploaded, and with the outcome of building it."""
 
 
 def write(
@@ -44,16 +44,20 @@ def write(
     options: MoveOptions,
     *,
     done: Outcome | None,
-    arrived: Arrived,
+    on_arrival: OnArrival,
 ) -> Outcome:
-    """As `execute.execute`, into an object store; each rank makes whole files.
+    """Execute a plan into an object store, like `execute.execute`; each rank writes whole files.
 
     Args:
-        done: what an earlier run saw of files that are there already.
-        arrived: called by the thread that has sent a file.
+        plan: the windows to fill.
+        sources: the source files by path.
+        directory: where to upload the files.
+        options: threads, verification, and the team that shares the work.
+        done: the outcome of an earlier run, whose files are in the store already.
+        on_arrival: called by the thread that has uploaded a file.
 
     Raises:
-        ReshardError: a file cannot be sent; else as there.
+        ReshardError: a file cannot be uploaded, or as in `execute.execute`.
     """
     before, target, team = done or Outcome(), plan.target, options.team
     there = set(before.windows.files)
@@ -63,34 +67,36 @@ def write(
     with (
         SourceFiles() as pool,
         temporary() as here,
-        OutputFiles(Path(here)) as made,
+        OutputFiles(Path(here)) as local,
         ThreadGroup() as threads,
-        _Sending(threads, made, directory, verify=options.verify, arrived=arrived) as sending,
+        _Uploads(
+            threads, local, directory, verify=options.verify, on_arrival=on_arrival
+        ) as uploads,
     ):
-        run = Run(pool, made, sources, target, options)
+        builder = OutputBuilder(pool, local, sources, target, options)
         files = {file.name: file for file in target.files if file.name in mine}
-        sending.reserve(files.values())
-        for file, batches in _by_file(plan.without_interleaving(), files):
-            sending.make_room(file)
-            run.create([file])
-            part = run.fill(batches)
+        uploads.reserve(files.values())
+        for file, batches in _iterate_files(plan.without_interleaving(), files):
+            uploads.make_room(file)
+            builder.create([file])
+            part = builder.fill(batches)
             stored = (each for each in target.checksums if each.file == file.name)
-            run.store_checksums(stored, part)
-            sending.send(file, part)
+            builder.store_checksums(stored, part)
+            uploads.send(file, part)
             seen.add(replace(part, windows=Spans()))
-        sending.finish()
-        outcome = pooled(team, seen)
+        uploads.finish()
+        outcome = merge_across_ranks(team, seen)
         outcome.add(before)
         check_records(outcome.reads, sources, pool, options)
     team.barrier()
-    directory.store.forget()  # what was listed before others had sent theirs
+    directory.store.forget()  # listings from before the other ranks uploaded their files
     return outcome
 
 
-def _by_file(
+def _iterate_files(
     plan: Plan, files: Mapping[str, OutputFile]
 ) -> Iterator[tuple[OutputFile, Iterator[Batch]]]:
-    """Every file with its windows; those of literals alone have none."""
+    """Yield every file with its batches; files that consist of literals have none."""
     bare = dict(files)
     for name, group in groupby(plan.batches(), key=lambda batch: batch[0].file):
         if name in files:
@@ -98,76 +104,76 @@ def _by_file(
     yield from ((file, iter(())) for file in bare.values())
 
 
-class _Sending:
-    """Files on their way; what lies on this machine stays below twice the largest."""
+class _Uploads:
+    """Uploads in the background; the local files together stay below twice the largest one."""
 
     def __init__(
         self,
         threads: ThreadGroup,
-        made: OutputFiles,
+        local: OutputFiles,
         directory: RemotePath,
         *,
         verify: bool,
-        arrived: Arrived,
+        on_arrival: OnArrival,
     ) -> None:
-        self._crew = threads
-        self._made = made
+        self._threads = threads
+        self._local = local
         self._directory = directory
         self._verify = verify
-        self._arrived = arrived
+        self._on_arrival = on_arrival
         self._room = 0
-        self._under_way: dict[str, int] = {}
+        self._pending: dict[str, int] = {}
         self._stop = threading.Event()
 
-    def __enter__(self) -> _Sending:
+    def __enter__(self) -> _Uploads:
         return self
 
     @signals.undivided
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """An error does not wait for files to be sent to their end."""
+        """Stop the uploads after an error instead of completing them."""
         if kind is not None:
             self._stop.set()
 
     def reserve(self, files: Collection[OutputFile]) -> None:
-        """Have room for two of the largest.
+        """Check that the local disk has room for two files of the largest size.
 
         Raises:
-            ResourceError: there is not.
+            ResourceError: it has not.
         """
         self._room = 2 * max((file.nbytes for file in files), default=0)
-        free = shutil.disk_usage(self._made.directory).free
+        free = shutil.disk_usage(self._local.directory).free
         if free < self._room:
             raise ResourceError(
-                self._made.directory,
-                f"{self._room:,} bytes are needed for two output files, {free:,} are free",
-                "free space, set TMPDIR to a larger disk, or ask for smaller files",
+                self._local.directory,
+                f"{self._room:,} bytes are needed for two output files, but only {free:,} are free",
+                "free some space, set TMPDIR to a larger disk, or choose smaller output files",
             )
 
     def make_room(self, file: OutputFile) -> None:
-        """Wait until one more file fits."""
-        while self._under_way and sum(self._under_way.values()) + file.nbytes > self._room:
+        """Wait until one more file fits on the local disk."""
+        while self._pending and sum(self._pending.values()) + file.nbytes > self._room:
             self._wait()
 
     def send(self, file: OutputFile, seen: Outcome) -> None:
-        """Send a finished file in the background."""
-        while len(self._under_way) >= _FILES_AT_ONCE:
+        """Upload a finished file in the background."""
+        while len(self._pending) >= _FILES_AT_ONCE:
             self._wait()
-        self._under_way[file.name] = file.nbytes
-        self._crew.start(partial(self._send, file, seen), name=file.name)
+        self._pending[file.name] = file.nbytes
+        self._threads.start(partial(self._send, file, seen), name=file.name)
 
     def finish(self) -> None:
-        """Wait for all."""
-        while self._under_way:
+        """Wait for all uploads."""
+        while self._pending:
             self._wait()
 
     def _send(self, file: OutputFile, seen: Outcome) -> None:
-        self._made.forget(file.name)
-        made, sent = self._made.directory / file.name, self._directory / file.name
-        upload(made, sent, self._stop)
+        self._local.forget(file.name)
+        local_path, remote_path = self._local.directory / file.name, self._directory / file.name
+        upload(local_path, remote_path, self._stop)
         if self._verify:
-            check_read_back(made, sent, self._stop)
-        self._arrived(file, seen)
-        made.unlink()
+            check_read_back(local_path, remote_path, self._stop)
+        self._on_arrival(file, seen)
+        local_path.unlink()
 
     def _wait(self) -> None:
-        del self._under_way[self._crew.wait()]
+        del self._pending[self._threads.wait()]

@@ -20,7 +20,7 @@ from reshard.dtypes import DType
 from reshard.files import SourceFiles
 from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
 from reshard.move.fill import fill
-from reshard.move.records import record_crc
+from reshard.move.records import compute_record_crc
 from reshard.move.spans import Spans
 from reshard.plan.copies import BlockPlanner, Window
 from reshard.proof.compare import Difference, Tolerance, difference
@@ -307,7 +307,7 @@ def _check_records(
 
     def check(item: tuple[str, Record]) -> None:
         path, record = item
-        crc = record_crc(pool, path, record.byte_offset, record.nbytes, reads)
+        crc = compute_record_crc(pool, path, record.byte_offset, record.nbytes, reads)
         if crc != record.crc32:
             with lock:
                 found.altered.append(item)

@@ -40,7 +40,7 @@ def die_sent(kept, file, seen):
     keep(kept, file, seen)
     die()
 
-receipts.WORTH = 1
+receipts.MIN_BYTES = 1
 keep = receipts.Receipts.keep
 append = journal.Journal._append
 torchrun._PATIENCE = 8.0
@@ -52,7 +52,7 @@ if os.environ["RANK"] == "1" and mishap == "die late":
 elif os.environ["RANK"] == "1" and mishap == "die sent":
     receipts.Receipts.keep = die_sent
 elif os.environ["RANK"] == ("0" if mishap == "first dies" else "1"):
-    execute.Run.fill = {"die": die, "first dies": die, "fail": fail}[mishap]
+    execute.OutputBuilder.fill = {"die": die, "first dies": die, "fail": fail}[mishap]
 main()
 """
 
