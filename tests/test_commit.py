@@ -21,7 +21,7 @@ from reshard.ranks.torchrun import Ranks
 
 
 def stage(destination, *, is_directory, overwrite=False, content=b"new"):
-    with commit.staged(destination, is_directory=is_directory, overwrite=overwrite) as place:
+    with commit.stage_output(destination, is_directory=is_directory, overwrite=overwrite) as place:
         name = "x.json" if is_directory else destination.name
         (place / name).write_bytes(content)
 
@@ -36,7 +36,9 @@ def test_output_appears_under_its_name_and_nothing_else_does(tmp_path, is_direct
 @pytest.mark.parametrize("is_directory", [True, False])
 def test_an_exception_leaves_nothing(tmp_path, is_directory, error):
     def fail():
-        with commit.staged(tmp_path / "out", is_directory=is_directory, overwrite=False) as place:
+        with commit.stage_output(
+            tmp_path / "out", is_directory=is_directory, overwrite=False
+        ) as place:
             (place / "out").write_bytes(b"half")
             raise error
 
@@ -49,7 +51,7 @@ def test_an_exception_leaves_the_file_that_was_to_be_replaced(tmp_path):
     (tmp_path / "out").write_bytes(b"old")
 
     def fail():
-        with commit.staged(tmp_path / "out", is_directory=False, overwrite=True) as place:
+        with commit.stage_output(tmp_path / "out", is_directory=False, overwrite=True) as place:
             (place / "out").write_bytes(b"half")
             raise RuntimeError
 
@@ -64,7 +66,7 @@ def test_a_destination_that_appears_meanwhile_is_never_replaced(tmp_path, is_dir
     destination = tmp_path / "out"
 
     def race():
-        with commit.staged(destination, is_directory=is_directory, overwrite=False) as place:
+        with commit.stage_output(destination, is_directory=is_directory, overwrite=False) as place:
             (place / ("x.json" if is_directory else "out")).write_bytes(b"ours")
             if is_directory:
                 destination.mkdir()
@@ -99,14 +101,15 @@ def dead():
 
 @pytest.mark.parametrize("death", [dead, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    ("meeting", "said"), [(1, "nothing was"), (2, "nothing was"), (3, "was written before, whole")]
+    ("meeting", "said"),
+    [(1, "nothing was"), (2, "nothing was"), (3, "was already written completely")],
 )
 def test_a_rank_that_dies_says_what_became_of_the_output(tmp_path, meeting, said, death):
     error = death()
 
     def write():
         options = {"is_directory": False, "overwrite": False, "team": Dying(meeting, error)}
-        with commit.claimed(tmp_path / "x", **options) as place:
+        with commit.claim_output(tmp_path / "x", **options) as place:
             place.clear()
             (place.output / "x").write_bytes(b"all")
 

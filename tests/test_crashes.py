@@ -224,8 +224,8 @@ def test_a_signal_leaves_what_can_be_gone_on_with(lab, number):
     code = lab.run(MERGE, kind="signal", signal=number, at=8, within="/journal")
     assert code == 130, lab.said
     assert "interrupted; nothing was written to " in lab.said
-    assert "that are done stay in" in lab.said
-    assert "--resume goes on with them" in lab.said
+    assert "of finished output are kept in" in lab.said
+    assert "pass --resume to continue" in lab.said
     assert lab.beside() == {".out.partial"}
     assert lab.run([*MERGE, "--resume"]) == 0
     assert "of an interrupted run" in lab.told
@@ -261,7 +261,7 @@ def test_a_signal_while_the_output_gets_its_name_waits(lab):
     at = next(i for i, call in enumerate(lab.calls) if call[0] == "os.rename")
     lab.clean()
     assert lab.run(MERGE, kind="signal", signal=signal.SIGINT, at=at) == 130
-    assert "was written before" in lab.said
+    assert "was already written" in lab.said
     assert contents(lab.directory / "out") == lab.whole["merge"]
     assert lab.beside() == {"out"}
 
@@ -274,7 +274,7 @@ def test_an_output_whose_name_is_not_made_durable_is_not_told_of_as_if_it_were_n
     lab.clean()
     assert lab.run(one, within="", kind="EIO", at=last, only="fsync") == 4
     assert "could not be made durable: Input/output error" in lab.said
-    assert "was written before, whole" in lab.said
+    assert "was already written completely" in lab.said
     assert contents(lab.directory / "out") == lab.whole["merge"]
     assert lab.beside() == {"out"}
 
@@ -289,7 +289,7 @@ def test_a_full_disk_is_told_and_given_back(lab, name):
 def test_a_full_disk_takes_nothing_from_a_run_that_is_to_go_on(lab):
     assert lab.run(SPLIT, kind="kill", at=9, within="/journal") == -signal.SIGKILL
     assert lab.run([*SPLIT, "--resume"], kind="ENOSPC", at=10, only="pwrite") == 4
-    assert "--resume goes on with them" in lab.said
+    assert "pass --resume to continue" in lab.said
     assert lab.run([*SPLIT, "--resume"]) == 0
     assert contents(lab.directory / "out") == lab.whole["split"]
 
@@ -307,7 +307,7 @@ def test_a_source_that_cannot_be_read_is_told_and_its_work_kept(lab):
     code = lab.run(one, kind="EIO", at=8, only="preadv", within="x.pt")
     assert code == 2
     assert "x.pt: cannot be read: Input/output error" in lab.said
-    assert "--resume goes on with them" in lab.said
+    assert "pass --resume to continue" in lab.said
     assert lab.run([*MERGE, "--resume"]) == 0
     assert contents(lab.directory / "out") == lab.whole["merge"]
 
@@ -430,7 +430,7 @@ def test_of_two_processes_one_writes_and_the_other_says_so(tmp_path, is_director
     (tmp_path / "x.pt").write_bytes(b"")
     out = tmp_path / ("out" if is_directory else "out.safetensors")
     torch.save({"w": torch.ones(4)}, tmp_path / "x.pt")
-    with commit.staged(out, is_directory=is_directory, overwrite=False) as place:
+    with commit.stage_output(out, is_directory=is_directory, overwrite=False) as place:
         made = place / ("x.json" if is_directory else out.name)
         made.write_bytes(b"ours")
         done = run("merge", tmp_path / "x.pt", out)
@@ -447,7 +447,7 @@ def test_many_at_once_leave_one_whole_output(tmp_path):
     def attempt(number: int) -> None:
         begin.wait()
         try:
-            with commit.staged(tmp_path / "out", is_directory=True, overwrite=False) as place:
+            with commit.stage_output(tmp_path / "out", is_directory=True, overwrite=False) as place:
                 for name in "ab":
                     (place / name).write_text(str(number))
             outcomes.append(str(number))
@@ -491,7 +491,7 @@ def test_what_is_not_ours_is_not_cleared(tmp_path):
     (tmp_path / ".out.partial").symlink_to("theirs")
     with (
         pytest.raises(ExistsError, match="in the way"),
-        commit.staged(tmp_path / "out", is_directory=True, overwrite=False),
+        commit.stage_output(tmp_path / "out", is_directory=True, overwrite=False),
     ):
         raise AssertionError
     assert (tmp_path / "theirs" / "output").exists()
@@ -507,11 +507,11 @@ def test_a_replaced_directory_comes_back_where_the_swap_takes_two_steps(tmp_path
     place.release()
     with (
         pytest.raises(RuntimeError),
-        commit.staged(tmp_path / "out", is_directory=True, overwrite=True),
+        commit.stage_output(tmp_path / "out", is_directory=True, overwrite=True),
     ):
         raise RuntimeError
     assert contents(tmp_path) == {"out/old.json": b"old"}
-    with commit.staged(tmp_path / "out", is_directory=True, overwrite=True) as output:
+    with commit.stage_output(tmp_path / "out", is_directory=True, overwrite=True) as output:
         (output / "new.json").write_text("new")
     assert contents(tmp_path) == {"out/new.json": b"new"}
 

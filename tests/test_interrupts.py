@@ -55,13 +55,13 @@ def check(lab: Lab, command: list[str], at: Point, number: int) -> None:
     code, said = struck(lab, command, at, number)
     there = contents(out)
     if there == whole:
-        assert code != 130 or "out was written before, whole" in said, said
+        assert code != 130 or "out was already written completely" in said, said
     else:
         assert code == 130, said
         assert there == before
     assert lab.beside() <= {"out", ".out.partial", "page.html"}
     left = ".out.partial" in lab.beside()
-    assert left == ("stay in" in said), said
+    assert left == ("are kept in" in said), said
     assert not (left and there == whole)
     if left or (there != whole and coin_of(at).random() < 0.1):
         assert lab.run([*command, "--resume"]) == 0, lab.said

@@ -81,7 +81,7 @@ def test_another_model_is_refused(source, tmp_path, tensors, words):
 
 def test_a_base_is_never_written_to(source, tmp_path):
     base = directory(tmp_path / "base", BASE)
-    with pytest.raises(ExistsError, match="lies inside the source"):
+    with pytest.raises(ExistsError, match="is inside the source"):
         reshard.merge(source, base, fill_missing_from=base, overwrite=True)
 
 

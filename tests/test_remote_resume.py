@@ -100,7 +100,7 @@ def killed(where):
 def test_a_run_goes_on_and_sends_only_what_is_not_there(files, proxy, whole):
     said = cut_off(proxy, resume=True)
     assert "nothing was written to s3://bucket/out/dcp; " in said
-    assert "stay in s3://bucket/out/.dcp.partial: --resume goes on with them" in said
+    assert "are kept in s3://bucket/out/.dcp.partial; pass --resume to continue" in said
     assert contents(files, "bucket/out/dcp") == {}
     assert not [name for name in files.find(PLACE) if "/lock-" in name]
     kept = {name.rsplit("/", 1)[-1] for name in files.find(PLACE) if "/sent-" in name}
@@ -185,7 +185,7 @@ def signalled(at, *words):
 
 def test_a_signal_while_the_last_file_gets_its_name_takes_nothing_away(files, whole):
     said = signalled("out/dcp/.metadata", "split", EXAMPLE, OUT, "--to", "dcp")
-    assert "interrupted; s3://bucket/out/dcp was written before, whole" in said
+    assert "interrupted; s3://bucket/out/dcp was already written completely" in said
     assert contents(files, "bucket/out/dcp") == whole
     assert files.find("bucket/out") == files.find("bucket/out/dcp")
 

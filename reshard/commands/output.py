@@ -179,7 +179,7 @@ def write(
     team = options.team
     job = jobs.describe(manifest.files.values(), _shaping(options), plan.target)
     check_ranks_agree(team, manifest.origin.path, json.dumps(job))
-    claimed = commit.claimed(
+    claimed = commit.claim_output(
         destination,
         is_directory=is_directory,
         overwrite=options.overwrite,
@@ -203,14 +203,14 @@ def _shaping(options: OutputOptions) -> dict[str, object]:
 
 
 def _begun(
-    place: commit.Place, growing: Unfinished, options: OutputOptions
+    place: commit.PartialOutput, growing: Unfinished, options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
     """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
     team = options.team
     left = growing.read_progress() if options.resume and team.first else None
     goes_on = broadcast_text(team, "on" if left else "")
     if not goes_on:
-        size = place.held_bytes if team.first else 0
+        size = place.used_bytes if team.first else 0
         if team.first:
             place.clear()
         team.barrier()

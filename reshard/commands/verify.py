@@ -281,6 +281,6 @@ def _write_manifest(made: hashes.Contents, report: VerifyReport, options: Verify
     if not report.passed:
         report.notes.append(f"{path} is not written: a check failed")
         return
-    with commit.staged(path, is_directory=False, overwrite=options.overwrite) as staging:
+    with commit.stage_output(path, is_directory=False, overwrite=options.overwrite) as staging:
         (staging / path.name).write_bytes(hashes.to_bytes(made))
     report.manifest = str(path)

@@ -58,7 +58,7 @@ def write(page: Page, path: Path, *, overwrite: bool) -> None:
         ReshardError: it cannot be written.
     """
     text = render(page)
-    with commit.staged(path, is_directory=False, overwrite=overwrite) as staging:
+    with commit.stage_output(path, is_directory=False, overwrite=overwrite) as staging:
         # a path that is no UTF-8 shows its bytes as \udcNN
         (staging / path.name).write_bytes(text.encode("utf-8", "backslashreplace"))
 

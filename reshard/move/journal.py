@@ -46,7 +46,7 @@ class Journal:
     It implements `unfinished.Unfinished`. Progress is read from the journals of all processes.
 
     Args:
-        place: the partial place, claimed or joined; a journal of this rank is appended to.
+        partial: the partial output, claimed or joined; a journal of this rank is appended to.
         job: see `job.describe`.
         plan: the windows to fill.
         sources: the source files by path.
@@ -55,19 +55,19 @@ class Journal:
 
     def __init__(
         self,
-        place: Partial,
+        partial: Partial,
         job: Job,
         plan: Plan,
         sources: Mapping[str, SourceFile],
         options: MoveOptions,
     ) -> None:
-        self._place = place
+        self._partial = partial
         self._job = job
         self._plan = plan
         self._sources = sources
         self._options = options
         rank = options.team.rank
-        self._path = place.path / (f"{NAME}-{rank}" if rank else NAME)
+        self._path = partial.path / (f"{NAME}-{rank}" if rank else NAME)
         self._batches: SimpleQueue[Outcome | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._stopped = False
@@ -83,17 +83,17 @@ class Journal:
             UsageError: the journals belong to another job; the message says what differs.
         """
         seen, has_journal = Outcome(), False
-        for path in self._place.journals:
+        for path in self._partial.journals:
             lines = map(jobs.parse_line, _read_valid_lines(path))
             recorded_job = next(lines, None)
             if recorded_job is None:
                 continue
-            jobs.check_same_job(self._place.destination, recorded_job, self._job)
+            jobs.check_same_job(self._partial.destination, recorded_job, self._job)
             has_journal = True
             for document in lines:
                 seen.add(Outcome.from_json(document))
         seen.nbytes = seen.windows.nbytes  # windows that were cut differently may overlap
-        self._place.kept_bytes = seen.nbytes
+        self._partial.resumable_bytes = seen.nbytes
         return seen if has_journal else None
 
     def check_progress(self, left: Outcome) -> Outcome:
@@ -122,14 +122,14 @@ class Journal:
         Raises:
             ReshardError: as in `execute.execute`, or the output could not be made durable.
         """
-        place, options = self._place, self._options
+        partial, options = self._partial, self._options
         if options.team.first:
-            check_space(place.destination, self._plan.target.nbytes - place.held_bytes)
+            check_space(partial.destination, self._plan.target.nbytes - partial.used_bytes)
         with ThreadGroup() as threads:
             try:
                 threads.start(self._work, name="journal")
                 outcome = execute(
-                    self._plan, self._sources, place.output, options, done=done, keep=self._keep
+                    self._plan, self._sources, partial.output, options, done=done, keep=self._keep
                 )
                 self._batches.put(None)
                 threads.wait()
@@ -162,7 +162,7 @@ class Journal:
 
     def _append(self, seen: Outcome) -> None:
         """Make the files durable first, then write the line that records them."""
-        output, text = self._place.output, jobs.format_line(seen.to_json())
+        output, text = self._partial.output, jobs.format_line(seen.to_json())
         sync(output / name for name in seen.windows.files)
         first = self._end is None
         if first:
@@ -179,30 +179,30 @@ class Journal:
             raise disk_error(self._path, error) from error
         self._end += len(text)
         if first:
-            sync([self._place.path, self._place.path.parent])
-        self._place.kept_bytes += seen.nbytes
+            sync([self._partial.path, self._partial.path.parent])
+        self._partial.resumable_bytes += seen.nbytes
 
     def _rewrite(self, seen: Outcome) -> None:
         """Replace all journals by one, so that the next run does not trust damaged windows."""
-        place = self._place
-        first_lines = (next(_read_valid_lines(path), None) for path in place.journals)
+        partial = self._partial
+        first_lines = (next(_read_valid_lines(path), None) for path in partial.journals)
         job_line = next(line for line in first_lines if line is not None)
-        new = place.path / f"{NAME}-new"  # an incomplete one is read as a journal, and is harmless
+        new = partial.path / f"{NAME}-new"  # until it is renamed, its records only repeat others
         try:
             with _durable(new, os.O_TRUNC) as descriptor:
                 write_at(descriptor, memoryview(job_line + jobs.format_line(seen.to_json())), 0)
-            new.replace(place.path / NAME)
-            for path in place.journals[1:]:
+            new.replace(partial.path / NAME)
+            for path in partial.journals[1:]:
                 path.unlink()
         except OSError as error:
             raise disk_error(new, error) from error
-        sync([place.path])
+        sync([partial.path])
 
     def _find_complete_files(self) -> set[str]:
         """Return the output files that exist at their full size; remove all others."""
         complete: set[str] = set()
         for file in self._plan.target.files:
-            path = self._place.output / file.name
+            path = self._partial.output / file.name
             status = path.lstat() if os.path.lexists(path) else None
             if status is None:
                 continue
@@ -219,7 +219,7 @@ class Journal:
 
             def check(window: FileSpan) -> None:
                 name, offset, nbytes, crc = window
-                path = str(self._place.output / name)
+                path = str(self._partial.output / name)
                 if crc is None or crc == compute_crc(pool, path, offset, nbytes):
                     intact.append(window)
 

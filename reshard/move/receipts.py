@@ -36,7 +36,7 @@ class Receipts:
     """The receipts of a job; an implementation of `unfinished.Unfinished`.
 
     Args:
-        place: the partial place, claimed or joined; the job's output is in its own folder there.
+        partial: the partial output, claimed or joined; the job's output is in its own folder there.
         job: see `job.describe`.
         plan: the windows to fill.
         sources: the source files by path.
@@ -45,21 +45,21 @@ class Receipts:
 
     def __init__(
         self,
-        place: RemotePartial,
+        partial: RemotePartial,
         job: Job,
         plan: Plan,
         sources: Mapping[str, SourceFile],
         options: MoveOptions,
     ) -> None:
-        self._place = place
+        self._partial = partial
         self._job = job
         self._plan = plan
         self._sources = sources
         self._options = options
         digest = jobs.compute_digest(job)
-        place.output = place.path / f"{OUTPUT}-{digest}"
-        self._folder = place.path / f"{SENT}-{digest}"
-        self._job_path = place.path / f"{JOB}-{digest}"
+        partial.output = partial.path / f"{OUTPUT}-{digest}"
+        self._folder = partial.path / f"{SENT}-{digest}"
+        self._job_path = partial.path / f"{JOB}-{digest}"
         self._is_job_written = False
         self._receipts: list[_Receipt] = []  # read by the first rank only
 
@@ -69,18 +69,18 @@ class Receipts:
         Raises:
             UsageError: the receipts belong to another job; the message says what differs.
         """
-        place = self._place
-        place.path.store.forget()
-        recorded = list(place.path.glob(f"{JOB}-*"))
+        partial = self._partial
+        partial.path.store.forget()
+        recorded = list(partial.path.glob(f"{JOB}-*"))
         has_run = self._job_path in recorded
         for path in () if has_run else recorded:
             for line in jobs.iterate_valid_lines(path.read_bytes().splitlines(keepends=True)):
-                jobs.check_same_job(place.destination, jobs.parse_line(line), self._job)
+                jobs.check_same_job(partial.destination, jobs.parse_line(line), self._job)
         self._receipts = self._read_all()
         seen = Outcome()
         for receipt in self._receipts:
             seen.add(receipt.seen)
-        place.kept_bytes = seen.nbytes
+        partial.resumable_bytes = seen.nbytes
         return seen if has_run else None
 
     def check_progress(self, left: Outcome) -> Outcome:  # noqa: ARG002 - the receipts of `left` say it
@@ -102,7 +102,7 @@ class Receipts:
         Raises:
             ReshardError: as in `upload.write`, or a receipt cannot be written.
         """
-        output, options = self._place.output, self._options
+        output, options = self._partial.output, self._options
         return upload.write(
             self._plan, self._sources, output, options, done=done, on_arrival=self.keep
         )
@@ -118,7 +118,7 @@ class Receipts:
         if not self._is_job_written:
             self._job_path.write_bytes(jobs.format_line(self._job))
             self._is_job_written = True
-        path = self._place.output / file.name
+        path = self._partial.output / file.name
         info = path.store.info(str(path))
         whole_file = Spans([(file.name, 0, file.nbytes, None)])
         document = {
@@ -127,7 +127,7 @@ class Receipts:
             "seen": replace(seen, windows=whole_file).to_json(),
         }
         (self._folder / file.name).write_bytes(jobs.format_line(document))
-        self._place.kept_bytes += file.nbytes
+        self._partial.resumable_bytes += file.nbytes
 
     def _read_all(self) -> list[_Receipt]:
         """Return the receipts that earlier runs left for this job."""
@@ -146,7 +146,7 @@ class Receipts:
 
     def _is_valid(self, receipt: _Receipt) -> bool:
         """Return whether the store still has the version of the file that the receipt names."""
-        output = self._place.output
+        output = self._partial.output
         info = output.store.info(str(output / receipt.file))
         version = version_of(info) if info else ()
         return bool(version) and list(version) == receipt.version

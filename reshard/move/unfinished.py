@@ -10,7 +10,7 @@ from reshard.move.job import Job
 from reshard.move.journal import Journal
 from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
-from reshard.output.commit import Place
+from reshard.output.commit import PartialOutput
 from reshard.output.partial import Partial
 from reshard.plan.planner import Plan
 
@@ -49,15 +49,15 @@ class Unfinished(Protocol):
 
 
 def open_unfinished(
-    place: Place,
+    partial: PartialOutput,
     job: Job,
     plan: Plan,
     sources: Mapping[str, SourceFile],
     options: MoveOptions,
 ) -> Unfinished:
-    """Return the output of a job in `place`, which this process has claimed or joined."""
-    if isinstance(place, Partial):
-        return Journal(place, job, plan, sources, options)
+    """Return the output of a job in `partial`, which this process has claimed or joined."""
+    if isinstance(partial, Partial):
+        return Journal(partial, job, plan, sources, options)
     from reshard.move.receipts import Receipts
 
-    return Receipts(cast("RemotePartial", place), job, plan, sources, options)
+    return Receipts(cast("RemotePartial", partial), job, plan, sources, options)

@@ -1,1 +1,1 @@
-"""The hidden place where an output grows, and its one step into sight: whole, or not at all."""
+"""Output: written in a hidden directory, then published in one step: complete, or not at all."""

@@ -1,4 +1,4 @@
-"""Output appears whole or not at all: a partial place beside the destination, fsync, rename."""
+"""Commit of an output: it grows in a hidden directory beside the destination, then is renamed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from reshard import signals, units
 from reshard.errors import ReshardError, ResourceError, UsageError, is_outside
-from reshard.output.local import Local
+from reshard.output.local import LocalPartial
 from reshard.paths import is_remote
 from reshard.ranks.team import ALONE, Team
 
@@ -17,189 +17,199 @@ if TYPE_CHECKING:
     from reshard.remote.path import RemotePath
 
 
-_WRITTEN = "{} was written before, whole"
+_WRITTEN = "{} was already written completely"
 
 
-class Place(Protocol):
-    """Where an output grows, hidden beside its destination, on a disk or in an object store."""
+class PartialOutput(Protocol):
+    """The hidden directory in which an output grows, on a disk or in an object store."""
 
-    kept_bytes: int  # of the output, with which a later run could go on
-    keeps_unasked: bool  # whether those stay without --resume too
-    published: bool
-    only_copy: bool  # whether what was to be replaced is gone, and the output has no name yet
+    resumable_bytes: int  # of the output, from which a later run could continue
+    keeps_without_resume: bool  # whether unfinished output is kept also without --resume
+    published: bool  # whether the output has its final name
+    only_copy: bool  # whether the old output is gone while the new one has no name yet
 
     @property
     def destination(self) -> Path:
-        """What it gets its name from."""
+        """The final path of the output."""
 
     @property
     def path(self) -> Path:
-        """The place itself."""
+        """The hidden directory."""
 
     @property
     def output(self) -> Path:
-        """Where the files lie in it."""
+        """The directory of the output's files inside it."""
 
     @property
-    def noted_bytes(self) -> int:
-        """What a run has noted there as done for good."""
+    def recorded_bytes(self) -> int:
+        """Number of bytes that a run has recorded as durable."""
 
     @property
-    def held_bytes(self) -> int:
-        """What the output takes by now."""
+    def used_bytes(self) -> int:
+        """Number of bytes that the output uses at present."""
 
     def claim(self) -> None:
-        """Take it; refused where another process writes there."""
+        """Claim the directory for this process; refused if another process writes there."""
 
     def join(self, rank: int) -> None:
-        """Take part in what the first rank has claimed."""
+        """Join the directory that the first rank has claimed."""
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Release the claim, so that another process can take it."""
 
     def clear(self) -> None:
-        """Remove what is in it; an empty output is there then."""
+        """Remove the content and start with an empty output."""
 
-    def check_free(self) -> None:
-        """Refuse a destination at which something has come meanwhile."""
+    def check_destination_free(self) -> None:
+        """Check that nothing was created at the destination in the meantime."""
 
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         """Make the output durable."""
 
     def publish(self, *, is_directory: bool, overwrite: bool) -> None:
         """Give the output its name."""
 
-    def give_up(self, *, resume: bool) -> None:
-        """What a rank that is not the first does with its files when it fails."""
+    def discard_share(self, *, resume: bool) -> None:
+        """Discard the files of this rank after a failure; not called on the first rank."""
 
     def remove(self) -> None:
-        """Remove it, if it was claimed."""
+        """Remove the directory, if this process has claimed it."""
 
 
 @contextlib.contextmanager
-def staged(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterator[Path]:
-    """A temporary directory whose content becomes ``destination`` when the block ends well.
+def stage_output(destination: Path, *, is_directory: bool, overwrite: bool) -> Iterator[Path]:
+    """Yield a temporary directory whose content becomes ``destination`` when the block succeeds.
 
-    For a file, the block must leave one file of the destination's name in it. On any exception
-    the temporary directory goes and the destination is untouched.
+    For a single file, the block must leave one file with the destination's name in the directory.
+    After any exception, the temporary directory is removed and the destination is unchanged.
     """
-    with claimed(destination, is_directory=is_directory, overwrite=overwrite) as place:
-        place.clear()
-        yield place.output
+    with claim_output(destination, is_directory=is_directory, overwrite=overwrite) as partial:
+        partial.clear()
+        yield partial.output
 
 
 @contextlib.contextmanager
-def claimed(
+def claim_output(
     destination: Path,
     *,
     is_directory: bool,
     overwrite: bool,
     resume: bool = False,
     team: Team = ALONE,
-) -> Iterator[Place]:
-    """The partial place, whose output becomes ``destination`` when the block ends well.
+) -> Iterator[PartialOutput]:
+    """Yield the partial output, which becomes ``destination`` when the block succeeds.
 
-    What an earlier process left in it is there still. It stays for a later run where the block
-    says that this is worth it, and only time or the machine was lacking; else it goes.
+    It may contain what an earlier process has left. After an error it is kept for a later run if
+    the block has recorded progress (``resumable_bytes``) and if the cause is outside of reshard
+    (an interrupt, the network, a disk); otherwise it is removed.
 
     Args:
-        resume: whether the user wants what an earlier run left; then even a full disk leaves it.
-        team: the first rank claims it and publishes, the others take part.
+        destination: the final path.
+        is_directory: whether the output is a directory rather than one file.
+        overwrite: whether to replace an existing destination.
+        resume: whether the user passed --resume; progress is then kept even if the disk is full.
+        team: the first rank claims and publishes the output, the others join it.
 
     Raises:
-        ExistsError: another process is writing there, or the destination is taken.
+        ExistsError: another process is writing there, or the destination exists already.
     """
-    place = _place(destination)
+    partial = _open_partial(destination)
     if not team.first:
-        with _joined(place, team, resume=resume):
-            yield place
+        with _join_output(partial, team, resume=resume):
+            yield partial
         return
     if resume:
-        place.kept_bytes = place.noted_bytes  # until they are read
+        partial.resumable_bytes = partial.recorded_bytes  # an estimate until the records are read
     try:
-        place.claim()
+        partial.claim()
         if not overwrite:
-            place.check_free()
+            partial.check_destination_free()
         team.barrier()  # claimed
-        yield place
-        place.settle()
+        yield partial
+        partial.make_durable()
         team.barrier()  # written
-        place.publish(is_directory=is_directory, overwrite=overwrite)
-        signals.say(_WRITTEN.format(place.destination))
+        partial.publish(is_directory=is_directory, overwrite=overwrite)
+        signals.say(_WRITTEN.format(partial.destination))
         team.barrier()
-        _remove(place)
+        _remove(partial)
     except BaseException as error:
-        if _stays(place, error, team, resume=resume):
+        if _is_kept(partial, error, team, resume=resume):
             raise
-        _remove(place)
+        _remove(partial)
         raise
     finally:
-        place.release()
+        partial.release()
 
 
-def _place(destination: Path) -> Place:
+def _open_partial(destination: Path) -> PartialOutput:
     real = destination.parent.resolve() / destination.name
     if not is_remote(str(real)):
-        return Local(real)
+        return LocalPartial(real)
     from reshard.remote.partial import RemotePartial
 
     return RemotePartial(cast("RemotePath", real))
 
 
 @contextlib.contextmanager
-def _joined(place: Place, team: Team, *, resume: bool) -> Iterator[None]:
-    """The part of any rank but the first."""
+def _join_output(partial: PartialOutput, team: Team, *, resume: bool) -> Iterator[None]:
+    """Take part in the commit as a rank other than the first."""
     try:
         team.barrier()  # claimed
-        place.join(team.rank)
+        partial.join(team.rank)
         yield
-        place.settle()
+        partial.make_durable()
     except BaseException:
-        with contextlib.suppress(OSError, ReshardError):  # the first error has been told
-            place.give_up(resume=resume)
+        with contextlib.suppress(OSError, ReshardError):  # the first error is reported instead
+            partial.discard_share(resume=resume)
         raise
     finally:
-        place.release()
+        partial.release()
     team.barrier()  # written
     team.barrier()  # published
 
 
-def _stays(place: Place, error: BaseException, team: Team, *, resume: bool) -> bool:
-    """Whether a failed run leaves its place for another one; the error says what became of it."""
-    there = place.destination
-    if place.published:
-        _tell(error, _WRITTEN.format(there), instead=True)
+def _is_kept(partial: PartialOutput, error: BaseException, team: Team, *, resume: bool) -> bool:
+    """Return whether a failed run keeps its partial output, and add its fate to the error."""
+    there = partial.destination
+    if partial.published:
+        _append_remedy(error, _WRITTEN.format(there), instead=True)
         return False
-    if place.only_copy or (resume and isinstance(error, UsageError)):
-        return True  # what cannot be gone on with so may be otherwise
+    if partial.only_copy or (resume and isinstance(error, UsageError)):
+        return True  # it cannot be resumed with these options, but perhaps with others
     if team.size > 1:
-        with contextlib.suppress(ReshardError):  # a store that is away: what this rank knows
-            place.kept_bytes = place.noted_bytes  # by other ranks too
-    if place.kept_bytes and _is_outside(error, resume=resume):
-        size = units.show_bytes(place.kept_bytes)
-        if resume or place.keeps_unasked:
-            stay = f"{size} that are done stay in {place.path}: --resume goes on with them"
-            _tell(error, f"nothing was written to {there}; {stay}")
+        # Count what all ranks have recorded. If the store is away, this rank's number remains.
+        with contextlib.suppress(ReshardError):
+            partial.resumable_bytes = partial.recorded_bytes
+    if partial.resumable_bytes and _is_outside(error, resume=resume):
+        size = units.show_bytes(partial.resumable_bytes)
+        if resume or partial.keeps_without_resume:
+            advice = (
+                f"{size} of finished output are kept in {partial.path}; pass --resume to continue"
+            )
+            _append_remedy(error, f"nothing was written to {there}; {advice}")
             return True
-    _tell(error, f"nothing was written to {there}")
+    _append_remedy(error, f"nothing was written to {there}")
     return False
 
 
 @signals.undivided
-def _remove(place: Place) -> None:
-    """Remove it as far as that goes: what stays is met by the next run at this destination."""
+def _remove(partial: PartialOutput) -> None:
+    """Remove the partial output as far as possible; the next run clears what remains."""
     with contextlib.suppress(OSError, ReshardError):
-        place.remove()
+        partial.remove()
 
 
 def _is_outside(error: BaseException, *, resume: bool) -> bool:
-    """As `is_outside`; a full disk is in the way of others too."""
+    """Return `errors.is_outside`, but for a full disk return whether the user passed --resume.
+
+    Without --resume, output that fills a disk must not stay: it is in the way of other programs.
+    """
     full = getattr(error, "exit_code", None) == ResourceError.exit_code
     return resume if full else is_outside(error)
 
 
-def _tell(error: BaseException, what: str, *, instead: bool = False) -> None:
-    """Let the error's message say what became of the output."""
+def _append_remedy(error: BaseException, what: str, *, instead: bool = False) -> None:
+    """Add to the error's message what became of the output."""
     if isinstance(error, KeyboardInterrupt):
         error.args = (*error.args, *({what} - {*error.args}))
     elif isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""Whether output may come to lie where it is asked for; said before any work is done."""
+"""Checks of a destination before any work is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reshard.remote.path import RemotePath
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-# What a directory may hold to be replaced by --overwrite: the files of a model export.
+# --overwrite replaces a directory only if all of its files have one of these suffixes.
 _EXPORT_SUFFIXES = frozenset(
     [
         ".safetensors",
@@ -40,14 +40,18 @@ def check_destination(
     overwrite: bool,
     resume: bool = False,
 ) -> None:
-    """Refuse a destination before any work is done.
+    """Check that output may be written to `destination`.
 
     Args:
-        resume: what a run has left there that died while a store copied is no obstacle.
+        destination: the path of the output.
+        sources: the paths that are read, which must not be written to.
+        is_directory: whether the output is a directory rather than one file.
+        overwrite: whether an existing destination may be replaced.
+        resume: whether to accept files of a run that died while an object store copied them.
 
     Raises:
-        ExistsError: it exists (and ``overwrite`` is off or would delete other things), is of the
-            other kind, or lies inside a source.
+        ExistsError: the destination exists (and ``overwrite`` is off or would delete other files),
+            is a file instead of a directory or the reverse, or is inside a source.
         UsageError: its parent directory does not exist.
     """
     real = destination.resolve()
@@ -61,17 +65,20 @@ def check_destination(
     elif is_directory and os.path.ismount(real):
         raise ExistsError(
             destination,
-            "is a mount point, whose name no other directory can get",
-            "write to a directory inside it",
+            "is a mount point, and a mount point cannot be replaced by a rename",
+            "choose a directory inside it",
         )
     if destination.is_dir() and is_directory:
         _check_directory(destination, overwrite=overwrite)
     elif destination.is_dir():
-        raise ExistsError(destination, "is a directory, and the output is one file", "remove it")
-    elif _is_there(destination) and (is_directory or not destination.is_file()):
-        raise ExistsError(destination, "exists and is no directory", "choose another name")
-    elif _is_there(destination) and not overwrite:
-        raise ExistsError(destination, "exists already", "remove it, or give --overwrite")
+        raise ExistsError(
+            destination, "is a directory, but the output is a single file", "choose another name"
+        )
+    elif _exists(destination) and (is_directory or not destination.is_file()):
+        kind = "not a directory" if is_directory else "not a regular file"
+        raise ExistsError(destination, f"exists and is {kind}", "choose another name")
+    elif _exists(destination) and not overwrite:
+        raise ExistsError(destination, "already exists", "remove it, or pass --overwrite")
 
 
 def _check_apart(destination: Path, sources: list[Path], *, overwrite: bool) -> None:
@@ -81,11 +88,13 @@ def _check_apart(destination: Path, sources: list[Path], *, overwrite: bool) -> 
         if real == inside or inside in real.parents:
             raise ExistsError(
                 destination,
-                f"lies inside the source {source}, which is never written to",
-                "choose a destination outside of it",
+                f"is inside the source {source}, and sources are never written to",
+                "choose a destination outside of the source",
             )
         if real in inside.parents and overwrite:
-            raise ExistsError(destination, f"contains the source {source}", "choose another place")
+            raise ExistsError(
+                destination, f"contains the source {source}", "choose another destination"
+            )
 
 
 def _check_directory(destination: Path, *, overwrite: bool) -> None:
@@ -97,7 +106,7 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
         raise ExistsError(
             destination,
             f"exists and is not empty ({children[0].name}, ...)",
-            "remove it, or choose another name" if foreign else "remove it, or give --overwrite",
+            "remove it, or choose another name" if foreign else "remove it, or pass --overwrite",
         )
     if foreign:
         raise ExistsError(
@@ -108,7 +117,7 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
 
 
 def _is_moving(destination: Path) -> bool:
-    """Whether a run was copying there, in a store that has such a bucket at all."""
+    """Return whether a run is copying, or died while copying, to this path of an object store."""
     from reshard.remote import partial, writing
 
     there = cast("RemotePath", destination)
@@ -116,12 +125,12 @@ def _is_moving(destination: Path) -> bool:
     return partial.is_moving(there)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
 def check_space(destination: Path, nbytes: int) -> None:
-    """Refuse what cannot fit.
+    """Check that `nbytes` bytes fit on the destination's file system.
 
     Raises:
         ResourceError: the file system has less free space than ``nbytes``.
@@ -130,8 +139,8 @@ def check_space(destination: Path, nbytes: int) -> None:
     if free < nbytes:
         raise ResourceError(
             destination,
-            f"{nbytes:,} bytes are to be written, {free:,} are free on its disk",
-            "free space, or write elsewhere",
+            f"{nbytes:,} bytes must be written, but only {free:,} are free on its file system",
+            "free some space, or choose another destination",
         )
 
 

@@ -1,4 +1,4 @@
-"""The partial place on a file system, whose output gets its name by a link, a rename, a swap."""
+"""Publishing on a file system: the output gets its final name by a link, rename or exchange."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from reshard.output.partial import Partial, sync
 from reshard.ranks import holder
 
 
-class Local(Partial):
-    """The partial place of a destination on this machine, or on a file system that many share."""
+class LocalPartial(Partial):
+    """The partial output of a destination on a local or shared file system."""
 
-    keeps_unasked = True  # what can be gone on with stays, without --resume too
-    only_copy = False  # what was replaced is put back
+    keeps_without_resume = True  # unfinished output is kept even if --resume was not passed
+    only_copy = False  # after a failure, the old output is put back
 
     def __init__(self, destination: Path) -> None:
         super().__init__(destination)
         self.published = False
 
-    def check_free(self) -> None:
-        """As `check_destination`, once nobody else can be writing there.
+    def check_destination_free(self) -> None:
+        """Repeat `check_destination` while this process has the claim.
 
         Raises:
-            ExistsError: something has come there.
+            ExistsError: something was created there in the meantime.
         """
         there = self.destination
         taken = os.path.lexists(there)
         if taken and not (there.is_dir() and not any(there.iterdir())):
             raise holder.build_conflict_error(there)
 
-    def settle(self) -> None:
-        """Make the output durable: what this machine has in its own cache."""
+    def make_durable(self) -> None:
+        """Make the output durable: flush what this machine has in its own cache."""
         sync([*self.output.rglob("*"), self.output])
 
     def publish(self, *, is_directory: bool, overwrite: bool) -> None:
-        """Give the output its name; a signal waits until that is durable.
+        """Give the output its final name; signals wait until the new name is durable.
 
         Raises:
-            ExistsError: something has come there, or cannot be replaced.
+            ExistsError: the destination was created by another process, or cannot be replaced.
         """
         with signals.deferred():
-            self.end_journals()
+            self.remove_journals()
             if is_directory:
                 self._publish_directory(overwrite=overwrite)
             else:
@@ -51,20 +51,20 @@ class Local(Partial):
             self.published = True
             sync([self.path.parent])
 
-    def give_up(self, *, resume: bool) -> None:
-        """A rank that fails leaves it to the first: the files are the same for both."""
+    def discard_share(self, *, resume: bool) -> None:
+        """Do nothing: all ranks write into the same files, which the first rank removes."""
 
     def _publish_file(self, *, overwrite: bool) -> None:
-        made = self.output / self.destination.name
+        file = self.output / self.destination.name
         if overwrite:
-            made.replace(self.destination)
+            file.replace(self.destination)
             return
         try:
-            os.link(made, self.destination)  # unlike rename, replaces nothing of another process
+            os.link(file, self.destination)  # unlike a rename, this never replaces a file
         except FileExistsError as error:
             raise holder.build_conflict_error(self.destination) from error
         except OSError:  # a file system without hard links
-            made.rename(self.destination)
+            file.rename(self.destination)
 
     def _publish_directory(self, *, overwrite: bool) -> None:
         umask = os.umask(0)
@@ -82,12 +82,14 @@ class Local(Partial):
             if replacing and self.replaced.exists() and not destination.exists():
                 self.replaced.rename(destination)
             raise ExistsError(
-                destination, f"could not be put in place: {error.strerror}", "nothing was changed"
+                destination,
+                f"the output could not be renamed to this path: {error.strerror}",
+                "nothing was changed",
             ) from error
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step, where the system can: Linux, on most local file systems."""
+    """Exchange two names in one step if the system can: Linux, on most local file systems."""
     import ctypes
 
     rename = getattr(ctypes.CDLL(None), "renameat2", None)

@@ -1,12 +1,12 @@
-"""The place beside a destination where its output grows: one process's at a time, found again.
+"""The partial output of a destination on a file system: a hidden directory, locked by one run.
 
-``.NAME.partial/`` of a destination ``NAME`` holds
+``.NAME.partial/`` of a destination ``NAME`` contains
 
-- ``lock``: locked by the process at work, as long as it lives, and says who that is; ``lock-N`` by
-  rank N of several;
-- ``journal*``: which bytes of the output are there for good, see `move.journal`;
+- ``lock``: locked by the process at work as long as it lives, with its pid and host; ``lock-N`` is
+  locked by rank N of several;
+- ``journal*``: which bytes of the output are durable, see `move.journal`;
 - ``output/``: the files;
-- ``replaced``: what ``--overwrite`` has put aside, where it takes two steps to replace it.
+- ``replaced``: the old output that ``--overwrite`` has moved aside, where two steps are needed.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from reshard import signals, threads
 from reshard.errors import ExistsError, ReshardError, ResourceError
 from reshard.ranks import holder
 
-_SYNCS = 16  # at a time
+_SYNCS = 16  # concurrent calls of fsync
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 _BLOCK = 512  # bytes: the unit of st_blocks
 
 
 def disk_error(path: Path, error: OSError) -> ReshardError:
-    """What to raise for an error of the system while writing to ``path``."""
+    """Return the error to raise for a system error while writing to ``path``."""
     if error.errno in _FULL:
         return ResourceError(
-            path.parent, f"the disk is full ({error.strerror})", "free space, or write elsewhere"
+            path.parent,
+            f"the disk is full ({error.strerror})",
+            "free some space, or choose another destination",
         )
     return ReshardError(path, f"cannot be written: {error.strerror}")
 
 
 def sync(paths: Iterable[Path]) -> None:
-    """Make files and directories durable, many at once: a file system takes them together."""
+    """Make files and directories durable, many at once: file systems combine the flushes."""
     threads.parallel_map(paths, _sync_one, _SYNCS)
 
 
@@ -56,7 +58,7 @@ def _sync_one(path: Path) -> None:
 
 
 class Partial:
-    """The partial place of one destination.
+    """The partial output of one destination, without the way to publish it.
 
     Args:
         destination: resolved; its parent exists.
@@ -67,80 +69,80 @@ class Partial:
         self.path = destination.parent / f".{destination.name}.partial"
         self.output = self.path / "output"
         self.replaced = self.path / "replaced"
-        self.kept_bytes = 0  # of the output, with which a later run could go on
+        self.resumable_bytes = 0  # of the output, from which a later run could continue
         self._lock: int | None = None
 
     @property
     def journals(self) -> list[Path]:
-        """Those that are there."""
+        """Paths of the existing journals, sorted."""
         return sorted(self.path.glob("journal*"))
 
     @property
-    def noted_bytes(self) -> int:
-        """What the output takes by now, where a run has noted what of it is done for good."""
-        return self.held_bytes if self.journals else 0
+    def recorded_bytes(self) -> int:
+        """Disk usage of the output in bytes if there is a journal, else 0."""
+        return self.used_bytes if self.journals else 0
 
     @property
-    def held_bytes(self) -> int:
-        """What the output takes on the disk by now."""
+    def used_bytes(self) -> int:
+        """Disk usage of the output in bytes."""
         files = (path.lstat() for path in self.output.rglob("*"))
         return sum(file.st_blocks * _BLOCK for file in files if stat.S_ISREG(file.st_mode))
 
     def claim(self) -> None:
-        """Make it, or take over what a process left that is no more.
+        """Create and lock the directory, or take over one that a dead process has left.
 
         Raises:
-            ExistsError: a living process holds it, or something else is in its place.
-            ReshardError: the directory cannot be written to.
+            ExistsError: a living process has locked it, or another file has its name.
+            ReshardError: the parent directory cannot be written to.
         """
         with signals.deferred():
-            while not self._claimed():
-                pass  # its holder has removed it meanwhile
+            while not self._try_claim():
+                pass  # its holder has removed it in the meantime
             if self.replaced.exists() and not os.path.lexists(self.destination):
-                self.replaced.rename(self.destination)  # its run died between two steps
+                self.replaced.rename(self.destination)  # the last run died between the two renames
 
     def join(self, rank: int) -> None:
-        """Take part in what the first rank has claimed: nobody claims it while this one lives.
+        """Lock this rank's file in the claimed directory, so that nobody claims it before it ends.
 
         Raises:
             ReshardError: the directory cannot be written to.
         """
         with signals.deferred():
-            lock = self._opened(f"lock-{rank}")
+            lock = self._open_lock(f"lock-{rank}")
             self._lock = lock
-            self._take(lock)
-            _sign(lock, self.path)
+            self._acquire(lock)
+            _write_holder(lock, self.path)
 
     @signals.undivided
     def release(self) -> None:
-        """Let another process have it."""
+        """Release the lock, so that another process can claim the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def clear(self) -> None:
-        """Remove what is in it; an empty output is there then."""
+        """Remove the content and create an empty output."""
         self._remove_all()
         self.output.mkdir()
 
     def remove(self) -> None:
-        """Remove it; the lock goes last, so that nobody else comes in before."""
+        """Remove the directory; its lock is removed last, so that no other process claims it."""
         if self._lock is None:
             return
         self._remove_all()
-        for path in (*self._ranks_locks, self.path / "lock"):
+        for path in (*self._rank_locks, self.path / "lock"):
             path.unlink(missing_ok=True)
         try:
             self.path.rmdir()
-        except OSError as error:  # another process has come in already
+        except OSError as error:  # another process may have claimed it already
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
 
-    def end_journals(self) -> None:
-        """No run goes on from here: durable before the output gets its name."""
+    def remove_journals(self) -> None:
+        """Remove the journals durably, so that no run resumes after the output is published."""
         for path in self.journals:
             path.unlink()
-        self.kept_bytes = 0
+        self.resumable_bytes = 0
         sync([self.path])
 
     def _remove_all(self) -> None:
@@ -150,24 +152,26 @@ class Partial:
             else:
                 path.unlink(missing_ok=True)
 
-    def _claimed(self) -> bool:
-        """Whether it could be taken; False where its holder went away meanwhile."""
+    def _try_claim(self) -> bool:
+        """Try to lock the directory; return False if its holder removed it in the meantime."""
         try:
             self.path.mkdir(mode=0o700)
         except FileExistsError:
             mode = self.path.lstat().st_mode if os.path.lexists(self.path) else 0o700
             if mode and (mode & 0o077 or stat.S_ISLNK(mode)):
-                raise ExistsError(self.path, "is in the way", "remove it") from None
+                raise ExistsError(
+                    self.path, "is in the way: it was not created by reshard", "remove it"
+                ) from None
         except OSError as error:
             where = self.destination.parent
             raise ReshardError(where, f"cannot be written to: {error.strerror}") from error
         path = self.path / "lock"
         try:
-            lock = self._opened(path.name)
+            lock = self._open_lock(path.name)
         except FileNotFoundError:
             return False
         try:
-            self._take(lock)
+            self._acquire(lock)
             if not path.exists() or not os.path.samestat(os.fstat(lock), path.stat()):
                 os.close(lock)
                 return False
@@ -176,58 +180,58 @@ class Partial:
             os.close(lock)
             raise
         self._lock = lock
-        _sign(lock, path)
+        _write_holder(lock, path)
         return True
 
     @property
-    def _ranks_locks(self) -> list[Path]:
+    def _rank_locks(self) -> list[Path]:
         return sorted(self.path.glob("lock-*"))
 
     def _check_ranks(self) -> None:
-        """A run whose first rank is no more may have others that write still."""
-        for path in self._ranks_locks:
-            lock = self._opened(path.name)
+        """Check that no other rank of an earlier run is still writing."""
+        for path in self._rank_locks:
+            lock = self._open_lock(path.name)
             try:
-                self._take(lock)
+                self._acquire(lock)
             finally:
                 os.close(lock)
 
-    def _opened(self, name: str) -> int:
+    def _open_lock(self, name: str) -> int:
         path = self.path / name
         try:
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             raise
         except OSError as error:
-            with contextlib.suppress(OSError):  # it stays where others have put something in it
+            with contextlib.suppress(OSError):  # a directory that is not empty is not removed
                 self.path.rmdir()
             raise disk_error(path, error) from error
 
-    def _take(self, lock: int) -> None:
+    def _acquire(self, lock: int) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = _holder(lock)
+            who = _read_holder(lock)
             raise ExistsError(
                 self.destination,
                 f"is being written by {holder.describe(who)}",
-                "wait for it, or write elsewhere",
+                "wait until it ends, or choose another destination",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            who = _holder(lock)
+            who = _read_holder(lock)
             if who is not None and not holder.is_dead(who):
                 raise ExistsError(
                     self.path,
-                    f"is of {holder.describe(who)}, and this file system has no"
-                    " locks that say whether it lives",
-                    f"remove {self.path}/lock* if it does not",
+                    f"belongs to {holder.describe(who)}, and this file system has no locks that"
+                    " show whether that process is still running",
+                    f"remove {self.path}/lock* if it is not",
                 ) from error
 
 
-def _sign(lock: int, path: Path) -> None:
-    """Write down who has a lock."""
+def _write_holder(lock: int, path: Path) -> None:
+    """Write this process's pid and host into a lock file."""
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, holder.encode_self(), 0)
@@ -235,6 +239,6 @@ def _sign(lock: int, path: Path) -> None:
         raise disk_error(path, error) from error
 
 
-def _holder(lock: int) -> holder.Holder | None:
-    """Who the lock's file says has it; None while that is being written."""
+def _read_holder(lock: int) -> holder.Holder | None:
+    """Return the holder of a lock from its file, or None while that is being written."""
     return holder.decode(os.pread(lock, 4096, 0))

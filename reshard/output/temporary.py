@@ -1,4 +1,4 @@
-"""A directory of this machine for what a run needs meanwhile; it goes where the run ends."""
+"""Temporary local directories that no interrupt leaves behind."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ signals.undivided(TemporaryDirectory.cleanup)
 
 
 def temporary(prefix: str = "reshard-") -> TemporaryDirectory[str]:
-    """For the block of a `with`; no interrupt leaves it there."""
+    """Return a temporary directory for a `with` block; its removal cannot be interrupted."""
     return TemporaryDirectory(prefix=prefix)

@@ -27,27 +27,27 @@ _MOVING = "moving"
 class RemotePartial:
     """The partial place of one destination."""
 
-    keeps_unasked = False  # a store charges for what nobody may ask for again
+    keeps_without_resume = False  # a store charges for what nobody may ask for again
 
     def __init__(self, destination: RemotePath) -> None:
         self.destination = destination
         self.path = path_of(destination)
         self.output = self.path / OUTPUT
-        self.kept_bytes = 0  # of the output, with which a later run could go on
+        self.resumable_bytes = 0  # of the output, with which a later run could go on
         self.published = False
         self.only_copy = False
         self._joined = False
         self._lease: Lease | None = None
 
     @property
-    def noted_bytes(self) -> int:
+    def recorded_bytes(self) -> int:
         """What a run has noted there as done for good: files that have a receipt."""
         sizes = writing.sizes_below(self.path)
         noted = (n.replace(SENT, OUTPUT, 1) for n in sizes if n.startswith(SENT))
         return sum(sizes.get(name, 0) for name in noted)
 
     @property
-    def held_bytes(self) -> int:
+    def used_bytes(self) -> int:
         """What the output takes in the store by now."""
         sizes = writing.sizes_below(self.path).items()
         return sum(nbytes for name, nbytes in sizes if name.startswith(OUTPUT))
@@ -88,7 +88,7 @@ class RemotePartial:
         if self._lease is not None:
             self.clear()
 
-    def check_free(self) -> None:
+    def check_destination_free(self) -> None:
         """As `check_destination`, once nobody else can be writing there.
 
         Raises:
@@ -98,7 +98,7 @@ class RemotePartial:
         if self.destination.exists() and not is_moving(self.destination):
             raise holder.build_conflict_error(self.destination)
 
-    def settle(self) -> None:
+    def make_durable(self) -> None:
         """A store answers when it has what was sent."""
 
     def publish(self, *, is_directory: bool, overwrite: bool) -> None:
@@ -111,7 +111,7 @@ class RemotePartial:
         self._held().check()
         if not is_directory:
             if not overwrite:
-                self.check_free()
+                self.check_destination_free()
             publish.copy_file(self.output / self.destination.name, self.destination, self._done)
             return
         old = writing.sizes_below(self.destination)
@@ -129,7 +129,7 @@ class RemotePartial:
                 moving.remove()
             raise
 
-    def give_up(self, *, resume: bool) -> None:
+    def discard_share(self, *, resume: bool) -> None:
         """Take back what a rank that is not the first has sent."""
         if self._joined and not resume:
             writing.abort_uploads(self.output)

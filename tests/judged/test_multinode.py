@@ -150,7 +150,7 @@ def test_another_run_goes_on_where_a_killed_worker_ended_one(tmp_path, mishaps):
     )
     assert codes == [1]
     assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
-    assert "--resume goes on with them" in err, err
+    assert "pass --resume to continue" in err, err
     left = tmp_path / ".out.partial"
     assert not (tmp_path / "out").exists()
     assert (left / "journal-1").exists()
@@ -233,7 +233,7 @@ def test_several_processes_write_to_a_store_and_others_go_on(tmp_path, mishaps, 
     codes, _, err = ended(nodes(1, 3, mishaps, "die sent", "convert", EXAMPLE, out, *words))
     assert codes == [1]
     assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
-    assert "stay in s3://bucket/many/.out.partial: --resume goes on with them" in err, err
+    assert "are kept in s3://bucket/many/.out.partial; pass --resume to continue" in err, err
     assert s3.contents(files, "bucket/many/out") == {}
     codes, said, err = ended(ranks(2, "-m", "reshard", "convert", EXAMPLE, out, *words))
     assert codes == [0, 0], err
