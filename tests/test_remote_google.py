@@ -83,7 +83,7 @@ def test_an_upload_that_was_cut_off_goes_on(files, proxy, whole, monkeypatch):
     proxy.fault = lambda _method, path, _number: 403 if "__2_0.distcp" in path else None
     with pytest.raises(ReshardError, match=r"__2_0.*Forbidden") as caught:
         split(resume=True)
-    assert "give the credentials" in caught.value.remedy
+    assert "provide credentials" in caught.value.remedy
     assert "pass --resume to continue" in caught.value.remedy
     proxy.reset()
     assert any(line.startswith("resumed") for line in split(resume=True).lines())

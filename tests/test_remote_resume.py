@@ -194,7 +194,7 @@ def test_a_signal_while_what_is_replaced_is_removed_does_not_take_the_new_too(fi
     files.pipe_file("bucket/out/dcp/old.safetensors", b"old")
     merge = ["merge", EXAMPLE, OUT, "--overwrite"]
     said = signalled("old.safetensors", *merge)
-    assert "--resume puts it in place" in said
+    assert "with --resume to publish it" in said
     reshard.merge(EXAMPLE, OUT, overwrite=True, resume=True)
     made = contents(files, "bucket/out/dcp")
     assert "model.safetensors" in made
@@ -218,7 +218,9 @@ def test_what_can_neither_be_copied_nor_taken_back_is_said_and_put_in_place_late
         return 500 if "?delete" in path or (copying and ".metadata" in path) else None
 
     proxy.fault = fault
-    with pytest.raises(ReshardError, match=r"nor removed again.*(?s:.)*--resume puts it in place"):
+    with pytest.raises(
+        ReshardError, match=r"could not be removed again.*(?s:.)*with --resume to publish it"
+    ):
         split()
     proxy.reset()
     assert contents(files, "bucket/out/dcp").keys() == {*whole} - {".metadata"}
@@ -322,7 +324,7 @@ def test_a_sign_of_life_is_given_again_and_again(files, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 0.05)
     place = as_path("s3://bucket/out/.dcp.partial")
     held = lease.Lease(place, as_path(OUT))
-    held.take()
+    held.acquire()
     (name,) = files.find(PLACE)
     files.pipe_file(name, b"old")
     for _ in range(100):
@@ -331,5 +333,5 @@ def test_a_sign_of_life_is_given_again_and_again(files, monkeypatch):
             break
     assert b'"pid"' in files.cat_file(name)
     held.check()
-    held.end()
+    held.release()
     assert files.find(PLACE) == []

@@ -131,7 +131,7 @@ class Receipts:
 
     def _read_all(self) -> list[_Receipt]:
         """Return the receipts that earlier runs left for this job."""
-        names = writing.sizes_below(self._folder)
+        names = writing.list_sizes(self._folder)
         receipts = threads.parallel_map(names, self._read, _REQUESTS_AT_ONCE)
         return [receipt for receipt in receipts if receipt is not None]
 

@@ -1,13 +1,14 @@
-"""Checkpoints in object stores, by fsspec: paths, ranged reads, uploads. Imported when one is used.
+"""Checkpoints in object stores, accessed by fsspec. Imported only when a URL is used.
 
-What is read is fetched in few, large, concurrent pieces; what is written becomes whole before it
-becomes visible. Every request that may succeed another time is made again, with growing waits.
+Reads fetch few large ranges concurrently. Output becomes visible only after it is complete. Every
+request that may succeed later is repeated, with growing waits.
 
 path      a URL with the methods of `pathlib.Path`
-store     one object store: its filesystem by fsspec, what its folders list
-attempts  requests made again, and what is said where that does not help
+store     one object store: its fsspec filesystem and cached folder listings
+attempts  repetition of requests, and the errors if that does not help
 reading   ranged reads
-writing   files of this machine sent, and read back
-partial   the place where an output grows; lease: who writes there
-publish   what was sent gets its name
+writing   uploads of local files, and reading them back
+partial   the hidden folder in which an output grows
+lease     the claim of a process on that folder
+publish   copying of the output to its final name
 """

@@ -1,4 +1,4 @@
-"""Requests to a store, made again where that may help, and what is said where it does not."""
+"""Requests to a store: repeated where that may help, and turned into errors where it does not."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from reshard.errors import IncompleteError, ReshardError
 
 T = TypeVar("T")
 
-ATTEMPTS = 6  # of one request
+ATTEMPTS = 6  # for one request
 FIRST_WAIT = 0.3  # seconds before the second attempt; each later wait is twice as long
 _LONGEST_WAIT = 10.0
-_PATIENT = {"gs": 2, "gcs": 2, "az": 2, "abfs": 2}  # their libraries wait longer each time
+_PATIENT = {"gs": 2, "gcs": 2, "az": 2, "abfs": 2}  # their libraries repeat requests themselves
 _FINAL = (IsADirectoryError, NotADirectoryError)
 _REFUSED = (401, 403)
 _LIBRARIES = frozenset(
@@ -24,15 +24,20 @@ _HOPELESS = frozenset(
     "NoCredentialsError PartialCredentialsError DefaultCredentialsError"
     " ParamValidationError".split()
 )
-CREDENTIALS = "give the credentials where its library looks for them (environment, ~/.aws, ...)"
+CREDENTIALS = "provide credentials where the store's library finds them (environment, ~/.aws, ...)"
 
 
 def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached") -> T:
-    """Make a request, and again where another attempt may succeed.
+    """Make a request, and repeat it where another attempt may succeed.
+
+    Args:
+        url: the object, for error messages.
+        request: makes the request once.
+        what: the problem to report if it fails.
 
     Raises:
-        IncompleteError: there is no such object.
-        ReshardError: it is refused, or every attempt failed.
+        IncompleteError: the object does not exist.
+        ReshardError: the request was refused, or every attempt failed.
     """
     most = min(ATTEMPTS, _PATIENT.get(url.partition("://")[0], ATTEMPTS))
     for number in range(most):
@@ -40,59 +45,59 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
             return request()
         except Exception as error:
             if _status(error) == 404:
-                raise IncompleteError(url, "is not there") from error
-            if not _is_of_others(error):
+                raise IncompleteError(url, "does not exist") from error
+            if not _is_external(error):
                 raise
             if _is_final(error):
-                said = f"{what}: {_said(error)}"
-                raise ReshardError(url, said, _remedy(error)) from _outside(error)
+                problem = f"{what}: {_describe(error)}"
+                raise ReshardError(url, problem, _suggest(error)) from _as_os_error(error)
             if number == most - 1:
                 raise ReshardError(
                     url,
-                    f"{what}, in {most} attempts: {_said(error)}",
-                    "look at the network and the store, then run the same command again",
-                ) from _outside(error)
+                    f"{what} after {most} attempts: {_describe(error)}",
+                    "check the network and the store, then run the same command again",
+                ) from _as_os_error(error)
             wait = min(FIRST_WAIT * 2**number, _LONGEST_WAIT)
-            time.sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - so that many do not come at once
+            time.sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - spread concurrent requests
     raise AssertionError("unreachable")
 
 
-def _is_of_others(error: Exception) -> bool:
-    """Whether it is the network's or the server's, and no bug of ours."""
+def _is_external(error: Exception) -> bool:
+    """Return whether the network or the server caused the error, rather than a bug in reshard."""
     outside = isinstance(error, (OSError, EOFError))
     return outside or type(error).__module__.split(".")[0] in _LIBRARIES
 
 
-def _outside(error: Exception) -> OSError:
-    """An error of a library as one of the system, after which another run may succeed."""
+def _as_os_error(error: Exception) -> OSError:
+    """Return a library's error as an OSError, which `errors.is_outside` recognizes."""
     if isinstance(error, OSError):
         return error
-    outside = ConnectionError(_said(error))
+    outside = ConnectionError(_describe(error))
     outside.__cause__ = error
     return outside
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text[:300]
 
 
 def _status(error: Exception) -> int | None:
-    """What the server answered with, as far as its library lets that be seen."""
+    """Return the HTTP status of the server's answer if the library exposes it."""
     if isinstance(error, FileNotFoundError):
         return 404
     if isinstance(error, PermissionError) or str(error).startswith("Forbidden:"):  # gcsfs
         return 403
-    said = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure; gcsfs
-    return int(str(said)) if str(said).isdigit() else None
+    status = getattr(error, "status_code", None) or getattr(error, "code", None)  # azure; gcsfs
+    return int(str(status)) if str(status).isdigit() else None
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another attempt cannot mend it."""
+    """Return whether another attempt would fail in the same way."""
     hopeless = type(error).__name__ in _HOPELESS
     return hopeless or isinstance(error, _FINAL) or _status(error) in _REFUSED
 
 
-def _remedy(error: Exception) -> str:
+def _suggest(error: Exception) -> str:
     refused = _status(error) in _REFUSED
     return CREDENTIALS if refused or "Credentials" in type(error).__name__ else ""

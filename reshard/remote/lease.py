@@ -1,7 +1,8 @@
-"""Who writes at a place of an object store: there are no locks, so signs of life are given.
+"""Leases: the claim of a process on a folder of an object store, kept alive by heartbeats.
 
-How long ago another process gave one is counted by the store's own clock, from the time of a sign
-that was given just now: no two machines' clocks are compared.
+Object stores have no locks, so a process rewrites a heartbeat object again and again. The age of
+another process's heartbeat is its modification time compared with that of a heartbeat written just
+now. Both times come from the store, so the clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -14,83 +15,88 @@ from reshard.errors import ExistsError, IncompleteError, ReshardError
 from reshard.ranks import holder
 from reshard.remote.path import RemotePath
 
-BEAT = 10.0  # seconds between two signs
-PATIENCE = 60.0  # seconds without one, and the process is taken for dead
-LOCK = "lock-"  # what the signs' names begin with
+BEAT = 10.0  # seconds between two heartbeats
+PATIENCE = 60.0  # seconds without a heartbeat after which a process is considered dead
+LOCK = "lock-"  # prefix of the names of heartbeat objects
 
 
 class Lease(threading.Thread):
-    """This process's: an object that is written anew as long as it holds the place.
+    """The lease of this process: a thread that rewrites its heartbeat object until it is released.
 
     Args:
-        place: everybody who writes there has such an object in it.
+        folder: contains the heartbeat object of every process that writes there.
+        destination: the output, for error messages.
     """
 
-    def __init__(self, place: RemotePath, destination: RemotePath) -> None:
+    def __init__(self, folder: RemotePath, destination: RemotePath) -> None:
         super().__init__(name="reshard-lease", daemon=True)
-        self._place = place
+        self._folder = folder
         self._destination = destination
-        self._sign = place / f"{LOCK}{secrets.token_hex(8)}"
+        self._path = folder / f"{LOCK}{secrets.token_hex(8)}"
         self._ended = threading.Event()
 
-    def take(self) -> None:
-        """Sign, then look for others: of two that come at once, one at least sees the other.
+    def acquire(self) -> None:
+        """Write a heartbeat, then look for those of others.
+
+        Of two processes that start together, at least one sees the other.
 
         Raises:
-            ExistsError: another process gave a sign of life a moment ago.
+            ExistsError: another process wrote a heartbeat recently.
             ReshardError: the store cannot be written to.
         """
-        self._sign.write_bytes(holder.encode_self())
+        self._path.write_bytes(holder.encode_self())
         for other in self._others():
-            self._check_silent(other)
+            self._check_expired(other)
         self.start()
 
-    def end(self) -> None:
-        """Let another process have it."""
+    def release(self) -> None:
+        """End the heartbeats and remove the object, so that another process can take the lease."""
         self._ended.set()
         if self.is_alive():
             self.join(BEAT)
-        with contextlib.suppress(ReshardError):  # a store that is away: it falls silent
-            self._sign.remove()
+        with contextlib.suppress(ReshardError):  # if the store is away, the lease expires
+            self._path.remove()
 
     def check(self) -> None:
-        """Refuse to go on where another process has taken over: this one was silent too long.
+        """Check that no other process has taken over the lease.
 
         Raises:
-            ExistsError: it has.
+            ExistsError: another process has, because this one sent no heartbeat for too long.
         """
-        self._sign.store.forget()
-        if not self._sign.exists():
+        self._path.store.forget()
+        if not self._path.exists():
             raise ExistsError(
                 self._destination,
-                f"was taken over by another process: this one was silent for {PATIENCE:.0f} s",
-                "nothing was changed",
+                "was taken over by another process: this one sent no heartbeat for"
+                f" {PATIENCE:.0f} s",
+                "this run changed nothing there",
             )
 
     def run(self) -> None:
-        """A sign every few seconds; one that fails is made up for by the next."""
+        """Write a heartbeat every `BEAT` seconds; after a failure, wait for the next one."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(ReshardError):
-                if self._sign.store.info(str(self._sign)) is None:
+                if self._path.store.info(str(self._path)) is None:
                     return  # it was taken over: see `check`
-                self._sign.write_bytes(holder.encode_self())
+                self._path.write_bytes(holder.encode_self())
 
     def _others(self) -> list[RemotePath]:
-        self._sign.store.forget()
-        there = self._place.glob(f"{LOCK}*")
-        return [sign for sign in there if sign.name != self._sign.name]
+        self._path.store.forget()
+        there = self._folder.glob(f"{LOCK}*")
+        return [sign for sign in there if sign.name != self._path.name]
 
-    def _check_silent(self, other: RemotePath) -> None:
+    def _check_expired(self, other: RemotePath) -> None:
         try:
             who = holder.decode(other.read_bytes())
         except IncompleteError:
-            return  # it has ended meanwhile
-        silent = (self._place / self._sign.name).stat().st_mtime - other.stat().st_mtime
+            return  # it has ended in the meantime
+        silent = (self._folder / self._path.name).stat().st_mtime - other.stat().st_mtime
         if silent <= PATIENCE and not (who and holder.is_dead(who)):
             raise ExistsError(
                 self._destination,
-                f"is being written by {holder.describe(who)}, heard of {max(silent, 0):.0f} s ago",
-                f"wait for it, or write elsewhere; if it is no more: {PATIENCE:.0f} s after its"
-                " last sign of life another may come in",
+                f"is being written by {holder.describe(who)}, whose last heartbeat was"
+                f" {max(silent, 0):.0f} s ago",
+                "wait until it ends, or choose another destination; if that process is dead, its"
+                f" claim expires {PATIENCE:.0f} s after its last heartbeat",
             )
         other.remove()

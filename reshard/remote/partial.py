@@ -1,11 +1,11 @@
-"""The place beside a destination in an object store where its output grows, found again.
+"""The partial output of a destination in an object store: a hidden folder, leased by one run.
 
-``.NAME.partial/`` of a destination ``NAME`` holds
+``.NAME.partial/`` of a destination ``NAME`` contains
 
-- ``lock-*``: of the process at work, see `lease`;
-- ``job-*`` and ``sent-*/``: which files are there for good, see `move.receipts`;
+- ``lock-*``: the heartbeat of the process at work, see `lease`;
+- ``job-*`` and ``sent-*/``: receipts of the files that are complete, see `move.receipts`;
 - ``output*/``: the files;
-- ``moving``: while they are copied to their own names.
+- ``moving``: a marker that exists while the files are copied to their final names.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from reshard.remote.lease import LOCK, Lease
 from reshard.remote.path import RemotePath
 
 JOB, SENT, OUTPUT = "job", "sent", "output"
-"""What names in the place begin with; ``-`` and a digest follow where they are of one job."""
+"""Prefixes of names in the folder; for the files of one job, ``-`` and its digest follow."""
 
 _MOVING = "moving"
 
 
 class RemotePartial:
-    """The partial place of one destination."""
+    """The partial output of one destination in an object store."""
 
-    keeps_without_resume = False  # a store charges for what nobody may ask for again
+    keeps_without_resume = False  # stores charge for unfinished output that nobody may resume
 
     def __init__(self, destination: RemotePath) -> None:
         self.destination = destination
-        self.path = path_of(destination)
+        self.path = partial_path(destination)
         self.output = self.path / OUTPUT
-        self.resumable_bytes = 0  # of the output, with which a later run could go on
+        self.resumable_bytes = 0  # of the output, from which a later run could continue
         self.published = False
         self.only_copy = False
         self._joined = False
@@ -41,82 +41,82 @@ class RemotePartial:
 
     @property
     def recorded_bytes(self) -> int:
-        """What a run has noted there as done for good: files that have a receipt."""
-        sizes = writing.sizes_below(self.path)
-        noted = (n.replace(SENT, OUTPUT, 1) for n in sizes if n.startswith(SENT))
-        return sum(sizes.get(name, 0) for name in noted)
+        """Size in bytes of the files that have a receipt."""
+        sizes = writing.list_sizes(self.path)
+        recorded = (n.replace(SENT, OUTPUT, 1) for n in sizes if n.startswith(SENT))
+        return sum(sizes.get(name, 0) for name in recorded)
 
     @property
     def used_bytes(self) -> int:
-        """What the output takes in the store by now."""
-        sizes = writing.sizes_below(self.path).items()
+        """Size in bytes of the output's files in the store."""
+        sizes = writing.list_sizes(self.path).items()
         return sum(nbytes for name, nbytes in sizes if name.startswith(OUTPUT))
 
     def claim(self) -> None:
-        """Take it, over from a process that is no more if there was one.
+        """Acquire the lease of the folder, if necessary from a dead process.
 
         Raises:
-            ExistsError: a living process holds it.
+            ExistsError: a living process has the lease.
             ReshardError: the store cannot be written to.
         """
         self._lease = Lease(self.path, self.destination)
         try:
-            self._lease.take()
+            self._lease.acquire()
         except BaseException:
             self.release()
             raise
 
     def join(self, rank: int) -> None:  # noqa: ARG002 - as `output.partial`
-        """Nothing is to be taken: the first rank's end is soon every other's."""
+        """Join the first rank's claim; no lease is needed, since all ranks end soon after it."""
         self._joined = True
 
     @signals.undivided
     def release(self) -> None:
-        """Let another process have it."""
+        """Release the lease, so that another process can claim the folder."""
         if self._lease is not None:
-            self._lease.end()
+            self._lease.release()
             self._lease = None
 
     def clear(self) -> None:
-        """Remove what is in it."""
+        """Remove the content of the folder, also of unfinished uploads, except for heartbeats."""
         writing.abort_uploads(self.path)
-        names = writing.sizes_below(self.path)
+        names = writing.list_sizes(self.path)
         writing.remove([self.path / name for name in names if not name.startswith(LOCK)])
 
     def remove(self) -> None:
-        """Remove it, if it was claimed."""
+        """Remove the folder's content, if this process has claimed it."""
         if self._lease is not None:
             self.clear()
 
     def check_destination_free(self) -> None:
-        """As `check_destination`, once nobody else can be writing there.
+        """Repeat `check_destination` while this process has the lease.
 
         Raises:
-            ExistsError: something has come there.
+            ExistsError: something was created there in the meantime.
         """
         self.destination.store.forget()
         if self.destination.exists() and not is_moving(self.destination):
             raise holder.build_conflict_error(self.destination)
 
     def make_durable(self) -> None:
-        """A store answers when it has what was sent."""
+        """Do nothing: a store acknowledges an upload only when it is durable."""
 
     def publish(self, *, is_directory: bool, overwrite: bool) -> None:
-        """Let the store copy the output to its own name.
+        """Let the store copy the output to its final name.
 
         Raises:
-            ExistsError: something has come there, or another process has taken over.
-            ReshardError: it cannot be copied; nothing is there then, but what was not replaced yet.
+            ExistsError: the destination was created by another process, or the lease was lost.
+            ReshardError: the output cannot be copied; old files that were not replaced remain.
         """
-        self._held().check()
+        self._claimed_lease().check()
         if not is_directory:
             if not overwrite:
                 self.check_destination_free()
             publish.copy_file(self.output / self.destination.name, self.destination, self._done)
             return
-        old = writing.sizes_below(self.destination)
+        old = writing.list_sizes(self.destination)
         if old and not overwrite:
-            self._check_own(old)
+            self._check_only_own_files(old)
         moving = self.path / _MOVING
         moving.write_bytes(b"")
         try:
@@ -130,30 +130,30 @@ class RemotePartial:
             raise
 
     def discard_share(self, *, resume: bool) -> None:
-        """Take back what a rank that is not the first has sent."""
+        """Remove what this rank has uploaded, if it is not the first rank."""
         if self._joined and not resume:
             writing.abort_uploads(self.output)
-            writing.remove([self.output / name for name in writing.sizes_below(self.output)])
+            writing.remove([self.output / name for name in writing.list_sizes(self.output)])
 
     def _done(self) -> None:
         self.published = True
 
-    def _held(self) -> Lease:
+    def _claimed_lease(self) -> Lease:
         assert self._lease is not None, "it was claimed"
         return self._lease
 
-    def _check_own(self, there: Mapping[str, int]) -> None:
-        """What is at the destination must be of a run that died while it copied."""
-        foreign = there.items() - writing.sizes_below(self.output).items()
+    def _check_only_own_files(self, there: Mapping[str, int]) -> None:
+        """Check that the destination has only files of a run that died while it copied them."""
+        foreign = there.items() - writing.list_sizes(self.output).items()
         if foreign or not is_moving(self.destination):
             raise holder.build_conflict_error(self.destination)
 
 
-def path_of(destination: RemotePath) -> RemotePath:
-    """Where the output of a destination grows."""
+def partial_path(destination: RemotePath) -> RemotePath:
+    """Return the hidden folder in which the output of a destination grows."""
     return destination.parent / f".{destination.name}.partial"
 
 
 def is_moving(destination: RemotePath) -> bool:
-    """Whether a run is copying its output there, or died when it did."""
-    return destination.store.info(str(path_of(destination) / _MOVING)) is not None
+    """Return whether a run is copying its output to `destination`, or died while copying."""
+    return destination.store.info(str(partial_path(destination) / _MOVING)) is not None

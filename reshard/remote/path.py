@@ -1,7 +1,7 @@
-"""A path of an object store with the methods of `pathlib.Path` that readers and commits use.
+"""A path in an object store with the methods of `pathlib.Path` that readers and commits use.
 
-What is not overridden here and would touch this machine's files ends in an error by `__fspath__`,
-and never in a look at the wrong place.
+Any method that is not overridden here and would access local files raises an error in `__fspath__`,
+so that no local file is used by mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard import signals
 from reshard.errors import IncompleteError, UsageError
 from reshard.remote import reading
 from reshard.remote.attempts import attempt
-from reshard.remote.store import Info, Store, store, version_of, written_at
+from reshard.remote.store import Info, Store, modified_at, store, version_of
 
 _BUFFER = 64 << 10
 
@@ -27,23 +27,23 @@ _BUFFER = 64 << 10
 class RemotePath(PosixPath):
     """``s3://bucket/key`` as a path; pure methods are pathlib's own."""
 
-    _known: Info | None = None  # from the listing that it came out of
+    _known: Info | None = None  # from the folder listing that yielded this path
 
     @property
     def store(self) -> Store:
-        """Where it lies.
+        """The object store of this path.
 
         Raises:
-            UsageError: it is none of an object store, or its library is not installed.
+            UsageError: this is a local path, or the store's library is not installed.
         """
         scheme = self.parts[0] if self.parts else ""
         if not scheme.endswith(":"):
-            raise UsageError(self, "is a path of this machine, joined to one of an object store")
+            raise UsageError(self, "is a local path that was joined to a path in an object store")
         return store(scheme[:-1])
 
     @property
     def key(self) -> str:
-        """What its filesystem calls it."""
+        """The filesystem's own name for this path, without the scheme."""
         return self.store.name_of(str(self))
 
     def __str__(self) -> str:
@@ -51,10 +51,10 @@ class RemotePath(PosixPath):
         return f"{scheme}//{'/'.join(rest)}" if scheme.endswith(":") else super().__str__()
 
     def __fspath__(self) -> str:
-        raise UsageError(self, "is in an object store, and this needs a file of this machine")
+        raise UsageError(self, "is in an object store, but this operation needs a local file")
 
     def info(self) -> Info | None:
-        """What its store says of it; None where there is nothing."""
+        """Return what the store reports of this path, or None if there is no such object."""
         if self._known is not None:
             return self._known
         if len(self.parts) < 2:
@@ -62,43 +62,43 @@ class RemotePath(PosixPath):
         return self.store.find(str(self))
 
     def exists(self, **_: Any) -> bool:
-        """Whether there is an object of this name, or one below it."""
+        """Return whether there is an object of this name or below it."""
         return self.info() is not None
 
     def is_file(self, **_: Any) -> bool:
-        """Whether it is an object."""
+        """Return whether this is an object."""
         info = self.info()
         return info is not None and info["type"] == "file"
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether objects lie below it."""
+        """Return whether there are objects below this path."""
         info = self.info()
         return info is not None and info["type"] == "directory"
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Kind, size and time of change.
+        """Return type, size and modification time.
 
         Raises:
-            FileNotFoundError: there is nothing.
+            FileNotFoundError: there is no such object.
         """
         info = self.info()
         if info is None:
             raise FileNotFoundError(2, "there is no such object", str(self))
         kind = stat.S_IFREG if info["type"] == "file" else stat.S_IFDIR
-        when = written_at(info)
+        when = modified_at(info)
         return os.stat_result((kind, 0, 0, 1, 0, 0, info["size"] or 0, when, when, when))
 
     @property
     def version(self) -> tuple[str, ...]:
-        """What is another once it was written anew; nothing where there is none."""
+        """Values that change whenever the object is rewritten; () if they are unknown."""
         info = self.info()
         return () if info is None else version_of(info)
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
-        """What lies directly below it.
+        """Yield the children of this folder.
 
         Raises:
-            FileNotFoundError: nothing does.
+            FileNotFoundError: there is no such folder.
         """
         listed = self.store.listing(str(self))
         if not listed and not self.is_dir():
@@ -109,17 +109,17 @@ class RemotePath(PosixPath):
             yield child
 
     def glob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
-        """Children whose names match; deeper patterns are not needed here.
+        """Return the children whose names match; patterns of several levels are not supported.
 
         Raises:
-            UsageError: a pattern over several folders.
+            UsageError: the pattern contains a slash.
         """
         if "/" in pattern:
-            raise UsageError(self, f"no pattern over several folders: {pattern!r}")
+            raise UsageError(self, f"the pattern {pattern!r} spans several folders")
         return (child for child in self.iterdir() if fnmatchcase(child.name, pattern))
 
     def rglob(self, pattern: str, **_: Any) -> Iterator[RemotePath]:  # type: ignore[override]
-        """Everything below whose name matches."""
+        """Yield everything below this path whose name matches."""
         for child in self.iterdir():
             if fnmatchcase(child.name, pattern):
                 yield child
@@ -127,42 +127,43 @@ class RemotePath(PosixPath):
                 yield from child.rglob(pattern)
 
     def resolve(self, strict: bool = False) -> RemotePath:  # noqa: ARG002, FBT002 - pathlib's own
-        """Itself: no links there."""
+        """Return this path: object stores have no links."""
         return self
 
     def absolute(self) -> RemotePath:
-        """Itself: a URL is."""
+        """Return this path: a URL is absolute."""
         return self
 
     def is_absolute(self) -> bool:
-        """A URL is."""
+        """Return True: a URL is absolute."""
         return True
 
     def is_symlink(self) -> bool:
-        """There are none."""
+        """Return False: object stores have no links."""
         return False
 
     def samefile(self, other_path: str | os.PathLike[str]) -> bool:
-        """Whether both are one URL."""
+        """Return whether both paths are the same URL."""
         return str(self) == str(other_path)
 
     def read_bytes(self) -> bytes:
-        """The object, whole.
+        """Return the content of the object.
 
         Raises:
-            ReshardError: it is not there, or cannot be read.
+            ReshardError: the object does not exist or cannot be read.
         """
         return bytes(attempt(str(self), lambda: self.store.files.cat_file(self.key)))
 
     def read_text(self, encoding: str | None = None, errors: str | None = None) -> str:
-        """The object as text."""
+        """Return the content of the object as text."""
         return self.read_bytes().decode(encoding or "utf-8", errors or "strict")
 
     def write_bytes(self, data: Any) -> int:
-        """Write a small object at once."""
+        """Write a small object with one request and return its size."""
 
         def send() -> None:
-            with signals.deferred():  # else it may come to lie there when others have been removed
+            # An interrupted request could still create the object after the cleanup has run.
+            with signals.deferred():
                 self.store.files.pipe_file(self.key, bytes(data))
 
         attempt(str(self), send, "cannot be written")
@@ -170,28 +171,28 @@ class RemotePath(PosixPath):
         return len(data)
 
     def write_text(self, data: str, *_: Any, **__: Any) -> int:
-        """Write a small text."""
+        """Write a small text with one request and return its size in bytes."""
         return self.write_bytes(data.encode())
 
     def remove(self) -> None:
-        """Remove the object, if it is there."""
+        """Remove the object, if it exists."""
         with contextlib.suppress(IncompleteError):
             attempt(str(self), lambda: self.store.files.rm_file(self.key), "cannot be removed")
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Folders are there when something lies in them."""
+        """Do nothing: a folder exists as soon as there is an object in it."""
 
     def chmod(self, *_: Any, **__: Any) -> None:
-        """The store says who may read it."""
+        """Do nothing: the store itself controls access."""
 
     def open(self, mode: str = "r", *_: Any, **__: Any) -> Any:
-        """Read it by ranges, as a stream.
+        """Open the object as a stream of ranged reads.
 
         Raises:
-            UsageError: any other mode.
+            UsageError: the mode is not "rb".
         """
         if mode != "rb":
-            raise UsageError(self, f"is in an object store, where no file is opened to {mode!r}")
+            raise UsageError(self, f"is in an object store and cannot be opened in mode {mode!r}")
         return io.BufferedReader(_Stream(self), _BUFFER)
 
     def _refused(self, *_: Any, **__: Any) -> NoReturn:
@@ -202,7 +203,7 @@ class RemotePath(PosixPath):
 
 
 class _Stream(io.RawIOBase):
-    """An object as a stream of ranged reads."""
+    """A stream over the ranged reads of an object."""
 
     def __init__(self, path: RemotePath) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What was sent gets its name: copied by the store itself, for there is no rename.
+"""Publishing: the store copies uploaded files to their final names, because it cannot rename.
 
-The files by which a checkpoint is found (an index, `.metadata`, `latest`) come last, so that what
-lies there before is no checkpoint to anybody.
+The files by which programs recognize a checkpoint (an index, `.metadata`, `latest`) are copied
+last. Until then nobody mistakes the destination for a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -16,45 +16,53 @@ from reshard.remote.attempts import attempt
 from reshard.remote.path import RemotePath
 
 _COPIES_AT_ONCE = 16
-_STEP = 0.2, 5.0  # seconds between two looks at a copy that is under way, the first and the longest
+_STEP = 0.2, 5.0  # seconds between two polls of a copy in progress: the first and the longest
 
 
 class HalfCopiedError(ReshardError):
-    """What is at the destination is neither what was there nor all of the output."""
+    """The destination contains neither the old files nor the complete output."""
 
-    def __init__(self, made: RemotePath, destination: RemotePath, problem: str) -> None:
+    def __init__(self, source: RemotePath, destination: RemotePath, problem: str) -> None:
         remedy = (
-            f"the output lies whole, and checked, at {made}:"
-            " the same command with --resume puts it in place"
+            f"the complete and checked output is at {source}:"
+            " run the same command with --resume to publish it"
         )
         super().__init__(destination, problem, remedy)
 
 
-def copy_file(made: RemotePath, destination: RemotePath, done: Callable[[], None]) -> None:
-    """Give one file its name.
+def copy_file(source: RemotePath, destination: RemotePath, done: Callable[[], None]) -> None:
+    """Copy one file to its final name.
 
     Args:
-        done: called once it has it; a signal waits until then.
+        source: the uploaded file.
+        destination: the final name.
+        done: called after the copy; signals wait until then.
+
+    Raises:
+        ReshardError: the file could not be copied.
     """
     with signals.deferred():
-        _copy(made, destination)
-        _check_sizes({destination: made.stat().st_size})
+        _copy(source, destination)
+        _check_sizes({destination: source.stat().st_size})
         done()
 
 
 def copy_directory(
-    made: RemotePath, destination: RemotePath, old: Sequence[str], done: Callable[[], None]
+    source: RemotePath, destination: RemotePath, old: Sequence[str], done: Callable[[], None]
 ) -> None:
-    """Give files their names, those that others are found by last; arguments as `copy_file`.
+    """Copy the files of a directory to their final names, those that identify a checkpoint last.
 
     Args:
-        old: what lies at the destination, and goes before anything is copied.
+        source: the folder of the uploaded files.
+        destination: the final folder.
+        old: names of files at the destination, which are removed first.
+        done: called after the last copy; signals wait until then.
 
     Raises:
-        HalfCopiedError: not all could be copied, and old ones are gone, or new ones stay.
-        ReshardError: not all could be copied, and nothing is there.
+        HalfCopiedError: a copy failed after old files were removed, or new files remain.
+        ReshardError: a copy failed, and nothing is at the destination.
     """
-    sizes = writing.sizes_below(made)
+    sizes = writing.list_sizes(source)
     late = sorted((name for name in sizes if _is_marker(name)), key=_depth)
     finished = False
     try:
@@ -62,30 +70,33 @@ def copy_directory(
         _remove(destination, [name for name in old if not _is_marker(name)])
         early = [name for name in sizes if name not in late]
         threads.parallel_map(
-            early, lambda name: _copy(made / name, destination / name), _COPIES_AT_ONCE
+            early, lambda name: _copy(source / name, destination / name), _COPIES_AT_ONCE
         )
         _check_sizes({destination / name: sizes[name] for name in early})
         with signals.deferred():
             for name in reversed(late):
-                _copy(made / name, destination / name)
+                _copy(source / name, destination / name)
             _check_sizes({destination / name: sizes[name] for name in late})
             done()
             finished = True
     except BaseException as error:
-        if finished:  # a signal that waited
+        if finished:  # a signal that waited for `deferred` to end
             raise
         if old:
             why = str(error) or "interrupted"
-            what = f"was removed to be replaced, and not all could be copied there: {why}"
-            half = HalfCopiedError(made, destination, what)
+            problem = f"the old files were removed, but not all new ones could be copied: {why}"
+            half = HalfCopiedError(source, destination, problem)
             if isinstance(error, KeyboardInterrupt):
                 half.exit_code = INTERRUPTED
             raise half from error
         try:
             _remove(destination, list(sizes))
         except ReshardError as stuck:
-            what = f"not all could be copied there, nor removed again: {error}; {stuck}"
-            raise HalfCopiedError(made, destination, what) from error
+            problem = (
+                "not all files could be copied, and the copied ones could not be removed again:"
+                f" {error}; {stuck}"
+            )
+            raise HalfCopiedError(source, destination, problem) from error
         raise
 
 
@@ -95,13 +106,13 @@ def _remove(destination: RemotePath, names: Sequence[str]) -> None:
 
 
 def _is_marker(name: str) -> bool:
-    """Whether a checkpoint is found by this file."""
+    """Return whether programs recognize a checkpoint by this file."""
     last = name.rsplit("/", 1)[-1]
     return last.startswith("latest") or last.endswith((".index.json", ".metadata"))
 
 
 def _depth(name: str) -> tuple[int, str]:
-    """The outermost first."""
+    """Return a sort key that puts the outermost files first."""
     return name.count("/"), name
 
 
@@ -110,45 +121,48 @@ def _copy(source: RemotePath, target: RemotePath) -> None:
     attempt(
         str(target),
         lambda: store.files.cp_file(source.key, target.key),
-        "cannot be copied to from its temporary place",
+        "cannot be copied from its temporary folder",
     )
-    _await(target)
+    _wait_for_copy(target)
 
 
-def _await(target: RemotePath) -> None:
-    """Azure answers when it has begun to copy; its other end is asked for."""
-    status = getattr(target.store.files, "service_client", None) and _azure_status
+def _wait_for_copy(target: RemotePath) -> None:
+    """Wait until a copy is complete: Azure answers when a copy has started, not when it ends."""
+    status = getattr(target.store.files, "service_client", None) and _read_azure_status
     wait = _STEP[0]
-    while status is not None and (said := status(target)) not in (None, "success"):
-        if said != "pending":
-            raise ReshardError(target, f"could not be copied by the store: {said}")
+    while status is not None and (state := status(target)) not in (None, "success"):
+        if state != "pending":
+            raise ReshardError(target, f"could not be copied by the store: {state}")
         time.sleep(wait)
         wait = min(2 * wait, _STEP[1])
 
 
-def _azure_status(target: RemotePath) -> str | None:
-    """How the last copy to a blob stands; None where none was made."""
+def _read_azure_status(target: RemotePath) -> str | None:
+    """Return the state of the last copy to a blob, or None if nothing was copied to it."""
     from fsspec.asyn import sync
 
     files = target.store.files
     container, blob, _ = files.split_path(target.key)
 
-    async def asked() -> str | None:
+    async def request() -> str | None:
         async with files.service_client.get_blob_client(container, blob) as client:
-            found = await client.get_blob_properties()
-        return None if found.copy.status is None else str(found.copy.status)
+            properties = await client.get_blob_properties()
+        return None if properties.copy.status is None else str(properties.copy.status)
 
-    status: str | None = attempt(str(target), lambda: sync(files.loop, asked))
+    status: str | None = attempt(str(target), lambda: sync(files.loop, request))
     return status
 
 
-def _check_sizes(wanted: Mapping[RemotePath, int]) -> None:
-    """What was copied must be there, whole, before it can be found."""
-    for path in wanted:
+def _check_sizes(expected: Mapping[RemotePath, int]) -> None:
+    """Check that copied files exist with their full sizes (in bytes)."""
+    for path in expected:
         path.store.forget()
-    for path, nbytes in wanted.items():
-        held = path.stat().st_size if path.exists() else None
-        if held != nbytes:
+    for path, nbytes in expected.items():
+        size = path.stat().st_size if path.exists() else None
+        if size != nbytes:
             raise DifferentError(
-                path, f"{nbytes:,} bytes were copied there, {held} are there", "nothing was kept"
+                path,
+                f"{nbytes:,} bytes were copied to it, but it "
+                + ("does not exist" if size is None else f"has {size:,} bytes"),
+                "the copy was discarded",
             )

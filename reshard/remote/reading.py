@@ -1,8 +1,8 @@
-"""Ranged reads: large ones as they are asked for, small ones out of blocks that are kept a while.
+"""Ranged reads: large reads go to the store directly, small ones use a cache of blocks.
 
-A header costs dozens of small reads that lie close together; each would be a round trip. They are
-answered from blocks of 256 KiB, of which the last few are kept. Where a reader knows what it will
-ask for, `RemoteFiles.expect` fetches that at once, side by side.
+Reading a header takes dozens of small reads close together, and each would be a round trip. They
+are answered from cached blocks of 256 KiB. If a reader knows in advance what it will read,
+`RemoteFiles.expect` fetches all of that concurrently.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from reshard.remote.attempts import attempt
 from reshard.remote.store import Store, store_of, version_of
 
 _BLOCK = 256 << 10
-_KEPT = 64  # blocks of a process: 16 MiB
-_SMALL = 64 << 10  # reads below are answered from blocks
-_GAP = 64 << 10  # bytes that are fetched with what lies around them
-_SPAN = 8 << 20  # the most that is fetched as one
+_KEPT = 64  # blocks in the cache of a process: 16 MiB
+_SMALL = 64 << 10  # bytes; smaller reads use the cache
+_GAP = 64 << 10  # bytes; ranges with a smaller gap between them are fetched as one
+_SPAN = 8 << 20  # bytes; upper limit of a range that is merged from several
 
 Range = tuple[str, int, int]  # url, byte offset, nbytes
 
 
-class ShortError(OSError):
-    """A body ended before it should have: the same request may do better."""
+class ShortBodyError(OSError):
+    """A response was shorter than requested; the same request may succeed next time."""
 
 
-class _Blocks:
-    """The last blocks that were read, of all files; safe for threads."""
+class _BlockCache:
+    """A cache of the most recently used blocks of all files; safe for threads."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[tuple[str, object, int], bytes] = OrderedDict()
+        self._data: OrderedDict[tuple[str, object, int], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, key: tuple[str, object, int]) -> bytes | None:
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-            return self._held.get(key)
+            if key in self._data:
+                self._data.move_to_end(key)
+            return self._data.get(key)
 
     def put(self, key: tuple[str, object, int], data: bytes) -> None:
         with self._lock:
-            self._held[key] = data
-            while len(self._held) > _KEPT:
-                self._held.popitem(last=False)
+            self._data[key] = data
+            while len(self._data) > _KEPT:
+                self._data.popitem(last=False)
 
 
-_blocks = _Blocks()
+_blocks = _BlockCache()
 
 
 class RemoteFile:
@@ -59,13 +59,13 @@ class RemoteFile:
         self._store = store_of(url)
         info = self._store.find(url)
         if info is None:
-            raise IncompleteError(url, "is not there", "was the checkpoint moved?")
+            raise IncompleteError(url, "does not exist", "was the checkpoint moved?")
         self.url = url
         self.nbytes: int = info["size"]
         self._version = version_of(info)
 
     def pread(self, target: memoryview, byte_offset: int) -> int:
-        """Fill the target from an offset on, as far as the object goes; how many bytes came."""
+        """Fill the target from an offset on and return the number of bytes before the end."""
         nbytes = max(0, min(len(target), self.nbytes - byte_offset))
         if nbytes >= _SMALL:
             target[:nbytes] = fetch(self._store, self.url, byte_offset, nbytes)
@@ -90,26 +90,26 @@ class RemoteFile:
 
 
 def fetch(store: Store, url: str, byte_offset: int, nbytes: int) -> bytes:
-    """Exactly these bytes of an object.
+    """Return exactly `nbytes` bytes of an object.
 
     Raises:
-        CorruptError: it is shorter than it was.
-        ReshardError: it cannot be read.
+        CorruptError: the object has become shorter.
+        ReshardError: the object cannot be read.
     """
-    return fetched(store, [(url, byte_offset, nbytes)])[0]
+    return fetch_ranges(store, [(url, byte_offset, nbytes)])[0]
 
 
-def fetched(store: Store, ranges: Sequence[Range]) -> list[bytes]:
-    """Several ranges side by side, each exactly.
+def fetch_ranges(store: Store, ranges: Sequence[Range]) -> list[bytes]:
+    """Return several ranges, each complete, which are fetched concurrently.
 
     Raises:
-        CorruptError, ReshardError: as `fetch`.
+        CorruptError, ReshardError: as in `fetch`.
     """
-    found: dict[int, bytes] = {}
+    received: dict[int, bytes] = {}
     url = ranges[0][0]
 
     def request() -> None:
-        waiting = [number for number in range(len(ranges)) if number not in found]
+        waiting = [number for number in range(len(ranges)) if number not in received]
         results = store.files.cat_ranges(
             [store.name_of(ranges[number][0]) for number in waiting],
             [ranges[number][1] for number in waiting],
@@ -122,48 +122,48 @@ def fetched(store: Store, ranges: Sequence[Range]) -> list[bytes]:
             if isinstance(result, Exception):
                 failure = result
             elif len(result) != nbytes:
-                failure = ShortError(f"{len(result)} of {nbytes} bytes at {offset} came")
+                failure = ShortBodyError(f"received {len(result)} of {nbytes} bytes at {offset}")
             else:
-                found[number] = bytes(result)
+                received[number] = bytes(result)
         if failure is not None:
             raise failure
 
     try:
         attempt(url, request, "cannot be read")
     except ReshardError:
-        _refuse_shorter(store, [ranges[n] for n in range(len(ranges)) if n not in found])
+        _refuse_shorter(store, [ranges[n] for n in range(len(ranges)) if n not in received])
         raise
-    return [found[number] for number in range(len(ranges))]
+    return [received[number] for number in range(len(ranges))]
 
 
 def _refuse_shorter(store: Store, ranges: Sequence[Range]) -> None:
-    """Say so where a read failed because the object is not the one that was listed."""
+    """Raise an error if a read failed because the object has become shorter."""
     url, offset, nbytes = max(ranges, key=lambda each: each[1] + each[2])
     info = store.info(url)
     if info is not None and info["size"] < offset + nbytes:
         raise CorruptError(
             url,
-            f"{nbytes} bytes expected at {offset}, the object has {info['size']}",
+            f"{nbytes} bytes were expected at offset {offset}, but the object has {info['size']}",
             "it became shorter while it was read: is a job still writing to it?",
         )
 
 
 class RemoteFiles:
-    """Objects that are read, and ranges fetched before they were asked for. Safe for threads."""
+    """A pool of objects and of ranges that were fetched in advance; safe for threads."""
 
     def __init__(self) -> None:
         self._files: dict[str, RemoteFile] = {}
-        self._kept: dict[str, dict[int, bytes]] = {}  # url -> offset -> what was fetched there
-        self._starts: dict[str, list[int]] = {}  # the offsets in order
+        self._kept: dict[str, dict[int, bytes]] = {}  # url -> offset -> bytes fetched in advance
+        self._starts: dict[str, list[int]] = {}  # url -> sorted offsets
         self._lock = threading.Lock()
 
     def read_into(self, url: str, byte_offset: int, target: memoryview) -> None:
         """Fill the target with the bytes at ``byte_offset``.
 
         Raises:
-            CorruptError, IncompleteError, ReshardError: as `files.OpenFiles.read_into`.
+            CorruptError, IncompleteError, ReshardError: as in `files.OpenFiles.read_into`.
         """
-        if url in self._kept and self._take(url, byte_offset, target):
+        if url in self._kept and self._fill_from_kept(url, byte_offset, target):
             return
         file = self._files.get(url)
         if file is None:
@@ -172,27 +172,28 @@ class RemoteFiles:
         if count < len(target):
             raise CorruptError(
                 url,
-                f"{len(target)} bytes expected at {byte_offset}, the object ends after {count}",
+                f"{len(target)} bytes were expected at offset {byte_offset}, but the object ends"
+                f" after {count} of them",
                 "it became shorter while it was read: is a job still writing to it?",
             )
 
     def expect(self, ranges: Iterable[Range]) -> list[Range]:
-        """Fetch ranges side by side, neighbours as one; what is kept until `drop`."""
-        spans = list(_spans(ranges))
+        """Fetch ranges concurrently, adjacent ones as one; return what is kept until `drop`."""
+        spans = list(_merge_ranges(ranges))
         if spans:
-            for span, data in zip(spans, fetched(store_of(spans[0][0]), spans), strict=True):
-                self._keep(span, data)
+            for span, data in zip(spans, fetch_ranges(store_of(spans[0][0]), spans), strict=True):
+                self._store(span, data)
         return spans
 
     def drop(self, kept: Iterable[Range]) -> None:
-        """Keep no longer what `expect` fetched."""
+        """Free ranges that `expect` has fetched."""
         with self._lock:
             for url, start, nbytes in kept:
                 if len(self._kept.get(url, {}).get(start, b"")) == nbytes:
                     del self._kept[url][start]
                     self._starts[url].remove(start)
 
-    def _keep(self, span: Range, data: bytes) -> None:
+    def _store(self, span: Range, data: bytes) -> None:
         url, start, _ = span
         with self._lock:
             spans = self._kept.setdefault(url, {})
@@ -201,8 +202,8 @@ class RemoteFiles:
             if len(data) > len(spans.get(start, b"")):
                 spans[start] = data
 
-    def _take(self, url: str, byte_offset: int, target: memoryview) -> bool:
-        """Fill the target from what is kept, if it holds all of it."""
+    def _fill_from_kept(self, url: str, byte_offset: int, target: memoryview) -> bool:
+        """Fill the target from a kept range; return False if none contains all of it."""
         with self._lock:
             starts = self._starts[url]
             at = bisect_right(starts, byte_offset) - 1
@@ -216,8 +217,8 @@ class RemoteFiles:
         return True
 
 
-def _spans(ranges: Iterable[Range]) -> Iterable[Range]:
-    """Ranges joined where they lie close together."""
+def _merge_ranges(ranges: Iterable[Range]) -> Iterable[Range]:
+    """Yield the ranges sorted, with those merged that are close together."""
     last: Range | None = None
     for url, offset, nbytes in sorted(ranges):
         if last is not None:

@@ -1,4 +1,4 @@
-"""One object store: its filesystem by fsspec, and what its folders list."""
+"""One object store: its fsspec filesystem and a cache of its folder listings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reshard.remote.attempts import CREDENTIALS, attempt
 
 Info = dict[str, Any]
 
-_FRESH = 30.0  # seconds for which a listing is believed
-# Two attempts a request are botocore's own, so that one lost part does not cost a whole upload.
+_FRESH = 30.0  # seconds for which a cached listing is used
+# botocore repeats a request itself, so that one lost part does not repeat a whole upload.
 _S3 = {
     "config_kwargs": {"retries": {"mode": "standard", "total_max_attempts": 3}},
     "use_listings_cache": False,
@@ -27,7 +27,7 @@ _TIMES = ("LastModified", "last_modified", "mtime", "updated", "created")
 
 
 class Store:
-    """A filesystem of fsspec, and the listings of its folders."""
+    """An fsspec filesystem and the cached listings of its folders."""
 
     def __init__(self, scheme: str) -> None:
         self.scheme = scheme
@@ -36,86 +36,86 @@ class Store:
         self._lock = threading.Lock()
 
     def name_of(self, url: str) -> str:
-        """What the filesystem calls it."""
+        """Return the filesystem's own name for a URL, without the scheme."""
         return str(self.files._strip_protocol(url))  # noqa: SLF001 - fsspec's own callers do so
 
     def listing(self, url: str) -> dict[str, Info]:
-        """What lies directly in a folder, by name; of what is no folder, nothing."""
+        """Return the children of a folder by name; {} if it is not a folder."""
         with self._lock:
-            when, found = self._listed.get(url, (0.0, {}))
+            when, children = self._listed.get(url, (0.0, {}))
         if when and time.monotonic() - when < _FRESH:
-            return found
+            return children
         name = self.name_of(url)
         try:
             infos = attempt(url, lambda: self.files.ls(name, detail=True, refresh=True))
         except IncompleteError:
             infos = []
-        found = {}
+        children = {}
         for info in infos:
             full = str(info["name"]).rstrip("/")
-            if full != name.rstrip("/"):  # a folder's own marker, or the file that it is
-                found[full.rsplit("/", 1)[-1]] = info
+            if full != name.rstrip("/"):  # skip a folder's own marker, or the file itself
+                children[full.rsplit("/", 1)[-1]] = info
         with self._lock:
-            self._listed[url] = time.monotonic(), found
-        return found
+            self._listed[url] = time.monotonic(), children
+        return children
 
     def info(self, url: str) -> Info | None:
-        """Its size and kind, asked for now; None where there is nothing."""
+        """Return size and type of an object by a new request; None if it does not exist."""
         try:
-            found: Info = attempt(url, lambda: self.files.info(self.name_of(url)))
+            info: Info = attempt(url, lambda: self.files.info(self.name_of(url)))
         except IncompleteError:
             return None
-        return found
+        return info
 
     def find(self, url: str) -> Info | None:
-        """As `info`, out of the listing of its folder where that is no whole bucket."""
+        """Return size and type of an object from its folder's listing, unless that is a bucket."""
         folder, _, name = url.rstrip("/").rpartition("/")
         if folder.count("/") < 3:
             return self.info(url)
         return self.listing(folder).get(name)
 
     def forget(self) -> None:
-        """Believe no listing: something was written."""
+        """Drop all cached listings, because something was written."""
         self.files.invalidate_cache()
         with self._lock:
             self._listed.clear()
 
 
 def version_of(info: Info) -> tuple[str, ...]:
-    """What is another once an object was written anew: its size and tag, or when that was.
+    """Return values that change whenever an object is rewritten: size and tags, or size and times.
 
-    Nothing where its store says neither.
+    The result is empty if the store reports neither tags nor times.
     """
     for keys in _TAGS, _TIMES:
-        found = [str(info[key]) for key in keys if info.get(key)]
-        if found:
-            return str(info["size"]), *found
+        values = [str(info[key]) for key in keys if info.get(key)]
+        if values:
+            return str(info["size"]), *values
     return ()
 
 
-def written_at(info: Info) -> int:
-    """When it was written, in seconds, under the name that its filesystem has for that."""
+def modified_at(info: Info) -> int:
+    """Return the modification time in seconds; each filesystem has its own key for it."""
     when = next((info[key] for key in _TIMES if info.get(key)), 0)
     if isinstance(when, str):
         try:
             when = datetime.fromisoformat(when.replace("Z", "+00:00"))
         except ValueError:
-            return 0  # in a form of its own
+            return 0  # an unknown time format
     return int(when.timestamp() if isinstance(when, datetime) else when)
 
 
 @cache
 def store(scheme: str) -> Store:
-    """The store of a URL's scheme.
+    """Return the store of a URL scheme; the result is cached.
 
     Raises:
-        UsageError: its library is not installed, or none is known.
+        UsageError: the library for the scheme is not installed, or fsspec knows none.
     """
     return Store(scheme)
 
 
 def store_of(url: str) -> Store:
-    """The store of a URL."""
+    """Return the store of a URL."""
     return store(url.partition("://")[0])
 
 
@@ -123,17 +123,17 @@ def _filesystem(scheme: str) -> Any:
     try:
         import fsspec
 
-        for name in _TALKATIVE:  # what they log at every failed request, its error says
+        for name in _TALKATIVE:  # they log every failed request, although the error says the same
             logging.getLogger(name).addHandler(logging.NullHandler())
         return fsspec.filesystem(scheme, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
         raise UsageError(
             f"{scheme}://",
-            f"needs a library that is not here: {error}",
+            f"needs a library that is not installed: {error}",
             "pip install reshard[remote]",
         ) from error
     except ValueError as error:
         if str(error).startswith("Protocol not known"):
-            what = f"is no kind of URL that fsspec knows: {error}"
+            what = f"is not a URL scheme that fsspec supports: {error}"
             raise UsageError(f"{scheme}://", what) from error
         raise UsageError(f"{scheme}://", f"cannot be opened: {error}", CREDENTIALS) from error

@@ -1,4 +1,4 @@
-"""Files of this machine sent into an object store, in parts, and read back there."""
+"""Uploads of local files to an object store in parts, reading back, and removal of objects."""
 
 from __future__ import annotations
 
@@ -28,92 +28,95 @@ _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs")  # stores whose first name m
 
 
 class StoppedError(ReshardError):
-    """An upload ended early, for the run ends: what ended it has been told."""
+    """An upload was stopped because the run ends; the run reports its own error."""
 
 
 def check_bucket(destination: RemotePath) -> None:
-    """Refuse a destination in a bucket that is not there.
+    """Check that the destination is inside an existing bucket.
 
     Raises:
-        UsageError: it is not.
+        UsageError: the destination is a bucket, or its bucket does not exist.
     """
     store = destination.store
     if len(destination.parts) < 3:
-        raise UsageError(destination, "is a bucket", "name what to write in it")
+        raise UsageError(destination, "is a bucket", "add a name inside the bucket")
     bucket = f"{store.scheme}://{destination.parts[1]}"
     if store.scheme in _BUCKETS and store.info(bucket) is None:
         raise UsageError(destination, f"there is no bucket {bucket}", "create it first")
 
 
-def upload(made: Path, destination: RemotePath, stop: threading.Event) -> None:
-    """Send a file of this machine, in parts and again where that fails.
+def upload(file_path: Path, destination: RemotePath, stop: threading.Event) -> None:
+    """Upload a local file in parts, repeating requests that fail.
 
     Args:
-        stop: once set, no further part is sent.
+        file_path: the local file.
+        destination: the object to write.
+        stop: once it is set, no further part is sent.
 
     Raises:
-        ReshardError: it cannot be written.
-        StoppedError: it was stopped.
+        ReshardError: the object cannot be written.
+        StoppedError: `stop` was set.
     """
     store, url = destination.store, str(destination)
-    nbytes = made.stat().st_size
+    nbytes = file_path.stat().st_size
     options = {
         "chunksize": max(_PART, -(-nbytes // _MOST_PARTS // _STEP) * _STEP),
         "max_concurrency": _PARTS_AT_ONCE,
-        "callback": _until(stop, url),
+        "callback": _build_stop_callback(stop, url),
     }
     put = getattr(store.files, "_put_file", store.files.put_file)
-    known = inspect.signature(put).parameters
+    known = inspect.signature(put).parameters  # not every fsspec filesystem has all options
     options = {name: value for name, value in options.items() if name in known}
 
     def send() -> None:
-        store.files.put_file(str(made), store.name_of(url), **options)
-        found = store.info(url)
-        if found is None or found["size"] != nbytes:
-            raise OSError(f"{found and found['size']} of {nbytes} bytes arrived")
+        store.files.put_file(str(file_path), store.name_of(url), **options)
+        info = store.info(url)
+        if info is None or info["size"] != nbytes:
+            raise OSError(f"only {info['size'] if info else 0} of {nbytes} bytes were stored")
 
     attempt(url, send, "cannot be written")
     store.forget()
 
 
-def check_read_back(made: Path, sent: RemotePath, stop: threading.Event) -> None:
-    """Read an uploaded file back, and compare it with the one that was sent.
+def check_read_back(file_path: Path, remote_path: RemotePath, stop: threading.Event) -> None:
+    """Read an uploaded file back and compare it with the local one.
 
     Raises:
-        StoppedError: it was stopped.
-        DifferentError: the store holds something else.
+        StoppedError: `stop` was set.
+        DifferentError: the object differs from the local file.
     """
-    nbytes = made.stat().st_size
-    with made.open("rb") as file:
+    nbytes = file_path.stat().st_size
+    with file_path.open("rb") as file:
         for start in range(0, nbytes, _READ_BACK):
-            _check_going(stop, str(sent))
+            _check_not_stopped(stop, str(remote_path))
             piece = file.read(_READ_BACK)
-            if piece != fetch(sent.store, str(sent), start, len(piece)):
+            if piece != fetch(remote_path.store, str(remote_path), start, len(piece)):
                 raise DifferentError(
-                    sent,
-                    f"bytes {start} to {start + len(piece)} read back differ from those sent",
-                    "the store or the way to it is at fault: nothing was kept",
+                    remote_path,
+                    f"bytes {start} to {start + len(piece)} differ from what was sent when they"
+                    " are read back",
+                    "check the store and the network; the output was discarded",
                 )
 
 
-def _until(stop: threading.Event, url: str) -> Any:
-    """What a library calls after every part that it has sent."""
+def _build_stop_callback(stop: threading.Event, url: str) -> Any:
+    """Return the callback that fsspec calls after every part; it raises once `stop` is set."""
     from fsspec.callbacks import Callback
 
-    return Callback(hooks={"stop": lambda *_, **__: _check_going(stop, url)})
+    return Callback(hooks={"stop": lambda *_, **__: _check_not_stopped(stop, url)})
 
 
-def _check_going(stop: threading.Event, url: str) -> None:
+def _check_not_stopped(stop: threading.Event, url: str) -> None:
     if stop.is_set():
-        raise StoppedError(url, "was not sent to its end: the run ended")
+        raise StoppedError(url, "was not uploaded completely, because the run ended")
 
 
-def sizes_below(place: RemotePath) -> dict[str, int]:
-    """Names of all objects below a prefix, with their sizes, asked for now."""
-    store = place.store
+def list_sizes(folder: RemotePath) -> dict[str, int]:
+    """Return the names of all objects below a folder, with their sizes, by a new request."""
+    store = folder.store
     store.forget()
-    key = place.key.rstrip("/")
-    found = attempt(str(place), lambda: store.files.find(key, detail=True))
+    key = folder.key.rstrip("/")
+    found = attempt(str(folder), lambda: store.files.find(key, detail=True))
     return {
         str(name)[len(key) + 1 :]: info["size"]
         for name, info in found.items()
@@ -122,7 +125,7 @@ def sizes_below(place: RemotePath) -> dict[str, int]:
 
 
 def remove(paths: Sequence[RemotePath]) -> None:
-    """Remove objects, those that are there: S3 many by one request."""
+    """Remove those of the given objects that exist; on S3, many with one request."""
     bulk = {path for path in paths if path.store.scheme in _BULK and not _MAGIC & {*path.key}}
     if bulk:
         first = next(iter(bulk))
@@ -132,20 +135,21 @@ def remove(paths: Sequence[RemotePath]) -> None:
     threads.parallel_map(rest, RemotePath.remove, _REMOVALS_AT_ONCE)
 
 
-def abort_uploads(place: RemotePath) -> None:
-    """S3 keeps, and charges for, the parts of an upload that was never ended.
+def abort_uploads(folder: RemotePath) -> None:
+    """Abort unfinished multipart uploads below a folder: S3 keeps and charges for their parts.
 
-    Not every store that speaks its language can say which those are, nor may everybody ask.
+    Failures are ignored, because not every S3-compatible store can list unfinished uploads, and not
+    every user may list them.
     """
-    files = place.store.files
+    files = folder.store.files
     if not hasattr(files, "abort_mpu"):
         return
-    bucket, _, prefix = place.key.partition("/")
+    bucket, _, prefix = folder.key.partition("/")
     with contextlib.suppress(ReshardError):
         listed = attempt(
-            str(place),
+            str(folder),
             lambda: files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/"),
         )
-        for begun in listed.get("Uploads", ()):
-            abort = partial(files.abort_mpu, bucket, begun["Key"], begun["UploadId"])
-            attempt(str(place), abort)
+        for pending in listed.get("Uploads", ()):
+            abort = partial(files.abort_mpu, bucket, pending["Key"], pending["UploadId"])
+            attempt(str(folder), abort)
