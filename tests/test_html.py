@@ -324,7 +324,7 @@ def apart(*losses, steps=None):
         {"name": str(n), "steps": s, "loss": loss}
         for n, (s, loss) in enumerate(zip(steps, losses, strict=True))
     ]
-    return list(Curves.of(series).apart())
+    return list(Curves.of(series).differences())
 
 
 def test_equal_runs_are_equal_at_every_step():

@@ -1,9 +1,9 @@
-"""Reports that people look at: one HTML file each, which needs nothing but a browser.
+"""HTML reports: one self-contained file each, which any browser opens offline.
 
-shards    where the bytes of a checkpoint lie, rank by rank, small enough to embed
-curves    losses of several runs, and how far they are apart
-page      what a page is made of
+shards    which bytes of a checkpoint are in which file, rank by rank, in a compact form
+curves    losses of several runs, and the differences between them
+page      the parts of a page
 pages, proof_pages
           the page of each command's report
-document  a page as one file, and the file on disk
+document  rendering a page as one file, and writing it
 """

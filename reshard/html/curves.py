@@ -1,4 +1,4 @@
-"""Losses of runs that should be the same, laid over each other, and how far they are apart."""
+"""Losses of runs that should be equal, drawn over each other, and their differences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MEASURES = {"loss": "Loss", "grad_norm": "Gradient norm"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One run: its steps in ascending order, and a value a step of each measure."""
+class LossRun:
+    """One run: its steps in ascending order, and one value per step of each measure."""
 
     name: str
     steps: Sequence[int]
@@ -23,15 +23,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
-    """How far a run is from the baseline in one measure, over the steps that both have.
+class Difference:
+    """Differences between a run and the baseline in one measure, over the steps of both.
 
     Args:
-        steps: how many they have in common.
-        equal: at how many of them both have the same number (or none).
-        largest, at: the largest absolute difference, and the step of it.
+        steps: number of steps that both runs have.
+        equal: number of those steps at which both have the same value, or both have none.
+        largest, at: the largest absolute difference, and the step at which it occurs.
         relative: the largest difference relative to the baseline's value.
-        first: the first step at which they differ.
+        first: the first step at which the values differ.
     """
 
     run: str
@@ -46,20 +46,20 @@ class Apart:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Runs, one of which the others are measured against."""
+    """Several runs, one of which is the baseline for the others."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[LossRun, ...]
     baseline: int = 0
 
     @classmethod
     def of(cls, series: Sequence[Mapping[str, Any]], baseline: int = 0) -> Curves:
-        """From plain values: ``[{name, steps: [...], loss: [...], grad_norm: [...]}]``.
+        """Build curves from a list: ``[{name, steps: [...], loss: [...], grad_norm: [...]}]``.
 
         Raises:
-            UsageError: a run has not one value a step, or there is no such baseline.
+            UsageError: a run does not have one value per step, or the baseline does not exist.
         """
         runs = tuple(
-            Run(
+            LossRun(
                 str(each["name"]),
                 list(each["steps"]),
                 {key: list(each[key]) for key in _MEASURES if each.get(key)},
@@ -69,22 +69,22 @@ class Curves:
         for run in runs:
             for key, values in run.measures.items():
                 if len(values) != len(run.steps):
-                    found = f"{len(values)} values of {key} for {len(run.steps)} steps"
-                    raise UsageError(run.name, f"has {found}")
+                    mismatch = f"{len(values)} values of {key} for {len(run.steps)} steps"
+                    raise UsageError(run.name, f"has {mismatch}")
         if not 0 <= baseline < len(runs):
-            raise UsageError(f"baseline {baseline}", f"is none of {len(runs)} runs")
+            raise UsageError(f"baseline {baseline}", f"does not exist: there are {len(runs)} runs")
         return cls(runs, baseline)
 
-    def apart(self) -> Iterator[Apart]:
-        """Every other run against the baseline, in each measure that both have."""
+    def differences(self) -> Iterator[Difference]:
+        """Yield the differences of every other run from the baseline, in each shared measure."""
         base = self.runs[self.baseline]
         for run in self.runs:
             for key in _MEASURES:
                 if run is not base and key in run.measures and key in base.measures:
-                    yield _apart(base, run, key)
+                    yield _measure_difference(base, run, key)
 
     def to_json(self) -> dict[str, Any]:
-        """The data of the page; what is not finite is null, which no line is drawn through."""
+        """Return the data of the page; values that are not finite become null."""
         return {
             "baseline": self.baseline,
             "measures": [
@@ -107,32 +107,32 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-def _apart(base: Run, run: Run, key: str) -> Apart:
-    wanted = dict(zip(base.steps, base.measures[key], strict=True))
+def _measure_difference(base: LossRun, run: LossRun, key: str) -> Difference:
+    expected = dict(zip(base.steps, base.measures[key], strict=True))
     both = [
-        (step, value, wanted[step])
+        (step, value, expected[step])
         for step, value in zip(run.steps, run.measures[key], strict=True)
-        if step in wanted
+        if step in expected
     ]
-    unequal = [each for each in both if not _same(each[1], each[2])]
+    unequal = [each for each in both if not _is_same(each[1], each[2])]
     measured = [
         (abs(a - b), step, abs(b))
         for step, a, b in unequal
         if a is not None and b is not None and isfinite(a) and isfinite(b)
     ]
     largest, at, _ = max(measured, default=(0.0, None, 0.0), key=lambda each: each[0])
-    return Apart(
+    return Difference(
         run.name,
         _MEASURES[key].lower(),
         steps=len(both),
         equal=len(both) - len(unequal),
         largest=largest,
         at=at,
-        relative=max((apart / size for apart, _, size in measured if size), default=0.0),
+        relative=max((distance / size for distance, _, size in measured if size), default=0.0),
         first=unequal[0][0] if unequal else None,
     )
 
 
-def _same(a: float | None, b: float | None) -> bool:
-    """The same number; NaN is like NaN."""
+def _is_same(a: float | None, b: float | None) -> bool:
+    """Whether two values are the same number; NaN equals NaN."""
     return a == b or (a is not None and b is not None and a != a and b != b)  # noqa: PLR0124

@@ -1,8 +1,8 @@
-"""A page as one file: text in the markup, all that scripts draw as data, nothing from elsewhere.
+"""Rendering of a page as one HTML file: text in the markup, data for the scripts, no links.
 
-Whatever comes from a checkpoint is either text that jinja escapes, or data that no parser of HTML
-looks into. A content security policy stands behind both: only the page's own script runs, by its
-hash, and nothing is ever fetched.
+Every value from a checkpoint is either text that jinja escapes, or compressed data that an HTML
+parser does not interpret. A content security policy adds a second barrier: only the page's own
+script runs, by its hash, and the browser fetches nothing.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ from reshard.version import __version__
 _ASSETS = Path(__file__).parent / "assets"
 _TEMPLATE = "page.html.jinja"
 _SCRIPTS = ("base.js", "table.js", "map.js", "curves.js", "main.js")
-_KINDS = {Curves: "curves", Maps: "maps", Table: "table"}  # as the script calls them
+_KINDS = {Curves: "curves", Maps: "maps", Table: "table"}  # names that main.js dispatches on
 _STYLE = "page.css"
-_PLOTS, _PLOTS_STYLE = "uPlot.iife.min.js", "uPlot.min.css"  # only where there are curves
+_PLOTS, _PLOTS_STYLE = "uPlot.iife.min.js", "uPlot.min.css"  # included only with curves
 
 
 def check(
     path: Path, sources: Sequence[Path], *, overwrite: bool, destination: Path | None = None
 ) -> None:
-    """Refuse a place for a page before any work is done.
+    """Refuse an invalid path for a page before any work is done.
 
     Args:
         destination: where the same command writes its output.
 
     Raises:
-        ExistsError: it exists (and ``overwrite`` is off), or lies inside a source or the output.
+        ExistsError: the path exists (and ``overwrite`` is off), or is in a source or the output.
         UsageError: its parent directory does not exist.
     """
     check_destination(path, list(sources), is_directory=False, overwrite=overwrite)
     if destination is not None:
         real, output = path.resolve(), destination.resolve()
         if real == output or output in real.parents:
-            raise ExistsError(path, f"lies inside the output {destination}", "put it beside it")
+            raise ExistsError(
+                path, f"is inside the output {destination}", "write the page beside it"
+            )
 
 
 def write(page: Page, path: Path, *, overwrite: bool) -> None:
     """Write a page to a file, whole or not at all.
 
     Raises:
-        ExistsError: it exists, and ``overwrite`` is off.
-        ReshardError: it cannot be written.
+        ExistsError: the file exists, and ``overwrite`` is off.
+        ReshardError: the file cannot be written.
     """
     text = render(page)
     with commit.stage_output(path, is_directory=False, overwrite=overwrite) as staging:
-        # a path that is no UTF-8 shows its bytes as \udcNN
+        # Bytes of a path that are not UTF-8 appear as \udcNN.
         (staging / path.name).write_bytes(text.encode("utf-8", "backslashreplace"))
 
 
 def render(page: Page) -> str:
-    """The document; the same page gives the same text."""
+    """Return the HTML document; equal pages give equal text."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -91,13 +93,13 @@ def _asset(name: str) -> str:
 
 
 def packed(data: Any) -> str:
-    """JSON, deflated (RFC 1950), in base64: small, and inert in any markup."""
+    """Return data as JSON, deflated (RFC 1950), in base64: small, and inert in any markup."""
     text = json.dumps(_plain(data), separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def _plain(value: Any) -> Any:
-    """With words for the numbers that JSON lacks."""
+    """Return a value in which text replaces the numbers that JSON cannot express (NaN, inf)."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What a page is made of. Texts are plain: the document escapes them."""
+"""The parts of a page. All texts are plain: `document` escapes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Type = Literal["text", "name", "number", "bytes", "state"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels and what there is to say, beside the other facts of a page."""
+    """A panel of labels and values, beside the other panels of a page."""
 
     title: str
     rows: Sequence[tuple[str, str]]
@@ -23,7 +23,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What was kept, derived, dropped, noted or warned of: a line each."""
+    """A list of what was kept, derived, dropped, noted or warned about, one line each."""
 
     title: str
     items: Sequence[str]
@@ -35,9 +35,9 @@ class Column:
     """A column of a table.
 
     Args:
-        type: ``name`` is set in a fixed pitch; ``bytes`` are shown as sizes; a ``state`` is a word
-            such as ``passed`` or ``failed``, ``yes`` or ``no``, in its colour.
-        values: a text or a number a row; None where there is none.
+        type: ``name`` is shown in a monospaced font; ``bytes`` are shown as sizes; a ``state`` is a
+            word such as ``passed`` or ``failed``, ``yes`` or ``no``, in its colour.
+        values: one text or number per row; None is an empty cell.
     """
 
     title: str
@@ -47,19 +47,19 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows that sort and filter, thousands of them."""
+    """A table whose rows can be sorted and filtered, up to thousands of them."""
 
     title: str
     columns: Sequence[Column]
-    text: str = ""  # a sentence above it
+    text: str = ""  # a sentence above the table
 
     @property
     def height(self) -> int:
-        """How many rows."""
+        """The number of rows."""
         return len(self.columns[0].values) if self.columns else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The data of the page, a column after the other."""
+        """Return the data of the page, column by column."""
         return {
             "title": self.title,
             "columns": [
@@ -70,12 +70,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Maps:
-    """Where the bytes lie on each side, before and after.
+    """The maps of the bytes on each side, for example before and after a conversion.
 
     Args:
-        singled: (kind, fqn) of tensors that the reader may look at alone; ``weight`` is of a
-            parameter, its master or a buffer.
-        singled_as: what these are called.
+        singled: (kind, fqn) of tensors that the viewer may filter for; the kind ``weight``
+            stands for a parameter, its master or a buffer.
+        singled_as: label of that filter.
     """
 
     sides: Sequence[Shards]
@@ -83,7 +83,7 @@ class Maps:
     singled_as: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The data of the page."""
+        """Return the data of the page."""
         return {
             "sides": [shards.to_json() for shards in self.sides],
             "singled": [list(key) for key in self.singled],
@@ -99,11 +99,11 @@ class Page:
     """The report of one command.
 
     Args:
-        command: whose.
-        title: what it was done to.
+        command: name of the command.
+        title: path that the command read, or wrote.
         verdict: the outcome in a few words.
         facts: panels side by side.
-        sections: what scripts draw, in this order.
+        sections: parts that scripts draw, in this order.
     """
 
     command: str

@@ -1,7 +1,7 @@
 """Pages of `inspect` and of the commands that write.
 
-Each is made from a ``document``, which is what ``to_json()`` of the command's report gives, and
-from the manifests behind it. ``facts`` of a checkpoint are the document that ``inspect`` gives.
+A page is built from a ``document``, which is the ``to_json()`` of the command's report, and from
+the manifests of the command. The ``facts`` of a checkpoint are the document of `inspect`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest, Skeleton
 
 Document = Mapping[str, Any]
 
-_MODULE_FILES = "_model_states.pt"  # DeepSpeed's, of the module
+_MODULE_FILES = "_model_states.pt"  # DeepSpeed's files of module weights
 
 
 def inspected(document: Document, manifest: Manifest) -> Page:
-    """What a checkpoint is."""
+    """Build the page that describes a checkpoint."""
     warnings = list(document["warnings"])
-    absent = [f"{fqn}: listed, but no rank holds a value" for fqn in document["absent"]]
+    absent = [f"{fqn}: listed, but no rank stores a value" for fqn in document["absent"]]
     strange = [f"pickles name {name}" for name in document["unknown_globals"]]
     return Page(
         "inspect",
         document["path"],
         f"complete: {units.counted(document['files'], 'file')} of all ranks, every element once",
         "good",
-        facts=(checkpoint("Checkpoint", document), _kinds("Holds", document), _training(document)),
+        facts=(
+            checkpoint("Checkpoint", document),
+            _kinds_panel("Content", document),
+            _training_panel(document),
+        ),
         findings=(
             Findings("Warnings", [*warnings, *strange], "bad"),
             Findings("Without a value", absent, "bad"),
@@ -40,14 +44,14 @@ def inspected(document: Document, manifest: Manifest) -> Page:
         sections=(
             Maps((shards.of_manifest("Shards", manifest),)),
             tensors("Tensors", manifest.entries.values()),
-            _files(manifest),
+            _files_table(manifest),
         ),
     )
 
 
 def written(document: Document, facts: Document, manifest: Manifest, skeleton: Skeleton) -> Page:
-    """A merge, split or conversion: what came in, what went out."""
-    made = _as_read_back(skeleton, document.get("target", ""))
+    """Build the page of a merge, split or conversion: its source, and its output."""
+    layout = _with_read_kinds(skeleton, document.get("target", ""))
     verb = "wrote" if document["done"] else "would write (dry run)"
     size = units.show_bytes(document["bytes_written"])
     checked = "every byte read back" if document["verified"] else "not read back"
@@ -59,13 +63,13 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
         "good" if document["done"] else "plain",
         facts=(
             checkpoint("Source", facts),
-            _kinds("Source holds", facts),
-            _target(document, skeleton),
+            _kinds_panel("Source content", facts),
+            _target_panel(document, skeleton),
         ),
-        findings=_findings(document),
+        findings=_collect_findings(document),
         sections=(
-            Maps((shards.of_manifest("Before", manifest), shards.of_skeleton("After", made))),
-            tensors("Tensors written", made.entries),
+            Maps((shards.of_manifest("Before", manifest), shards.of_skeleton("After", layout))),
+            tensors("Tensors written", layout.entries),
             Table(
                 "Files written",
                 (
@@ -77,12 +81,12 @@ def written(document: Document, facts: Document, manifest: Manifest, skeleton: S
     )
 
 
-def _as_read_back(skeleton: Skeleton, target: str) -> Skeleton:
-    """The entries under the kinds that a reader will give them.
+def _with_read_kinds(skeleton: Skeleton, target: str) -> Skeleton:
+    """Return the skeleton with the kinds that a reader will give to its entries.
 
-    An entry of a skeleton is named after the one that fills it, so that the module's weights may be
-    called masters, masters that are made of them weights, and one may be both. Only DeepSpeed has
-    masters: in files of the optimizer's, or wider than the module's beside them.
+    An entry of a skeleton has the kind of the source entry that fills it. Module weights may thus
+    be called masters, masters may be called weights, and one entry may be both. Only DeepSpeed has
+    masters: in optimizer files, or in a wider dtype than the module's copy.
     """
     has_masters = target.startswith(("deepspeed", "ds-universal"))
     sizes: dict[str, set[int]] = {}
@@ -94,7 +98,7 @@ def _as_read_back(skeleton: Skeleton, target: str) -> Skeleton:
         wider = len(sizes[fqn]) > 1 and chunk.dtype.itemsize == max(sizes[fqn])
         return has_masters and (wider or not chunk.file.endswith(_MODULE_FILES))
 
-    def read(entry: Entry) -> Iterator[Entry]:
+    def split_by_kind(entry: Entry) -> Iterator[Entry]:
         if entry.kind not in (PARAM, MASTER) or not entry.chunks:
             yield entry
             return
@@ -103,12 +107,12 @@ def _as_read_back(skeleton: Skeleton, target: str) -> Skeleton:
             if chunks:
                 yield Entry(entry.fqn, kind, chunks[0].dtype, entry.shape, tuple(chunks))
 
-    entries = tuple(found for entry in skeleton.entries for found in read(entry))
+    entries = tuple(each for entry in skeleton.entries for each in split_by_kind(entry))
     return replace(skeleton, entries=entries)
 
 
 def checkpoint(title: str, document: Document) -> Facts:
-    """What `inspect` says of a checkpoint, as a panel."""
+    """Build the panel of a checkpoint from the document of `inspect`."""
     versions = [f"{name} {version}" for name, version in document["versions"].items()]
     mesh = document["mesh"]
     ranks = ", ".join(f"{axis} {size}" for axis, size in mesh.items() if axis != "world")
@@ -130,7 +134,7 @@ def checkpoint(title: str, document: Document) -> Facts:
 
 
 def tensors(title: str, entries: Iterable[Entry]) -> Table:
-    """Every tensor, a row each."""
+    """Build the table of all tensors, one row each."""
     rows = list(entries)
     return Table(
         title,
@@ -146,61 +150,61 @@ def tensors(title: str, entries: Iterable[Entry]) -> Table:
     )
 
 
-def _kinds(title: str, document: Document) -> Facts:
+def _kinds_panel(title: str, document: Document) -> Facts:
     rows = []
-    for kind, held in document["kinds"].items():
-        size, dtypes = units.show_bytes(held["bytes"]), ", ".join(held["dtypes"])
-        rows.append((kind, f"{held['tensors']} tensors, {size}, {dtypes}"))
+    for kind, info in document["kinds"].items():
+        size, dtypes = units.show_bytes(info["bytes"]), ", ".join(info["dtypes"])
+        rows.append((kind, f"{units.counted(info['tensors'], 'tensor')}, {size}, {dtypes}"))
     return Facts(title, rows)
 
 
-def _training(document: Document) -> Facts:
+def _training_panel(document: Document) -> Facts:
     rows = []
     for number, group in enumerate(document["param_groups"]):
-        words = [f"{group['tensors']} tensors", *_hypers(group["hyper"])]
-        rows.append((f"Group {number}", "; ".join(words)))
+        parts = [units.counted(group["tensors"], "tensor"), *_show_hyperparameters(group["hyper"])]
+        rows.append((f"Group {number}", "; ".join(parts)))
     values = {name: document[name] for name in ("scheduler", "scaler", "samples")}
     values["client"] = ", ".join(map(str, document["client"]))
-    rows += [(name.capitalize(), _words(value)) for name, value in values.items() if value]
+    rows += [(name.capitalize(), _show_state(value)) for name, value in values.items() if value]
     return Facts("Training", rows or [("Optimizer", "none")])
 
 
-def _hypers(hyper: Mapping[str, Any]) -> list[str]:
+def _show_hyperparameters(hyper: Mapping[str, Any]) -> list[str]:
     return [f"{key} {hyper[key]}" for key in ("lr", "weight_decay") if key in hyper]
 
 
-def _words(value: Any) -> str:
-    """A state as a person writes it, where it is a plain one."""
+def _show_state(value: Any) -> str:
+    """Return a plain state as readable text."""
     if isinstance(value, Mapping):
-        pairs = [str(v) if k == "class" else f"{k} {_words(v)}" for k, v in value.items()]
+        pairs = [str(v) if k == "class" else f"{k} {_show_state(v)}" for k, v in value.items()]
         return short(", ".join(pairs))
     return short(value)
 
 
 def short(value: Any, most: int = 200) -> str:
-    """A value as text, cut where it is long."""
+    """Return a value as text, cut after ``most`` characters."""
     text = str(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _files(manifest: Manifest) -> Table:
-    held: dict[str, int] = {}
+def _files_table(manifest: Manifest) -> Table:
+    tensor_bytes: dict[str, int] = {}
     for entry in manifest.entries.values():
         for chunk in entry.chunks:
             nbytes = chunk.box.volume * chunk.dtype.itemsize
-            held[chunk.file] = held.get(chunk.file, 0) + nbytes
+            tensor_bytes[chunk.file] = tensor_bytes.get(chunk.file, 0) + nbytes
     return Table(
         "Files",
         (
             Column("File", "name", list(shards.relative_names(manifest.files).values())),
             Column("Size", "bytes", [file.nbytes for file in manifest.files.values()]),
-            Column("In tensors", "bytes", [held.get(path, 0) for path in manifest.files]),
+            Column("In tensors", "bytes", [tensor_bytes.get(path, 0) for path in manifest.files]),
         ),
     )
 
 
-def _target(document: Document, skeleton: Skeleton) -> Facts:
-    """What was written, as far as each command's report says it."""
+def _target_panel(document: Document, skeleton: Skeleton) -> Facts:
+    """Build the panel of the output, with the values that the command's report has."""
     size = units.show_bytes(document["bytes_written"])
     optimizer = ""
     if "optimizer_tensors_out" in document:
@@ -219,19 +223,21 @@ def _target(document: Document, skeleton: Skeleton) -> Facts:
     return Facts("Target", tuple(row for row in rows if row[1]))
 
 
-def _findings(document: Document) -> tuple[Findings, ...]:
-    """What the report of a command that writes says, whichever of them it is."""
+def _collect_findings(document: Document) -> tuple[Findings, ...]:
+    """Collect the findings of a writing command's report; each command fills some of them."""
 
     def listed(key: str) -> list[str]:
         return list(document.get(key, ()))
 
     def pairs(key: str, between: str, after: str = "") -> list[str]:
-        held = document.get(key, {})
-        items = held.items() if isinstance(held, Mapping) else held
+        table = document.get(key, {})
+        items = table.items() if isinstance(table, Mapping) else table
         return [f"{one}{between}{two}{after}" for one, two in items]
 
     left = document.get("optimizer_tensors_left")
-    dropped = [f"{left} optimizer tensors (merge writes weights)"] if left else []
+    dropped = (
+        [f"{units.counted(left, 'optimizer tensor')} (merge writes weights only)"] if left else []
+    )
     return (
         Findings("Warnings", listed("warnings"), "bad"),
         Findings("Became infinite", pairs("overflowed", ": ", " values"), "bad"),
@@ -243,7 +249,7 @@ def _findings(document: Document) -> tuple[Findings, ...]:
         Findings("Kept in float32", listed("kept_fp32")),
         Findings("Notes", [*listed("notes"), *listed("changes")]),
         Findings("Renamed", pairs("renamed", " → ")),
-        Findings("Prefixes taken off", pairs("stripped", " → ")),
+        Findings("Prefixes removed", pairs("stripped", " → ")),
         Findings("Tied, not written twice", pairs("dropped_aliases", " = ")),
         Findings("Tied, written as a copy", pairs("written_aliases", " = ")),
     )

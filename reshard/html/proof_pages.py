@@ -1,6 +1,6 @@
-"""Pages of the commands that prove: `diff`, `verify` and `resume-check`.
+"""Pages of the commands that compare and check: `diff`, `verify` and `resume-check`.
 
-Made as those of `pages` are: from the document of a report, and from the manifests behind it.
+They are built like those of `pages`: from the document of a report, and from the manifests.
 """
 
 from __future__ import annotations
@@ -19,50 +19,50 @@ _LEVELS = ("state", "trajectory", "bitwise")
 
 
 def compared(document: Document, facts: Sequence[Document], a: Manifest, b: Manifest) -> Page:
-    """Two checkpoints, side by side."""
+    """Build the page that compares two checkpoints."""
     counts = [
         (len(document["unequal"]), "unequal"),
         (len(document["only_a"]), "only in A"),
         (len(document["only_b"]), "only in B"),
         (len(document["train"]), "other values differ"),
     ]
-    found = ", ".join(f"{count} {what}" for count, what in counts if count)
+    different = ", ".join(f"{count} {what}" for count, what in counts if count)
     how = "bit by bit" if document["exact"] else "under the tolerance"
-    equal = f"{document['equal']} tensors equal {how}"
+    equal = f"{units.counted(document['equal'], 'tensor')} equal {how}"
     maps = Maps(
         (shards.of_manifest("A", a), shards.of_manifest("B", b)),
-        [(_as_stored(each["kind"]), each["fqn"]) for each in document["unequal"]],
+        [(_map_kind(each["kind"]), each["fqn"]) for each in document["unequal"]],
         "unequal",
     )
     return Page(
         "diff",
         f"{document['a']} and {document['b']}",
-        f"the same: {equal}" if document["same"] else f"different: {found}; {equal}",
+        f"the same: {equal}" if document["same"] else f"different: {different}; {equal}",
         "good" if document["same"] else "bad",
         facts=(
             checkpoint("A", facts[0]),
             checkpoint("B", facts[1]),
-            Facts("Compared", _comparison(document)),
+            Facts("Compared", _comparison_rows(document)),
         ),
         findings=(Findings("Notes", document["notes"]),),
-        sections=(*_differences(document), maps),
+        sections=(*_difference_tables(document), maps),
     )
 
 
 def verified(
     document: Document, facts: Document | None = None, manifest: Manifest | None = None
 ) -> Page:
-    """The checks of a checkpoint; of one that cannot be read there are no facts and no map."""
+    """Build the page of the checks of a checkpoint; an unreadable one has no facts and no map."""
     checks = document["checks"]
     failed = [check["name"] for check in checks if check["status"] == "failed"]
     warned = [check["name"] for check in checks if check["status"] == "warned"]
     passed = f"passed the {document['mode']} checks"
     warnings = f", with warnings: {', '.join(warned)}" if warned else ""
     verdict = f"failed: {', '.join(failed)}" if failed else passed + warnings
-    held = ("Checks", "Read", "Time", "Manifest")
-    read = units.show_bytes(document["bytes_read"]) if document["bytes_read"] else "headers alone"
-    said = (document["mode"], read, f"{document['seconds']:.2f} s", document["manifest"])
-    rows = [row for row in zip(held, said, strict=True) if row[1]]
+    labels = ("Checks", "Read", "Time", "Manifest")
+    read = units.show_bytes(document["bytes_read"]) if document["bytes_read"] else "headers only"
+    values = (document["mode"], read, f"{document['seconds']:.2f} s", document["manifest"])
+    rows = [row for row in zip(labels, values, strict=True) if row[1]]
     maps = [Maps((shards.of_manifest("Shards", manifest),))] if manifest else []
     return Page(
         "verify",
@@ -70,38 +70,38 @@ def verified(
         verdict,
         "bad" if failed else "good",
         facts=[*([checkpoint("Checkpoint", facts)] if facts else []), Facts("Verified", rows)],
-        findings=[*_found(checks), Findings("Notes", document["notes"])],
-        sections=(_checks(checks), *maps),
+        findings=[*_check_findings(checks), Findings("Notes", document["notes"])],
+        sections=(_checks_table(checks), *maps),
     )
 
 
-def _found(checks: Sequence[Document]) -> Iterator[Findings]:
+def _check_findings(checks: Sequence[Document]) -> Iterator[Findings]:
     for check in checks:
         yield Findings(f"Failed: {check['name']}", check["failures"], "bad")
     for check in checks:
         yield Findings(f"Warning: {check['name']}", check["warnings"])
 
 
-def _checks(checks: Sequence[Document]) -> Table:
-    found = [len(check["failures"]) + len(check["warnings"]) for check in checks]
+def _checks_table(checks: Sequence[Document]) -> Table:
+    counts = [len(check["failures"]) + len(check["warnings"]) for check in checks]
     return Table(
         "Checks",
         (
             Column("Check", "text", [check["name"] for check in checks]),
             Column("Result", "state", [check["status"] for check in checks]),
-            Column("Looked at", "text", [check["looked_at"] for check in checks]),
-            Column("Found", "number", found),
+            Column("Checked", "text", [check["looked_at"] for check in checks]),
+            Column("Findings", "number", counts),
         ),
     )
 
 
 def resumed(document: Document) -> Page:
-    """How training goes on from a checkpoint, and from every layout that was written of it."""
+    """Build the page that compares training from a checkpoint and from each layout of it."""
     targets, need = document["targets"], document["require"]
     good = sum(target["reached"][need] for target in targets)
     verdict = f"{need} reached by {good} of {len(targets)} layouts"
     if document["control"] and not document["control"]["noticed"] and need != "state":
-        verdict = "these steps cannot tell: not even an optimizer of zeros was noticed"
+        verdict = "these steps cannot tell: not even a zeroed optimizer was noticed"
     runs = [document["unbroken"], *(target["run"] for target in targets)]
     series = [_series(run) for run in runs if run["series"]]
     drawn: list[Section] = [Curves.of(series)] if series else []
@@ -111,11 +111,11 @@ def resumed(document: Document) -> Page:
         verdict,
         "good" if document["reached"] else "bad",
         facts=(
-            Facts("Checkpoint", _resumed_facts(document)),
+            Facts("Checkpoint", _resume_rows(document)),
             Facts("Levels", _MEANING),
         ),
-        findings=[*_runs_failed(document), Findings("Notes", document["notes"])],
-        sections=(*drawn, _layouts(targets), *_carried(targets)),
+        findings=[*_failed_runs(document), Findings("Notes", document["notes"])],
+        sections=(*drawn, _layouts_table(targets), *_notes_table(targets)),
     )
 
 
@@ -126,31 +126,31 @@ _MEANING = (
 )
 
 
-def _resumed_facts(document: Document) -> list[tuple[str, str]]:
+def _resume_rows(document: Document) -> list[tuple[str, str]]:
     step, control = document["step"], document["control"]
     rows = [
         ("Path", document["source"]),
         ("Format", document["format"]),
         ("Ranks", str(document["ranks"])),
         ("Step", "" if step is None else str(step)),
-        ("Went on", f"{document['steps']} steps"),
+        ("Continued", f"{document['steps']} steps"),
         ("Tolerance", f"{document['rtol']:g}, relative, of losses"),
-        ("Control", _control(control) if control else "not run (--control)"),
+        ("Control", _show_control(control) if control else "not run (--control)"),
         ("Time", f"{document['seconds']:.1f} s"),
     ]
     return [row for row in rows if row[1]]
 
 
-def _control(control: Document) -> str:
-    """Whether these steps would have shown that the optimizer was lost."""
+def _show_control(control: Document) -> str:
+    """Say whether these steps would reveal a lost optimizer."""
     noticed = "noticed" if control["noticed"] else "NOT noticed: these steps cannot tell"
-    far = _apart(control["trajectory"], "loss")
+    far = _max_relative(control["trajectory"], "loss")
     distance = f", by {far:.2g} relative" if isinstance(far, float) else ""
-    return f"an optimizer of zeros is {noticed}{distance}"
+    return f"a zeroed optimizer is {noticed}{distance}"
 
 
 def _series(run: Document) -> dict[str, Any]:
-    """A run as `Curves.of` takes it, with the bits of its log."""
+    """Return a run in the form that `Curves.of` takes, with the exact bits of its log."""
     points = run["series"]
     norms = [_number(point, "grad_norm") for point in points]
     return {
@@ -163,11 +163,11 @@ def _series(run: Document) -> dict[str, Any]:
 
 def _number(point: Document, key: str) -> float | None:
     exact = point.get(f"{key}_hex")
-    held = float.fromhex(exact) if exact else point.get(key)
-    return None if held is None else float(held)
+    value = float.fromhex(exact) if exact else point.get(key)
+    return None if value is None else float(value)
 
 
-def _runs_failed(document: Document) -> Iterator[Findings]:
+def _failed_runs(document: Document) -> Iterator[Findings]:
     control = [document["control"]] if document["control"] else []
     for each in (*document["targets"], *control):
         run = each["run"]
@@ -175,59 +175,65 @@ def _runs_failed(document: Document) -> Iterator[Findings]:
             yield Findings(f"Failed: {run['name']}", [run["failure"], *run["said"]], "bad")
 
 
-def _layouts(targets: Sequence[Document]) -> Table:
+def _layouts_table(targets: Sequence[Document]) -> Table:
     columns = [Column("Layout", "text", [target["name"] for target in targets])]
     for level in _LEVELS:
-        words = ["yes" if target["reached"][level] else "no" for target in targets]
-        columns.append(Column(level.capitalize(), "state", words))
+        states = ["yes" if target["reached"][level] else "no" for target in targets]
+        columns.append(Column(level.capitalize(), "state", states))
     trajectories = [target["trajectory"] for target in targets]
-    states = [target["state"] for target in targets]
-    differ = [len(s["unequal"]) + len(s["only_a"]) + len(s["only_b"]) for s in states]
+    compared_states = [target["state"] for target in targets]
+    differ = [len(s["unequal"]) + len(s["only_a"]) + len(s["only_b"]) for s in compared_states]
     return Table(
         "Layouts",
         (
             *columns,
-            Column("Tensors equal", "number", [state["equal"] for state in states]),
-            Column("Not", "number", differ),
-            Column("Loss, max rel", "number", [_apart(each, "loss") for each in trajectories]),
-            Column("Norm, max rel", "number", [_apart(each, "grad_norm") for each in trajectories]),
-            Column("Weights at the end", "state", [_weights(each) for each in trajectories]),
+            Column("Tensors equal", "number", [state["equal"] for state in compared_states]),
+            Column("Tensors different", "number", differ),
+            Column(
+                "Loss, max rel", "number", [_max_relative(each, "loss") for each in trajectories]
+            ),
+            Column(
+                "Norm, max rel",
+                "number",
+                [_max_relative(each, "grad_norm") for each in trajectories],
+            ),
+            Column("Weights at the end", "state", [_show_weights(each) for each in trajectories]),
             Column("Seconds", "number", [target["run"]["seconds"] for target in targets]),
         ),
     )
 
 
-def _apart(trajectory: Document | None, key: str) -> float | None:
+def _max_relative(trajectory: Document | None, key: str) -> float | None:
     distance = trajectory[key] if trajectory else None
     return distance["max_rel"] if distance else None
 
 
-def _weights(trajectory: Document | None) -> str:
-    words = {True: "equal", False: "different", None: "not compared"}
-    return words[trajectory["parameters_equal"] if trajectory else None]
+def _show_weights(trajectory: Document | None) -> str:
+    states = {True: "equal", False: "different", None: "not compared"}
+    return states[trajectory["parameters_equal"] if trajectory else None]
 
 
-def _carried(targets: Sequence[Document]) -> Iterator[Table]:
-    """What `split` said as it wrote each layout."""
-    said = [
+def _notes_table(targets: Sequence[Document]) -> Iterator[Table]:
+    """Build the table of the notes that `split` printed when it wrote each layout."""
+    rows = [
         (target["name"], label, text)
         for target in targets
         for label in ("warnings", "dropped", "derived", "kept", "notes")
         for text in target["written"][label]
     ]
-    if said:
-        names, labels, texts = zip(*said, strict=True)
-        columns = (("Layout", names), ("What", labels), ("Said", texts))
+    if rows:
+        names, labels, texts = zip(*rows, strict=True)
+        columns = (("Layout", names), ("Kind", labels), ("Note", texts))
         yield Table("Written", [Column(title, "text", values) for title, values in columns])
 
 
-def _comparison(document: Document) -> list[tuple[str, str]]:
+def _comparison_rows(document: Document) -> list[tuple[str, str]]:
     kinds = [(kind, f"{count} equal") for kind, count in document["equal_by_kind"].items()]
     read = units.show_bytes(document["bytes_read"])
     return [*kinds, ("Read", read), ("Time", f"{document['seconds']:.2f} s")]
 
 
-def _differences(document: Document) -> tuple[Table, ...]:
+def _difference_tables(document: Document) -> tuple[Table, ...]:
     unequal, train = document["unequal"], document["train"]
     only = [(side, *key) for side in ("a", "b") for key in document[f"only_{side}"]]
     tables = (
@@ -268,8 +274,8 @@ def _differences(document: Document) -> tuple[Table, ...]:
     return tuple(table for table in tables if table.height)
 
 
-def _as_stored(kind: str) -> str:
-    """The kind of a compared tensor as maps know it; the module's copy is one of a weight."""
+def _map_kind(kind: str) -> str:
+    """Return the kind that maps use for a compared tensor; the module's copy is a weight."""
     return "weight" if kind == "copy" else kind
 
 

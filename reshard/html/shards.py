@@ -1,8 +1,9 @@
-"""Where the bytes of a checkpoint lie: a row a rank, and on it a piece a tensor.
+"""The map of a checkpoint's bytes: one row per rank, and on it one piece per tensor.
 
-A map must stay small at a thousand ranks, where every rank holds a piece of every tensor. Ranks
-whose files are laid out alike therefore share one layout: the piece of the i-th of them begins at
-element ``start + i * step`` of its tensor. What is still too much is drawn together, and said.
+A map must stay small with a thousand ranks, where every rank stores a piece of every tensor. Ranks
+whose files have the same layout therefore share it: the piece of the i-th of them begins at element
+``start + i * step`` of its tensor. If that is still too much, neighbouring pieces are drawn as one,
+and the page says so.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from typing import Any, NamedTuple
 from reshard.box import Index, row_major
 from reshard.manifest import Entry, Manifest, Skeleton
 
-MOST_PIECES = 100_000  # of a map; about 5 MB before compression
-# ``mp_rank`` numbers tensor-parallel ranks: under DeepSpeed one file of all data-parallel ones.
+MOST_PIECES = 100_000  # per map; about 5 MB before compression
+# ``mp_rank`` is a tensor-parallel rank: all data-parallel ranks of DeepSpeed share that file.
 _RANK = re.compile(r"(?:(?<!mp_)(?<![a-z])rank[-_]?|^__|/__)(\d+)")
 
 
 class Piece(NamedTuple):
-    """What one row holds of one tensor, without a gap. There may be millions.
+    """The bytes of one row that belong to one tensor, without a gap. There may be millions.
 
     Args:
-        offset: bytes from the start of the row to the first.
+        offset: bytes from the start of the row to the first byte.
         tensor: number of the entry.
-        start: its first element in the flattened tensor.
-        shape: of the stored box; None for a run that is no box.
-        more: neighbours of the same kind that are drawn with it.
+        start: first element in the flattened tensor.
+        shape: shape of the stored box; None for a run of elements that is not a box.
+        more: number of neighbours of the same kind that are drawn with this piece.
     """
 
     offset: int
@@ -44,10 +45,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The files of a rank, one after the other; or what belongs to no rank.
+    """The files of one rank, one after the other; or files that belong to no rank.
 
     Args:
-        rank: None where the files' names say none.
+        rank: None if the names of the files state no rank.
     """
 
     label: str
@@ -58,13 +59,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """One side of a map: files, rows of them, and the tensors that lie there.
+    """One side of a map: the files, their rows, and the tensors in them.
 
     Args:
         files: (path relative to the checkpoint, bytes).
         kinds: bytes by kind.
         undrawn: files without tensors, which have no row.
-        coarse: pieces below these bytes are drawn together with their neighbours; 0: none.
+        coarse: pieces smaller than this many bytes are drawn with their neighbours; 0: none.
     """
 
     title: str
@@ -76,7 +77,7 @@ class Shards:
     coarse: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The data of the page: rows name a layout, and which of its rows they are."""
+        """Return the data of the page. A row names its layout, and its number in that layout."""
         shapes: dict[Index, int] = {}
         layouts = _Layouts(shapes)
         rows = [
@@ -100,30 +101,30 @@ class Shards:
 
 
 def _itemsize(entry: Entry) -> int:
-    """Of an element as it is stored."""
+    """Return the bytes of one element as it is stored."""
     return (entry.chunks[0].dtype if entry.chunks else entry.dtype).itemsize
 
 
 def of_manifest(title: str, manifest: Manifest, most: int = MOST_PIECES) -> Shards:
-    """The map of a checkpoint that was read."""
+    """Build the map of a checkpoint that was read."""
     files = {path: file.nbytes for path, file in manifest.files.items()}
-    return _shards(title, manifest.entries.values(), files, relative_names(files), most)
+    return _build(title, manifest.entries.values(), files, relative_names(files), most)
 
 
 def relative_names(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> path below what all of them have in common."""
+    """Return path -> path below the directory that all of them share."""
     listed = list(paths)
     root = os.path.commonpath([Path(path).parent for path in listed]) if listed else ""
     return {path: os.path.relpath(path, root).replace(os.sep, "/") for path in listed}
 
 
 def of_skeleton(title: str, skeleton: Skeleton, most: int = MOST_PIECES) -> Shards:
-    """The map of a checkpoint that is to be written."""
+    """Build the map of a checkpoint that will be written."""
     files = {file.name: file.nbytes for file in skeleton.files}
-    return _shards(title, skeleton.entries, files, {name: name for name in files}, most)
+    return _build(title, skeleton.entries, files, {name: name for name in files}, most)
 
 
-def _shards(
+def _build(
     title: str,
     entries: Iterable[Entry],
     files: Mapping[str, int],
@@ -131,35 +132,35 @@ def _shards(
     most: int,
 ) -> Shards:
     tensors = tuple(entries)
-    held = _pieces(tensors)
-    paths = sorted(files, key=lambda path: _natural(names[path]))
+    pieces_of = _collect_pieces(tensors)
+    paths = sorted(files, key=lambda path: _natural_key(names[path]))
     numbers = {path: number for number, path in enumerate(paths)}
     rows, drawn = [], set()
-    below = relative_names(f"/{names[path]}" for path in paths if held.get(path))
+    below = relative_names(f"/{names[path]}" for path in paths if pieces_of.get(path))
     labels = {path: below.get(f"/{names[path]}", names[path]) for path in paths}
-    for label, rank, members in _members(paths, labels):
-        if rank is not None or any(held.get(path) for path in members):
-            pieces = tuple(_placed(members, files, held))
+    for label, rank, members in _group_into_rows(paths, labels):
+        if rank is not None or any(pieces_of.get(path) for path in members):
+            pieces = tuple(_shift_pieces(members, files, pieces_of))
             rows.append(Row(label, rank, tuple(numbers[path] for path in members), pieces))
             drawn.update(members)
-    kinds = _kinds(rows, tensors)
-    coarse, rows = _coarser(rows, most)
+    kinds = _sum_kinds(rows, tensors)
+    coarse, rows = _coarsen(rows, most)
     listed = tuple((names[path], files[path]) for path in paths)
     undrawn = tuple(numbers[path] for path in paths if path not in drawn)
     return Shards(title, listed, tuple(rows), tensors, kinds, undrawn, coarse)
 
 
-def _kinds(rows: Iterable[Row], tensors: Sequence[Entry]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _sum_kinds(rows: Iterable[Row], tensors: Sequence[Entry]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
     for row in rows:
         for piece in row.pieces:
             kind = tensors[piece.tensor].kind
-            found[kind] = found.get(kind, 0) + piece.nbytes
-    return found
+            sizes[kind] = sizes.get(kind, 0) + piece.nbytes
+    return sizes
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that a file's name says it is of; None where it says none.
+    """Return the rank that a file name states; None if it states none.
 
     >>> rank_of("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"), rank_of("__12_0.distcp")
     (3, 12)
@@ -170,18 +171,18 @@ def rank_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Numbers in names in their order."""
+def _natural_key(name: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key that orders numbers in names by value."""
     return [
         (part.isdecimal(), int(part) if part.isdecimal() else 0, part)
         for part in re.split(r"(\d+)", name)
     ]
 
 
-def _members(
+def _group_into_rows(
     paths: Sequence[str], labels: Mapping[str, str]
 ) -> Iterator[tuple[str, int | None, list[str]]]:
-    """Rows in order: ranks by number, then what is of none, files of a directory below together.
+    """Yield the rows in order: ranks by number, then other files, grouped by directory.
 
     A universal checkpoint has a directory a parameter; shards of a model lie side by side.
     """
@@ -198,30 +199,30 @@ def _members(
     yield from ((label, None, members) for label, members in others.items())
 
 
-def _placed(
-    members: Iterable[str], files: Mapping[str, int], held: Mapping[str, Sequence[Piece]]
+def _shift_pieces(
+    members: Iterable[str], files: Mapping[str, int], pieces_of: Mapping[str, Sequence[Piece]]
 ) -> Iterator[Piece]:
-    """The pieces of files that stand one after the other."""
+    """Yield the pieces of files that follow one another, with offsets in the row."""
     start = 0
     for path in members:
-        for piece in held.get(path, ()):
+        for piece in pieces_of.get(path, ()):
             yield piece._replace(offset=start + piece.offset) if start else piece
         start += files[path]
 
 
-def _pieces(tensors: Sequence[Entry]) -> dict[str, list[Piece]]:
-    """File -> its pieces in the order in which they lie; offsets from the start of the file."""
-    found: dict[str, list[Piece]] = {}
+def _collect_pieces(tensors: Sequence[Entry]) -> dict[str, list[Piece]]:
+    """Return file -> its pieces in order of their offsets, from the start of the file."""
+    by_file: dict[str, list[Piece]] = {}
     for number, entry in enumerate(tensors):
-        for file, piece in _joined(number, entry):
-            found.setdefault(file, []).append(piece)
-    for pieces in found.values():
+        for file, piece in _join_chunks(number, entry):
+            by_file.setdefault(file, []).append(piece)
+    for pieces in by_file.values():
         pieces.sort(key=itemgetter(0, 2, 3))
-    return found
+    return by_file
 
 
-def _joined(number: int, entry: Entry) -> Iterator[tuple[str, Piece]]:
-    """One piece where a tensor's chunks are neighbours in the file and in the tensor.
+def _join_chunks(number: int, entry: Entry) -> Iterator[tuple[str, Piece]]:
+    """Yield (file, piece), with chunks joined that are adjacent in the file and the tensor.
 
     A run of a partition is stored as several chunks, in order.
     """
@@ -254,56 +255,56 @@ def _is_run(box: Index, shape: Index) -> bool:
     return box[first + 1 :] == shape[first + 1 :]
 
 
-def _coarser(rows: list[Row], most: int) -> tuple[int, list[Row]]:
-    """The rows with at most so many distinct pieces, and below which size pieces were joined."""
-    if _distinct(rows) <= most:
+def _coarsen(rows: list[Row], most: int) -> tuple[int, list[Row]]:
+    """Return the size below which pieces were joined, and rows of at most ``most`` pieces."""
+    if _count_distinct(rows) <= most:
         return 0, rows
     sizes = [sum(piece.nbytes for piece in row.pieces) for row in rows]
     smallest = max(sum(sizes) // most, 1)
     while True:
-        joined = [replace(row, pieces=_together(row.pieces, smallest)) for row in rows]
-        if _distinct(joined) <= most or smallest > max(sizes):
+        joined = [replace(row, pieces=_join_small(row.pieces, smallest)) for row in rows]
+        if _count_distinct(joined) <= most or smallest > max(sizes):
             return smallest, joined
         smallest *= 2
 
 
-def _distinct(rows: Iterable[Row]) -> int:
-    """How many pieces are left where rows share a layout."""
+def _count_distinct(rows: Iterable[Row]) -> int:
+    """Return the number of distinct pieces, with layouts shared between rows."""
     layouts = _Layouts({})
     for row in rows:
         layouts.add(row.pieces)
     return layouts.pieces
 
 
-def _together(pieces: Sequence[Piece], smallest: int) -> tuple[Piece, ...]:
-    """Neighbours as one piece, of the largest's tensor, until that is no longer small."""
-    found: list[Piece] = []
-    largest = 0  # of the pieces that are in the last one
+def _join_small(pieces: Sequence[Piece], smallest: int) -> tuple[Piece, ...]:
+    """Join neighbours into pieces of at least ``smallest`` bytes, named after the largest one."""
+    result: list[Piece] = []
+    largest = 0  # bytes of the largest piece in the last joined one
     for piece in pieces:
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         near = last is not None and piece.offset - (last.offset + last.nbytes) < smallest
         if last is None or last.nbytes >= smallest or not near:
-            found.append(piece)
+            result.append(piece)
             largest = piece.nbytes
             continue
         stop = max(piece.offset + piece.nbytes, last.offset + last.nbytes)
         tensor = piece.tensor if piece.nbytes > largest else last.tensor
         largest = max(largest, piece.nbytes)
-        found[-1] = Piece(last.offset, stop - last.offset, tensor, 0, None, last.more + 1)
-    return tuple(found)
+        result[-1] = Piece(last.offset, stop - last.offset, tensor, 0, None, last.more + 1)
+    return tuple(result)
 
 
 @dataclass(slots=True)
-class _Alike:
-    """Rows whose pieces have the same places, and begin at elements that grow evenly."""
+class _Layout:
+    """Rows whose pieces have the same offsets, and whose first elements grow evenly."""
 
     pieces: Sequence[Piece]
     starts: list[int]
     steps: list[int] | None = None
     count: int = 1
 
-    def takes(self, starts: list[int]) -> bool:
-        """Whether the next row goes on as those before."""
+    def accepts(self, starts: list[int]) -> bool:
+        """Whether the next row fits the pattern; if it does, it is counted."""
         steps = self.steps
         if steps is None:
             steps = [b - a for a, b in zip(self.starts, starts, strict=True)]
@@ -319,27 +320,27 @@ class _Alike:
 
 @dataclass(slots=True)
 class _Layouts:
-    """The layouts of a map, each once."""
+    """The distinct layouts of a map."""
 
     shapes: dict[Index, int]
     pieces: int = 0
-    _all: list[_Alike] = field(default_factory=list)
-    _open: dict[object, int] = field(default_factory=dict)  # places -> the last layout of them
+    _all: list[_Layout] = field(default_factory=list)
+    _open: dict[object, int] = field(default_factory=dict)  # key -> the last layout that has it
 
     def add(self, pieces: Sequence[Piece]) -> tuple[int, int]:
-        """(layout, which of its rows) for the next row."""
-        places = tuple((p.offset, p.nbytes, p.tensor, p.shape, p.more) for p in pieces)
+        """Add the next row and return (layout, its number among the rows of that layout)."""
+        key = tuple((p.offset, p.nbytes, p.tensor, p.shape, p.more) for p in pieces)
         starts = [piece.start for piece in pieces]
-        number = self._open.get(places)
-        if number is not None and self._all[number].takes(starts):
+        number = self._open.get(key)
+        if number is not None and self._all[number].accepts(starts):
             return number, self._all[number].count - 1
-        self._open[places] = len(self._all)
-        self._all.append(_Alike(pieces, starts))
+        self._open[key] = len(self._all)
+        self._all.append(_Layout(pieces, starts))
         self.pieces += len(pieces)
         return len(self._all) - 1, 0
 
     def to_json(self) -> list[dict[str, list[int]]]:
-        """A column a property; ``shape`` is a number of `Shards.to_json`'s shapes, -1 for none."""
+        """Return one column per property; ``shape`` is an index into the shapes, or -1."""
         return [
             {
                 "offset": [piece.offset for piece in each.pieces],
