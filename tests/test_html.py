@@ -486,7 +486,7 @@ def test_merge_names_what_it_left_out(tmp_path):
         EXAMPLE, tmp_path / "m.safetensors", html=page, edits=reshard_edits(exclude=["norm"])
     )
     texts = parsed(page).texts
-    assert "40 optimizer tensors (merge writes weights)" in texts
+    assert "40 optimizer tensors (merge writes weights only)" in texts
     assert "model.norm.weight" in texts
 
 
