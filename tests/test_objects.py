@@ -20,8 +20,8 @@ from reshard.pickles.pickler import Pickler
 def again(value: object) -> object:
     """What Python reads of a value that was kept and written again."""
     pickler = Pickler("test")
-    pickler.value(value)
-    return pickle.loads(pickler.finished())
+    pickler.write(value)
+    return pickle.loads(pickler.finish())
 
 
 def read(value: object) -> object:

@@ -174,7 +174,7 @@ class Template:
         self, where: str, root: Any, *, slot_of: Callable[[Any], Slot | None] | None = None
     ) -> None:
         self._pickler = _TensorPickler(where, slot_of or (lambda _value: None))
-        self._pickler.value(root)
+        self._pickler.write(root)
         self._root = root
         self._shared = b""
 
@@ -217,9 +217,9 @@ class Template:
         The first part is one object for all files that have a stamp: there may be thousands.
         """
         if stamp is None or not isinstance(self._root, dict):
-            return b"", self._pickler.finished()
+            return b"", self._pickler.finish()
         is_module = isinstance(self._root, OrderedDict)
-        size, rest = self._pickler.finished_with({KEY: stamp.as_dict()}, as_state=is_module)
+        size, rest = self._pickler.finish_with({KEY: stamp.as_dict()}, as_state=is_module)
         self._shared = self._shared or bytes(self._pickler.out[:size])
         return self._shared, rest
 
@@ -275,49 +275,51 @@ class _TensorPickler(Pickler):
         """The storages in file order, with their names."""
         return tuple(self._keys.items())
 
-    def leaf(self, value: Any) -> None:
+    def write_leaf(self, value: Any) -> None:
         """A tensor."""
         slot = value if isinstance(value, Slot) else self._slot_of(value)
         if slot is None:
-            super().leaf(value)
+            super().write_leaf(value)
             return
         dtype, old = slot.storage.dtype, bool(slot.storage.dtype.storage)
-        self.named(f"torch._utils._rebuild_tensor_{'v2' if old else 'v3'}")
+        self.write_global(f"torch._utils._rebuild_tensor_{'v2' if old else 'v3'}")
         self.out += b"("
         self._storage(slot.storage, old=old)
-        self.integer(slot.offset)
-        self.row(slot.shape)
-        self.row(slot.steps)
+        self.write_integer(slot.offset)
+        self.write_tuple(slot.shape)
+        self.write_tuple(slot.steps)
         self.out += b"\x88" if slot.requires_grad else b"\x89"
-        self.called("collections.OrderedDict", ())  # backward hooks
-        self.keep()
+        self.write_call("collections.OrderedDict", ())  # backward hooks
+        self.memoize()
         if not old:
-            self.named(f"torch.{dtype.name}")
+            self.write_global(f"torch.{dtype.name}")
         self.out += b"t"
-        self.keep()
+        self.memoize()
         self.out += b"R"
-        self.keep(value)
+        self.memoize(value)
 
     def _storage(self, storage: Storage, *, old: bool) -> None:
         """The persistent id; torch has a storage class for the older dtypes only."""
         key = self._keys.setdefault(storage, str(len(self._keys)))
         self.out += b"("
-        self.text("storage")
-        self.named(f"torch.{storage.dtype.storage}" if old else "torch.storage.UntypedStorage")
-        self.text(key)
-        self.text("cpu")
-        self.integer(storage.numel if old else storage.nbytes)
+        self.write_text("storage")
+        self.write_global(
+            f"torch.{storage.dtype.storage}" if old else "torch.storage.UntypedStorage"
+        )
+        self.write_text(key)
+        self.write_text("cpu")
+        self.write_integer(storage.numel if old else storage.nbytes)
         self.out += b"t"
-        self.keep()
+        self.memoize()
         self.out += b"Q"
 
-    def call(self, call: Call) -> None:
+    def write_object(self, call: Call) -> None:
         """An object, or a tensor subclass (DTensor), which `torch_file` reads by its class."""
         kind = call.args[0] if call.args else None
         if not isinstance(kind, Global) or kind.name != call.name:
-            super().call(call)
+            super().write_object(call)
             return
         if call.items or call.elements:
             raise UnsupportedError(self.where, f"a {call.name} that is a container")
-        self.called(_TYPED, (Global(_WRAPPER), kind, call.args, call.state))
-        self.keep(call)
+        self.write_call(_TYPED, (Global(_WRAPPER), kind, call.args, call.state))
+        self.memoize(call)

@@ -1,1 +1,1 @@
-"""Pickles as data: read without running a byte of them, written as Python writes them."""
+"""Pickles as data: read without running any of their code, written as Python writes them."""

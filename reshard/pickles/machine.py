@@ -1,6 +1,6 @@
-"""The stack machine of a pickle, which calls nothing: values, memo, marks, and the names it meets.
+"""The stack machine of a pickle: stack, memo, marks and names. It calls nothing from the file.
 
-`run` holds the opcodes that make up 95% of a checkpoint's pickle; the others are `opcodes`.
+`Machine.run` handles the opcodes that make up 95% of a checkpoint's pickle; `opcodes` has the rest.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from reshard.pickles.values import ENCODE, Builder, Call, Global, Located
 
 _SIZED = (str, bytes, list, tuple, dict, set, frozenset)
 _MAX_COPIED = 1 << 20
-_BETWEEN = 64  # most bytes of opcodes between a text and the call that encodes it
+_BETWEEN = 64  # maximum bytes of opcodes between a text and the call that encodes it
 
 
 class _Mark:
-    """The stack's MARK; one instance, compared by identity."""
+    """The stack's MARK; there is one instance, compared by identity."""
 
 
 _MARK = _Mark()
@@ -30,12 +30,12 @@ def _python2(name: str) -> str:
 
 
 class Machine:
-    """One pickle while it is interpreted.
+    """The state of the interpreter of one pickle.
 
     Args:
-        data: the pickle begins at ``data[start]``.
+        data: bytes in which the pickle begins at ``data[start]``.
         where: the file, for messages.
-        builders, persistent: as in `unpickle.loads`.
+        builders, persistent: see `unpickle.loads`.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self.globals: set[str] = set()
         self.stamp: Any = None  # the attribute `stamps.KEY` of a container
-        self.copied = 0  # elements of containers that calls have copied
-        self._letters: dict[bytes, int] = {}  # text of one letter -> a place of it
-        self.shared = 0  # times that a container was put in one more place
+        self.copied = 0  # number of container elements that calls have copied
+        self._letters: dict[bytes, int] = {}  # text of one letter -> an offset of it
+        self.shared = 0  # number of repeated references to containers
 
     def run(self, handlers: Mapping[int, Handler]) -> Any:  # noqa: C901, PLR0912 - inlined for speed
-        """Interpret until STOP and return the top of the stack; ``handlers`` by opcode."""
+        """Interpret until STOP and return the top of the stack; ``handlers`` maps opcodes."""
         data, stack, memo = self.data, self.stack, self.memo
         at = self.position
         while True:
@@ -75,7 +75,7 @@ class Machine:
                 stack.append(memo[data[at]])
                 at += 1
                 if type(stack[-1]) in sharing.HOLDERS:
-                    self.share(stack[-1])
+                    self.count_reference(stack[-1])
             elif op == 0x72:  # LONG_BINPUT
                 memo[int.from_bytes(data[at : at + 4], "little")] = stack[-1]
                 at += 4
@@ -83,12 +83,12 @@ class Machine:
                 stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
                 at += 4
                 if type(stack[-1]) in sharing.HOLDERS:
-                    self.share(stack[-1])
+                    self.count_reference(stack[-1])
             elif op == 0x4B:  # BININT1
                 stack.append(data[at])
                 at += 1
             elif op == 0x85:  # TUPLE1
-                stack[-1] = (checked(stack[-1]),)
+                stack[-1] = (require_value(stack[-1]),)
             elif op == 0x28:  # MARK
                 stack.append(_MARK)
             elif op == 0x4D:  # BININT2
@@ -99,49 +99,49 @@ class Machine:
                 at += 4 + size
                 stack.append(_text(data, at - size, at))
             elif op == 0x86:  # TUPLE2
-                stack[-2:] = [tuple(map(checked, top(stack, 2)))]
+                stack[-2:] = [tuple(map(require_value, peek(stack, 2)))]
             elif op == 0x29:  # EMPTY_TUPLE
                 stack.append(())
             elif op == 0x7D:  # EMPTY_DICT
                 stack.append({})
             elif op == 0x2E:  # STOP
                 self.position = at
-                return checked(stack.pop())
+                return require_value(stack.pop())
             else:
                 self.position = at
                 handlers[op](self)
                 at = self.position
 
-    def share(self, value: Any) -> None:
-        """Note that a value gets one more place."""
-        self.shared += sharing.is_worth_a_look(value)
+    def count_reference(self, value: Any) -> None:
+        """Count one more reference to a value."""
+        self.shared += sharing.may_grow(value)
 
     def take(self, size: int) -> bytes:
-        """The next ``size`` bytes of the stream."""
+        """Return the next ``size`` bytes of the stream."""
         stop = self.position + size
         if size < 0 or stop > len(self.data):
-            raise ValueError(f"{size} bytes are announced, {len(self.data) - self.position} remain")
+            raise ValueError(f"{size} bytes are declared, {len(self.data) - self.position} remain")
         piece = self.data[self.position : stop]
         self.position = stop
         return piece
 
-    def number(self, layout: str) -> Any:
-        """The next fixed-width number, ``layout`` as in `struct`."""
+    def take_number(self, layout: str) -> Any:
+        """Return the next fixed-width number; ``layout`` is a format of `struct`."""
         return struct.unpack(layout, self.take(struct.calcsize(layout)))[0]
 
-    def raw_line(self) -> bytes:
-        """The rest of the text line (protocol 0 arguments)."""
+    def take_raw_line(self) -> bytes:
+        """Return the rest of the text line (protocol 0 arguments)."""
         stop = self.data.index(b"\n", self.position)
         raw = self.data[self.position : stop]
         self.position = stop + 1
         return raw
 
-    def line(self) -> str:
-        """The same as text."""
-        return self.raw_line().decode("utf-8")
+    def take_line(self) -> str:
+        """Return the rest of the text line, decoded."""
+        return self.take_raw_line().decode("utf-8")
 
-    def popped(self) -> list[Any]:
-        """Everything above the last MARK, which goes too."""
+    def pop_to_mark(self) -> list[Any]:
+        """Remove the last MARK and everything above it; return the values above it."""
         stack = self.stack
         index = len(stack) - 1
         while stack[index] is not _MARK:
@@ -152,14 +152,14 @@ class Machine:
         del stack[index:]
         return above
 
-    def named(self, name: str) -> Global:
-        """A global that the stream names.
+    def make_global(self, name: str) -> Global:
+        """Return a global that the stream names.
 
         Raises:
-            UnsafeError: only an attack has a use for it.
+            UnsafeError: the name is useful only to an attack.
         """
         name = _python2(name)
-        if name == "builtins.getattr":  # how a nested class is named; `call` decides
+        if name == "builtins.getattr":  # names a nested class; `call` checks which one
             return Global(name)
         if trust.runs_code(name):
             raise UnsafeError(
@@ -170,11 +170,11 @@ class Machine:
         self.globals.add(name)
         return Global(name)
 
-    def nested(self, owner: Any = None, attribute: Any = None, *rest: Any) -> Global:
-        """The class that ``getattr(owner, attribute)`` names, if it is one that torch writes so.
+    def make_nested_class(self, owner: Any = None, attribute: Any = None, *rest: Any) -> Global:
+        """Return the nested class ``getattr(owner, attribute)``, if it is one that torch saves so.
 
         Raises:
-            UnsafeError: it is another, or something else.
+            UnsafeError: the attribute is anything else.
         """
         is_named = isinstance(owner, Global) and isinstance(attribute, str)
         name = f"{owner.name}.{attribute}" if is_named else ""
@@ -184,18 +184,18 @@ class Machine:
                 f"its pickle asks for an attribute ({shown(attribute)}) of an object",
                 "do not use this file; reshard has executed nothing of it",
             )
-        return self.named(name)
+        return self.make_global(name)
 
     def call(self, target: Any, args: Any) -> Any:
-        """What ``target(*args)`` stands for: our own builder's value, or a `Call`.
+        """Return the value of ``target(*args)``: our own builder's result, or a `Call`.
 
         Raises:
-            UnsafeError: as `nested`.
+            UnsafeError: see `make_nested_class`.
         """
         if not isinstance(target, Global) or not isinstance(args, tuple):
             raise TypeError("a call of something that is not a named global")
         if target.name == "builtins.getattr":
-            return self.nested(*args)
+            return self.make_nested_class(*args)
         builder = self.builders.get(target.name)
         if builder is None:
             return Call(target.name, args)
@@ -203,44 +203,44 @@ class Machine:
             if isinstance(arg, _SIZED):
                 self.copied += len(arg)
         if self.copied > _MAX_COPIED + 8 * len(self.data):
-            raise ValueError("it copies the same value over and over")
-        made = builder(*args)
-        return self.located(made) if target.name == ENCODE else made
+            raise ValueError("it copies the same value too many times")
+        value = builder(*args)
+        return self.locate(value) if target.name == ENCODE else value
 
-    def located(self, data: bytes) -> bytes:
-        """Return bytes that a text stands for with the place of that text, if it is the last one.
+    def locate(self, data: bytes) -> bytes:
+        """Attach the offset of a text to the bytes that it encodes, if the text is the last one.
 
-        The same text anywhere stands for the same bytes, so its place is found by its content.
+        Equal texts encode equal bytes, so the offset is found by the content of the text.
         """
         text = data.decode("latin-1").encode()
         at = self.data.rfind(text, max(self.position - len(text) - _BETWEEN, 0), self.position)
-        if at < 0 and len(data) == 1:  # CPython has one object of each such text: one is stored
+        if at < 0 and len(data) == 1:  # CPython interns such texts: the stream stores each once
             at = self._letters.setdefault(text, self.data.find(text, 0, self.position))
         return Located.of(data, at, len(text)) if text and at >= 0 else data
 
 
 def _text(data: bytes, start: int, stop: int) -> str:
     if stop > len(data):
-        raise ValueError(f"a string of {stop - start} bytes is announced, {len(data) - start} left")
+        raise ValueError(f"a string of {stop - start} bytes is declared, {len(data) - start} left")
     return data[start:stop].decode("utf-8", "surrogatepass")
 
 
-def checked(item: Any) -> Any:
-    """A value of the stack, which is no MARK.
+def require_value(item: Any) -> Any:
+    """Return a value of the stack, unchanged.
 
     Raises:
-        ValueError: it is one.
+        ValueError: it is a MARK.
     """
     if item is _MARK:
-        raise ValueError("a MARK stands where a value must be")
+        raise ValueError("a MARK in place of a value")
     return item
 
 
-def top(stack: list[Any], count: int) -> list[Any]:
-    """The last values of the stack.
+def peek(stack: list[Any], count: int) -> list[Any]:
+    """Return the last ``count`` values of the stack.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: the stack has fewer.
     """
     if len(stack) < count:
         raise ValueError("the stack is too short")

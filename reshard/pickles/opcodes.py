@@ -1,4 +1,4 @@
-"""The opcodes that `Machine.run` does not hold itself, each by its code.
+"""The opcodes that `Machine.run` does not handle itself, each registered by its code.
 
 Source: Python ``Lib/pickletools.py``, protocols 0 to 5.
 """
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard import stamps
-from reshard.pickles.machine import Handler, Machine, checked, top
-from reshard.pickles.values import Call, Located, hashable
+from reshard.pickles.machine import Handler, Machine, peek, require_value
+from reshard.pickles.values import Call, Located, require_hashable
 
 HANDLERS: dict[int, Handler] = {}
 
@@ -29,16 +29,16 @@ def _constant(code: int, value: Any) -> None:
 
 
 def _counted(code: int, layout: str, convert: Callable[[bytes], Any]) -> None:
-    """An opcode that pushes a value made from a length-prefixed run of bytes."""
+    """Register an opcode that pushes a value made from a length-prefixed run of bytes."""
 
     def handler(machine: Machine) -> None:
-        machine.stack.append(convert(machine.take(machine.number(layout))))
+        machine.stack.append(convert(machine.take(machine.take_number(layout))))
 
     HANDLERS[code] = handler
 
 
 def _fixed(code: int, layout: str) -> None:
-    HANDLERS[code] = lambda machine: machine.stack.append(machine.number(layout))
+    HANDLERS[code] = lambda machine: machine.stack.append(machine.take_number(layout))
 
 
 def _fresh(code: int, make: Callable[[], Any]) -> None:
@@ -77,10 +77,10 @@ for _code, _layout, _convert in (
 
 
 def _raw(code: int, layout: str) -> None:
-    """An opcode that pushes bytes as they stand in the stream."""
+    """Register an opcode that pushes bytes unchanged, with their offset in the stream."""
 
     def handler(machine: Machine) -> None:
-        data = machine.take(machine.number(layout))
+        data = machine.take(machine.take_number(layout))
         machine.stack.append(Located.of(data, machine.position - len(data)))
 
     HANDLERS[code] = handler
@@ -101,50 +101,50 @@ def _proto(machine: Machine) -> None:
         raise ValueError("a pickle protocol newer than 5")
 
 
-@_opcode(0x95)  # FRAME: the whole stream is in memory, so only its announced size is checked
+@_opcode(0x95)  # FRAME: the whole stream is in memory, so only its declared size is checked
 def _frame(machine: Machine) -> None:
-    if machine.number("<Q") > len(machine.data) - machine.position:
+    if machine.take_number("<Q") > len(machine.data) - machine.position:
         raise ValueError("a frame reaches past the end")
 
 
 @_opcode(0x87)  # TUPLE3
 def _tuple3(machine: Machine) -> None:
-    machine.stack[-3:] = [tuple(map(checked, top(machine.stack, 3)))]
+    machine.stack[-3:] = [tuple(map(require_value, peek(machine.stack, 3)))]
 
 
 @_opcode(0x74)  # TUPLE
 def _tuple(machine: Machine) -> None:
-    machine.stack.append(tuple(machine.popped()))
+    machine.stack.append(tuple(machine.pop_to_mark()))
 
 
 @_opcode(0x6C)  # LIST
 def _list(machine: Machine) -> None:
-    machine.stack.append(machine.popped())
+    machine.stack.append(machine.pop_to_mark())
 
 
 @_opcode(0x64)  # DICT
 def _dict(machine: Machine) -> None:
-    machine.stack.append(_pairs(machine.popped()))
+    machine.stack.append(_pairs(machine.pop_to_mark()))
 
 
 def _pairs(flat: list[Any]) -> dict[Any, Any]:
-    return dict(zip(map(hashable, flat[::2]), flat[1::2], strict=True))
+    return dict(zip(map(require_hashable, flat[::2]), flat[1::2], strict=True))
 
 
 @_opcode(0x91)  # FROZENSET
 def _frozenset(machine: Machine) -> None:
-    machine.stack.append(frozenset(map(hashable, machine.popped())))
+    machine.stack.append(frozenset(map(require_hashable, machine.pop_to_mark())))
 
 
 @_opcode(0x61)  # APPEND
 def _append(machine: Machine) -> None:
-    value = checked(machine.stack.pop())
+    value = require_value(machine.stack.pop())
     _extend(machine.stack[-1], [value])
 
 
 @_opcode(0x65, 0x90)  # APPENDS, ADDITEMS
 def _appends(machine: Machine) -> None:
-    values = machine.popped()
+    values = machine.pop_to_mark()
     _extend(machine.stack[-1], values)
 
 
@@ -152,7 +152,7 @@ def _extend(target: Any, values: list[Any]) -> None:
     if isinstance(target, list):
         target.extend(values)
     elif isinstance(target, set):
-        target.update(map(hashable, values))
+        target.update(map(require_hashable, values))
     elif isinstance(target, Call):
         target.elements.extend(values)
     else:
@@ -161,13 +161,13 @@ def _extend(target: Any, values: list[Any]) -> None:
 
 @_opcode(0x73)  # SETITEM
 def _setitem(machine: Machine) -> None:
-    value, key = checked(machine.stack.pop()), hashable(machine.stack.pop())
+    value, key = require_value(machine.stack.pop()), require_hashable(machine.stack.pop())
     _dict_of(machine.stack[-1])[key] = value
 
 
 @_opcode(0x75)  # SETITEMS
 def _setitems(machine: Machine) -> None:
-    flat = machine.popped()
+    flat = machine.pop_to_mark()
     _update(machine.stack[-1], flat)
 
 
@@ -184,49 +184,49 @@ def _dict_of(target: Any) -> dict[Any, Any]:
 
 @_opcode(0x63)  # GLOBAL
 def _global(machine: Machine) -> None:
-    module = machine.line()
-    machine.stack.append(machine.named(f"{module}.{machine.line()}"))
+    module = machine.take_line()
+    machine.stack.append(machine.make_global(f"{module}.{machine.take_line()}"))
 
 
 @_opcode(0x93)  # STACK_GLOBAL
 def _stack_global(machine: Machine) -> None:
-    module, name = top(machine.stack, 2)
+    module, name = peek(machine.stack, 2)
     if not isinstance(module, str) or not isinstance(name, str):
         raise TypeError("a global whose name is not text")
-    machine.stack[-2:] = [machine.named(f"{module}.{name}")]
+    machine.stack[-2:] = [machine.make_global(f"{module}.{name}")]
 
 
 @_opcode(0x52, 0x81)  # REDUCE, NEWOBJ
 def _reduce(machine: Machine) -> None:
-    target, args = top(machine.stack, 2)
+    target, args = peek(machine.stack, 2)
     machine.stack[-2:] = [machine.call(target, args)]
 
 
 @_opcode(0x92)  # NEWOBJ_EX
 def _newobj_ex(machine: Machine) -> None:
-    target, args, keywords = top(machine.stack, 3)
-    made = machine.call(target, args)
-    if keywords and isinstance(made, Call):
-        made.items.update(keywords)
-    machine.stack[-3:] = [made]
+    target, args, keywords = peek(machine.stack, 3)
+    value = machine.call(target, args)
+    if keywords and isinstance(value, Call):
+        value.items.update(keywords)
+    machine.stack[-3:] = [value]
 
 
 @_opcode(0x69)  # INST
 def _inst(machine: Machine) -> None:
-    module = machine.line()
-    target = machine.named(f"{module}.{machine.line()}")
-    machine.stack.append(machine.call(target, tuple(machine.popped())))
+    module = machine.take_line()
+    target = machine.make_global(f"{module}.{machine.take_line()}")
+    machine.stack.append(machine.call(target, tuple(machine.pop_to_mark())))
 
 
 @_opcode(0x6F)  # OBJ
 def _obj(machine: Machine) -> None:
-    target, *args = machine.popped()
+    target, *args = machine.pop_to_mark()
     machine.stack.append(machine.call(target, tuple(args)))
 
 
-@_opcode(0x62)  # BUILD: attributes of containers (OrderedDict._metadata) carry no tensors; dropped
+@_opcode(0x62)  # BUILD: attributes of containers (OrderedDict._metadata) have no tensors
 def _build(machine: Machine) -> None:
-    state = checked(machine.stack.pop())
+    state = require_value(machine.stack.pop())
     target = machine.stack[-1]
     if isinstance(state, dict) and stamps.KEY in state:
         machine.stamp = state[stamps.KEY]
@@ -236,17 +236,17 @@ def _build(machine: Machine) -> None:
 
 @_opcode(0x51)  # BINPERSID
 def _binpersid(machine: Machine) -> None:
-    machine.stack[-1] = _persistent(machine, checked(machine.stack[-1]))
+    machine.stack[-1] = _persistent(machine, require_value(machine.stack[-1]))
 
 
 @_opcode(0x50)  # PERSID
 def _persid(machine: Machine) -> None:
-    machine.stack.append(_persistent(machine, machine.line()))
+    machine.stack.append(_persistent(machine, machine.take_line()))
 
 
 def _persistent(machine: Machine, pid: Any) -> Any:
     if machine.persistent is None:
-        raise ValueError("a persistent id, where none can be")
+        raise ValueError("a persistent id in a file that cannot have one")
     return machine.persistent(pid)
 
 
@@ -257,47 +257,47 @@ def _pop(machine: Machine) -> None:
 
 @_opcode(0x31)  # POP_MARK
 def _pop_mark(machine: Machine) -> None:
-    machine.popped()
+    machine.pop_to_mark()
 
 
 @_opcode(0x32)  # DUP
 def _dup(machine: Machine) -> None:
     machine.stack.append(machine.stack[-1])
-    machine.share(machine.stack[-1])
+    machine.count_reference(machine.stack[-1])
 
 
 @_opcode(0x67)  # GET
 def _get(machine: Machine) -> None:
-    machine.stack.append(machine.memo[int(machine.line())])
-    machine.share(machine.stack[-1])
+    machine.stack.append(machine.memo[int(machine.take_line())])
+    machine.count_reference(machine.stack[-1])
 
 
 @_opcode(0x70)  # PUT
 def _put(machine: Machine) -> None:
-    machine.memo[int(machine.line())] = machine.stack[-1]
+    machine.memo[int(machine.take_line())] = machine.stack[-1]
 
 
 @_opcode(0x49)  # INT
 def _int(machine: Machine) -> None:
-    text = machine.line()
+    text = machine.take_line()
     machine.stack.append({"00": False, "01": True}.get(text) if text in ("00", "01") else int(text))
 
 
 @_opcode(0x4C)  # LONG
 def _text_long(machine: Machine) -> None:
-    machine.stack.append(int(machine.line().rstrip("L")))
+    machine.stack.append(int(machine.take_line().rstrip("L")))
 
 
 @_opcode(0x46)  # FLOAT
 def _float(machine: Machine) -> None:
-    machine.stack.append(float(machine.line()))
+    machine.stack.append(float(machine.take_line()))
 
 
 @_opcode(0x56)  # UNICODE
 def _text_unicode(machine: Machine) -> None:
-    machine.stack.append(machine.raw_line().decode("raw-unicode-escape"))
+    machine.stack.append(machine.take_raw_line().decode("raw-unicode-escape"))
 
 
 @_opcode(0x53)  # STRING
 def _text_string(machine: Machine) -> None:
-    machine.stack.append(machine.line().strip("'\""))
+    machine.stack.append(machine.take_line().strip("'\""))

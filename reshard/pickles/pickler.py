@@ -1,7 +1,7 @@
-"""Write values as Python's C pickler does in protocol 2, byte for byte, without its code.
+"""Writer of pickles in protocol 2, byte for byte like CPython's C pickler, without its code.
 
-The values are those that `unpickle.loads` yields: plain ones of Python, a `Global` for a class or
-function, a `Call` for an object. Any other value is a leaf, which a subclass writes.
+The values are those that `unpickle.loads` returns: plain Python values, a `Global` for a class or
+function, a `Call` for an object. A subclass writes every other value (`Pickler.write_leaf`).
 
 As in Python, a value that occurs twice *as the same object* is written once and then fetched from
 the memo; equal strings that are two objects are written twice.
@@ -23,25 +23,25 @@ from reshard.pickles import trust
 from reshard.pickles.values import Call, Global, Located
 
 _BATCH = 1000
-_MAX_DEPTH = 100  # checkpoints nest some ten deep; each level is up to five frames of Python
+_MAX_DEPTH = 100  # checkpoints are about ten levels deep; a level takes up to five Python frames
 _LONG_MEMO = struct.Struct("<cI").pack
 _ONE_BYTE = {length: bytes((0x84 + length,)) for length in (1, 2, 3)}  # TUPLE1, TUPLE2, TUPLE3
-_PYTHON2 = {  # protocol 2 writes Python 2's names (CPython ``Lib/_compat_pickle.py``)
+_PYTHON2 = {  # protocol 2 uses the names of Python 2 (CPython ``Lib/_compat_pickle.py``)
     "builtins.str": "__builtin__.unicode",
     "builtins.int": "__builtin__.long",
     "builtins.range": "__builtin__.xrange",
     "builtins.chr": "__builtin__.unichr",
 }
 _PYTHON2_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
-# Made by a call without arguments. All else without arguments is an object of which only the
-# state is known, which Python makes by ``cls.__new__(cls)``.
+# Classes that pickles call without arguments. Python builds other objects without arguments by
+# ``cls.__new__(cls)``.
 _CALLED = frozenset(
     f"collections.{name}" for name in ("OrderedDict", "Counter", "deque", "defaultdict")
 )
 
 
 class Pickler:
-    """One pickle being written; `value` writes, `finished` ends it.
+    """The state of one pickle while it is written; `write` adds a value, `finish` ends the pickle.
 
     Args:
         where: the file, for messages.
@@ -52,21 +52,23 @@ class Pickler:
         self.out = bytearray(b"\x80\x02")
         self._memo: dict[int, int] = {}  # id -> index
         self._names: dict[str, int] = {}  # global -> index
-        self._kept: list[Any] = []  # what we made ourselves: an id must not be given out again
+        # References to temporary values, so that Python does not reuse their ids.
+        self._alive: list[Any] = []
         self._count = 0
         self._depth = 0
 
-    def finished(self) -> bytes:
-        """The whole pickle."""
+    def finish(self) -> bytes:
+        """Return the whole pickle."""
         return bytes(self.out) + b"."
 
-    def finished_with(self, last: dict[str, Any], *, as_state: bool = False) -> tuple[int, bytes]:
-        """How much of `out` begins the whole pickle with more items in its dict, and the rest.
-
-        Nothing is kept of the items.
+    def finish_with(self, last: dict[str, Any], *, as_state: bool = False) -> tuple[int, bytes]:
+        """Return the pickle with more items in its dict, without keeping them in this writer.
 
         Args:
-            as_state: give the dict these attributes instead.
+            as_state: set the items as attributes of the dict instead.
+
+        Returns:
+            The number of bytes of `out` that begin the pickle, and the bytes that follow them.
         """
         out, count, memo = self.out, self._count, self._memo
         self._memo = {}  # texts that the dict happens to share with `last` are written again
@@ -77,17 +79,17 @@ class Pickler:
             self.out += b"b"
         elif moved:
             for key, value in last.items():
-                self.text(key)
-                self.value(value)
+                self.write_text(key)
+                self.write(value)
             self.out += b"u"
         else:
             self._items(last.items())
-        rest = self.finished()
+        rest = self.finish()
         self.out, self._count, self._memo = out, count, memo
         return len(out) - moved, rest
 
-    def leaf(self, value: Any) -> None:
-        """Write a value that is not Python's own.
+    def write_leaf(self, value: Any) -> None:
+        """Write a value of a type that Python itself does not define.
 
         Raises:
             UnsupportedError: it cannot be written.
@@ -96,11 +98,11 @@ class Pickler:
             self.where, f"a {type(value).__name__} cannot be written into a pickle"
         )
 
-    def value(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Write any value.
 
         Raises:
-            UnsupportedError: it holds a value that is none of ours, or nests too deeply.
+            UnsupportedError: it contains a value of an unsupported type, or is nested too deeply.
         """
         kind = type(value)
         plain = _PLAIN.get(kind)
@@ -112,24 +114,26 @@ class Pickler:
             self._fetch(index)
             return
         if self._depth == _MAX_DEPTH:
-            raise UnsupportedError(self.where, f"holds values nested more than {_MAX_DEPTH} deep")
+            raise UnsupportedError(
+                self.where, f"contains values nested more than {_MAX_DEPTH} levels deep"
+            )
         self._depth += 1
-        _NESTING.get(kind, type(self).leaf)(self, value)
+        _NESTING.get(kind, type(self).write_leaf)(self, value)
         self._depth -= 1
 
-    def keep(self, value: Any = None) -> None:
-        """Memoize the value just written: under its identity, or for nobody to fetch."""
+    def memoize(self, value: Any = None) -> None:
+        """Memoize the value just written, under its identity if ``value`` is given."""
         index = self._count
         self._count = index + 1
         if value is not None:
             self._memo[id(value)] = index
         self.out += b"q%c" % index if index < 256 else _LONG_MEMO(b"r", index)
 
-    def named(self, name: str) -> None:
+    def write_global(self, name: str) -> None:
         """Write a class or function by its dotted name.
 
         Raises:
-            UnsupportedError: it is no name that a pickle can have.
+            UnsupportedError: a pickle cannot contain this name.
         """
         index = self._names.get(name)
         if index is not None:
@@ -137,27 +141,27 @@ class Pickler:
             return
         if name in trust.NESTED_CLASSES:
             owner, _, attribute = name.rpartition(".")
-            self.called("builtins.getattr", (Global(owner), self._made(attribute)))
+            self.write_call("builtins.getattr", (Global(owner), self._keep_alive(attribute)))
         else:
-            self._named_plainly(name)
+            self._write_plain_global(name)
         self._names[name] = self._count
-        self.keep()
+        self.memoize()
 
-    def _named_plainly(self, name: str) -> None:
+    def _write_plain_global(self, name: str) -> None:
         module, dot, attribute = _PYTHON2.get(name, name).rpartition(".")
         if not dot or not name.isascii() or "\n" in name:
             raise UnsupportedError(self.where, f"{name!r} cannot be named in a pickle")
         module = _PYTHON2_MODULES.get(module, module)
         self.out += f"c{module}\n{attribute}\n".encode()
 
-    def called(self, name: str, args: tuple[Any, ...]) -> None:
-        """Write ``name(*args)``, a call that nothing else shares; it is not memoized yet."""
-        self.named(name)
-        self.row(args)
+    def write_call(self, name: str, args: tuple[Any, ...]) -> None:
+        """Write the call ``name(*args)`` of an unshared object, without memoizing the result."""
+        self.write_global(name)
+        self.write_tuple(args)
         self.out += b"R"
 
-    def row(self, values: tuple[Any, ...]) -> None:
-        """Write a tuple that nothing else shares."""
+    def write_tuple(self, values: tuple[Any, ...]) -> None:
+        """Write a tuple that is not shared."""
         size = len(values)
         if not size:
             self.out += b")"
@@ -166,13 +170,13 @@ class Pickler:
             self.out += b"("
         for value in values:
             if type(value) is int:
-                self.integer(value)
+                self.write_integer(value)
             else:
-                self.value(value)
+                self.write(value)
         self.out += _ONE_BYTE.get(size, b"t")
-        self.keep()
+        self.memoize()
 
-    def text(self, value: str) -> None:
+    def write_text(self, value: str) -> None:
         """Write a string."""
         index = self._memo.get(id(value))
         if index is not None:
@@ -182,22 +186,22 @@ class Pickler:
         self.out += b"X"
         self.out += len(data).to_bytes(4, "little")
         self.out += data
-        self.keep(value)
+        self.memoize(value)
 
-    def call(self, call: Call) -> None:
-        """Write an object: how it is made, then its elements, items and state."""
-        self.named(call.name)
-        self.value(call.args)
+    def write_object(self, call: Call) -> None:
+        """Write an object: its constructor call, then its elements, items and state."""
+        self.write_global(call.name)
+        self.write(call.args)
         self.out += b"R" if call.args or call.name in _CALLED else b"\x81"  # REDUCE, NEWOBJ
-        self.keep(call)
+        self.memoize(call)
         self._elements(call.elements)
         self._items(call.items.items())
         if call.state is not None:
-            self.value(call.state)
+            self.write(call.state)
             self.out += b"b"
 
-    def integer(self, value: int) -> None:
-        """Write a whole number of any size."""
+    def write_integer(self, value: int) -> None:
+        """Write an integer of any size."""
         if 0 <= value < 1 << 8:
             self.out += b"K%c" % value
         elif 0 <= value < 1 << 16:
@@ -212,8 +216,8 @@ class Pickler:
             self.out += len(data).to_bytes(1 if short else 4, "little")
             self.out += data
 
-    def _made(self, value: Any) -> Any:
-        self._kept.append(value)
+    def _keep_alive(self, value: Any) -> Any:
+        self._alive.append(value)
         return value
 
     def _fetch(self, index: int) -> None:
@@ -227,52 +231,52 @@ class Pickler:
         if size > 3:
             self.out += b"("
         for value in values:
-            self.value(value)
+            self.write(value)
         index = self._memo.get(id(values))
-        if index is not None:  # it holds itself, and has been written meanwhile
+        if index is not None:  # the tuple contains itself, and was written meanwhile
             self.out += b"0" * size if size <= 3 else b"1"
             self._fetch(index)
             return
         self.out += _ONE_BYTE.get(size, b"t")
-        self.keep(values)
+        self.memoize(values)
 
     def _list(self, values: list[Any]) -> None:
         self.out += b"]"
-        self.keep(values)
+        self.memoize(values)
         self._elements(values, exact=True)
 
     def _dict(self, items: dict[Any, Any]) -> None:
         self.out += b"}"
-        self.keep(items)
+        self.memoize(items)
         self._items(items.items(), exact=True)
         if items and len(items) % _BATCH == 0:
-            self.out += b"(u"  # the C pickler begins another batch before it finds none left
+            self.out += b"(u"  # the C pickler starts another batch, which turns out empty
 
     def _ordered(self, items: OrderedDict[Any, Any]) -> None:
-        self.called("collections.OrderedDict", ())
-        self.keep(items)
+        self.write_call("collections.OrderedDict", ())
+        self.memoize(items)
         self._items(items.items())
 
     def _elements(self, values: Collection[Any], *, exact: bool = False) -> None:
-        for batch, close in self._batches(values, b"a", b"e", exact=exact):
+        for batch, close in self._split_batches(values, b"a", b"e", exact=exact):
             for value in batch:
-                self.value(value)
+                self.write(value)
             self.out += close
 
     def _items(self, pairs: Collection[tuple[Any, Any]], *, exact: bool = False) -> None:
-        for batch, close in self._batches(pairs, b"s", b"u", exact=exact):
+        for batch, close in self._split_batches(pairs, b"s", b"u", exact=exact):
             for key, value in batch:
-                self.value(key)
-                self.value(value)
+                self.write(key)
+                self.write(value)
             self.out += close
 
-    def _batches(
+    def _split_batches(
         self, values: Collection[Any], one: bytes, many: bytes, *, exact: bool
     ) -> Iterable[tuple[Iterable[Any], bytes]]:
-        """Batches to be written, each with the opcode that takes it into the container.
+        """Yield batches to write, each with the opcode that adds it to the container.
 
-        A last batch of one is written without MARK, unless the container is Python's own
-        (``exact``) and has other batches.
+        A last batch of one is written without MARK, unless the container is a built-in
+        one (``exact``) and has other batches.
         """
         rest = iter(values)
         for start in range(0, len(values), _BATCH):
@@ -282,25 +286,25 @@ class Pickler:
             yield islice(rest, _BATCH), one if single else many
 
     def _set(self, values: set[Any] | frozenset[Any]) -> None:
-        """In sorted order: Python's own depends on the process where it holds strings."""
+        """Write a set in sorted order: Python's own order of strings differs between processes."""
         try:
             ordered = sorted(values)
         except TypeError:
             ordered = sorted(values, key=lambda value: (type(value).__name__, repr(value)))
-        self.called(f"builtins.{type(values).__name__}", (self._made(ordered),))
-        self.keep(values)
+        self.write_call(f"builtins.{type(values).__name__}", (self._keep_alive(ordered),))
+        self.memoize(values)
 
     def _bytes(self, data: bytes) -> None:
-        """Protocol 2 has no bytes: they are text that is encoded."""
+        """Write bytes as encoded text, because protocol 2 has no bytes."""
         if data:
-            self.called("_codecs.encode", (self._made(data.decode("latin-1")), "latin1"))
+            self.write_call("_codecs.encode", (self._keep_alive(data.decode("latin-1")), "latin1"))
         else:
-            self.called("builtins.bytes", ())
-        self.keep(data)
+            self.write_call("builtins.bytes", ())
+        self.memoize(data)
 
     def _complex(self, value: complex) -> None:
-        self.called("builtins.complex", (value.real, value.imag))
-        self.keep(value)
+        self.write_call("builtins.complex", (value.real, value.imag))
+        self.memoize(value)
 
     def _float(self, value: float) -> None:
         self.out += struct.pack(">cd", b"G", value)
@@ -312,13 +316,13 @@ class Pickler:
         self.out += b"\x88" if value else b"\x89"
 
     def _global(self, value: Global) -> None:
-        self.named(value.name)
+        self.write_global(value.name)
 
 
 _Writer = Callable[[Pickler, Any], None]
 _PLAIN: dict[type, _Writer] = {
-    str: Pickler.text,
-    int: Pickler.integer,
+    str: Pickler.write_text,
+    int: Pickler.write_integer,
     float: Pickler._float,  # noqa: SLF001 - one table of the class's own methods
     bool: Pickler._bool,  # noqa: SLF001
     type(None): Pickler._none,  # noqa: SLF001
@@ -334,5 +338,5 @@ _NESTING: dict[type, _Writer] = {
     bytes: Pickler._bytes,  # noqa: SLF001
     Located: Pickler._bytes,  # noqa: SLF001
     complex: Pickler._complex,  # noqa: SLF001
-    Call: lambda pickler, value: pickler.call(value),
+    Call: lambda pickler, value: pickler.write_object(value),
 }

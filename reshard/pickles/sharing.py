@@ -1,9 +1,9 @@
-"""How large a value is once everything that it shares is written out.
+"""The size of a value when everything that it shares is written out.
 
-A pickle refers to what it has made before: a hundred bytes of it hold a tuple twice in a tuple
-twice in ..., whose text would have a billion letters, and a list of one dict ten thousand times is
-ten thousand dicts to whoever copies them. Comparing, printing or copying such a value takes as long
-as it is large.
+A pickle refers to earlier values: with a hundred bytes it can contain a tuple twice in a tuple
+twice in ..., whose text would have a billion letters, and a list with one dict ten thousand times
+becomes ten thousand dicts when it is copied. The time to compare, print or copy a value grows with
+this size.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 from reshard.pickles.values import Call
 
-_MOST = 1 << 23  # values, and
-_EACH = 8  # for every byte of the pickle
+_MOST = 1 << 23  # values that any pickle may expand to
+_EACH = 8  # further values for every byte of the pickle
 _FEW = 16
 
 HOLDERS = frozenset((dict, list, tuple, set, frozenset))
 
 
-def is_worth_a_look(value: Any) -> bool:
-    """Whether a value that gets one more place may grow so: not the shapes that tensors share."""
+def may_grow(value: Any) -> bool:
+    """Whether repeated references to a value may make it large; shapes of tensors do not."""
     if type(value) is not tuple:
         return type(value) in HOLDERS
     return len(value) > _FEW or any(type(part) in HOLDERS for part in value)
 
 
 def is_too_large(root: Any, nbytes: int) -> bool:
-    """Whether some container stands for more values than a pickle of so many bytes should.
+    """Whether a container expands to more values than a pickle of ``nbytes`` should.
 
-    A described object is one value, whoever shares it; what is in it counts by itself.
+    A described object counts as one value wherever it is referenced; its content counts by itself.
     """
     most = _MOST + _EACH * nbytes
-    sizes: dict[int, int] = {}  # 0 while a container is open: one within itself ends there
+    sizes: dict[int, int] = {}  # 0 while a container is open, which ends a cycle
     waiting: list[tuple[Any, bool]] = [(root, False)]
     while waiting:
         value, is_closed = waiting.pop()
@@ -48,8 +48,8 @@ def is_too_large(root: Any, nbytes: int) -> bool:
         elif parts:
             sizes[id(value)] = 0
             waiting.append((value, True))
-            held = (part for part in parts if type(part) in HOLDERS or type(part) is Call)
-            waiting += [(part, False) for part in held]
+            nested = (part for part in parts if type(part) in HOLDERS or type(part) is Call)
+            waiting += [(part, False) for part in nested]
     return False
 
 

@@ -1,8 +1,8 @@
-"""Which names a checkpoint's pickle may carry: expected ones, unknown ones, and attacks.
+"""Names that a checkpoint's pickle may contain: expected ones, unknown ones, and attacks.
 
-Nothing that a pickle names is ever imported or called. The lists decide only what the user is
-told: a name whose only use is to run code is refused at once; a name that no framework writes is
-reported, and a conversion goes on only after ``--allow-pickle NAME``.
+No name is ever imported or called. The lists decide only what the user sees: a name that is useful
+only to run code is refused at once; a name that no known framework writes is reported, and a
+conversion continues only with ``--allow-pickle NAME``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _RUNS_CODE_NAMES = frozenset(
     """.split()
 )
 
-# Protocol 2 names a nested class as getattr(outer, "Inner").
+# Protocol 2 writes a nested class as getattr(outer, "Inner").
 NESTED_CLASSES = frozenset(
     ("torch.distributed._shard.sharded_tensor.api.ShardedTensor.ProcessGroupState",)
 )
 
-# First word of a dotted name -> what may follow it; each is compiled when its word is met.
+# First part of a dotted name -> pattern of the rest, compiled at the first use.
 _FRAMEWORK = r"([\w.]+\.)?_?[A-Z]\w*"
 _EXPECTED = {
     "torch": r"""
@@ -86,7 +86,7 @@ _EXPECTED = {
 
 
 def runs_code(name: str) -> bool:
-    """Whether a dotted name serves an attacker only: it runs code or opens files."""
+    """Whether a dotted name is useful only to an attack: it runs code or opens files."""
     if name in _RUNS_CODE_NAMES:
         return True
     module, *attributes = name.split(".")
@@ -107,5 +107,5 @@ def _follows(top: str) -> re.Pattern[str]:
 
 
 def unknown(names: set[str]) -> tuple[str, ...]:
-    """The names that no known framework writes, sorted."""
+    """Return the names that no known framework writes, sorted."""
     return tuple(sorted(name for name in names if not expected(name)))

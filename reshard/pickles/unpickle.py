@@ -1,13 +1,13 @@
 """A pickle reader that cannot run code: it interprets opcodes and calls nothing from the file.
 
-What a pickle would construct by calling a global becomes a `Call`: the dotted name, the
-arguments, the state. Callers turn the calls that they know into values of their own through
-``builders``; names outside the allow-list are collected (or refused). Nothing is imported.
+An object that a pickle would construct by calling a global becomes a `Call`: the dotted name, the
+arguments, the state. Callers turn the calls that they know into values of their own with
+``builders``; names outside the allow-list are collected, or refused. Nothing is imported.
 
-values   what a pickle's names and calls become
-machine  the stack, the memo, and the opcodes that are most of a pickle
-opcodes  the others
-sharing  how large a value is that holds others many times over
+values   the representation of a pickle's names and calls
+machine  the stack, the memo, and the opcodes that make up most of a pickle
+opcodes  the other opcodes
+sharing  the size of a value that refers to other values many times
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from reshard.pickles.machine import Machine
 from reshard.pickles.opcodes import HANDLERS
 from reshard.pickles.values import BUILDERS, Builder
 
-_MAX_SHARED = 4  # times; a value of a few copies is not worth the look
+_MAX_SHARED = 4  # repeated references up to which the size is not checked
 
 
 @dataclass(slots=True)
 class Unpickled:
-    """The result: the value, where its pickle ended, and every global it named.
+    """The value of a pickle, the offset of its end, and every global that it names.
 
     Args:
-        stamp: what a container has as the attribute `stamps.KEY`, if one has it.
+        stamp: the attribute `stamps.KEY` of a container, if one has it.
     """
 
     value: Any
@@ -52,12 +52,12 @@ def loads(
 
     Args:
         where: the file, for messages.
-        builders: dotted name -> our function that makes the value from the call's arguments.
-        persistent: makes the value of a persistent id (torch: a storage).
+        builders: dotted name -> our function that builds the value from the call's arguments.
+        persistent: function that builds the value of a persistent id (torch: a storage).
 
     Raises:
         CorruptError: the stream is not a well-formed pickle.
-        UnsafeError: it names a function that only an attack has a use for.
+        UnsafeError: it names a function that is useful only to an attack.
     """
     machine = Machine(data, start, where, {**BUILDERS, **(builders or {})}, persistent)
     try:
@@ -84,7 +84,7 @@ def loads(
     if machine.shared > _MAX_SHARED and sharing.is_too_large(value, len(data) - start):
         raise CorruptError(
             where,
-            "its pickle holds one value in so many places that it has no end",
+            "its pickle repeats one value so often that it cannot be expanded",
             "the file was altered: fetch it again",
         )
     return Unpickled(value, machine.position, machine.globals, machine.stamp)

@@ -1,6 +1,6 @@
-"""What stands in a pickle's value for what it would import and call, and what we make ourselves.
+"""Values that stand for what a pickle would import and call, and builders of plain containers.
 
-Every container of Python's own is made by us; all else is a `Call`.
+Builders construct Python's own containers; every other object becomes a `Call`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 Builder = Callable[..., Any]
 
 _MAX_KEY_PARTS = 64
-_MAX_KEY_NUMBER = 1 << 64  # beyond it many integers can be made to have one hash
+_MAX_KEY_NUMBER = 1 << 64  # larger integers can be chosen to collide
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class Global:
 
 
 class Located(bytes):
-    """Bytes of a pickle that know where in the stream they stand.
+    """Bytes of a pickle, with their offset in the stream.
 
     Attributes:
-        at: the offset of the first one.
-        text_nbytes: how long the UTF-8 text there is that stands for them; None of raw bytes.
+        at: offset of the first byte.
+        text_nbytes: length of the UTF-8 text that encodes the bytes there; None for raw bytes.
     """
 
     at: int
@@ -35,15 +35,15 @@ class Located(bytes):
 
     @classmethod
     def of(cls, data: bytes, at: int, text_nbytes: int | None = None) -> Located:
-        """Return the same bytes with their place."""
-        made = cls(data)
-        made.at, made.text_nbytes = at, text_nbytes
-        return made
+        """Return the same bytes with their offset."""
+        located = cls(data)
+        located.at, located.text_nbytes = at, text_nbytes
+        return located
 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """An object that a pickle would make by calling ``name(*args)``, kept as a description."""
+    """An object that a pickle would create by calling ``name(*args)``, as a description."""
 
     name: str
     args: tuple[Any, ...]
@@ -52,7 +52,7 @@ class Call:
     elements: list[Any] = field(default_factory=list)
 
     def get(self, attribute: str, default: Any = None) -> Any:
-        """An attribute of the object's state, as ``getattr`` would find it.
+        """Return an attribute of the object's state, as ``getattr`` would find it.
 
         The state is a dict, or a pair (dict or None, dict of ``__slots__``).
         """
@@ -63,13 +63,13 @@ class Call:
         return default
 
 
-def hashable(value: Any) -> Any:
-    """A dict key or set element that can be hashed in little time.
+def require_hashable(value: Any) -> Any:
+    """Return a dict key or set element, unchanged, if it can be hashed in little time.
 
-    Python hashes a tuple anew at each use, and deep; a frozenset keeps its hash.
+    Python hashes a tuple anew at each use, recursively; a frozenset stores its hash.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: the value cannot be a key, or is too expensive to hash.
     """
     if value is None or isinstance(value, str):
         return value
@@ -95,18 +95,20 @@ def _raw(data: Any = b"") -> bytes:
 
 def _mapping(items: Any = (), /) -> dict[Any, Any]:
     pairs = items.items() if isinstance(items, dict) else items
-    return {hashable(key): value for key, value in pairs}
+    return {require_hashable(key): value for key, value in pairs}
 
 
-ENCODE = "_codecs.encode"  # protocol 2 pickles bytes as its call
+ENCODE = "_codecs.encode"  # protocol 2 writes bytes as a call of it
 
 BUILDERS: dict[str, Builder] = {
     "collections.OrderedDict": _mapping,
     "collections.defaultdict": lambda *_factory: {},
     "collections.Counter": _mapping,
     "collections.deque": lambda *items: list(*items[:1]),
-    "builtins.set": lambda *items: set(map(hashable, *items)) if items else set(),
-    "builtins.frozenset": lambda *items: frozenset(map(hashable, *items)) if items else frozenset(),
+    "builtins.set": lambda *items: set(map(require_hashable, *items)) if items else set(),
+    "builtins.frozenset": lambda *items: (
+        frozenset(map(require_hashable, *items)) if items else frozenset()
+    ),
     "builtins.list": list,
     "builtins.dict": _mapping,
     "builtins.tuple": tuple,

@@ -324,8 +324,8 @@ class _About:
         }
         pickler = Pickler(where)
         root = _object("Metadata", state)
-        pickler.value(root)
-        return pickler.finished()
+        pickler.write(root)
+        return pickler.finish()
 
     def _store(self, index: dict[str, Any], file: _DataFile, place: _Place) -> None:
         info = {"relative_path": file.name, "offset": place[0], "length": place[1]}
