@@ -51,7 +51,7 @@ def test_a_parameter_that_is_named_itself_goes_before_its_module():
 def test_wildcards_are_of_one_part():
     assert cut({"layers.?.up": 1}, {"layers.0.up.weight": (6, 4)}) != {}
     with pytest.raises(UsageError, match=r"'layers.\*' names no parameter"):
-        cut({"layers.*": "colwise"}, LAYER, told=True)
+        cut({"layers.*": "colwise"}, LAYER, from_user=True)
     with pytest.raises(UsageError, match=r"'layers.\*.UP' names no parameter"):
         cut({"layers.*.UP": "colwise"}, LAYER)
 
@@ -62,7 +62,7 @@ def test_the_names_of_one_tensor_are_cut_alike():
     good = Plan("plan", {"embed": "rowwise", "head": "colwise"}, known)
     assert cuts(good, tied) == {"embed.weight": Cut(0)}
     for styles in ({"embed": "colwise", "head": "colwise"}, {"head": "colwise"}):
-        with pytest.raises(UsageError, match="are one tensor, and are not cut alike"):
+        with pytest.raises(UsageError, match="are one tensor, but have different cuts"):
             cuts(Plan("plan", styles, known), tied)
 
 
@@ -102,7 +102,7 @@ def test_a_file_is_the_users_word(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"layers.*.up": "colwise", "layers.*.down": 1}))
     plan = tensor_parallel.read(path)
-    assert (plan.styles, plan.told) == ({"layers.*.up": "colwise", "layers.*.down": 1}, True)
+    assert (plan.styles, plan.from_user) == ({"layers.*.up": "colwise", "layers.*.down": 1}, True)
 
 
 def test_a_models_plan_is_transformers_own():

@@ -18,7 +18,7 @@ from reshard.errors import CorruptError, UsageError
 from reshard.formats import engines
 from reshard.formats.json_files import json_object
 from reshard.manifest import Manifest
-from reshard.model import ModelShapes, Told
+from reshard.model import ModelHint, ModelShapes
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
@@ -156,7 +156,7 @@ def verify(
         origin = manifest.origin
         report.format, report.detail = origin.format, origin.detail
         report.notes = [*manifest.warnings, *engines.told(engines.form_of(manifest))]
-        told = Told(options.model, options.wrap).shapes() if options.model else None
+        told = ModelHint(options.model, options.wrap).shapes() if options.model else None
         report.checks = _quick(manifest, sources, options, told)
         if options.reads_all and report.check(checks.SAFE).failures:
             report.checks += [not_run(name, "the source is not safe") for name in checks.DEEP]
@@ -187,7 +187,7 @@ def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
     except UsageError as error:
         if not options.model or not error.where.startswith("--model"):
             raise
-        Told(options.model, options.wrap).shapes()  # is there such a model at all?
+        ModelHint(options.model, options.wrap).shapes()  # is there such a model at all?
         return formats.read(sources, prove=False, **{**told, "model": None, "wrap": None})
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.place import Place, directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
-from reshard.model import Told
+from reshard.model import ModelHint
 from reshard.units import counted, some
 
 _NUMBER = re.compile(r"\d+")
@@ -94,11 +94,11 @@ def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the model of a config beside the checkpoint; None where none helps."""
     from reshard.formats.pytorch import beside  # which reads what lies beside any checkpoint
 
-    told: Told | None = beside.nearby(Place([directory(manifest.origin.path)]), None)
-    if told is None:
+    model_hint: ModelHint | None = beside.nearby(Place([directory(manifest.origin.path)]), None)
+    if model_hint is None:
         return None
     try:
-        shapes = told.shapes()
+        shapes = model_hint.shapes()
     except (UsageError, UnsupportedError):
         return None
     return {**shapes.parameters, **shapes.buffers}

@@ -1,4 +1,4 @@
-"""Which elements of a tensor lie where: the partition rules that several formats share."""
+"""Partition rules that several formats share: which elements of a tensor a rank stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.manifest import Chunk
 def run_chunks(
     file: str, byte_offset: int, dtype: DType, shape: Index, start: int, stop: int
 ) -> Iterator[Chunk]:
-    """The run ``[start, stop)`` of a row-major tensor, stored contiguously from ``byte_offset``."""
+    """Yield the chunks of the run ``[start, stop)``, stored contiguously from ``byte_offset``."""
     strides = row_major(shape, dtype.itemsize)
     for box in run_boxes(shape, start, stop):
         skipped = flat_span(box, shape)[0] - start
@@ -24,7 +24,7 @@ def run_chunks(
 
 
 def equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The run that one rank owns when a tensor is cut into ``ceil(numel / ranks)`` elements a rank.
+    """Return one rank's run of a tensor that is cut into ``ceil(numel / ranks)`` elements each.
 
     The last ranks own less, or nothing.
 
@@ -37,7 +37,7 @@ def equal_piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A tensor's place in a flat tensor, in elements."""
+    """The position of a tensor in a flat tensor, in elements."""
 
     fqn: str
     shape: Index
@@ -45,20 +45,21 @@ class Member:
 
     @property
     def stop(self) -> int:
-        """One past its last element."""
+        """The flat element after the tensor's last one."""
         return self.start + prod(self.shape)
 
 
 def flat_chunks(
     members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]
 ) -> dict[str, list[Chunk]]:
-    """The chunks of every member of a flat tensor that is stored in pieces.
+    """Return the chunks of every member of a flat tensor that is stored in pieces.
 
     Args:
-        members: in flat order, without overlap; what lies between them is padding.
-        pieces: the flat element at which a piece begins, and the piece, 1-d and contiguous.
+        members: in flat order, without overlap; the elements between them are padding.
+        pieces: pairs of the flat element at which a piece begins, and the piece, 1-d and
+            contiguous.
     """
-    found: dict[str, list[Chunk]] = {member.fqn: [] for member in members}
+    chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in members}
     reaches = list(accumulate((member.stop for member in members), max))
     for low, piece in pieces:
         high = low + piece.box.volume
@@ -67,7 +68,7 @@ def flat_chunks(
                 break
             start, stop = max(member.start, low), min(member.stop, high)
             offset = piece.byte_offset + (start - low) * piece.dtype.itemsize
-            found[member.fqn] += run_chunks(
+            chunks[member.fqn] += run_chunks(
                 piece.file,
                 offset,
                 piece.dtype,
@@ -75,15 +76,15 @@ def flat_chunks(
                 start - member.start,
                 stop - member.start,
             )
-    return found
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A tensor dim that is cut along a mesh axis, into pieces of ``ceil(extent / size)``.
+    """A tensor dim that a mesh axis cuts into pieces of ``ceil(extent / size)``.
 
-    ``split_factor`` above 1: the axis cuts what that many ranks of later axes have cut before
-    (torch's ``_StridedShard``).
+    ``split_factor`` above 1: later axes with that many ranks in total cut the dim before this axis
+    does (torch's ``_StridedShard``).
     """
 
     dim: int
@@ -97,17 +98,17 @@ def mesh_box(
     coordinate: Sequence[int],
     order: dict[int, Sequence[int]] | None = None,
 ) -> Box | None:
-    """The block of a tensor that one rank of a device mesh holds.
+    """Return the block of a tensor that one rank of a device mesh stores.
 
     Args:
-        cuts: a mesh axis each; None where the axis replicates.
-        sizes: of the mesh axes.
-        coordinate: of the rank, on every axis.
-        order: tensor dim -> mesh axes in the order in which they cut it, where it is not left to
+        cuts: one per mesh axis; None if the axis replicates.
+        sizes: sizes of the mesh axes.
+        coordinate: position of the rank on every axis.
+        order: tensor dim -> mesh axes in the order in which they cut it, if that is not left to
             right.
 
     Returns:
-        None where no order of the axes has the given split factors.
+        None if no order of the axes has the given split factors.
     """
     origin, extent = [0] * len(shape), list(shape)
     for dim in range(len(shape)):
@@ -122,9 +123,9 @@ def mesh_box(
 
 
 def _cutting_order(dim: int, cuts: Sequence[Cut | None], sizes: Sequence[int]) -> list[int] | None:
-    """The mesh axes that cut a tensor dim, first cut first.
+    """Return the mesh axes that cut a tensor dim, first cut first.
 
-    An axis stands after those later axes whose sizes multiply to its split factor (torch 2.13
+    An axis follows those later axes whose sizes multiply to its split factor (torch 2.13
     ``distributed/tensor/_dtensor_spec.py``, ``_maybe_convert_StridedShard_to_shard_order``).
     """
     order: list[int] = []

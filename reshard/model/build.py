@@ -1,4 +1,4 @@
-"""A model on the meta device, without its memory and without the network: from config or code."""
+"""Construction of models on the meta device, without memory or network: from config or code."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from reshard.paths import as_path
 if TYPE_CHECKING:
     from torch import nn
 
-_OPTIONS: dict[str, Any] = {"trust_remote_code": False}  # never the code beside a config
-_REMEDY = "give the model as module:factory; code that lies beside a config is not run"
+_OPTIONS: dict[str, Any] = {"trust_remote_code": False}  # never run code beside a config
+_REMEDY = "pass the model as module:factory; code beside a config is not run"
 _FACTORY = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 
-# what fills a tensor in place with random numbers, as torch calls it
+# torch methods that fill a tensor in place with random numbers
 _DRAWS = frozenset(
     "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_".split()
 )
 
 
 def build(model: str) -> nn.Module:
-    """The module that a user names: a config, its directory or ``module:factory``.
+    """Build the module that a user names: a config, its directory or ``module:factory``.
 
     Raises:
-        UsageError: there is none, or it does not build.
+        UsageError: the model does not exist, or its construction fails.
     """
     if as_path(model).exists():
         return _from_config(as_path(model))
@@ -38,8 +38,8 @@ def build(model: str) -> nn.Module:
         return _from_factory(model)
     raise UsageError(
         f"--model {model}",
-        "is neither a file or directory nor module:factory",
-        "give a config.json, the directory that holds it, or e.g. train:make_model",
+        "is neither a file, a directory nor module:factory",
+        "pass a config.json, its directory, or a function such as train:make_model",
     )
 
 
@@ -51,34 +51,34 @@ def build_configured(config: Mapping[str, Any], source: str) -> nn.Module:
     """
     import transformers
 
-    return _configured(transformers.AutoConfig.for_model(**config), source)
+    return _build_from(transformers.AutoConfig.for_model(**config), source)
 
 
 def _from_config(path: Path) -> nn.Module:
-    """A transformers model on the meta device; the class is the config's, else a causal LM's."""
+    """Build a transformers model on the meta device: the config's class, else a causal LM."""
     import transformers
 
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
-            path, "holds no config.json", "give a transformers config.json or module:factory"
+            path, "contains no config.json", "pass a transformers config.json or module:factory"
         )
     try:
         config = transformers.AutoConfig.from_pretrained(file, local_files_only=True, **_OPTIONS)
     except Exception as error:
-        problem = f"transformers {transformers.__version__} cannot read it: {_brief(error)}"
+        problem = f"transformers {transformers.__version__} cannot read it: {_summarize(error)}"
         raise UsageError(file, problem, _REMEDY) from error
-    return _configured(config, file)
+    return _build_from(config, file)
 
 
-def _configured(config: Any, source: Path | str) -> nn.Module:
+def _build_from(config: Any, source: Path | str) -> nn.Module:
     import transformers
 
-    cls = _model_class(transformers, config.architectures)
+    cls = _find_model_class(transformers, config.architectures)
     autos: list[Any] = [transformers.AutoModelForCausalLM, transformers.AutoModel]
     built: nn.Module
     try:
-        with _shapes_alone():
+        with _without_values():
             if cls is not None:
                 built = cls(config)
                 return built
@@ -87,12 +87,14 @@ def _configured(config: Any, source: Path | str) -> nn.Module:
                     built = auto.from_config(config, **_OPTIONS)
                     return built
     except Exception as error:
-        raise UsageError(source, f"the model does not build: {_brief(error)}", _REMEDY) from error
+        raise UsageError(
+            source, f"constructing the model fails: {_summarize(error)}", _REMEDY
+        ) from error
     raise UsageError(source, f"transformers has no model for a {type(config).__name__}", _REMEDY)
 
 
-def _model_class(transformers: Any, architectures: object) -> Any:
-    """The transformers model that is named first, or None; a config may say anything."""
+def _find_model_class(transformers: Any, architectures: object) -> Any:
+    """Return the transformers class of the first architecture, or None if there is none."""
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     found = getattr(transformers, name, None) if isinstance(name, str) else None
     model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
@@ -109,17 +111,17 @@ def _from_factory(spec: str) -> nn.Module:
         except (ImportError, AttributeError, SyntaxError) as error:
             raise UsageError(
                 option,
-                f"cannot be imported: {_brief(error)}",
-                "run reshard where the module lies, or set PYTHONPATH",
+                f"cannot be imported: {_summarize(error)}",
+                "run reshard in the directory of the module, or set PYTHONPATH",
             ) from error
         try:
-            with _shapes_alone():
+            with _without_values():
                 built = factory()
         except Exception as error:
             raise UsageError(
                 option,
-                f"raised {_brief(error)}",
-                "it is called without arguments, and its tensors live on the meta device",
+                f"raised {_summarize(error)}",
+                "the function must work without arguments, with tensors on the meta device",
             ) from error
     if not isinstance(built, torch.nn.Module):
         raise UsageError(option, f"returned a {type(built).__name__}", "return the torch.nn.Module")
@@ -127,10 +129,11 @@ def _from_factory(spec: str) -> nn.Module:
 
 
 @contextmanager
-def _shapes_alone() -> Iterator[None]:
-    """New tensors are on the meta device, and nothing draws their first values.
+def _without_values() -> Iterator[None]:
+    """Create tensors on the meta device, and skip their initialization.
 
-    On that device torch draws them by code that imports its compiler, seconds for no value at all.
+    On that device torch draws initial values by code that imports its compiler, which takes
+    seconds.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -150,7 +153,7 @@ def _shapes_alone() -> Iterator[None]:
 
 @contextmanager
 def _working_directory_importable() -> Iterator[None]:
-    """As ``python -m`` has it; a console script does not."""
+    """Put the working directory on Python's path, which a console script does not do."""
     here = str(Path.cwd())
     sys.path.insert(0, here)
     try:
@@ -160,6 +163,6 @@ def _working_directory_importable() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _brief(error: BaseException) -> str:
+def _summarize(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

@@ -1,4 +1,4 @@
-"""What a model holds: names and shapes in PyTorch's order, and FSDP 1's units of them.
+"""Names and shapes of a model's tensors in PyTorch's order, and its FSDP 1 units.
 
 Source: torch 2.13 ``torch/distributed/fsdp``: ``_init_utils.py`` ``_get_orig_params`` and
 ``_flat_param.py`` ``_init_flat_param_and_metadata`` (which parameters a wrapped module owns, in
@@ -24,9 +24,9 @@ class Unit:
     """One FSDP1 flat parameter.
 
     Args:
-        prefix: the name of the wrapped module; empty for the root.
-        members: the names of its parameters in flat order, shared ones once.
-        full_precision: mixed precision passes it by (batch norm): its forward dtype is its own.
+        prefix: name of the wrapped module; empty for the root.
+        members: names of its parameters in flat order, shared ones once.
+        full_precision: mixed precision excludes the unit (batch norm): forward uses its own dtype.
     """
 
     prefix: str
@@ -36,16 +36,17 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """What a model would hold, in the order in which PyTorch names it.
+    """Names and shapes of a model's tensors, in the order of PyTorch's names.
 
     Args:
-        source: what it was read from, and its class.
+        source: the config or code that describes the model, and its class.
         parameters: shapes by name, tied ones once, in ``named_parameters()`` order. A parameter
-            that is shared by two units stands here once a unit: FSDP1 trains it as two.
-        buffers: shapes of those that are saved; shared ones once.
-        tied: every further name of a parameter or a saved buffer -> its first.
-        units: in the order in which FSDP1 numbers its flat parameters; empty if not asked for.
-        tensor_plan: of transformers models in it: patterns of modules and parameters -> a style.
+            that
+            two units share is listed once per unit: FSDP1 trains it as two.
+        buffers: shapes of the buffers that are saved; shared ones once.
+        tied: every further name of a parameter or a saved buffer -> its first name.
+        units: in the order in which FSDP1 numbers its flat parameters; empty if not requested.
+        tensor_plan: tensor-parallel plans of the transformers models in it: pattern -> style.
         embeddings: every name of the weights of ``nn.Embedding``.
     """
 
@@ -61,25 +62,28 @@ class ModelShapes:
 def of_module(
     root: nn.Module, source: str, policy: Policy | None, *, mixed_precision: bool
 ) -> ModelShapes:
-    """Of a module, and how it was wrapped; None: nothing is said of that.
+    """Return the names, shapes and units of a module.
+
+    Args:
+        policy: how FSDP 1 wrapped the module; None if that is unknown: there are then no units.
 
     Raises:
         UsageError, UnsupportedError: FSDP 1 could not have wrapped it so.
     """
     wrapped = wrapped_in(root, policy or Policy(), mixed_precision=mixed_precision)
-    owners = _owners(root, wrapped)
+    owners = _find_owners(root, wrapped)
     names = {module: fqn for fqn, module in root.named_modules()}
-    apart = batch_norm() if mixed_precision else ()
+    excluded = batch_norm() if mixed_precision else ()
     units = []
     firsts: dict[tuple[nn.Module, nn.Parameter], str] = {}
     for unit in root.modules():
         if unit is not root and unit not in wrapped:
             continue
-        members = _members(unit, names[unit], owners)
+        members = _collect_members(unit, names[unit], owners)
         firsts.update({(unit, parameter): fqn for parameter, fqn in members.items()})
         if policy is not None and members:
             _refuse_unflattenable(members)
-            full = unit is not root and isinstance(unit, apart)
+            full = unit is not root and isinstance(unit, excluded)
             units.append(Unit(names[unit], tuple(members.values()), full))
     parameters: dict[str, Index] = {}
     buffers: dict[str, Index] = {}
@@ -94,7 +98,7 @@ def of_module(
             else:
                 tied[fqn] = first
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name in module._non_persistent_buffers_set:  # noqa: SLF001 - it has no public name
+            if name in module._non_persistent_buffers_set:  # noqa: SLF001 - no public name
                 continue
             fqn = _join(path, name)
             if saved.setdefault(buffer, fqn) == fqn:
@@ -103,12 +107,18 @@ def of_module(
                 tied[fqn] = saved[buffer]
     source = f"{source} ({type(root).__name__})"
     return ModelShapes(
-        source, parameters, buffers, tied, tuple(units), _tensor_plan(root), _embeddings(root)
+        source,
+        parameters,
+        buffers,
+        tied,
+        tuple(units),
+        _collect_tensor_plans(root),
+        _collect_embeddings(root),
     )
 
 
-def _tensor_plan(root: nn.Module) -> dict[str, str]:
-    """The plans of all models in it; an outer one of transformers has those of its parts.
+def _collect_tensor_plans(root: nn.Module) -> dict[str, str]:
+    """Return the plans of all models in the module; an outer model includes its parts' plans.
 
     Source: transformers 5.23 ``distributed/mixin.py`` (``init_parallel_plans``).
     """
@@ -120,7 +130,7 @@ def _tensor_plan(root: nn.Module) -> dict[str, str]:
     return found
 
 
-def _embeddings(root: nn.Module) -> frozenset[str]:
+def _collect_embeddings(root: nn.Module) -> frozenset[str]:
     from torch import nn
 
     return frozenset(
@@ -131,8 +141,8 @@ def _embeddings(root: nn.Module) -> frozenset[str]:
     )
 
 
-def _owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """The unit of each module: FSDP1 wraps from the leaves up, and who comes first takes it."""
+def _find_owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Return the unit of each module. FSDP1 wraps from the leaves up; the first unit keeps it."""
     owners: dict[nn.Module, nn.Module] = {}
     for unit in _post_order(root, {root}):
         if unit in wrapped or unit is root:
@@ -149,13 +159,14 @@ def _post_order(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
 
 
-def _members(
+def _collect_members(
     unit: nn.Module, prefix: str, owners: Mapping[nn.Module, nn.Module]
 ) -> dict[nn.Parameter, str]:
-    """The parameters of one unit in flat order, each at its first name in the unit.
+    """Return the parameters of one unit in flat order, each with its first name in the unit.
 
-    A parameter of two modules in two units is in both: with ``use_orig_params=False`` they train
-    apart from then on. With ``use_orig_params=True`` FSDP1 gives it to the first, and no forward
+    A parameter of two modules in two units is in both: with ``use_orig_params=False`` they are
+        trained
+    as two from then on. With ``use_orig_params=True`` FSDP1 gives it to the first, and no forward
     of the second succeeds.
     """
     members: dict[nn.Parameter, str] = {}
@@ -170,12 +181,12 @@ def _refuse_unflattenable(members: Mapping[nn.Parameter, str]) -> None:
     for parameter, fqn in members.items():
         if parameter.dim() == 0:
             raise UsageError(
-                fqn, "is a scalar, which FSDP1 refuses", "is this the model that was trained?"
+                fqn, "is a scalar, which FSDP1 refuses", "check that this is the trained model"
             )
         if not parameter.is_contiguous():
             raise UnsupportedError(
                 fqn,
-                f"has strides {parameter.stride()}: FSDP1 flattens it in the order of its memory",
+                f"has strides {parameter.stride()}: FSDP1 flattens it in memory order",
                 "open an issue with the model's class",
             )
 

@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP 1 wraps, as it was told to: by class, by size, or the root alone.
+"""Which modules of a model FSDP 1 wraps: by class, by size, or the root only.
 
 Source: torch 2.13 ``torch/distributed/fsdp``: ``wrap.py``; ``_wrap_utils.py`` ``_auto_wrap`` (what
 mixed precision changes).
@@ -23,17 +23,17 @@ _WRITE = "write LlamaDecoderLayer[,OtherClass], size=100M or none"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Wrap these classes, or else what holds so many parameters, or else (neither) nothing."""
+    """The classes to wrap, or else the least number of parameters; neither: the root only."""
 
     classes: tuple[str, ...] = ()
     least: int | None = None
 
 
 def parse(wrap: str) -> Policy:
-    """What ``--wrap`` says.
+    """Parse the value of ``--wrap``.
 
     Raises:
-        UsageError: it says nothing of the kind.
+        UsageError: the value is not valid.
     """
     text = wrap.strip()
     if text.lower() == "none":
@@ -42,14 +42,14 @@ def parse(wrap: str) -> Policy:
         return Policy(least=_parse_count(text.removeprefix("size=")))
     names = tuple(name.strip() for name in text.split(","))
     if not all(name.isidentifier() for name in names):
-        raise UsageError(f"--wrap {wrap}", "is not a way to wrap", _WRITE)
+        raise UsageError(f"--wrap {wrap}", "is not a valid wrapping", _WRITE)
     return Policy(names)
 
 
 def blocks_of(root: nn.Module) -> Policy:
-    """Return the policy that trainers use where a user names none: transformers' own blocks.
+    """Return the default policy of trainers: wrap the blocks that transformers declares.
 
-    verl ``utils/fsdp_utils.py`` (``get_fsdp_wrap_policy``): ``module._no_split_modules``.
+    Source: verl ``utils/fsdp_utils.py`` (``get_fsdp_wrap_policy``): ``module._no_split_modules``.
     """
     named: Iterable[str] = getattr(root, "_no_split_modules", None) or ()
     present = {type(module).__name__ for module in root.modules()}
@@ -68,26 +68,26 @@ def _parse_count(text: str) -> int:
     if count == 0:
         raise UsageError(
             f"--wrap size={text}",
-            "Accelerate wraps the root alone then, and FSDP every module",
+            "is ambiguous: Accelerate then wraps only the root, and FSDP every module",
             "write none or size=1",
         )
     return count
 
 
 def wrapped_in(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set[nn.Module]:
-    """The modules inside the root that FSDP1 wraps.
+    """Return the modules inside the root that FSDP1 wraps.
 
     Raises:
-        UsageError: the model has no module of a class that is named.
-        UnsupportedError: what ``size=`` wraps depends on the number of ranks.
+        UsageError: the model has no module of a class that the policy names.
+        UnsupportedError: the result of ``size=`` depends on the number of ranks.
     """
-    apart = (batch_norm(),) if mixed_precision else ()
+    always = (batch_norm(),) if mixed_precision else ()
     if policy.least is not None:
-        by_size = _BySize(policy.least, apart)
-        by_size.look_into(root)
+        by_size = _BySize(policy.least, always)
+        by_size.search(root)
         found = by_size.found
     elif policy.classes:
-        classes = (*_classes(root, policy.classes), *apart)
+        classes = (*_resolve_classes(root, policy.classes), *always)
         found = {module for module in root.modules() if isinstance(module, classes)}
     else:
         found = set()
@@ -95,14 +95,14 @@ def wrapped_in(root: nn.Module, policy: Policy, *, mixed_precision: bool) -> set
 
 
 def batch_norm() -> type[nn.Module]:
-    """``MixedPrecision._module_classes_to_ignore``: wrapped by themselves, in full precision."""
+    """Return the class of ``MixedPrecision._module_classes_to_ignore``, wrapped separately."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     return _BatchNorm
 
 
-def _classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Module]]:
-    """The class of each name: the first module's that has it, else a base class of a module's."""
+def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Module]]:
+    """Return the class of each name: of the first module that has it, else a base class."""
     from torch import nn
 
     exact = [type(module) for module in root.modules()]
@@ -115,7 +115,7 @@ def _classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Module]]:
         if name not in present:
             raise UsageError(
                 f"--wrap {name}",
-                "no module of the model is one; it has "
+                "the model has no such module; it has "
                 + ", ".join(sorted({cls.__name__ for cls in exact})),
                 "name the classes that FSDP wrapped; under Accelerate and Trainer the default is "
                 "the model's _no_split_modules",
@@ -124,39 +124,39 @@ def _classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Module]]:
 
 
 class _BySize:
-    """``size_based_auto_wrap_policy``, from the leaves up.
+    """The search of ``size_based_auto_wrap_policy``, from the leaves up.
 
     Args:
-        least: elements that no unit inside has, from which on a module is wrapped.
-        apart: classes that are wrapped whatever their size. torch asks their policy too, and that
-            always looks inside.
+        least: number of elements outside inner units from which on a module is wrapped.
+        always: classes that are wrapped whatever their size. torch evaluates their policy too, and
+            that always looks inside.
     """
 
-    def __init__(self, least: int, apart: tuple[type[nn.Module], ...]) -> None:
+    def __init__(self, least: int, always: tuple[type[nn.Module], ...]) -> None:
         self.found: set[nn.Module] = set()
         self._least = least
-        self._apart = apart
-        self._taken: set[nn.Module] = set()  # what in those found has parameters of its own
+        self._always = always
+        self._taken: set[nn.Module] = set()  # modules with own parameters in the units found
 
-    def look_into(self, module: nn.Module) -> int:
-        """Find the modules to wrap, this one among them; the elements that they hold."""
+    def search(self, module: nn.Module) -> int:
+        """Find the modules to wrap, in this one and itself; return the elements in units."""
         from torch import nn
 
         if not self._taken.isdisjoint(module.modules()):
             raise UnsupportedError(
                 f"--wrap size={self._least}",
-                f"a module lies both in a {type(module).__name__} and in a unit before it: what "
-                "size= wraps then depends on the number of ranks",
+                f"a module is both in a {type(module).__name__} and in an earlier unit: the units "
+                "of size= then depend on the number of ranks",
                 "name the classes that FSDP wrapped",
             )
         numel = sum(parameter.numel() for parameter in module.parameters())
         large = numel >= self._least and not isinstance(module, nn.MultiheadAttention)
-        if not large and not self._apart:
+        if not large and not self._always:
             return 0
-        inside = sum(map(self.look_into, module.children()))
+        inside = sum(map(self.search, module.children()))
         large = numel - inside >= self._least
         container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if (large and not container) or isinstance(module, self._apart):
+        if (large and not container) or isinstance(module, self._always):
             self.found.add(module)
             self._taken.update(filter(_has_parameters, module.modules()))
             return numel

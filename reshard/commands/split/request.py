@@ -21,7 +21,7 @@ from reshard.formats.targets.request import Request, StateDictType
 from reshard.layout import tensor_parallel
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Manifest
-from reshard.model import ModelShapes, Told
+from reshard.model import ModelHint, ModelShapes
 from reshard.model_parallel import sizes
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.paths import as_path
@@ -225,7 +225,7 @@ def _tensor_plan(
         return tensor_parallel.read(as_path(options.tp_plan), model)
     if model is None:
         config = config_beside(manifest)
-        model = Told(str(config)).shapes() if config else None
+        model = ModelHint(str(config)).shapes() if config else None
     return tensor_parallel.of_model(model) if model else None
 
 

@@ -21,7 +21,7 @@ from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.formats.training import Training, refuse_without_optimizer, training
 from reshard.manifest import Manifest, Skeleton
-from reshard.model import ModelShapes, Told, describe_config
+from reshard.model import ModelHint, ModelShapes, describe_config
 from reshard.model_parallel.sizes import Sizes
 from reshard.paths import as_path
 from reshard.stamps import Save
@@ -45,7 +45,7 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
     """
     if options.to == megatron.NAME:  # whose tables know the model, and its order
         return manifest, None
-    shapes = Told(options.model, options.wrap).shapes() if options.model else None
+    shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
     if not is_weights(manifest):
         return manifest, shapes
     if shapes is not None:
@@ -54,7 +54,7 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
     problem = ""
     if config.is_file() and is_model_config(config):
         try:
-            shapes = Told(str(config), options.wrap).shapes()
+            shapes = ModelHint(str(config), options.wrap).shapes()
             return described(manifest, shapes), shapes
         except (UsageError, UnsupportedError) as error:
             problem = f"{config} does not help: {error.problem}"

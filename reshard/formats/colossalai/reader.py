@@ -19,7 +19,7 @@ from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.formats.torch_saves import is_torch_file
 from reshard.manifest import Entry, Manifest, Origin
-from reshard.model import Told
+from reshard.model import ModelHint
 from reshard.schema import COUNT, expect, fields, mapping, sequence
 
 _STAGE = re.compile(r"-stage-(\d+)-")
@@ -63,7 +63,7 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
     read = assemble.manifest(
         found,
         Origin(format=NAME, path=str(place), mesh=_mesh(pipeline)),
-        told=Told(model, wrap) if model else None,
+        model_hint=ModelHint(model, wrap) if model else None,
     )
     running = place.files.get(_RUNNING)  # its step is counted from the epoch's first
     if running is None:

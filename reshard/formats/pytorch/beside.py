@@ -18,7 +18,7 @@ from reshard.formats.state_dict import tree
 from reshard.formats.torch_saves import is_torch_file
 from reshard.formats.values import plain
 from reshard.manifest import Manifest
-from reshard.model import Told
+from reshard.model import ModelHint
 from reshard.pickles import trust
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
@@ -91,13 +91,13 @@ def with_kept_files(manifest: Manifest, place: Place) -> Manifest:
     )
 
 
-def nearby(place: Place, wrap: str | None) -> Told | None:
+def nearby(place: Place, wrap: str | None) -> ModelHint | None:
     """The model of a transformers config beside the checkpoint; a broken one says nothing."""
     for near in (place, place.folders.get("huggingface") if not place.chosen else None):
         config = near.files.get("config.json") if near else None
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
-                return Told(str(config), wrap, by_blocks=_is_verls_first(place))
+                return ModelHint(str(config), wrap, by_blocks=_is_verls_first(place))
     return None
 
 

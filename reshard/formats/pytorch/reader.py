@@ -22,7 +22,7 @@ from reshard.formats.state_dict.found import Found
 from reshard.formats.state_dict.tree import Logical
 from reshard.join import join
 from reshard.manifest import Manifest, Origin
-from reshard.model import Told
+from reshard.model import ModelHint
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _LATEST, _SEVERAL = "latest", 2
@@ -61,15 +61,15 @@ def read(
         detail=labels.detail(place),
         versions=labels.versions(found),
     )
-    told = Told(model, wrap) if model else None
+    model_hint = ModelHint(model, wrap) if model else None
     nearby = beside.nearby(place, wrap)
-    if wrap and not (told or nearby):
+    if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
-        made = _joined(saved, origin, key, told)
+        made = _joined(saved, origin, key, model_hint)
     else:
         made = assemble.manifest(
-            found, origin, key=key, told=told, nearby=nearby, warnings=saved[0][1]
+            found, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
         )
     train = made.train
     if trainer:
@@ -178,7 +178,7 @@ def _stages(families: Iterable[Ranks], key: str | None) -> list[set[int]]:
 
 
 def _joined(
-    saved: Sequence[Collected], origin: Origin, key: str | None, told: Told | None
+    saved: Sequence[Collected], origin: Origin, key: str | None, model_hint: ModelHint | None
 ) -> Manifest:
     """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
     held = [
@@ -187,9 +187,11 @@ def _joined(
     mesh = {"world": sum(stage.origin.world for stage in held), "pp": len(held)}
     made = join(held)
     made = replace(made, origin=replace(made.origin, mesh=mesh))
-    if told is None:
+    if model_hint is None:
         return made
-    note = f"the files say which parameters each stage has: --model {told.model} was not needed"
+    note = (
+        f"the files say which parameters each stage has: --model {model_hint.model} was not needed"
+    )
     return replace(made, warnings=(*made.warnings, note))
 
 

@@ -30,7 +30,7 @@ from reshard.manifest import (
     index_entries,
     most_common_dtype,
 )
-from reshard.model import ModelShapes, Told
+from reshard.model import ModelHint, ModelShapes
 from reshard.pickles import trust
 
 _LISTED = 6
@@ -47,8 +47,8 @@ def manifest(
     origin: Origin,
     *,
     key: str | None = None,
-    told: Told | None = None,
-    nearby: Told | None = None,
+    model_hint: ModelHint | None = None,
+    nearby: ModelHint | None = None,
     warnings: Sequence[str] = (),
 ) -> Manifest:
     """The manifest of one tree.
@@ -56,7 +56,7 @@ def manifest(
     Args:
         origin: its mesh and precision are filled in here.
         key: which state dict is the model.
-        told: what the user says of the model.
+        model_hint: what the user states about the model.
         nearby: what a config beside the checkpoint says, for what the files leave open.
 
     Raises:
@@ -64,7 +64,7 @@ def manifest(
     """
     _refuse_mixed(found)
     split = parts.find(found.root, found.where, key)
-    model, notes = _model(split, found, told, nearby)
+    model, notes = _model(split, found, model_hint, nearby)
     state, units = _unflattened(split, found, model)
     weights = _weights(state, found, model)
     flats = any(flat.prefix_of(key) is not None for key in split.model)
@@ -181,7 +181,7 @@ def _refuse_mixed(found: Found) -> None:
 
 
 def _model(
-    split: parts.Parts, found: Found, told: Told | None, nearby: Told | None
+    split: parts.Parts, found: Found, model_hint: ModelHint | None, nearby: ModelHint | None
 ) -> tuple[ModelShapes | None, list[str]]:
     """The model that the user named, or the one beside where the files leave something open.
 
@@ -189,12 +189,12 @@ def _model(
         UsageError: the user named another model than the checkpoint's.
     """
     prefixes = [prefix for key in split.model if (prefix := flat.prefix_of(key)) is not None]
-    if told:
-        model = told.shapes(prefixes)
+    if model_hint:
+        model = model_hint.shapes(prefixes)
         foreign = _foreign(model, split.model)
         if foreign and not prefixes:
             raise UsageError(
-                f"--model {told.model}", f"is another model than the checkpoint's: {foreign}"
+                f"--model {model_hint.model}", f"is another model than the checkpoint's: {foreign}"
             )
         return model, []
     numbered = any(map(optimizer.is_numbered, split.optimizers.values()))

@@ -228,7 +228,7 @@ def place_unit(
             f" {len(members)} parameters found for it ({members[0][0]} ...) have {numel}",
             _HINT,
         )
-    starts, _ = flat_param.place(members, aligned_to=1, ranks=1)
+    starts, _ = flat_param.place_members(members, aligned_to=1, ranks=1)
     return FlatUnit(prefix, tuple(Member(fqn, s, starts[fqn]) for fqn, s in members), total)
 
 

@@ -184,7 +184,7 @@ class OrigOptimizer:
         for flat in self._flats:
             compute = flat.dtype if flat.unit.full_precision else self._compute
             members = [(weight.fqn, weight.shape) for _, weight in flat.members]
-            starts, total = flat_param.place(
+            starts, total = flat_param.place_members(
                 members, aligned_to=flat_param.alignment(compute), ranks=ranks
             )
             low, high = equal_piece(total, ranks, rank)

@@ -71,7 +71,7 @@ def flats_of(state: Training, model: ModelShapes, dtype: DType | None) -> list[F
     flats = []
     for unit in model.units:
         held = [_of_model(state, weights, model, fqn) for fqn in unit.members]
-        starts, numel = flat_param.place(
+        starts, numel = flat_param.place_members(
             [(fqn, weight.shape) for fqn, weight in zip(unit.members, held, strict=True)],
             aligned_to=1,
             ranks=1,
