@@ -594,7 +594,7 @@ def test_first_values_are_not_drawn(tmp_path):
         ("make_it:number", "returned a int"),
         ("make_it:broken", "no data here"),
         ("make_it:Block.forward", "raised TypeError"),
-        ("meta-llama/Llama-2-7b", "neither a file or directory"),
+        ("meta-llama/Llama-2-7b", "neither a file, a directory"),
         ("", "contains no config.json"),
         (".", "contains no config.json"),
         ("make_it.py", "cannot read it"),

@@ -50,9 +50,9 @@ def test_a_parameter_that_is_named_itself_goes_before_its_module():
 
 def test_wildcards_are_of_one_part():
     assert cut({"layers.?.up": 1}, {"layers.0.up.weight": (6, 4)}) != {}
-    with pytest.raises(UsageError, match=r"'layers.\*' names no parameter"):
+    with pytest.raises(UsageError, match=r"'layers.\*' matches no parameter"):
         cut({"layers.*": "colwise"}, LAYER, from_user=True)
-    with pytest.raises(UsageError, match=r"'layers.\*.UP' names no parameter"):
+    with pytest.raises(UsageError, match=r"'layers.\*.UP' matches no parameter"):
         cut({"layers.*.UP": "colwise"}, LAYER)
 
 
@@ -113,7 +113,7 @@ def test_a_models_plan_is_transformers_own():
     assert "llama.model.embed_tokens.weight" in plan.embeddings
     names = ("llama.model.embed_tokens.weight", "llama.lm_head.weight")
     assert cuts(plan, [(names, (64, 32))]) == {names[0]: Cut(0)}
-    with pytest.raises(UsageError, match="has no plan of tensor parallelism"):
+    with pytest.raises(UsageError, match="has no tensor-parallel plan"):
         tensor_parallel.of_model(models.describe("tests.judges.torch_models:mlp"))
 
 
