@@ -1,7 +1,7 @@
-"""Geometry of blocks in a logical tensor: elements only, never bytes.
+"""Geometry of blocks in a logical tensor, in elements, never in bytes.
 
 A box is ``tensor[o0:o0+s0, o1:o1+s1, ...]``. A run ``[start, stop)`` is an interval of the
-row-major flattened tensor, the shape in which flat partitions (ZeRO, FSDP flat parameters) own it.
+row-major flattened tensor, as flat partitions (ZeRO, FSDP flat parameters) store it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _MAX_NUMEL = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor: its first element and its extent, both in elements, one number a dim."""
+    """A block of a tensor: its first index and its extent, in elements, one number per dim."""
 
     origin: Index
     shape: Index
 
     @property
     def volume(self) -> int:
-        """Number of elements; a 0-d box has one."""
+        """The number of elements; a 0-d box has one."""
         return prod(self.shape)
 
     def within(self, outer: Box) -> Box:
-        """This box in the coordinates of ``outer``; ``b.within(b)`` starts at zero."""
+        """Return this box in the coordinates of ``outer``; ``b.within(b)`` starts at zero."""
         return Box(tuple(a - b for a, b in zip(self.origin, outer.origin, strict=True)), self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies inside a tensor of this shape."""
+        """Whether the box is inside a tensor of this shape."""
         return len(self.shape) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n
             for o, s, n in zip(self.origin, self.shape, shape, strict=True)
@@ -43,26 +43,27 @@ class Box:
 
 
 def as_index(numbers: Iterable[Any], dims: int | None = None) -> Index:
-    """A shape, origin or extent from a file, held to what a tensor can have.
+    """Return a shape, origin or extent from a file, if a tensor can have it.
 
     Raises:
-        ValueError: no integers from zero on, more dims than torch has, or not ``dims`` of them.
+        ValueError: a number is not an integer of at least 0, there are more dims than torch
+            supports, or not ``dims`` of them.
     """
     index = tuple(numbers)
     sane = len(index) <= _MAX_DIMS and all(type(n) is int and 0 <= n < _MAX_NUMEL for n in index)
     if not sane or prod(index) >= _MAX_NUMEL or (dims is not None and len(index) != dims):
-        said = [n if type(n) is int else type(n).__name__ for n in index[: _MAX_DIMS + 1]]
-        raise ValueError(f"{said!s:.60} is no shape or place in a tensor")
+        numbers_shown = [n if type(n) is int else type(n).__name__ for n in index[: _MAX_DIMS + 1]]
+        raise ValueError(f"{numbers_shown!s:.60} is not a shape or index of a tensor")
     return index
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box that is the full tensor."""
+    """Return the box that covers the full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def row_major(shape: Sequence[int], unit: int = 1) -> Index:
-    """Strides of a contiguous tensor, in multiples of ``unit`` (its itemsize gives byte strides).
+    """Return the strides of a contiguous tensor, in multiples of ``unit`` (1, or bytes).
 
     >>> row_major((2, 3, 4))
     (12, 4, 1)
@@ -76,7 +77,7 @@ def row_major(shape: Sequence[int], unit: int = 1) -> Index:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common block in the tensor's coordinates, or None; ``intersect(a, a) == a``.
+    """Return the common block of two boxes, or None; ``intersect(a, a) == a``.
 
     Empty boxes intersect nothing.
     """
@@ -93,7 +94,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Boxes that make up the run ``[start, stop)``, in row-major order: at most ``2 * ndim - 1``.
+    """Return the boxes of the run ``[start, stop)``, in row-major order: at most ``2 * ndim - 1``.
 
     >>> run_boxes((3, 4), 2, 9)
     [Box(origin=(0, 2), shape=(1, 2)), Box(origin=(1, 0), shape=(1, 4)), \
@@ -125,7 +126,7 @@ def _under(row: int, box: Box) -> Box:
 
 
 def flat_span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """The smallest run ``[start, stop)`` of a tensor of this shape that holds the box."""
+    """Return the smallest run ``[start, stop)`` of a tensor of this shape that contains the box."""
     strides = row_major(shape)
     start = sum(o * s for o, s in zip(box.origin, strides, strict=True))
     if box.volume == 0:
@@ -134,7 +135,7 @@ def flat_span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def index_of(flat: int, shape: Sequence[int]) -> Index:
-    """The index of the element at a place in the row-major flattened tensor.
+    """Return the index of an element from its position in the row-major flattened tensor.
 
     >>> index_of(7, (2, 5))
     (1, 2)
@@ -165,10 +166,10 @@ def contiguous_cuts(shape: Sequence[int], limit: int) -> Iterator[Box]:
 
 
 def first_overlap(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, int] | None:
-    """Indices of two boxes that share an element, or None.
+    """Return the indices of two boxes that share an element, or None.
 
-    Disjoint flat spans settle flat partitions in ``n log n``; boxes whose spans interleave (column
-    shards) are swept along the dim that separates them best.
+    Sorting is enough if the flat spans are disjoint, as in flat partitions (``n log n``). Boxes
+    whose spans interleave (column shards) are swept along the dim that separates them best.
     """
     solid = [i for i, box in enumerate(boxes) if box.volume]
     spans = sorted((*flat_span(boxes[i], shape), i) for i in solid)

@@ -1,6 +1,6 @@
-"""Numbers that a file states, of ranks, layers or a place in a list, held to what can be.
+"""Checks of numbers that a file states: ranks, layers, indices.
 
-A checkpoint of a few bytes must not make anything be done a trillion times.
+They keep a checkpoint of a few bytes from causing a trillion operations.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from typing import Any
 
 from reshard.errors import CorruptError, shown
 
-MOST = 1 << 20  # no run has more ranks, no model more layers or experts
+MOST = 1 << 20  # upper bound of ranks, layers and experts
 _MOST_ELEMENTS = 1 << 63
-_MOST_DIGITS = 9  # of an index
+_MOST_DIGITS = 9  # digits of an index
 
 
 def count(where: object, what: str, value: Any, *, default: int | None = None) -> int:
-    """A number from 1 on; ``default`` where the file has None, or 0 for the same.
+    """Return a number of at least 1; ``default`` if the file has None or 0 in its place.
 
     Raises:
-        CorruptError: it is no number, or one that cannot be.
+        CorruptError: the value is not a number, or out of range.
     """
     if default is not None and (value is None or value == 0):
         return default
@@ -32,10 +32,10 @@ def count(where: object, what: str, value: Any, *, default: int | None = None) -
 
 
 def elements(where: object, what: str, value: Any) -> int:
-    """A number of elements, from 0 on.
+    """Return a number of elements, at least 0.
 
     Raises:
-        CorruptError: it is none.
+        CorruptError: the value is not such a number.
     """
     if type(value) is not int or not 0 <= value < _MOST_ELEMENTS:
         raise CorruptError(where, f"says that {what} has {shown(value)} elements")
@@ -43,9 +43,9 @@ def elements(where: object, what: str, value: Any) -> int:
 
 
 def natural(text: str) -> int | None:
-    """The number that an index in a name or in a document is, from zero on; None for other texts.
+    """Return the value of an index in a name or a document; None if the text is not an index.
 
-    More digits than an index has are another text: Python refuses to read thousands of them.
+    A text of more digits than an index has is not one: Python refuses to read thousands of digits.
 
     >>> natural("007"), natural("-1"), natural("9" * 5000)
     (7, None, None)

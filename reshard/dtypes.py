@@ -1,4 +1,4 @@
-"""The one dtype table: torch's name, the safetensors code, torch's legacy storage class, the size.
+"""The dtype table: torch name, size, safetensors code, legacy storage class of torch.
 
 Sources: torch 2.13 ``torch/storage.py`` (storage classes), safetensors 0.8
 ``safetensors/src/tensor.rs`` (codes).
@@ -19,11 +19,11 @@ class DType:
     """One element type.
 
     Args:
-        name: torch's name, e.g. ``bfloat16``.
-        itemsize: bytes an element.
+        name: torch's name, for example ``bfloat16``.
+        itemsize: bytes per element.
         family: only ``float`` is ever cast.
-        safetensors: the code in a safetensors header; empty where the format has none.
-        storage: the class name in a ``torch.save`` stream; empty where torch has none.
+        safetensors: code in a safetensors header; empty if that format does not have the type.
+        storage: class name in a ``torch.save`` stream; empty if torch has no such class.
     """
 
     name: str
@@ -42,7 +42,7 @@ FLOAT16 = DType("float16", 2, "float", "F16", "HalfStorage")
 BFLOAT16 = DType("bfloat16", 2, "float", "BF16", "BFloat16Storage")
 UINT8 = DType("uint8", 1, "int", "U8", "ByteStorage")
 
-ALL = (  # in the order in which safetensors lays tensors out: widest first
+ALL = (  # in the order in which safetensors stores tensors: widest first
     DType("uint64", 8, "int", "U64"),
     DType("int64", 8, "int", "I64", "LongStorage"),
     FLOAT64,
@@ -81,7 +81,7 @@ _SHORT = {
 
 
 def parse(text: str) -> DType:
-    """The dtype a user means by ``bf16``, ``bfloat16`` or ``torch.bfloat16``.
+    """Return the dtype for a text such as ``bf16``, ``bfloat16`` or ``torch.bfloat16``.
 
     >>> parse("bf16").name
     'bfloat16'

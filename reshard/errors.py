@@ -1,16 +1,16 @@
-"""The error tree. Each class is one thing a caller can do about it, with its stable exit code.
+"""The error tree. Each class stands for one reaction of the caller, with a stable exit code.
 
 ReshardError
-|-- IncompleteError    1  something that must be there is not: fetch or re-save it
-|-- DifferentError     1  a check found different values: look before you trust
-|-- UsageError         2  the request cannot be understood or carried out as asked
-|   |-- UnrecognisedError    nothing here is a checkpoint that we know
-|   |-- UnsupportedError     recognised, and refused: reshard cannot convert it (yet)
-|   `-- ExistsError          the destination is taken
-|-- CorruptError       3  a file lies about itself, or files contradict each other
-|   `-- StaleError           files of another save lie among those of this one
+|-- IncompleteError    1  a required part is missing: fetch it or save it again
+|-- DifferentError     1  a check found different values: investigate before you use the output
+|-- UsageError         2  the request is invalid or cannot be carried out
+|   |-- UnrecognisedError    the path is not a known checkpoint
+|   |-- UnsupportedError     the checkpoint is recognised, but reshard cannot convert it (yet)
+|   `-- ExistsError          the destination already exists
+|-- CorruptError       3  a file is damaged, or files contradict each other
+|   `-- StaleError           files of different saves are mixed
 |-- ResourceError      4  not enough memory or disk
-`-- UnsafeError        5  refused: the input asks for code to run or for a path to escape
+`-- UnsafeError        5  the input asks to run code, or names a path outside its directory
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import contextlib
 import struct
 from collections.abc import Iterable, Iterator
 
-INTERRUPTED = 130  # the exit code of what a signal ended
+INTERRUPTED = 130  # exit code after a signal
 
-_MOST_SHOWN = 2000  # letters
+_MOST_SHOWN = 2000  # letters of a text in a message
 
 
 class ReshardError(Exception):
-    """Base of every error that reshard raises on purpose.
+    """The base of every error that reshard raises on purpose.
 
     Args:
         where: the file or directory (or tensor) that the message is about.
@@ -47,7 +47,7 @@ class ReshardError(Exception):
 
     @property
     def lines(self) -> list[str]:
-        """The message, a line each; what came from a file may hold more line breaks."""
+        """The message line by line; text from a file may contain further line breaks."""
         shown = [
             f"{_shortened(self.where)}: {_shortened(self.problem)}",
             *(f"  {line}" for line in self.output),
@@ -59,20 +59,21 @@ class ReshardError(Exception):
 
 
 def _shortened(text: str) -> str:
-    """Names come from files, and may have a million letters."""
+    """Return a text without its middle if it is long: names in files can have a million letters."""
     if len(text) <= _MOST_SHOWN:
         return text
     half = _MOST_SHOWN // 2
     return f"{text[:half]} [{len(text) - 2 * half} more letters] {text[-half:]}"
 
 
-_LETTERS, _ITEMS, _BITS = 60, 8, 256  # of a value that is shown as it is
+_LETTERS, _ITEMS, _BITS = 60, 8, 256  # limits for a value that is shown as it is
 
 
 def shown(value: object) -> str:
-    """A value of a file in a message: a short one as it is, of any other what it is.
+    """Return a value of a file for a message: short values as they are, others by their type.
 
-    A pickle of a hundred bytes holds tuples of tuples whose text would have a billion letters.
+    A pickle of a hundred bytes can contain tuples of tuples whose text would have a billion
+    letters.
 
     >>> shown([1, "a"]), shown({"a": 1}), shown(((1,), 2))
     ("[1, 'a']", 'a dict', 'a tuple')
@@ -95,7 +96,7 @@ def _is_short(value: object) -> bool:
 
 
 def is_outside(error: BaseException) -> bool:
-    """Whether the same run could succeed at another time: nothing is wrong with what it copies."""
+    """Whether the cause is the machine or the user, so that a repeated run could succeed."""
     cause = error.__cause__ if isinstance(error, ReshardError) else error
     return isinstance(cause, (KeyboardInterrupt, MemoryError, OSError))
 
@@ -107,27 +108,27 @@ class IncompleteError(ReshardError):
 
 
 class DifferentError(ReshardError):
-    """A comparison that must hold does not."""
+    """A comparison found a difference where none may be."""
 
     exit_code = 1
 
 
 class UsageError(ReshardError):
-    """The request cannot be carried out as asked."""
+    """The request is invalid or cannot be carried out."""
 
     exit_code = 2
 
 
 class UnrecognisedError(UsageError):
-    """No known checkpoint format lies at this path."""
+    """The path is not a checkpoint of a known format."""
 
 
 class UnsupportedError(UsageError):
-    """The format is recognised, and this form of it is refused."""
+    """The format is recognised, but this variant of it is not supported."""
 
 
 class ExistsError(UsageError):
-    """The destination exists, or lies inside the source."""
+    """The destination exists, or is inside the source."""
 
 
 class CorruptError(ReshardError):
@@ -137,41 +138,41 @@ class CorruptError(ReshardError):
 
 
 class StaleError(CorruptError):
-    """Files of another save lie among those of this one."""
+    """Files of another save are mixed with those of this one."""
 
 
 class ResourceError(ReshardError):
-    """Memory or disk does not suffice."""
+    """There is not enough memory or disk space."""
 
     exit_code = 4
 
 
 class UnsafeError(ReshardError):
-    """The input would run code or reach outside its directory."""
+    """The input would run code, or names a path outside its directory."""
 
     exit_code = 5
 
 
 @contextlib.contextmanager
 def understood(where: object) -> Iterator[None]:
-    """What a reader trips over is a file of another structure than its format's.
+    """Raise a `CorruptError` in place of Python's errors about the structure of a value.
 
-    Readers say what they expect where damage is likely. Any value of a pickle or a JSON file can
-    be of any type, though, and what follows from that is no bug.
+    Readers check values where damage is likely. Any value of a pickle or a JSON file can have any
+    type, though, and the Python error that follows is not a bug of the reader.
 
     Raises:
-        CorruptError: with what went wrong as its cause.
+        CorruptError: with the Python error as its cause.
     """
     try:
         yield
     except RecursionError as error:
-        raise CorruptError(where, "its files or folders are nested too deep") from error
+        raise CorruptError(where, "its files or folders are nested too deeply") from error
     except (
         *(ArithmeticError, AttributeError, LookupError, TypeError),
         *(ValueError, struct.error),
     ) as error:
         raise CorruptError(
             where,
-            f"a file is not of the structure that its format has ({type(error).__name__}: {error})",
+            f"a file does not have the structure of its format ({type(error).__name__}: {error})",
             "it was altered, or written by a version that reshard does not know; -v shows where",
         ) from error

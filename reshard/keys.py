@@ -1,4 +1,4 @@
-"""Edits of a manifest's names: wrapper prefixes stripped, renames, selection. No bytes move."""
+"""Edits of the names in a manifest: removal of wrapper prefixes, renames, selection of tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRAPPERS = frozenset(
 
 
 def canonical(fqn: str) -> str:
-    """The name without wrapper components, at any depth; the last component always stays.
+    """Return a name without wrapper components at any depth; the last component always stays.
 
     >>> canonical("module.model._orig_mod.layers.0.weight")
     'model.layers.0.weight'
@@ -31,13 +31,13 @@ def canonical(fqn: str) -> str:
     return ".".join([part for part in path if part not in WRAPPERS] + [leaf])
 
 
-def stripped(names: Iterable[str]) -> dict[str, str]:
-    """Names -> the same without wrappers, where all names of a model are known.
+def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return name -> name without wrappers, given all names of a model.
 
-    DDP has nothing beside its ``module``: one with others beside is a part of the model that is
-    called so. (What averages weights counts how many.)
+    DDP's ``module`` has no siblings: a ``module`` with siblings is a part of the model with that
+    name. (``n_averaged``, the counter of averaged models, does not count as one.)
 
-    >>> stripped(["module.b.module.weight", "module.b.norm.weight", "module._orig_mod.c"])
+    >>> strip_wrappers(["module.b.module.weight", "module.b.norm.weight", "module._orig_mod.c"])
     ... # doctest: +NORMALIZE_WHITESPACE
     {'module.b.module.weight': 'b.module.weight',
      'module.b.norm.weight': 'b.norm.weight',
@@ -65,7 +65,7 @@ def stripped(names: Iterable[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """What a user asks of the names, in the order in which it is applied."""
+    """The user's edits of names, in the order in which they are applied."""
 
     strip_wrappers: bool = True
     rename: Sequence[tuple[str, str]] = ()  # (regex, replacement), each applied to every name
@@ -75,17 +75,17 @@ class Edits:
 
 @dataclass(slots=True)
 class Edited:
-    """The edited manifest, and what was done."""
+    """The edited manifest, and a record of the edits."""
 
     manifest: Manifest
     stripped: list[tuple[str, str]] = field(default_factory=list)
     renamed: list[tuple[str, str]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
-    unmatched: list[str] = field(default_factory=list)  # options that no name answers to
+    unmatched: list[str] = field(default_factory=list)  # options that match no name
 
 
-def compiled(patterns: Iterable[str], option: str) -> list[re.Pattern[str]]:
-    """Regular expressions from the command line.
+def compile_patterns(patterns: Iterable[str], option: str) -> list[re.Pattern[str]]:
+    """Compile regular expressions from the command line.
 
     Raises:
         UsageError: one does not compile.
@@ -107,20 +107,20 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     rename = [
         (pattern, text)
         for pattern, (_, text) in zip(
-            compiled((p for p, _ in edits.rename), "--rename"), edits.rename, strict=True
+            compile_patterns((p for p, _ in edits.rename), "--rename"), edits.rename, strict=True
         )
     ]
     done = Edited(manifest)
     names: dict[str, str] = {}
     used: set[str] = set()
-    without = stripped(_every_name(manifest)) if edits.strip_wrappers else {}
+    without = strip_wrappers(_collect_names(manifest)) if edits.strip_wrappers else {}
 
     def new_name(fqn: str) -> str:
         if fqn not in names:
             bare = without.get(fqn, fqn)
             if bare != fqn:
                 done.stripped.append((fqn, bare))
-            names[fqn] = _renamed(bare, rename, used)
+            names[fqn] = _rename(bare, rename, used)
             if names[fqn] != bare:
                 done.renamed.append((bare, names[fqn]))
         return names[fqn]
@@ -128,38 +128,38 @@ def edit(manifest: Manifest, edits: Edits) -> Edited:
     entries = [replace(entry, fqn=new_name(entry.fqn)) for entry in manifest.entries.values()]
     tied = {new_name(alias): new_name(kept) for alias, kept in manifest.tied.items()}
     absent = tuple(map(new_name, manifest.absent))
-    include = compiled(edits.include, "--include")
-    exclude = compiled(edits.exclude, "--exclude")
+    include = compile_patterns(edits.include, "--include")
+    exclude = compile_patterns(edits.exclude, "--exclude")
 
-    def wanted(fqn: str) -> bool:
+    def is_selected(fqn: str) -> bool:
         return (not include or any(p.search(fqn) for p in include)) and not any(
             p.search(fqn) for p in exclude
         )
 
-    _refuse_collisions({old: new for old, new in names.items() if wanted(new)})
-    heirs, tied = _inherit(tied, wanted)
+    _refuse_collisions({old: new for old, new in names.items() if is_selected(new)})
+    heirs, tied = _reassign_ties(tied, is_selected)
     done.unmatched = [f"--rename {p}={text}" for p, text in edits.rename if p not in used]
-    done.unmatched += _unmatched("--include", include, names.values())
-    done.unmatched += _unmatched("--exclude", exclude, names.values())
-    done.excluded = sorted({e.fqn for e in entries if not wanted(e.fqn)})
+    done.unmatched += _find_unmatched("--include", include, names.values())
+    done.unmatched += _find_unmatched("--exclude", exclude, names.values())
+    done.excluded = sorted({e.fqn for e in entries if not is_selected(e.fqn)})
     entries = [replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in entries]
-    kept = [entry for entry in entries if wanted(entry.fqn)]
+    kept = [entry for entry in entries if is_selected(entry.fqn)]
     if entries and not kept:
-        raise UsageError("--include/--exclude", f"none of {len(names)} tensors is left")
+        raise UsageError("--include/--exclude", f"none of the {len(names)} tensors is selected")
     done.manifest = replace(
-        _renamed_manifest(manifest, kept, tied, new_name),
+        _rename_manifest(manifest, kept, tied, new_name),
         tied_copies=tuple(
-            replace(again, fqn=new_name(again.fqn))
-            for again in manifest.tied_copies
-            if wanted(new_name(again.fqn))
+            replace(copy, fqn=new_name(copy.fqn))
+            for copy in manifest.tied_copies
+            if is_selected(new_name(copy.fqn))
         ),
-        absent=tuple(filter(wanted, absent)),
+        absent=tuple(filter(is_selected, absent)),
     )
     return done
 
 
-def _every_name(manifest: Manifest) -> dict[str, None]:
-    """Each once, in the order of the manifest."""
+def _collect_names(manifest: Manifest) -> dict[str, None]:
+    """Return all names of a manifest, each once, in manifest order."""
     train = manifest.train
     names = [*(entry.fqn for entry in manifest.entries.values()), *manifest.absent]
     names += [fqn for pair in manifest.tied.items() for fqn in pair]
@@ -168,24 +168,24 @@ def _every_name(manifest: Manifest) -> dict[str, None]:
     return dict.fromkeys(names)
 
 
-def _unmatched(
+def _find_unmatched(
     option: str, patterns: Iterable[re.Pattern[str]], names: Collection[str]
 ) -> list[str]:
-    """Patterns that are in no name."""
+    """Return the patterns that match no name."""
     lost = (pattern for pattern in patterns if not any(map(pattern.search, names)))
     return [f"{option} {pattern.pattern}" for pattern in lost]
 
 
-def only(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
-    """The tensors of these names alone, each under its new one; groups keep all their names.
+def select(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    """Select the tensors of these names, each under its new one; groups keep all their names.
 
-    A tied value stays if any of its names is wanted.
+    A tied value stays if at least one of its names is selected.
 
     Raises:
-        UsageError: two of them would have the same name.
+        UsageError: two tensors would have the same name.
     """
     _refuse_collisions(dict(names))
-    heirs, tied = _inherit(dict(manifest.tied), names.__contains__)
+    heirs, tied = _reassign_ties(dict(manifest.tied), names.__contains__)
     moved = [
         replace(entry, fqn=heirs.get(entry.fqn, entry.fqn)) for entry in manifest.entries.values()
     ]
@@ -195,36 +195,34 @@ def only(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
         return names.get(fqn, fqn)
 
     return replace(
-        _renamed_manifest(manifest, kept, {new(alias): new(to) for alias, to in tied.items()}, new),
+        _rename_manifest(manifest, kept, {new(alias): new(to) for alias, to in tied.items()}, new),
         tied_copies=tuple(
-            replace(again, fqn=new(again.fqn))
-            for again in manifest.tied_copies
-            if again.fqn in names
+            replace(copy, fqn=new(copy.fqn)) for copy in manifest.tied_copies if copy.fqn in names
         ),
         absent=tuple(new(fqn) for fqn in manifest.absent if fqn in names),
     )
 
 
-def _inherit(
-    tied: dict[str, str], wanted: Callable[[str], bool]
+def _reassign_ties(
+    tied: dict[str, str], is_selected: Callable[[str], bool]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Tied names under a selection: kept name -> the alias that takes its place, and the rest.
+    """Return kept name -> the alias that replaces it, and the remaining ties, under a selection.
 
-    A value stays as long as one of its names is wanted; an alias that is not wanted goes.
+    A value stays if at least one of its names is selected; other aliases are removed.
     """
     heirs: dict[str, str] = {}
     rest: dict[str, str] = {}
     for alias, kept in tied.items():
-        if not wanted(alias):
+        if not is_selected(alias):
             continue
-        if wanted(kept):
+        if is_selected(kept):
             rest[alias] = kept
         elif heirs.setdefault(kept, alias) != alias:
             rest[alias] = heirs[kept]
     return heirs, rest
 
 
-def _renamed(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]], used: set[str]) -> str:
+def _rename(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]], used: set[str]) -> str:
     for pattern, text in rename:
         try:
             fqn, count = pattern.subn(text, fqn)
@@ -244,12 +242,12 @@ def _refuse_collisions(names: dict[str, str]) -> None:
             raise UsageError(
                 new,
                 f"both {owners[new]!r} and {old!r} would get this name",
-                "give --no-strip, or tell them apart with --rename or --exclude",
+                "pass --no-strip, or resolve it with --rename or --exclude",
             )
         owners[new] = old
 
 
-def _renamed_manifest(
+def _rename_manifest(
     manifest: Manifest, kept: list[Entry], tied: dict[str, str], new: Callable[[str], str]
 ) -> Manifest:
     train = replace(
@@ -259,7 +257,9 @@ def _renamed_manifest(
             ParamGroup(group.hyper, tuple(map(new, group.fqns)))
             for group in manifest.train.param_groups
         ),
-        non_tensor_state={new(fqn): held for fqn, held in manifest.train.non_tensor_state.items()},
+        non_tensor_state={
+            new(fqn): values for fqn, values in manifest.train.non_tensor_state.items()
+        },
     )
     return replace(
         manifest.with_entries(kept),

@@ -1,7 +1,7 @@
-"""What a section of a pickle or a document must be: said once, held at the door.
+"""Declared structure of the values in a pickle or a document, checked before they are used.
 
-A format's reader takes values out of dicts that may hold anything. It lists those that it takes,
-and `expect` names the first that is of another kind: in which file, where, what stands there.
+A format's reader takes values out of dicts that may contain anything. It declares the values that
+it uses, and `expect` reports the first one of another kind: the file, the key, and the value.
 
 >>> groups = fields(param_groups=sequence(mapping(TEXT)), step=INTEGER)
 >>> expect("x.pt", {"step": 3}, groups)
@@ -29,8 +29,8 @@ class Kind:
     """A kind of value.
 
     Args:
-        name: as it stands in a message.
-        fault: the first thing of a value that is of another kind, if there is one.
+        name: name of the kind in messages.
+        fault: function that returns the first fault of a value, or None.
     """
 
     name: str
@@ -38,22 +38,22 @@ class Kind:
 
 
 def expect(where: object, value: Any, kind: Kind, what: str = "") -> None:
-    """Hold a value to its kind.
+    """Check that a value is of a kind.
 
     Args:
-        what: the value's own name, where it is a part of the file.
+        what: the value's key, if it is a part of the file.
 
     Raises:
-        CorruptError: it is of another.
+        CorruptError: the value is of another kind.
     """
     fault = kind.fault(value)
     if fault:
-        place, problem = what + fault[0], fault[1]
-        raise CorruptError(where, f"{place.lstrip('.') or 'what it holds'} {problem}", _REMEDY)
+        key, problem = what + fault[0], fault[1]
+        raise CorruptError(where, f"{key.lstrip('.') or 'the content'} {problem}", _REMEDY)
 
 
 def a(name: str, holds: Callable[[Any], bool]) -> Kind:
-    """The kind of those values of which a predicate holds."""
+    """Return the kind of the values for which a predicate is true."""
 
     def fault(value: Any) -> Fault | None:
         return None if holds(value) else ("", f"is {shown(value)}, where {name} is expected")
@@ -78,26 +78,26 @@ SHAPE = a("a shape", _is_shape)
 
 
 def maybe(kind: Kind) -> Kind:
-    """That, or None."""
+    """Return the kind of values that are None or of the given kind."""
     return Kind(kind.name, lambda value: None if value is None else kind.fault(value))
 
 
 def either(*kinds: Kind) -> Kind:
-    """One of several; the fault is that of the one that is right at the top."""
+    """Return the kind of values of one of several kinds. The fault is the innermost one."""
     name = " or ".join(kind.name for kind in kinds)
 
     def fault(value: Any) -> Fault | None:
         faults = [kind.fault(value) for kind in kinds]
         if not all(faults):
             return None
-        within = next((found for found in faults if found and found[0]), None)
+        within = next((each for each in faults if each and each[0]), None)
         return within or ("", f"is {shown(value)}, where {name} is expected")
 
     return Kind(name, fault)
 
 
 def sequence(item: Kind = ANY) -> Kind:
-    """A list or tuple, and each of its items."""
+    """Return the kind of lists and tuples whose items are all of one kind."""
     of = a("a list", lambda value: isinstance(value, (list, tuple)))
 
     def fault(value: Any) -> Fault | None:
@@ -109,7 +109,7 @@ def sequence(item: Kind = ANY) -> Kind:
 
 
 def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
-    """A dict, each of its keys, and each of its values."""
+    """Return the kind of dicts, by the kinds of their keys and values."""
     of = a("a dict", lambda value: isinstance(value, dict))
 
     def fault(value: Any) -> Fault | None:
@@ -118,53 +118,53 @@ def mapping(key: Kind = ANY, item: Kind = ANY) -> Kind:
         for each in value if key is not ANY else ():
             if key.fault(each):
                 return "", f"has {shown(each)} as a key, where {key.name} is expected"
-        held = _once(value.items()) if item is not ANY else ()
-        return _first((f"[{shown(at)}]", item.fault(each)) for at, each in held)
+        pairs = _once(value.items()) if item is not ANY else ()
+        return _first((f"[{shown(at)}]", item.fault(each)) for at, each in pairs)
 
     return Kind("a dict", fault)
 
 
 def fields(**known: Kind) -> Kind:
-    """A dict that has some of these keys; others may hold anything."""
+    """Return the kind of dicts by some of their keys, which may be missing; others are ignored."""
     of = mapping()
 
     def fault(value: Any) -> Fault | None:
         if not isinstance(value, dict):
             return of.fault(value)
-        held = ((name, kind) for name, kind in known.items() if name in value)
-        return _first((f".{name}", kind.fault(value[name])) for name, kind in held)
+        present = ((name, kind) for name, kind in known.items() if name in value)
+        return _first((f".{name}", kind.fault(value[name])) for name, kind in present)
 
     return Kind("a dict", fault)
 
 
 def record(**known: Kind) -> Kind:
-    """A dict that has all of these keys."""
+    """Return the kind of dicts that have all of these keys."""
     some = fields(**known)
 
     def fault(value: Any) -> Fault | None:
-        lacking = [name for name in known if isinstance(value, dict) and name not in value]
-        return ("", f"has no {lacking[0]!r}") if lacking else some.fault(value)
+        missing = [name for name in known if isinstance(value, dict) and name not in value]
+        return ("", f"has no {missing[0]!r}") if missing else some.fault(value)
 
     return Kind("a dict", fault)
 
 
 def row(*items: Kind) -> Kind:
-    """A list or tuple of so many, each of its kind."""
+    """Return the kind of lists and tuples with one item of each of these kinds."""
     of = a(
         f"a list of {len(items)}", lambda v: sequence().fault(v) is None and len(v) == len(items)
     )
 
     def fault(value: Any) -> Fault | None:
-        held = zip(items, value, strict=True) if of.fault(value) is None else ()
+        pairs = zip(items, value, strict=True) if of.fault(value) is None else ()
         return of.fault(value) or _first(
-            (f"[{at}]", kind.fault(item)) for at, (kind, item) in enumerate(held)
+            (f"[{at}]", kind.fault(item)) for at, (kind, item) in enumerate(pairs)
         )
 
     return Kind(of.name, fault)
 
 
 def _once(parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-    """Parts with their places; a pickle may have one container in very many of them."""
+    """Yield parts with their positions, each container once: a pickle may repeat it very often."""
     seen: set[int] = set()
     for at, part in parts:
         if not isinstance(part, (dict, list, tuple)):
@@ -175,5 +175,5 @@ def _once(parts: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 
 def _first(parts: Iterable[tuple[str, Fault | None]]) -> Fault | None:
-    """The first fault of a value's parts, and where that part stands."""
+    """Return the first fault of a value's parts, with the position of that part."""
     return next(((at + fault[0], fault[1]) for at, fault in parts if fault), None)

@@ -1,4 +1,4 @@
-"""Sizes, counts and lists as people write and read them."""
+"""Sizes, counts and lists in the form in which people write and read them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from reshard.errors import UsageError
 
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_LONGEST = 24  # characters
+_LONGEST = 24  # maximum characters of a size
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Bytes from ``5GB`` (decimal, as Hugging Face), ``512MiB`` or a plain number.
+    """Return the bytes of a size: ``5GB`` (decimal, like Hugging Face), ``512MiB`` or a number.
 
     >>> parse_bytes("5GB", "--max-shard-size"), parse_bytes("1KiB", "x")
     (5000000000, 1024)
@@ -31,7 +31,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def show_bytes(nbytes: float) -> str:
-    """A size with three digits.
+    """Return a size as text with three digits.
 
     >>> show_bytes(1_234_000)
     '1.23 MB'
@@ -41,7 +41,7 @@ def show_bytes(nbytes: float) -> str:
 
 
 def show_count(count: float) -> str:
-    """A number of parameters.
+    """Return a number of parameters as text.
 
     >>> show_count(1_234_000_000)
     '1.23 B'
@@ -51,7 +51,7 @@ def show_count(count: float) -> str:
 
 
 def counted(number: int, singular: str, plural: str = "") -> str:
-    """A number with its noun.
+    """Return a number with its noun, singular or plural.
 
     >>> counted(1, "file"), counted(2, "copy", "copies")
     ('1 file', '2 copies')
@@ -60,7 +60,7 @@ def counted(number: int, singular: str, plural: str = "") -> str:
 
 
 def some(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many more there are.
+    """Return the first names as text, and the number of further ones.
 
     >>> some(["a", "b", "c"], most=2)
     'a, b and 1 more'
@@ -70,7 +70,7 @@ def some(names: Sequence[str], most: int = 3) -> str:
 
 
 def _scaled(value: float, names: tuple[str, ...]) -> tuple[float, str]:
-    """A value below a thousand of the unit that is named, each a thousand of the one before."""
+    """Divide a value by 1000 until it is below 1000; return it with its unit."""
     *small, largest = names
     for name in small:
         if value < 1000:

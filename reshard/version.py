@@ -1,3 +1,3 @@
-"""The version, by itself: the build reads it without importing the package."""
+"""The version, in a module that the build can read without importing the package."""
 
 __version__ = "0.1.0"

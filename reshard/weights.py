@@ -58,7 +58,7 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         raise UsageError(f"--dtype {dtype}", "weights are written as bf16, fp16 or fp32")
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     plain = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
-    patterns = keys.compiled(keep_fp32, "--keep-fp32")
+    patterns = keys.compile_patterns(keep_fp32, "--keep-fp32")
     result = Weights([])
     for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
         source = masters.get(fqn) or plain[fqn]

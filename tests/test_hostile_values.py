@@ -135,7 +135,7 @@ def test_a_value_of_another_kind_is_named(tmp_path, checkpoint, files, keys, val
 
 def test_what_a_reader_trips_over_is_corrupt_and_not_a_bug(monkeypatch, zero):
     monkeypatch.setattr(native, "first_of", lambda _census: 7)
-    with pytest.raises(CorruptError, match="not of the structure that its format has") as caught:
+    with pytest.raises(CorruptError, match="not have the structure of its format") as caught:
         formats.read(zero)
     assert isinstance(caught.value.__cause__, AttributeError)
     assert "native.py" in case.tripped(caught.value)

@@ -33,25 +33,25 @@ HELD = [
     (row(COUNT, TEXT), [0, "a"]),
 ]
 FAULTY = [
-    (INTEGER, True, "what it holds is True, where an integer is expected"),
-    (COUNT, -1, "what it holds is -1, where a number from 0 on is"),
-    (sequence(), "abc", "what it holds is 'abc', where a list is"),
+    (INTEGER, True, "the content is True, where an integer is expected"),
+    (COUNT, -1, "the content is -1, where a number from 0 on is"),
+    (sequence(), "abc", "the content is 'abc', where a list is"),
     (sequence(sequence(TEXT)), [["a"], [b"b"]], r"\[1\]\[0\] is b'b', where a text is"),
-    (mapping(TEXT), {1: 2}, "what it holds has 1 as a key, where a text is"),
+    (mapping(TEXT), {1: 2}, "the content has 1 as a key, where a text is"),
     (
         mapping(TEXT, SHAPE),
         {"w": (1 << 70,)},
         r"\['w'\] is \(1180591620717411303424,\), where a shape is",
     ),
-    (mapping(), [], r"what it holds is \[\], where a dict is"),
+    (mapping(), [], r"the content is \[\], where a dict is"),
     (fields(a=fields(b=maybe(TEXT))), {"a": {"b": 1.5}}, "a.b is 1.5, where a text is"),
-    (either(INTEGER, TEXT), None, "what it holds is None, where an integer or a text is"),
-    (record(a=TEXT, b=TEXT), {"a": ""}, "what it holds has no 'b'"),
+    (either(INTEGER, TEXT), None, "the content is None, where an integer or a text is"),
+    (record(a=TEXT, b=TEXT), {"a": ""}, "the content has no 'b'"),
     (record(a=TEXT), {"a": 1}, "a is 1, where a text is"),
-    (record(a=TEXT), 7, "what it holds is 7, where a dict is"),
-    (row(COUNT, TEXT), (1,), r"what it holds is \(1,\), where a list of 2 is"),
+    (record(a=TEXT), 7, "the content is 7, where a dict is"),
+    (row(COUNT, TEXT), (1,), r"the content is \(1,\), where a list of 2 is"),
     (row(COUNT, TEXT), (1, 2), r"\[1\] is 2, where a text is"),
-    (SHAPE, 7, "what it holds is 7, where a shape is"),
+    (SHAPE, 7, "the content is 7, where a shape is"),
 ]
 
 

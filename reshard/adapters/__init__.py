@@ -1,1 +1,1 @@
-"""LoRA adapters of PEFT: which tensors are one's, and whether its configuration fits them."""
+"""LoRA adapters of PEFT: which tensors belong to one, and whether its configuration fits them."""

@@ -1,4 +1,4 @@
-"""``adapter_config.json``: found beside the checkpoint, and held to the tensors it speaks of."""
+"""Reading of ``adapter_config.json``, and its comparison with the tensors of the adapter."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from reshard.adapters.names import (
     SAVED_MODULE,
     TOKENS,
     Part,
-    bare,
-    part,
-    rooted,
+    add_root,
+    parse_part,
+    strip_root,
 )
 from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
@@ -41,34 +41,34 @@ _KIND = fields(
     modules_to_save=maybe(sequence(TEXT)),
     bias=maybe(TEXT),
 )
-_DEEPEST = 100  # components of a name
-_SAID = 3  # contradictions
-_PLAIN = re.compile(r"[\w.-]+")  # a pattern without regular expression; a file's are not run
+_DEEPEST = 100  # maximum components of a name
+_MOST_PROBLEMS = 3  # contradictions in one message
+_PLAIN = re.compile(r"[\w.-]+")  # a plain name; regular expressions of a file are not run
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """An adapter's configuration, and where it lies."""
+    """An adapter's configuration, and its path."""
 
     path: Path
     values: Mapping[str, Any]
 
 
 def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> Config | None:
-    """The configuration in ``hf_dir``, else beside the checkpoint; None where there is none.
+    """Read the configuration in ``hf_dir``, else beside the checkpoint; None if there is none.
 
-    PEFT keeps that of an adapter with a name of its own in a folder of that name.
+    PEFT stores the configuration of an adapter with a name of its own in a folder of that name.
 
     Raises:
-        UsageError: ``hf_dir`` was given and has none.
-        UnsupportedError: it is not of LoRA.
-        CorruptError: it is not JSON, or lacks what makes it a LoRA configuration.
+        UsageError: ``hf_dir`` was given and has no configuration.
+        UnsupportedError: the adapter is not LoRA.
+        CorruptError: the file is not JSON, or lacks a required value.
     """
-    places = [hf_dir] if hf_dir else list(near)
-    folders = [place / name for place in places if name != DEFAULT] + places
+    directories = [hf_dir] if hf_dir else list(near)
+    folders = [each / name for each in directories if name != DEFAULT] + directories
     path = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
     if path is None and hf_dir:
-        raise UsageError(hf_dir, f"has no {FILE}", "--adapter takes it from --hf-dir")
+        raise UsageError(hf_dir, f"has no {FILE}", "pass the directory that has it as --hf-dir")
     return _read(path) if path else None
 
 
@@ -77,29 +77,31 @@ def _read(path: Path) -> Config:
     expect(path, values, _KIND)
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError(path, f"is of peft_type {kind!r}", "--adapter writes those of LORA")
+        raise UnsupportedError(path, f"has peft_type {kind!r}", "--adapter supports only LORA")
     for key in ("r", "lora_alpha"):
         if not values.get(key):
             raise CorruptError(
                 path,
-                f"says {key} {values[key]}, which makes every adapter count for nothing"
+                f"has {key} {values[key]}, which disables every adapter"
                 if key in values
-                else f"has no {key!r}, and no tensor tells it",
-                "correct a copy by what the run was started with, and name its directory with"
+                else f"has no {key!r}, and the tensors do not reveal it",
+                "copy the file, set the value that the run used, and pass the directory as"
                 " --hf-dir",
             )
     return Config(path, values)
 
 
-def lacking(where: object, found: Sequence[Part], shapes: Mapping[str, Index]) -> IncompleteError:
-    """That there is no configuration, with as much of one as the tensors tell."""
+def build_missing_error(
+    where: object, found: Sequence[Part], shapes: Mapping[str, Index]
+) -> IncompleteError:
+    """Return the error for a missing configuration, with the values that the tensors reveal."""
     ranks = _ranks(found, shapes)
     usual = Counter(ranks.values()).most_common(1)
     text: dict[str, Any] = {"peft_type": "LORA", "r": usual[0][0] if usual else None}
-    others = {bare(layer): rank for layer, rank in ranks.items() if rank != text["r"]}
+    others = {strip_root(layer): rank for layer, rank in ranks.items() if rank != text["r"]}
     if others:
         text["rank_pattern"] = others
-    text["target_modules"] = sorted({bare(layer).rpartition(".")[2] for layer in ranks})
+    text["target_modules"] = sorted({strip_root(layer).rpartition(".")[2] for layer in ranks})
     if any(each.role == MAGNITUDE for each in found):
         text["use_dora"] = True
     modules = {each.layer.rpartition(".")[2] for each in found if each.role == SAVED_MODULE}
@@ -108,22 +110,22 @@ def lacking(where: object, found: Sequence[Part], shapes: Mapping[str, Index]) -
     known = json.dumps(text)[:-1]
     return IncompleteError(
         where,
-        f"no {FILE} lies beside it, and no tensor tells its lora_alpha",
-        "in the training script model.peft_config[NAME].save_pretrained(DIR) writes it; or write"
+        f"there is no {FILE} beside it, and the tensors do not reveal lora_alpha",
+        "write it in the training script: model.peft_config[NAME].save_pretrained(DIR); or create"
         f' DIR/{FILE} by hand: {known}, "lora_alpha": ...}} (use_rslora, bias and task_type too'
         " if the run set them); then add --hf-dir DIR",
     )
 
 
 def check(config: Config, found: Sequence[Part], shapes: Mapping[str, Index]) -> None:
-    """Hold a configuration to the tensors of its adapter.
+    """Compare a configuration with the tensors of its adapter.
 
     Args:
-        shapes: of all weights, by fqn.
+        shapes: shapes of all weights, by fqn.
 
     Raises:
         IncompleteError: a layer has one of ``lora_A`` and ``lora_B`` without the other.
-        CorruptError: the configuration is another adapter's.
+        CorruptError: the configuration belongs to another adapter.
     """
     _refuse_halves(config, found)
     wrong = chain(
@@ -132,17 +134,17 @@ def check(config: Config, found: Sequence[Part], shapes: Mapping[str, Index]) ->
         _wrong_parts(config.values, found),
         _wrong_modules(config.values, found, shapes),
     )
-    problems = list(islice(wrong, _SAID))
+    problems = list(islice(wrong, _MOST_PROBLEMS))
     if problems:
         raise CorruptError(
             config.path,
-            f"is not of these tensors: {'; '.join(problems)}",
-            "name the directory of the adapter's own with --hf-dir",
+            f"does not fit these tensors: {'; '.join(problems)}",
+            "pass the directory of the adapter's own configuration as --hf-dir",
         )
 
 
 def _ranks(found: Iterable[Part], shapes: Mapping[str, Index]) -> dict[str, int]:
-    """Layer -> its rank, as ``lora_A`` has it."""
+    """Return layer -> its LoRA rank, the first dim of ``lora_A``."""
     return {
         each.layer: shapes[each.fqn][0] for each in found if each.role in IN and shapes[each.fqn]
     }
@@ -154,21 +156,21 @@ def _refuse_halves(config: Config, found: Sequence[Part]) -> None:
     if alone:
         raise IncompleteError(
             config.path.parent,
-            f"{counted(len(alone), 'adapted layer')} ({some(alone)}) with lora_A or lora_B alone",
+            f"{counted(len(alone), 'adapted layer')} ({some(alone)}) lacks lora_A or lora_B",
             "a shard is missing, or --include or --exclude left one out",
         )
 
 
 def _wrong_ranks(values: Mapping[str, Any], ranks: Mapping[str, int]) -> Iterator[str]:
     if values.get("target_parameters"):
-        return  # their ranks are of all experts together
+        return  # a rank there covers all experts together
     patterns = values.get("rank_pattern") or {}
     plain = all(map(_PLAIN.fullmatch, patterns))
     for layer, rank in ranks.items():
         own = [patterns[name] for name in _endings(layer) if name in patterns]
-        said = (own or [values["r"]]) if plain else [values["r"], *patterns.values()]
-        if rank not in said:
-            yield f"it says r {said[0]}, and {layer} has {rank}"
+        declared = (own or [values["r"]]) if plain else [values["r"], *patterns.values()]
+        if rank not in declared:
+            yield f"r is {declared[0]}, but {layer} has rank {rank}"
 
 
 def _wrong_targets(values: Mapping[str, Any], found: Sequence[Part]) -> Iterator[str]:
@@ -179,11 +181,11 @@ def _wrong_targets(values: Mapping[str, Any], found: Sequence[Part]) -> Iterator
     layers = dict.fromkeys(each.layer for each in found if each.role in IN)
     for layer in layers:
         if named.isdisjoint(_endings(layer)):
-            yield f"its target_modules do not name {layer}"
+            yield f"target_modules do not name {layer}"
 
 
 def _wrong_parts(values: Mapping[str, Any], found: Sequence[Part]) -> Iterator[str]:
-    """What an option adds to a layer is there exactly if the option is set."""
+    """Yield the options whose tensors are missing, or present without the option."""
     has = {
         "use_dora": any(each.role == MAGNITUDE for each in found),
         "lora_bias": any(each.role in OUT and each.fqn.endswith(".bias") for each in found),
@@ -191,8 +193,8 @@ def _wrong_parts(values: Mapping[str, Any], found: Sequence[Part]) -> Iterator[s
     }
     for option, there in has.items():
         if there != bool(values.get(option)):
-            tensors = "tensors of it are there" if there else "no tensor of it is there"
-            yield f"it says {option} {shown(values.get(option))}, and {tensors}"
+            tensors = "its tensors are present" if there else "its tensors are missing"
+            yield f"{option} is {shown(values.get(option))}, but {tensors}"
 
 
 def _wrong_modules(
@@ -201,20 +203,22 @@ def _wrong_modules(
     named = set(values.get("modules_to_save") or ())
     sizes = set(map(len, named))
     for layer in dict.fromkeys(each.layer for each in found if each.role == SAVED_MODULE):
-        if not any(layer[-size:] in named for size in sizes):  # as PEFT: whatever it ends in
-            yield f"its modules_to_save do not name {layer}"
+        if not any(layer[-size:] in named for size in sizes):  # PEFT compares the end of the name
+            yield f"modules_to_save do not name {layer}"
     if not any(each.adapter for each in found):
-        return  # PEFT's own file, in which a saved module has its own name
+        return  # in PEFT's own file a saved module has its original name
     for fqn in shapes:
-        if part(fqn) is None and not named.isdisjoint(_endings(rooted(fqn).rpartition(".")[0])):
-            yield f"its modules_to_save name {fqn}, which has no trained copy"
+        if parse_part(fqn) is None and not named.isdisjoint(
+            _endings(add_root(fqn).rpartition(".")[0])
+        ):
+            yield f"modules_to_save name {fqn}, which has no trained copy"
 
 
 def _endings(layer: str) -> list[str]:
-    """What PEFT takes as a layer's name where it is no pattern: its last components, of any number.
+    """Return the names by which PEFT may refer to a layer: its last components, of any number.
 
     >>> _endings("base_model.model.layers.0.q_proj")
     ['layers.0.q_proj', '0.q_proj', 'q_proj']
     """
-    path = bare(layer).split(".")
+    path = strip_root(layer).split(".")
     return [".".join(path[at:]) for at in range(max(0, len(path) - _DEEPEST), len(path))]

@@ -1,8 +1,8 @@
-"""The names of an adapter's tensors: in a model that is trained, and in PEFT's own file.
+"""The names of an adapter's tensors: in the trained model, and in PEFT's own file.
 
-In the model an adapter's name stands in those of its tensors, ``q_proj.lora_A.default.weight``; in
-the file it does not. Both as PEFT 0.21 has them, ``utils/save_and_load.py``
-(get_peft_model_state_dict) and ``tuners/tuners_utils.py`` (BaseTuner).
+In the model they contain the adapter's name, ``q_proj.lora_A.default.weight``; in the file they do
+not. Source of both: PEFT 0.21 ``utils/save_and_load.py`` (get_peft_model_state_dict) and
+``tuners/tuners_utils.py`` (BaseTuner).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.units import some
+from reshard.units import counted, some
 
-ROOT = "base_model.model."  # where a PeftModel has the model that it adapts
-DEFAULT = "default"  # what PEFT calls an adapter that nobody named
+ROOT = "base_model.model."  # prefix of the adapted model in a PeftModel
+DEFAULT = "default"  # PEFT's name for an adapter without one
 SAVED_MODULE = "modules_to_save"
 TOKENS = "trainable_tokens_delta"
 MAGNITUDE = "lora_magnitude_vector"
@@ -33,8 +33,8 @@ class Part:
     Args:
         layer: the module that is adapted, or saved with the adapter.
         role: ``lora_A`` and so on, ``modules_to_save`` or ``trainable_tokens_delta``.
-        adapter: its name; empty in PEFT's file.
-        saved_as: its name in PEFT's file.
+        adapter: name of the adapter; empty in PEFT's file.
+        saved_as: name of the tensor in PEFT's file.
     """
 
     fqn: str
@@ -44,15 +44,15 @@ class Part:
     saved_as: str
 
 
-def part(fqn: str) -> Part | None:
-    """What of an adapter a tensor is, if its name is one that PEFT gives.
+def parse_part(fqn: str) -> Part | None:
+    """Parse the name of an adapter's tensor; None if it is not a name that PEFT gives.
 
-    >>> part("h.q_proj.lora_A.default.weight").saved_as
+    >>> parse_part("h.q_proj.lora_A.default.weight").saved_as
     'base_model.model.h.q_proj.lora_A.weight'
-    >>> part("base_model.model.head.modules_to_save.default.weight").saved_as
+    >>> parse_part("base_model.model.head.modules_to_save.default.weight").saved_as
     'base_model.model.head.weight'
     """
-    path = rooted(fqn).split(".")
+    path = add_root(fqn).split(".")
     for at in reversed(range(1, len(path))):
         role = path[at]
         if role not in _ROLES:
@@ -64,83 +64,83 @@ def part(fqn: str) -> Part | None:
             leaf = rest.pop() if rest and rest[-1] in _LEAVES else ""
             if len(rest) > 1:
                 return None
-            # PEFT's files keep the name that a magnitude had before it became a module
+            # PEFT's files use the older name of a magnitude, from before it became a module.
             tail = [leaf] if leaf and role != MAGNITUDE else []
             saved_as = ".".join([layer, role, *tail])
             return Part(fqn, layer, role, rest[0] if rest else "", saved_as)
     return None
 
 
-def parts(fqns: Iterable[str]) -> list[Part]:
-    """The tensors of adapters among these."""
-    return [found for fqn in fqns if (found := part(fqn))]
+def find_parts(fqns: Iterable[str]) -> list[Part]:
+    """Return the tensors that belong to adapters."""
+    return [found for fqn in fqns if (found := parse_part(fqn))]
 
 
-def told(fqns: Iterable[str]) -> list[str]:
-    """That adapters among weights are not added to these, and what to do with them."""
-    found = parts(fqns)
+def explain_separate(fqns: Iterable[str]) -> list[str]:
+    """Return the note that adapters are written separately, not added to the weights."""
+    found = find_parts(fqns)
     lora = [each for each in found if each.role in MATRICES]
     if not lora:
         return []
-    called = list(dict.fromkeys(each.adapter or DEFAULT for each in found))
+    adapters = list(dict.fromkeys(each.adapter or DEFAULT for each in found))
     text = (
-        f"{len(lora)} tensors of LoRA adapters ({some([each.fqn for each in lora])}) are written"
-        " under PEFT's names, not added to the weights that they adapt: --adapter"
-        f" {' or '.join(called)} writes one alone, as PeftModel.from_pretrained loads it, and"
+        f"{counted(len(lora), 'LoRA tensor')} ({some([each.fqn for each in lora])}) written under"
+        " PEFT's names, not added to the adapted weights. Pass --adapter"
+        f" {' or '.join(adapters)} to write one adapter for PeftModel.from_pretrained, whose"
         " merge_and_unload adds it"
     )
     return [text]
 
 
-def unknown(fqns: Iterable[str]) -> list[str]:
-    """Names that look like a LoRA layer's and are none that are known here."""
+def find_unknown(fqns: Iterable[str]) -> list[str]:
+    """Return the names that contain ``lora_`` and are not known here."""
     return [
         fqn
         for fqn in fqns
-        if any(word.startswith("lora_") for word in fqn.split(".")) and part(fqn) is None
+        if any(word.startswith("lora_") for word in fqn.split(".")) and parse_part(fqn) is None
     ]
 
 
-def rooted(fqn: str) -> str:
-    """A name as a PeftModel has it: what wraps that goes, and its root is put before all others.
+def add_root(fqn: str) -> str:
+    """Return a name as in a PeftModel: without wrappers before its root, which is added if missing.
 
-    >>> rooted("model.base_model.model.norm.weight"), rooted("norm.weight")
+    >>> add_root("model.base_model.model.norm.weight"), add_root("norm.weight")
     ('base_model.model.norm.weight', 'base_model.model.norm.weight')
     """
     at = f".{fqn}".find(f".{ROOT}")
     return fqn[at:] if at >= 0 else ROOT + fqn
 
 
-def bare(layer: str) -> str:
-    """A layer's name in the model that is adapted."""
+def strip_root(layer: str) -> str:
+    """Return a layer's name in the model that is adapted."""
     return layer.removeprefix(ROOT).removesuffix(".base_layer")
 
 
-def saved(
+def choose_saved(
     fqns: Iterable[str], found: Iterable[Part], name: str, config: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Fqn -> name in PEFT's file, of everything that PEFT saves of an adapter.
+    """Return fqn -> name in PEFT's file, for every tensor that PEFT saves with an adapter.
 
     Args:
-        fqns: of all weights, second names of tied ones too.
-        found: the `parts` among them.
-        name: the adapter's; empty where the source is PEFT's own file, all of which it is.
+        fqns: names of all weights, with the aliases of tied ones.
+        found: the parts among them (`find_parts`).
+        name: the adapter's name; empty if the source is PEFT's own file, which is saved whole.
     """
     if not name:
-        return {fqn: rooted(fqn) for fqn in fqns}
-    held = {each.fqn: each for each in found}
-    also = _saved_of_base(held.values(), config)
+        return {fqn: add_root(fqn) for fqn in fqns}
+    by_name = {each.fqn: each for each in found}
+    is_saved = _saved_of_base(by_name.values(), config)
     chosen = {}
     for fqn in fqns:
-        if fqn not in held and also(rooted(fqn)):
-            chosen[fqn] = rooted(fqn)
-        elif fqn in held and held[fqn].adapter == name:
-            chosen[fqn] = held[fqn].saved_as
+        if fqn not in by_name and is_saved(add_root(fqn)):
+            chosen[fqn] = add_root(fqn)
+        elif fqn in by_name and by_name[fqn].adapter == name:
+            chosen[fqn] = by_name[fqn].saved_as
     return chosen
 
 
 def _saved_of_base(found: Iterable[Part], config: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Which of the base model's tensors go along: biases that were trained, adapted embeddings."""
+    """Return a test for the base model's tensors that are saved: biases, embeddings."""
     layers = {each.layer for each in found if each.role in MATRICES}
     targets, bias = config.get("target_modules"), config.get("bias") or "none"
     embeds = isinstance(targets, str) or not set(_EMBEDDINGS).isdisjoint(targets or ())
@@ -149,7 +149,7 @@ def _saved_of_base(found: Iterable[Part], config: Mapping[str, Any]) -> Callable
     embeddings = [each for each in layers if embeds and each.rpartition(".")[2] in _EMBEDDINGS]
     prefixes = tuple(f"{each}.base_layer." for each in embeddings)
 
-    def wanted(fqn: str) -> bool:
+    def is_saved(fqn: str) -> bool:
         owner = fqn.removesuffix(".base_layer.bias")
         return (
             (bias == "all" and fqn.endswith(".bias"))
@@ -157,4 +157,4 @@ def _saved_of_base(found: Iterable[Part], config: Mapping[str, Any]) -> Callable
             or fqn.startswith(prefixes)
         )
 
-    return wanted
+    return is_saved

@@ -207,7 +207,7 @@ class _Wanted:
             if kind not in known:
                 raise UsageError(f"--kind {kind}", f"is none of {', '.join(sorted(known))}")
         self._kinds = set(options.kinds)
-        self._ignored: list[re.Pattern[str]] = keys.compiled(options.ignore, "--ignore")
+        self._ignored: list[re.Pattern[str]] = keys.compile_patterns(options.ignore, "--ignore")
 
     @property
     def train(self) -> bool:

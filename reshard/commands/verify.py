@@ -244,7 +244,7 @@ def _deep(
             progress=progress,
         )
     report.bytes_read = seen.bytes_read
-    patterns = keys.compiled(options.ignore, "--ignore")
+    patterns = keys.compile_patterns(options.ignore, "--ignore")
 
     def ignored(fqn: str) -> bool:
         return any(pattern.search(fqn) for pattern in patterns)

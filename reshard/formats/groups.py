@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.formats.training import Group, Trained, Training
-from reshard.keys import compiled
+from reshard.keys import compile_patterns
 from reshard.units import some
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
@@ -108,7 +108,7 @@ def _rule(path: Path, number: int, group: Any) -> Rule:
             where, "is frozen and has hyper-parameters" if frozen is True else "has no such frozen"
         )
     return Rule(
-        tuple(compiled(_texts(where, "match", group.get("match", [])), where)),
+        tuple(compile_patterns(_texts(where, "match", group.get("match", [])), where)),
         _texts(where, "fqns", group.get("fqns", [])),
         frozen,
         hyper,

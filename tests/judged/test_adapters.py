@@ -206,7 +206,7 @@ def test_without_a_configuration_it_is_said_what_is_needed(saved, tmp_path):
     (source.parent / CONFIG).unlink()
     with pytest.raises(IncompleteError) as caught:
         reshard.merge(source, tmp_path / "out", adapter="default")
-    assert "no tensor tells its lora_alpha" in caught.value.problem
+    assert "tensors do not reveal lora_alpha" in caught.value.problem
     text = caught.value.remedy.partition(f"{CONFIG} by hand: ")[2].partition(" (use_rslora")[0]
     by_hand = json.loads(text.replace("...", "16"))
     (tmp_path / "hand").mkdir()
@@ -216,7 +216,7 @@ def test_without_a_configuration_it_is_said_what_is_needed(saved, tmp_path):
 
 
 WRONG = {
-    "rank": ({"r": 4}, CorruptError, "it says r 4, and base_model.model.model.layers.0"),
+    "rank": ({"r": 4}, CorruptError, "r is 4, but base_model.model.model.layers.0"),
     "target": ({"target_modules": ["q_proj"]}, CorruptError, "target_modules do not name"),
     "dora": ({"use_dora": True}, CorruptError, "use_dora True, and no tensor of it is there"),
     "unsaved": ({"modules_to_save": ["norm"]}, CorruptError, "which has no trained copy"),

@@ -395,7 +395,7 @@ METADATA_LIES = """
         (_size(-7, 13), CorruptError, ""),
         (_size(8, 13), CorruptError, "91 of 104"),
         (_size(6, 13), CorruptError, "outside"),
-        (_size(7, 13, 1), CorruptError, "no shape or place"),
+        (_size(7, 13, 1), CorruptError, "not a shape or index"),
         (_size("a", "b"), CorruptError, ""),
         (_size(None), CorruptError, ""),
         (_size(7.0, 13.0), CorruptError, ""),

@@ -61,7 +61,7 @@ def untrained(held: Sequence[Entry], pool: SourceFiles) -> list[str]:
 
 
 def _role(fqn: str) -> str:
-    found = names.part(fqn)
+    found = names.parse_part(fqn)
     return found.role if found else ""
 
 
@@ -78,21 +78,21 @@ def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Pat
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     tied = {alias: kept for alias, kept in manifest.tied.items() if _role(alias) != names.TOKENS}
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
-    found = names.parts(shapes)
+    found = names.find_parts(shapes)
     in_names = _name_in_names(where, name, found)
-    strange = names.unknown(shapes)
+    strange = names.find_unknown(shapes)
     if strange:
         raise UnsupportedError(where, f"{some(strange)}: no part of LoRA that reshard knows")
     own = [each for each in found if each.adapter == in_names]
     config = configs.find(name, hf_dir, near)
     if config is None:
-        raise configs.lacking(where, own, shapes)
+        raise configs.build_missing_error(where, own, shapes)
     configs.check(config, own, shapes)
-    saved = names.saved(shapes, found, in_names, config.values)
+    saved = names.choose_saved(shapes, found, in_names, config.values)
     left = f"; {len(shapes) - len(saved)} others are left out" if len(shapes) > len(saved) else ""
     beside = companions.others(config.path.parent, {})
     return Adapter(
-        keys.only(manifest, saved),
+        keys.select(manifest, saved),
         {path.name: small(path) for path in (*beside, config.path)},
         [f"adapter {name}: {len(saved)} tensors, with {config.path}{left}"],
         [*_trained_and_left(manifest, saved, found), *_hollow(manifest, near)],

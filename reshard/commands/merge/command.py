@@ -150,7 +150,7 @@ def _prepare(
         edited.manifest, filled = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     _refuse_rounded_scales(companions, chosen, options)
-    chosen.notes += adapters.told(entry.fqn for entry, _ in chosen.tensors)
+    chosen.notes += adapters.explain_separate(entry.fqn for entry, _ in chosen.tensors)
     if options.fill_missing_from and not filled:
         chosen.notes.append(f"{FILL}: the checkpoint lacks none of that model's weights")
     with SourceFiles() as pool:
