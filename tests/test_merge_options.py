@@ -389,7 +389,7 @@ def test_include_and_exclude_choose_by_the_new_names(plain, tmp_path):
 
 
 def test_excluding_everything_is_refused(plain, tmp_path):
-    with pytest.raises(UsageError, match="none of 7 tensors"):
+    with pytest.raises(UsageError, match="none of the 7 tensors"):
         reshard.merge(plain, tmp_path / "o.safetensors", edits=Edits(exclude=["."]))
 
 

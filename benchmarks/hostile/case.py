@@ -144,9 +144,9 @@ def judged(words: list[str], out: Path) -> Verdict:
 
 
 def tripped(error: BaseException | None) -> str:
-    """Where `errors.understood` had to answer for a reader; "" if it had not."""
-    told = isinstance(error, ReshardError) and "is not of the structure" in error.problem
-    return frames(error.__cause__) if error and told else ""
+    """Return the frames of the Python error that `errors.understood` replaced, or ""."""
+    is_replaced = isinstance(error, ReshardError) and "does not have the structure of its format" in error.problem
+    return frames(error.__cause__) if error and is_replaced else ""
 
 
 def _bad_error(error: BaseException | None, code: int) -> str:
