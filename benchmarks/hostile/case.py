@@ -145,7 +145,10 @@ def judged(words: list[str], out: Path) -> Verdict:
 
 def tripped(error: BaseException | None) -> str:
     """Return the frames of the Python error that `errors.understood` replaced, or ""."""
-    is_replaced = isinstance(error, ReshardError) and "does not have the structure of its format" in error.problem
+    is_replaced = (
+        isinstance(error, ReshardError)
+        and "does not have the structure of its format" in error.problem
+    )
     return frames(error.__cause__) if error and is_replaced else ""
 
 

@@ -20,7 +20,9 @@ from reshard.errors import INTERRUPTED, ReshardError
 
 __all__ = ["cli", "main"]
 
-_NEW_OBJECTS = 50_000  # before garbage is looked for; by default 700, a tenth of the start-up
+_NEW_OBJECTS = (
+    50_000  # new objects per garbage collection; the default of 700 costs a tenth of the start
+)
 
 
 def main() -> NoReturn:
@@ -28,8 +30,10 @@ def main() -> NoReturn:
     gc.set_threshold(_NEW_OBJECTS)
     try:
         with signals.raised():
-            code = cli(standalone_mode=False) or 0  # an int where a command ended with its own code
-    except BaseException as error:  # noqa: BLE001 - nothing leaves without its message and code
+            code = (
+                cli(standalone_mode=False) or 0
+            )  # an int if the command returned its own exit code
+    except BaseException as error:  # noqa: BLE001 - every failure gets a message and a code
         if "-v" in sys.argv or "--verbose" in sys.argv:
             import traceback
 
@@ -38,8 +42,8 @@ def main() -> NoReturn:
     sys.exit(code)
 
 
-def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit code
-    """Print what went wrong; the exit code."""
+def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exit code
+    """Print the message of an error and return its exit code."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, click.ClickException):
@@ -48,18 +52,18 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return an exit
     if isinstance(error, ReshardError):
         return _fail(*error.lines, code=error.exit_code)
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        told = error.__cause__ if isinstance(error, click.Abort) else error
+        cause = error.__cause__ if isinstance(error, click.Abort) else error
         return _fail(
-            "; ".join(["interrupted", *map(str, told.args if told else ())]), code=INTERRUPTED
+            "; ".join(["interrupted", *map(str, cause.args if cause else ())]), code=INTERRUPTED
         )
-    if isinstance(error, SystemExit):  # click's way to say that the reader of stdout has gone
+    if isinstance(error, SystemExit):  # click raises it when the reader of stdout is gone
         return 0
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, MemoryError):
-        lacking = "out of memory; give a smaller --max-memory or fewer --workers"
-        return _fail("; ".join([lacking, *map(str, error.args)]), code=4)
+        problem = "out of memory; pass a smaller --max-memory or fewer --workers"
+        return _fail("; ".join([problem, *map(str, error.args)]), code=4)
     if isinstance(error, OSError):
         return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)

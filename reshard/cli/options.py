@@ -12,15 +12,15 @@ from reshard.paths import as_path
 if TYPE_CHECKING:
     _Choice = click.Choice[str]
 else:
-    _Choice = click.Choice  # which takes no parameter before click 8.4
+    _Choice = click.Choice  # has no type parameter before click 8.4
 
 
 class OneOf(_Choice):
-    """One of the words of a module, which is imported no sooner than they are needed.
+    """A choice between the values of a module, which is imported only when they are needed.
 
     Args:
-        module: its dotted name.
-        name: what is there: a sequence of words, or the `Literal` of them.
+        module: dotted name of the module.
+        name: name of a sequence of texts in it, or of their `Literal`.
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -33,19 +33,19 @@ class OneOf(_Choice):
             raise AttributeError(name)
         from importlib import import_module
 
-        module, words = self._home
-        found = getattr(import_module(module), words)
-        self.choices = get_args(found) or tuple(found)
+        module, name = self._home
+        values = getattr(import_module(module), name)
+        self.choices = get_args(values) or tuple(values)
         return self.choices
 
 
 class _Where(click.Path):
-    """A path of this machine, or a URL."""
+    """A local path, or a URL."""
 
     def convert(
         self, value: Any, _param: click.Parameter | None, _context: click.Context | None
     ) -> Any:
-        """As every layer below takes it."""
+        """Return the path object that all lower layers use."""
         return as_path(value)
 
 
@@ -58,63 +58,65 @@ _report, _names = section("Report"), section("Names")
 sources = click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=PATH)
 destination = click.argument("destination", type=PATH)
 
-# Under whose names tensors are written; the same for every command that writes.
+# Names of the written tensors, for every command that writes.
 vocab_size = _names(
     "--vocab-size",
     type=click.IntRange(min=1),
-    help="Rows of the embedding that are words; more are padding.  [default: as the source says]",
+    help="Rows of the embedding without padding.  [default: as the source states]",
 )
 family = _names(
     "--family",
-    help="Which of Hugging Face's models it is: llama, qwen2, ...  [default: as the source says]",
+    help="Model family of Hugging Face: llama, qwen2, ...  [default: as the source states]",
 )
 
-# How a source is read; the same for every command.
+# How the source is read, for every command.
 source = together(
     _source(
         "--from",
         "source_format",
         type=OneOf("reshard.formats", "NAMES"),
-        help="Its format.  [default: detected]",
+        help="Format of SOURCE.  [default: detected]",
     ),
     _source(
         "--tag",
         "--step",
         "tag",
-        help="Which checkpoint of a run directory.  [default: the one that it points to, else the"
-        " newest]",
+        help="Checkpoint of a run directory.  [default: the one that the directory points to, else"
+        " the newest]",
     ),
-    _source("--key", help="Which state dict, where a file holds several: dotted, e.g. ema.model."),
+    _source(
+        "--key", help="State dict to read if a file has several, as a dotted path, e.g. ema.model."
+    ),
     _source(
         "--model",
-        help="Its model, where files do not say: config.json, its directory, or module:factory.",
+        help="Model, if files do not state it: config.json, its directory, or module:factory.",
     ),
     _source("--wrap", help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N or none."),
     _source(
         "--rules",
         type=PATH,
         metavar="FILE",
-        help="YAML: how parameters are cut that no table knows, and what others call them.",
+        help="YAML rules for parameters that the built-in tables do not have: cuts and names.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
     click.option("-v", "--verbose", is_flag=True, help="Show tracebacks."),
 )
 
-# Of every command whose report can be a page.
+# For every command whose report can be a page.
 html = _report(
     "--html",
     type=PATH,
     metavar="FILE",
-    help="Also write the report as a page that needs only a browser.",
+    help="Also write the report as a self-contained HTML page.",
 )
 
-# The same of commands that write nothing else.
+# For commands that write nothing but the page.
 page = together(
     html,
-    _report("--overwrite", is_flag=True, help="Replace the file of --html."),
+    _report("--overwrite", is_flag=True, help="Replace an existing file of --html."),
 )
 
-# What reading tensors may take, and trust.
+# Limits of reading tensors, and trust.
 budget = together(
     _reading(
         "--allow-pickle",
@@ -125,50 +127,52 @@ budget = together(
     _reading(
         "--workers",
         default=0,
-        help="Threads; the output does not depend on it.  [default: one a core, at most 8]",
+        help="Threads; the output does not depend on it.  [default: number of cores, at most 8]",
     ),
     _reading(
         "--max-memory",
         default="256MiB",
         show_default=True,
-        help="For the buffers of all workers together.",
+        help="Memory for the buffers of all workers together.",
     ),
 )
 
-# How files are written; the same for every command that writes.
+# How files are written, for every command that writes.
 output = together(
     _writing(
         "--on-overflow",
         type=click.Choice(["error", "clamp", "allow"]),
         default="error",
         show_default=True,
-        help="When a cast would make a finite value infinite.",
+        help="What to do if a cast makes a finite value infinite.",
     ),
     _writing(
         "--trust",
         type=click.Choice(["full", "sampled", "none"]),
         default="sampled",
         show_default=True,
-        help="How to check that all files are of one save, each of its own rank: compare what they"
-        " state and a sample (or all) of the values that are stored twice.",
+        help="Check that all files belong to one save, each to its own rank: compare what they"
+        " state, and a sample (or all) of the values that are stored twice.",
     ),
     _writing(
         "--replicas",
         type=click.Choice(["error", "first", "mean"]),
         default="error",
         show_default=True,
-        help="Where ranks differ in a tensor that they share: refuse it, or write the first"
-        " rank's, or the mean.",
+        help="If ranks differ in a tensor that they share: fail, write the first rank's values, or"
+        " write the mean.",
     ),
-    _writing("--overwrite", is_flag=True, help="Replace DESTINATION, and --html's file."),
+    _writing(
+        "--overwrite", is_flag=True, help="Replace an existing DESTINATION and file of --html."
+    ),
     _writing(
         "--resume",
         is_flag=True,
-        help="Go on where an interrupted run with this DESTINATION stopped.",
+        help="Continue an interrupted run with the same DESTINATION.",
     ),
     _writing("--no-verify", is_flag=True, help="Do not read the output back."),
     _writing("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     budget,
     html,
-    click.option("-q", "--quiet", is_flag=True, help="No progress, no report."),
+    click.option("-q", "--quiet", is_flag=True, help="Print no progress and no report."),
 )

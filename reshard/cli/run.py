@@ -1,4 +1,4 @@
-"""A command called, and what it says shown: results on stdout, progress and messages on stderr."""
+"""Running a command and showing its report: results on stdout, progress and messages on stderr."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import click
 from reshard import units
 
 
-def read(run: Callable[..., Any], made: Callable[..., Any], *places: Any, **given: Any) -> None:
-    """Run a command that only reads tensors, and end with the code of its report.
+def read(
+    run: Callable[..., Any], build_options: Callable[..., Any], *paths: Any, **values: Any
+) -> None:
+    """Run a command that only reads tensors, and exit with the code of its report.
 
     Args:
-        run: called with the places, its options and a progress bar, if somebody looks on.
-        made: makes its options of what else is given.
+        run: called with the paths, the options, and a progress bar if stderr is a terminal.
+        build_options: builds the options from the remaining values.
     """
-    as_json, quiet = _how(given)
-    report = run(*places, made(**given), bar if _is_watched(quiet=quiet) else None)
+    as_json, quiet = _take_output_options(values)
+    report = run(
+        *paths, build_options(**values), show_progress if _shows_progress(quiet=quiet) else None
+    )
     if not quiet or as_json:
         show_result(report, as_json=as_json)
     raise click.exceptions.Exit(report.exit_code)
@@ -29,51 +33,51 @@ def read(run: Callable[..., Any], made: Callable[..., Any], *places: Any, **give
 
 def write(
     run: Callable[..., Any],
-    made: Callable[..., Any],
+    build_options: Callable[..., Any],
     sources: tuple[Path, ...],
     destination: Path,
-    **given: Any,
+    **values: Any,
 ) -> None:
-    """The same of a command that writes, which several processes may share."""
-    as_json, quiet = _how(given)
-    given["verify"] = not given.pop("no_verify")
+    """Run a command that writes, alone or in several processes, and show its report."""
+    as_json, quiet = _take_output_options(values)
+    values["verify"] = not values.pop("no_verify")
     from reshard.ranks import torchrun
 
     try:
         with torchrun.join_team() as team:
             if not team.first:
-                given["html"] = None
-            watched = team.first and _is_watched(quiet=quiet)
-            chosen = made(team=team, **given)
-            report = run(sources, destination, chosen, bar if watched else None)
+                values["html"] = None
+            shows_progress = team.first and _shows_progress(quiet=quiet)
+            chosen = build_options(team=team, **values)
+            report = run(sources, destination, chosen, show_progress if shows_progress else None)
     except torchrun.ReportedByFirstRankError as silent:
         raise click.exceptions.Exit(silent.exit_code) from silent
     if team.first and (not quiet or as_json):
         show_result(report, as_json=as_json)
 
 
-def _how(given: dict[str, Any]) -> tuple[bool, bool]:
-    """Whether to show JSON, and whether to be quiet; what is left is what a command is told."""
-    as_json, quiet, _ = (given.pop(name) for name in ("as_json", "quiet", "verbose"))
-    given["max_memory_bytes"] = units.parse_bytes(given.pop("max_memory"), "--max-memory")
+def _take_output_options(values: dict[str, Any]) -> tuple[bool, bool]:
+    """Remove the output options; return whether to print JSON, and whether to be quiet."""
+    as_json, quiet, _ = (values.pop(name) for name in ("as_json", "quiet", "verbose"))
+    values["max_memory_bytes"] = units.parse_bytes(values.pop("max_memory"), "--max-memory")
     return as_json, quiet
 
 
-def _is_watched(*, quiet: bool) -> bool:
+def _shows_progress(*, quiet: bool) -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and not quiet
 
 
 @contextlib.contextmanager
-def bar(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, of bytes."""
+def show_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr, in bytes."""
     from tqdm import tqdm
 
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as shown:
-        yield shown.update
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as progress:
+        yield progress.update
 
 
 def show_result(result: Any, *, as_json: bool) -> None:
-    """A report on stdout, for a person or as one JSON document."""
+    """Print a report on stdout, as text or as one JSON document."""
     if as_json:
         import json
 
@@ -84,7 +88,7 @@ def show_result(result: Any, *, as_json: bool) -> None:
 
 
 def say(line: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     _show(line, err=True)
 
 

@@ -1,4 +1,4 @@
-"""Options that ``--help`` shows under titles, in the order in which they are listed."""
+"""Options that ``--help`` lists under section titles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REST = "Options"
 
 
 class _Option(click.Option):
-    """One that stands in a section."""
+    """An option that belongs to a section."""
 
     def __init__(self, *names: Any, section: str = _REST, **given: Any) -> None:
         super().__init__(*names, **given)
@@ -23,34 +23,34 @@ class _Option(click.Option):
 
 
 class _Command(click.Command):
-    """One whose help has sections; what stands in none is in the last."""
+    """A command whose help has sections; options without a section come last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click does, a list a section."""
+        """Write the options like click, one list per section."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if row is not None:
                 sections.setdefault(getattr(param, "section", _REST), []).append(row)
-        rest = sections.pop(_REST)  # --help at least
+        rest = sections.pop(_REST)  # contains at least --help
         for title, rows in (*sections.items(), (_REST, rest)):
             with formatter.section(title):
                 formatter.write_dl(rows)
 
 
 class Group(click.Group):
-    """Commands whose help has sections."""
+    """A group of commands whose help has sections."""
 
     command_class = _Command
 
 
 def section(title: str) -> Callable[..., Option]:
-    """What makes options of a section, as `click.option` makes others."""
+    """Return a function that declares options of a section, like `click.option`."""
     return partial(click.option, cls=_Option, section=title)
 
 
 def together(*options: Option) -> Option:
-    """Several options as one."""
+    """Combine several options into one decorator."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
