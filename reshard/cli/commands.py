@@ -41,9 +41,9 @@ def inspect(
     verbose: bool,  # noqa: ARG001 - `main` reads it from sys.argv
     **values: Any,
 ) -> None:
-    """Describe the checkpoint SOURCE; read only headers.
+    """Describe the checkpoint SOURCE.
 
-    Pass several directories if each node stored its own files.
+    Only headers are read. Pass several directories if each node stored its own files.
     """
     from reshard.commands.inspect import inspect as run
 
