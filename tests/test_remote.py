@@ -213,7 +213,9 @@ def test_what_cannot_be_put_in_place_of_the_old_is_kept(files, proxy, monkeypatc
     proxy.fault = lambda method, path, _number: (
         500 if method == "PUT" and path == "/bucket/lost/model/config.json" else None
     )
-    with pytest.raises(ReshardError, match=r"complete and checked output is at s3://bucket/lost/\.model\.partial/"):
+    with pytest.raises(
+        ReshardError, match=r"complete and checked output is at s3://bucket/lost/\.model\.partial/"
+    ):
         reshard.merge(EXAMPLE, "s3://bucket/lost/model", overwrite=True)
     proxy.reset()
     place = next(name for name in files.find("bucket/lost") if "/output-" in name)

@@ -131,10 +131,10 @@ def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
 @cli.command()
 @layout.resharding(layout.to())
 def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
-    """Write a training state for another number of ranks, with its optimizer.
+    """Write a training state for other ranks.
 
-    The state of SOURCE is written to DESTINATION. Pass several directories if each node stored its
-    own files.
+    The state of SOURCE, with its optimizer, is written to DESTINATION. Pass several directories if
+    each node stored its own files.
     """
     _split(sources, destination, **values)
 
@@ -142,10 +142,11 @@ def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
 @cli.command()
 @layout.resharding(layout.to(required=True))
 def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
-    """Write a training state in another layout, with its optimizer.
+    """Write a training state in another layout.
 
-    The state of SOURCE is written to DESTINATION: a directory, or with --to torch one file if its
-    name ends in .pt, .bin or .pth. Pass several directories if each node stored its own files.
+    The state of SOURCE, with its optimizer, is written to DESTINATION: a directory, or with --to
+    torch one file if its name ends in .pt, .bin or .pth. Pass several directories if each node
+    stored its own files.
     """
     _split(sources, destination, **values)
 
@@ -172,9 +173,10 @@ def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
 @click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
 @options.source
 def diff(a: Path, b: Path, *, exact: bool, **values: Any) -> None:
-    """Check whether two checkpoints contain the same training state.
+    """Check whether two checkpoints are the same.
 
-    A and B may have different layouts. The exit code is 0 if they are the same, 1 if not.
+    A and B may have different layouts; all of the training state is compared. The exit code is 0 if
+    they are the same, 1 if not.
     """
     if exact and any(values[name] for name in ("atol", "rtol", "ulp")):
         raise UsageError("--exact", "excludes --atol, --rtol and --ulp")
@@ -309,7 +311,7 @@ def resume_check(source: Path, **values: Any) -> None:
 )
 @click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - `main` reads it from sys.argv
-    """Train a tiny model, merge it, split it, and continue from the result.
+    """Train, merge and split a tiny model.
 
     It trains on 4 ranks, generates text, and continues on 2 ranks and with FSDP 2. The exit code is
     0 if the losses equal those of the uninterrupted run, 1 if not.
