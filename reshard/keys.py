@@ -223,6 +223,7 @@ def _reassign_ties(
 
 
 def _rename(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]], used: set[str]) -> str:
+    was_empty = not fqn  # a state dict can have such a key
     for pattern, text in rename:
         try:
             fqn, count = pattern.subn(text, fqn)
@@ -230,7 +231,7 @@ def _rename(fqn: str, rename: Sequence[tuple[re.Pattern[str], str]], used: set[s
                 used.add(pattern.pattern)
         except (re.error, IndexError) as error:
             raise UsageError("--rename", f"{text!r} is not a replacement: {error}") from error
-    if not fqn:
+    if not (fqn or was_empty):
         raise UsageError("--rename", "a name would become empty")
     return fqn
 

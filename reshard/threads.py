@@ -43,9 +43,16 @@ class ThreadGroup:
 
     @signals.undivided
     def start(self, act: Callable[[], object], name: str = "worker") -> None:
-        """Start a thread that calls `act`."""
+        """Start a thread that calls `act`.
+
+        Raises:
+            MemoryError: the system gives no more threads, or no memory for one.
+        """
         thread = threading.Thread(target=self._run, args=(act, name), name=name)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # "can't start new thread", which says no more than that
+            raise MemoryError(f"the system gives no more threads: {error}") from error
         self._threads.append(thread)
 
     def wait(self) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from reshard import dtypes, keys
 from reshard.dtypes import DType
-from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
+from reshard.errors import DifferentError, IncompleteError, UnrecognisedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import (
     BUFFER,
@@ -51,7 +51,7 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
 
     Raises:
         UsageError: ``dtype`` is not a float dtype, or a pattern matches nothing.
-        CorruptError: nothing to write.
+        UnrecognisedError: nothing to write.
     """
     target = None if dtype in (None, "keep") else dtypes.parse(str(dtype))
     if target is not None and target.family != "float":
@@ -72,9 +72,22 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
         result.tensors.append((weight, wanted))
     if keep_fp32 and not result.kept_fp32:
         raise UsageError("--keep-fp32", "matches no weight")
-    if not result.tensors:
-        raise CorruptError(manifest.origin.path, "holds no weights at all")
+    refuse_nothing(manifest, result.tensors)
     return result
+
+
+def refuse_nothing(manifest: Manifest, held: Sized) -> None:
+    """Refuse a sound file without tensors, which safetensors allows.
+
+    Raises:
+        UnrecognisedError: there is nothing to write.
+    """
+    if not held:
+        raise UnrecognisedError(
+            manifest.origin.path,
+            "is sound and holds no weights: there is nothing to write",
+            "give the file or directory that holds the model",
+        )
 
 
 def _dtype(manifest: Manifest, source: Entry, target: DType | None, asked: str | None) -> DType:

@@ -6,9 +6,11 @@ input; 4 not enough memory or disk; 5 refused as unsafe; 70 a bug of ours; 130 i
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -20,6 +22,7 @@ from reshard.errors import INTERRUPTED, ReshardError
 
 __all__ = ["cli", "main"]
 
+_LACKING = "out of memory; pass a smaller --max-memory or fewer --workers"
 _NEW_OBJECTS = (
     50_000  # new objects per garbage collection; the default of 700 costs a tenth of the start
 )
@@ -62,11 +65,28 @@ def _explain(error: BaseException) -> int:  # noqa: PLR0911 - one return per exi
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if isinstance(error, MemoryError):
-        problem = "out of memory; pass a smaller --max-memory or fewer --workers"
-        return _fail("; ".join([problem, *map(str, error.args)]), code=4)
+        return _fail("; ".join([_LACKING, *map(str, error.args)]), code=4)
     if isinstance(error, OSError):
-        return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
+        return _explain_system(error)
     return _fail(f"a bug in reshard ({type(error).__name__}: {error}); -v shows where", code=70)
+
+
+def _explain_system(error: OSError) -> int:
+    """Print what the system refused; the exit code."""
+    if error.errno == errno.ENOMEM:
+        return _fail(f"{_LACKING}; {error.filename or error.strerror}", code=4)
+    if isinstance(error, FileNotFoundError) and _is_adrift():
+        return _fail("the working directory does not exist any more: go to one that does", code=2)
+    return _fail(f"{error.filename or 'system'}: {error.strerror or error}", code=2)
+
+
+def _is_adrift() -> bool:
+    """Whether somebody has deleted the working directory."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _fail(first: str, *more: str, code: int) -> int:

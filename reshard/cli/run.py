@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import click
 
 from reshard import units
+from reshard.errors import ResourceError
 
 
 def read(
@@ -77,14 +79,29 @@ def show_progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 def show_result(result: Any, *, as_json: bool) -> None:
-    """Print a report on stdout, as text or as one JSON document."""
-    if as_json:
-        import json
+    """Print a report on stdout, as text or as one JSON document.
 
-        click.echo(json.dumps(result.to_json(), indent=2, default=str))
-        return
-    for line in result.lines():
-        _show(line)
+    Raises:
+        ResourceError: stdout cannot be written; the message says that the output is whole.
+    """
+    try:
+        if as_json:
+            import json
+
+            click.echo(json.dumps(result.to_json(), indent=2, default=str))
+            return
+        for line in result.lines():
+            _show(line)
+    except BrokenPipeError:  # the reader has closed the pipe
+        raise
+    except OSError as error:
+        from reshard.commands.page import whole
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
+        done = whole(result.destination) if getattr(result, "done", False) else ""
+        raise ResourceError(
+            "standard output", f"the report cannot be written: {error.strerror}", done
+        ) from error
 
 
 def say(line: str) -> None:

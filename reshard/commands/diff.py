@@ -91,6 +91,10 @@ class DiffReport:
     bytes_read: int = 0
     seconds: float = 0.0
 
+    def __bool__(self) -> bool:
+        """Return whether the two are the same, so that ``if reshard.diff(a, b)`` reads right."""
+        return self.same
+
     @property
     def same(self) -> bool:
         """Whether nothing that was asked for differs."""

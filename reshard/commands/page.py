@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from reshard.errors import ReshardError
 from reshard.paths import as_path
 
 if TYPE_CHECKING:  # its imports cost time that only a page is worth
@@ -44,13 +45,27 @@ def check_page(
         )
 
 
-def write_page(options: PageOptions, make: Callable[[], Page]) -> None:
+def write_page(options: PageOptions, make: Callable[[], Page], *, written: str = "") -> None:
     """Write the page that ``make`` gives, whole or not at all.
 
-    Raises:
-        ReshardError: it cannot be written.
-    """
-    if options.html is not None:
-        from reshard.html import document
+    Args:
+        written: the output that the command has written before.
 
+    Raises:
+        ReshardError: it cannot be written; the message says that the output is whole.
+    """
+    if options.html is None:
+        return
+    from reshard.html import document
+
+    try:
         document.write(make(), as_path(options.html), overwrite=options.overwrite)
+    except ReshardError as error:
+        if written:
+            error.remedy = "; ".join(filter(None, [error.remedy, whole(written)]))
+        raise
+
+
+def whole(written: str) -> str:
+    """Return what to say of an output where only the report of it failed."""
+    return f"{written} was written before, whole"

@@ -69,6 +69,10 @@ class VerifyReport:
     bytes_read: int = 0
     seconds: float = 0.0
 
+    def __bool__(self) -> bool:
+        """Return whether no check failed."""
+        return self.passed
+
     @property
     def passed(self) -> bool:
         """Whether no check failed; warnings are no failures."""

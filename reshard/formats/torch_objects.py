@@ -6,6 +6,7 @@ Source: torch 2.13 ``torch/_utils.py`` (rebuild functions), ``torch/serializatio
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, field
 from math import prod
@@ -22,6 +23,7 @@ from reshard.stamps import Stamp
 
 MAX_PICKLE = 1 << 30  # bytes; a pickle larger than this holds data, not structure
 _MAX_NUMEL = 1 << 63
+_TORCH_DTYPE = re.compile(r"torch\.(float|complex|q?u?int|bits)\d\w*")
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 
@@ -218,7 +220,8 @@ def _rebuild_v3(
     metadata: Any = None,
 ) -> Tensor:
     _refuse_lazy(storage, metadata)
-    return _strided(storage, offset, shape, strides, named_dtype(dtype))
+    kind = named_dtype(dtype, getattr(storage, "file", "a tensor"))
+    return _strided(storage, offset, shape, strides, kind)
 
 
 def _refuse_lazy(storage: Any, metadata: Any) -> None:
@@ -231,9 +234,21 @@ def _refuse_lazy(storage: Any, metadata: Any) -> None:
         )
 
 
-def named_dtype(dtype: Global) -> DType:
-    """The dtype that a pickle names, as ``torch.float32``; KeyError where reshard knows none."""
-    return dtypes.BY_NAME[dtype.name.removeprefix("torch.")]
+def named_dtype(dtype: Global, where: object) -> DType:
+    """The dtype that a pickle names, as ``torch.float32``.
+
+    Raises:
+        UnsupportedError: it is one of torch's that reshard cannot write, as ``torch.complex32``.
+        KeyError: it is none of torch's.
+    """
+    name = dtype.name.removeprefix("torch.")
+    if name not in dtypes.BY_NAME and _TORCH_DTYPE.fullmatch(dtype.name):
+        raise UnsupportedError(
+            where,
+            f"holds a tensor of dtype {dtype.name}, which reshard does not support",
+            "save the tensor in a plain dtype, or leave it out of the state dict",
+        )
+    return dtypes.BY_NAME[name]
 
 
 def _first(value: Any, *_rest: Any) -> Any:

@@ -73,7 +73,6 @@ def loads(
         struct.error,
         AttributeError,
         OverflowError,
-        MemoryError,
     ) as error:
         raise CorruptError(
             where,

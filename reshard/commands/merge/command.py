@@ -73,7 +73,11 @@ def merge(
             report.identity = identity
             _written(job, report, destination, options, meter)
             report.seconds = time.perf_counter() - began if report.done else 0.0
-            write_page(options, lambda: page_of(report.to_json(), averaged, job.skeleton))
+            write_page(
+                options,
+                lambda: page_of(report.to_json(), averaged, job.skeleton),
+                written=report_as if report.done else "",
+            )
     return report
 
 

@@ -29,7 +29,7 @@ from reshard.commands.split.state import (
     told,
 )
 from reshard.commands.target import check_places
-from reshard.errors import IncompleteError, UsageError
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import engines, kept, placeholders, skeletons
 from reshard.formats.targets import Target
@@ -97,7 +97,11 @@ def _split(
     if not options.dry_run:
         _written(job, destination, options, meter)
         report.seconds = time.perf_counter() - begun.began
-    write_page(options, lambda: page_of(report.to_json(), job.manifest, job.skeleton))
+    write_page(
+        options,
+        lambda: page_of(report.to_json(), job.manifest, job.skeleton),
+        written=report.destination if report.done else "",
+    )
     return report
 
 
@@ -167,7 +171,14 @@ def _edited(begun: _Begun, options: SplitOptions) -> tuple[Manifest, list[str]]:
     """
     edited = keys.edit(begun.manifest, keys.Edits(strip_wrappers=not _keeps_names(begun, options)))
     manifest = edited.manifest
+    weights.refuse_nothing(manifest, manifest.entries)
     placeholders.refuse(manifest, manifest.entries.values())
+    if any(not entry.fqn for entry in manifest.entries.values()):
+        raise UnsupportedError(
+            manifest.origin.path,
+            "holds a tensor whose name is empty, as no parameter's is",
+            "name it in its file, or write the weights alone: reshard merge --rename '^$=NAME'",
+        )
     if manifest.absent:
         raise IncompleteError(
             manifest.origin.path,

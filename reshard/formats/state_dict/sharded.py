@@ -44,7 +44,7 @@ def describe(file: TorchFile, call: Call) -> Described | None:
     if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
         return None
     try:
-        dtype, shape = named_dtype(call.args[1]), as_index(call.args[2])
+        dtype, shape = named_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
             return dtype, shape, tuple(_dtensor(file, call, shape, dtype))
         return dtype, shape, tuple(_shards(file, call, shape, dtype))

@@ -1,0 +1,145 @@
+"""What lies at the edge of use: odd dtypes and names, no memory, no disk, no working directory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+
+import reshard
+from reshard import keys
+from reshard.cli import main
+from reshard.errors import UnrecognisedError, UnsupportedError
+
+ODD = {
+    "float4_e2m1fn_x2": torch.uint8,
+    "complex32": torch.float32,
+    "bits8": torch.uint8,
+    "bits16": torch.int16,
+}
+
+
+@pytest.fixture
+def plain(tmp_path):
+    save_file({"w": torch.ones(3000, 100)}, tmp_path / "plain.safetensors")
+    return tmp_path / "plain.safetensors"
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("name", ODD)
+def test_a_dtype_that_is_not_supported_is_named(tmp_path, name, zipped):
+    odd = torch.zeros(4, dtype=ODD[name]).view(getattr(torch, name))
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(3), "odd": odd}, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UnsupportedError, match=f"x.pt: holds a tensor of dtype torch.{name}"):
+        reshard.inspect(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
+def test_a_dtype_that_is_not_supported_is_named_in_dcp(tmp_path):
+    state = {"model": {"w": torch.ones(3), "odd": torch.zeros(4, dtype=torch.complex32)}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UnsupportedError, match="complex32"):
+        reshard.inspect(tmp_path / "dcp")
+
+
+def test_a_diff_is_true_where_the_states_are_the_same(tmp_path, plain):
+    save_file({"w": torch.zeros(3000, 100)}, tmp_path / "other.safetensors")
+    assert reshard.diff(plain, plain)
+    assert not reshard.diff(plain, tmp_path / "other.safetensors")
+
+
+def test_a_verification_is_true_where_nothing_failed(tmp_path, plain):
+    assert reshard.verify(plain)
+    plain.write_bytes(plain.read_bytes()[:-8])
+    assert not reshard.verify(plain)
+
+
+def test_a_file_of_no_tensors_is_sound_and_nothing_is_made_of_it(tmp_path):
+    save_file({}, tmp_path / "x.safetensors")
+    assert reshard.inspect(tmp_path / "x.safetensors").to_json()["leaves"]["read"] == 0
+    with pytest.raises(UnrecognisedError, match="is sound and holds no weights"):
+        reshard.merge(tmp_path / "x.safetensors", tmp_path / "out.safetensors")
+    with pytest.raises(UnrecognisedError, match="is sound and holds no weights"):
+        reshard.split(tmp_path / "x.safetensors", tmp_path / "o", to="dcp", init_optimizer="none")
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out"])
+def test_a_tensor_without_a_name_is_written(tmp_path, name):
+    state = {"": torch.ones(3), "a": torch.zeros(2)}
+    torch.save(state, tmp_path / "x.pt")
+    reshard.merge(tmp_path / "x.pt", tmp_path / name)
+    path = tmp_path / name / "model.safetensors" if name == "out" else tmp_path / name
+    written = torch.load(path) if name.endswith(".pt") else load_file(path)
+    assert {key: value.tolist() for key, value in written.items()} == {
+        key: value.tolist() for key, value in state.items()
+    }
+    named = keys.Edits(rename=[("^$", "b")])
+    reshard.merge(tmp_path / "x.pt", tmp_path / "named.safetensors", edits=named)
+    assert load_file(tmp_path / "named.safetensors").keys() == {"a", "b"}
+    with pytest.raises(UnsupportedError, match="name is empty"):
+        reshard.split(tmp_path / "x.pt", tmp_path / "o", to="dcp", init_optimizer="none")
+
+
+def test_a_system_without_memory_for_a_thread_is_no_bug(plain, tmp_path, monkeypatch, capsys):
+    """What RLIMIT_AS comes to: CPython says that it cannot start a thread, and no more."""
+
+    def refused(_thread):
+        raise RuntimeError("can't start new thread")
+
+    out = tmp_path / "out.safetensors"
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(sys, "argv", ["reshard", "merge", str(plain), str(out)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 4
+    said = capsys.readouterr().err
+    assert "out of memory" in said
+    assert "nothing was written" in said
+    assert not out.exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_report_that_finds_no_place_says_that_the_output_is_whole(plain, tmp_path, form):
+    out = tmp_path / "out.safetensors"
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-m", "reshard", "merge", str(plain), str(out), *form]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    assert f"{out} was written before, whole" in done.stderr
+    assert load_file(out).keys() == {"w"}
+
+
+def test_a_page_that_cannot_be_written_says_that_the_output_is_whole(plain, tmp_path, monkeypatch):
+    from reshard.html import document
+
+    def full(_page):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(document, "render", full)
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.merge(plain, out, html=tmp_path / "page.html")
+    assert caught.value.exit_code == 4
+    assert f"{out} was written before, whole" in caught.value.remedy
+    assert out.exists()
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_working_directory_that_was_deleted_is_told_of(plain, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f"cd {gone} && rmdir {gone} && {sys.executable} -c"
+    code = "from reshard.cli import main; main()"
+    words = f"{script} '{code}' merge {plain} out.safetensors"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "working directory does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
