@@ -112,7 +112,7 @@ OF_ANOTHER_KIND = [  # checkpoint, files, where, value, what is told
     ),
     (META, "params.json", ["n_heads"], "8", "n_heads is '8', where a number from 0 on is"),
     (META, "params.json", ["rope_theta"], [], r"rope_theta is \[\], where a number is"),
-    (META, "*.00.pth", ["norm.weight"], torch.ones(2, 2), "holds no matrix .* or no vector"),
+    (META, "*.00.pth", ["norm.weight"], torch.ones(2, 2), "has no matrix .* or no vector"),
     (COLOSSALAI, "*optim*-0*1.bin", [0], 7, r"\[0\] is 7, where a dict is"),
     (COLOSSALAI, "*optim_group.bin", [0], 7, r"\[0\] is 7, where a dict is"),
 ]

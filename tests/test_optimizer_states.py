@@ -224,7 +224,7 @@ def test_a_state_whose_names_are_no_texts_is_told_of(tmp_path):
     torch.save(held, tmp_path / "x.pt")
     with pytest.raises(reshard.ReshardError) as raised:
         reshard.inspect(tmp_path / "x.pt")
-    assert "structure that its format has" not in str(raised.value)
+    assert "structure of its format" not in str(raised.value)
 
 
 def with_trust(tmp_path, values=(0.25,) * 6):

@@ -156,7 +156,7 @@ def _refuse_halves(config: Config, found: Sequence[Part]) -> None:
     if alone:
         raise IncompleteError(
             config.path.parent,
-            f"{counted(len(alone), 'adapted layer')} ({some(alone)}) lacks lora_A or lora_B",
+            f"{counted(len(alone), 'adapted layer')} ({some(alone)}) without lora_A or lora_B",
             "a shard is missing, or --include or --exclude left one out",
         )
 

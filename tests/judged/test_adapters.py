@@ -218,13 +218,13 @@ def test_without_a_configuration_it_is_said_what_is_needed(saved, tmp_path):
 WRONG = {
     "rank": ({"r": 4}, CorruptError, "r is 4, but base_model.model.model.layers.0"),
     "target": ({"target_modules": ["q_proj"]}, CorruptError, "target_modules do not name"),
-    "dora": ({"use_dora": True}, CorruptError, "use_dora True, and no tensor of it is there"),
+    "dora": ({"use_dora": True}, CorruptError, "use_dora is True, but its tensors are missing"),
     "unsaved": ({"modules_to_save": ["norm"]}, CorruptError, "which has no trained copy"),
     "lost": ({"modules_to_save": []}, CorruptError, "modules_to_save do not name .*lm_head"),
-    "alpha": ({"lora_alpha": 0}, CorruptError, "says lora_alpha 0, which makes every adapter"),
-    "no_alpha": ({"lora_alpha": None}, CorruptError, "has no 'lora_alpha', and no tensor"),
+    "alpha": ({"lora_alpha": 0}, CorruptError, "has lora_alpha 0, which disables every adapter"),
+    "no_alpha": ({"lora_alpha": None}, CorruptError, "has no 'lora_alpha', and the tensors"),
     "text": ({"r": "3"}, CorruptError, "r is '3', where a number from 0 on is expected"),
-    "kind": ({"peft_type": "IA3"}, UnsupportedError, "is of peft_type 'IA3'"),
+    "kind": ({"peft_type": "IA3"}, UnsupportedError, "has peft_type 'IA3'"),
 }
 
 

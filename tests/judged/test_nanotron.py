@@ -155,7 +155,9 @@ def test_a_moment_of_another_size_than_its_weight_is_refused(copied):
     saved = torch.load(file, weights_only=False)
     saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"][:-1].clone()
     torch.save(saved, file)
-    with pytest.raises(CorruptError, match=r"the exp_avg of .* has shape .*, its weights make it"):
+    with pytest.raises(
+        CorruptError, match=r"the exp_avg of .* has shape .*, but its weights imply"
+    ):
         reshard.open(run)
 
 
@@ -172,9 +174,9 @@ def test_a_moment_of_another_dtype_on_one_rank_is_refused(copied):
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        (lambda held: {"data": held.half()}, "is float16 .*, float32 .* in"),
-        (lambda held: {"data": held, "more": torch.ones(2)}, r"holds \['data', 'more'\]"),
-        (lambda held: {"weight": held}, r"holds \['weight'\]"),
+        (lambda held: {"data": held.half()}, "is float16 .*, but float32 .* in"),
+        (lambda held: {"data": held, "more": torch.ones(2)}, r"contains \['data', 'more'\]"),
+        (lambda held: {"weight": held}, r"contains \['weight'\]"),
     ],
 )
 def test_a_rank_s_weight_of_another_form_is_refused(made, says, copied):
@@ -200,13 +202,13 @@ def _with_header(file, change):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("unsharded_shape", "(many, 6)", "is no size"),
-        ("unsharded_shape", "(12,)", "is no shape"),
-        ("local_global_slices_pairs", "None,None,None#0,6,None", "does not say where"),
+        ("unsharded_shape", "(many, 6)", "is not a size"),
+        ("unsharded_shape", "(12,)", "is not a shape"),
+        ("local_global_slices_pairs", "None,None,None#0,6,None", "does not state its part"),
         ("local_global_slices_pairs", "None,None,2|None,None,None#0,6,2|0,6,None", "a step of 2"),
-        ("local_global_slices_pairs", "0,6,None|0,6,None#0,99,None|0,6,None", "is no slice"),
-        ("local_global_slices_pairs", "0,6,None|0,6,None#0,5,None|0,6,None", "not as large"),
-        ("local_global_slices_pairs", "0,5,None|0,6,None#0,5,None|0,6,None", "are not all"),
+        ("local_global_slices_pairs", "0,6,None|0,6,None#0,99,None|0,6,None", "is not a slice"),
+        ("local_global_slices_pairs", "0,6,None|0,6,None#0,5,None|0,6,None", "differ in size"),
+        ("local_global_slices_pairs", "0,5,None|0,6,None#0,5,None|0,6,None", "do not cover"),
         ("local_global_slices_pairs", "0,6,None|0,6,None#6,12,None|0,6,None", "hold 36 of 72"),
     ],
 )

@@ -166,11 +166,11 @@ def test_weights_alone_and_another_dtype(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ({"pp": 1, "dp": 2}, "gives layers to stages by"),
+        ({"pp": 1, "dp": 2}, "assigns layers to stages by"),
         ({"tp": 4}, "does not divide 10 of dim 0"),
         ({"zero_stage": 2}, "nanotron has 0 and 1"),
-        ({"init_optimizer": "zeros"}, "are nothing that --to nanotron writes"),
-        ({"ep": 2, "dp": 2}, "does not write expert or context parallel ranks"),
+        ({"init_optimizer": "zeros"}, "are not supported by --to nanotron"),
+        ({"ep": 2, "dp": 2}, "does not support expert-parallel or context-parallel ranks"),
     ],
 )
 def test_what_nanotron_s_files_do_not_tell_is_refused(asked, says, tmp_path):
@@ -180,7 +180,7 @@ def test_what_nanotron_s_files_do_not_tell_is_refused(asked, says, tmp_path):
 
 def test_another_framework_s_checkpoint_is_refused(tmp_path):
     reshard.split(KEPT / "tp2dp2" / "ckpt", tmp_path / "dcp", to="dcp", world_size=1)
-    with pytest.raises(UsageError, match="is not in a dcp checkpoint"):
+    with pytest.raises(UsageError, match="requires a nanotron checkpoint"):
         reshard.split(tmp_path / "dcp", tmp_path / "out", to="nanotron")
 
 
@@ -252,7 +252,7 @@ def test_a_bias_of_the_first_rank_alone_is_refused(copied, tmp_path):  # noqa: F
         saved["names"] = {n: new if fqn == old else fqn for n, fqn in saved["names"].items()}
 
     _with_optimizers(run, renamed)
-    with pytest.raises(UnsupportedError, match="is of the first tensor-parallel rank alone"):
+    with pytest.raises(UnsupportedError, match="only the first tensor-parallel rank has"):
         reshard.split(run, tmp_path / "out", tp=1)
     reshard.split(run, tmp_path / "out", tp=1, weights_only=True)
     assert reshard.diff(run, tmp_path / "out", kinds=["weights"]).same
@@ -263,5 +263,5 @@ def test_a_run_in_which_nothing_is_cut_has_one_rank(copied, tmp_path):  # noqa: 
     shutil.rmtree(run / "3" / "optimizer")
     for path in (run / "3" / "model").rglob("*_pp-rank-*.safetensors"):
         path.unlink()
-    with pytest.raises(UsageError, match="no parameter of the source says"):
+    with pytest.raises(UsageError, match="no parameter of the source states"):
         reshard.split(run, tmp_path / "out", tp=2, to="nanotron", weights_only=True)

@@ -1,4 +1,4 @@
-"""Where weights and optimizer lie, told by their names."""
+"""The folders of weights and optimizer, recognized by the names of their files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ INDEX = re.compile(r"(?:pytorch_optim(?:\..+)?\.bin|optimizer(?:\..+)?\.safetens
 
 
 def detect(place: Place) -> bool:
-    """Whether such an optimizer lies here or one folder below, or this is its index."""
+    """Whether such an optimizer is here or one folder below, or this is its index."""
     if place.chosen:
         return INDEX.fullmatch(place.chosen) is not None
-    return optimizer_at(place) is not None and weights_at(place) is not None
+    return find_optimizer(place) is not None and find_weights(place) is not None
 
 
-def _places(place: Place) -> Iterator[Place]:
+def _candidates(place: Place) -> Iterator[Place]:
     yield place
     yield from place.folders.values()
 
 
-def optimizer_at(place: Place) -> Place | None:
-    """Where the index of the optimizer lies: here or one folder below."""
-    return next((p for p in _places(place) if any(map(INDEX.fullmatch, p.files))), None)
+def find_optimizer(place: Place) -> Place | None:
+    """Return the folder with the index of the optimizer: this one or one below."""
+    return next((p for p in _candidates(place) if any(map(INDEX.fullmatch, p.files))), None)
 
 
-def weights_at(place: Place) -> Place | None:
-    """Where the index of the weights lies: here or one folder below."""
-    return next((p for p in _places(place) if index_of(p)), None)
+def find_weights(place: Place) -> Place | None:
+    """Return the folder with the index of the weights: this one or one below."""
+    return next((p for p in _candidates(place) if index_of(p)), None)

@@ -1,6 +1,6 @@
-"""Llama as Meta publishes it: ``consolidated.NN.pth``, a file a tensor-parallel rank, params.json.
+"""Llama as Meta publishes it: ``consolidated.NN.pth`` per tensor-parallel rank, and params.json.
 
-    directory   which files they are
+    directory   the names of the files
     reader      every rank's file as one manifest
     target      the files of other ranks
 

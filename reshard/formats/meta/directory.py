@@ -1,4 +1,4 @@
-"""Which files Meta's are, told by their names, and what their tensors are called."""
+"""The names of Meta's files and of their tensors."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ FILE = re.compile(r"consolidated\.(\d+)\.pth")
 
 
 def detect(place: Place) -> bool:
-    """Whether a model of Meta's lies directly at a place."""
+    """Whether the directory itself contains a model of Meta."""
     return not place.chosen and any(map(FILE.fullmatch, place.files)) and PARAMS in place.files

@@ -1,4 +1,4 @@
-"""Every rank's file as one manifest, and what params.json says of the model."""
+"""Reading of every rank's file into one manifest, and of the model's params.json."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _MIXED = "files of different models are mixed: fetch the checkpoint again as a w
 
 
 def read(place: Place, table: Table | None = None) -> Manifest:
-    """Every rank's file as one manifest.
+    """Read the files of all ranks into one manifest.
 
     Raises:
         IncompleteError: a rank's file is missing.
         CorruptError: files contradict each other, or params.json.
-        UnsupportedError: more ranks than key and value heads.
+        UnsupportedError: there are more ranks than key and value heads.
         UsageError: no rule says how a tensor is cut.
     """
     table = table or builtin(NAME)
@@ -62,7 +62,7 @@ def read(place: Place, table: Table | None = None) -> Manifest:
     if missing:
         raise IncompleteError(
             place,
-            f"holds {files[max(files)].name}, but no file of rank {', '.join(map(str, missing))}",
+            f"has {files[max(files)].name}, but no file of rank {', '.join(map(str, missing))}",
             "fetch the missing files",
         )
     params = json_object(place.files[PARAMS])
@@ -71,22 +71,22 @@ def read(place: Place, table: Table | None = None) -> Manifest:
     if type(groups) is int and groups % len(files):
         raise UnsupportedError(
             place,
-            f"has {groups} key and value heads over {len(files)} ranks: which rank has which part"
-            " of one is not known",
+            f"has {groups} key and value heads over {len(files)} ranks: how ranks share a head is"
+            " not known",
         )
-    ranks = [_rank(files[number], place, params, len(files)) for number in sorted(files)]
+    ranks = [_read_rank(files[number], place, params, len(files)) for number in sorted(files)]
 
     def split_of(name: str, shape: Index) -> Split:
         if name == EMBEDDING:
             return Split(_embedding_dim(ranks[0], shape))
         return REPLICATED if name == _FREQUENCIES else table.need(name, {}).rule.split(gated=True)
 
-    made = tensor_ranks(ranks, split_of)
-    _check_vocabulary(made, params, place)
-    return made
+    manifest = tensor_ranks(ranks, split_of)
+    _check_vocabulary(manifest, params, place)
+    return manifest
 
 
-def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Manifest:
+def _read_rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Manifest:
     file = torch_file.read(path)
     state = tree.of_file(file)
     unread = leaves.opaque(path, state) if isinstance(state, dict) else {}
@@ -105,7 +105,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
     if (dims.get(EMBEDDING), dims.get(_NORM, 1)) != (2, 1):
         raise CorruptError(
             path,
-            f"holds no matrix {EMBEDDING!r} or no vector {_NORM!r}: it is no model of Meta's",
+            f"has no matrix {EMBEDDING!r} or no vector {_NORM!r}: it is not a model of Meta",
         )
     origin = Origin(
         format=NAME,
@@ -119,7 +119,7 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
         origin,
         index_entries(entries),
         {source.path: source},
-        ordered=False,  # whoever wrote the file chose the order
+        ordered=False,  # the order is that of the program that wrote the file
         trained_dtypes={entry.fqn: entry.dtype for entry in entries if entry.kind == PARAM},
         unread=unread,
         unknown_globals=trust.unknown(file.globals),
@@ -128,41 +128,41 @@ def _rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Ma
 
 
 def with_params(manifest: Manifest, params: Mapping[str, Any]) -> Manifest:
-    """A manifest that says of its model what params.json does."""
+    """Return the manifest with params.json as the configuration of its model."""
     return replace(manifest, train=replace(manifest.train, config=dict(params)))
 
 
 def _embedding_dim(rank: Manifest, shape: Index) -> int:
-    """Along which dim the embedding is cut: the width of a norm says how wide it is as a whole."""
+    """Return the dim along which the embedding is cut, by comparison with the width of a norm."""
     norm = rank.entries.get((PARAM, _NORM))
     if norm is None:
-        raise IncompleteError(rank.origin.path, f"holds no {_NORM!r}", "fetch it again")
+        raise IncompleteError(rank.origin.path, f"has no {_NORM!r}", "fetch it again")
     return 0 if shape[1] == norm.shape[0] else 1
 
 
-def _check_vocabulary(made: Manifest, params: Mapping[str, Any], place: Place) -> None:
-    rows, width = made.entries[PARAM, EMBEDDING].shape
-    words = params.get("vocab_size")
-    known = type(words) is int and words > 0  # Llama 2 says -1: as the tokenizer
-    if (known and rows != words) or params.get("dim") not in (None, width):
+def _check_vocabulary(manifest: Manifest, params: Mapping[str, Any], place: Place) -> None:
+    rows, width = manifest.entries[PARAM, EMBEDDING].shape
+    vocab_size = params.get("vocab_size")
+    is_known = type(vocab_size) is int and vocab_size > 0  # -1 in Llama 2: see the tokenizer
+    if (is_known and rows != vocab_size) or params.get("dim") not in (None, width):
         raise CorruptError(
             place.files[PARAMS],
-            f"says {words} words of {params.get('dim')} elements, and the files hold an embedding"
-            f" of {rows} of {width}",
+            f"has vocab_size {vocab_size} and dim {params.get('dim')}, but the embedding"
+            f" has {rows} rows of {width} elements",
             _MIXED,
         )
 
 
 def traits(manifest: Manifest) -> Traits:
-    """What params.json and the tensors say of the model.
+    """Return the properties of the model that params.json and the tensors state.
 
-    The largest number of positions is in neither; nothing that is computed depends on it.
+    Neither has the maximum number of positions; no computed value depends on it.
     """
     params: Mapping[str, Any] = manifest.train.config
     heads, hidden = params.get("n_heads"), params.get("dim")
     gate = manifest.entries.get((PARAM, _GATE))
     theta = float(params.get("rope_theta") or 10000.0)
-    odd = ["rotations scaled by a factor that it does not say (use_scaled_rope)"]
+    odd = ["rotations scaled by a factor that it does not state (use_scaled_rope)"]
     return Traits(
         source=str(as_path(manifest.origin.path) / PARAMS),
         layers=params.get("n_layers"),

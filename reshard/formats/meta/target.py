@@ -1,4 +1,4 @@
-"""Lay out Llama as Meta's own code loads it: a file a tensor-parallel rank, and params.json."""
+"""Layout of a Llama that Meta's own code loads: one file per tensor-parallel rank, params.json."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import Split, blocks
 from reshard.model_parallel.traits import Traits
 
-_LARGE = 100_000  # words: from Llama 3 on the embedding is cut by words, before by elements
+_LARGE = 100_000  # rows: from Llama 3 on the embedding is cut along rows, before along columns
 
 
 def lay_out(
     state: Training, *, ranks: int, table: Table, params: Mapping[str, Any], dtype: DType | None
 ) -> Skeleton:
-    """The directory.
+    """Lay out the directory.
 
     Raises:
         UsageError: the ranks do not divide a tensor, or no rule says how one is cut.
     """
     tied = {kept: alias for alias, kept in state.manifest.tied.items()}
-    held: dict[str, tuple[Entry, DType]] = {}
+    tensors: dict[str, tuple[Entry, DType]] = {}
     for weight in state.weights:
         for name in filter(None, (weight.fqn, tied.get(weight.fqn))):
-            held[name] = weight.value, dtype or weight.dtype
-    params = {**params, "vocab_size": held[EMBEDDING][0].shape[0]}
+            tensors[name] = weight.value, dtype or weight.dtype
+    params = {**params, "vocab_size": tensors[EMBEDDING][0].shape[0]}
     groups = params.get("n_kv_heads") or params["n_heads"]
     if groups % ranks:
         raise UsageError(f"--tp {ranks}", f"does not divide {groups} key and value heads")
@@ -42,7 +42,7 @@ def lay_out(
             f"consolidated.{rank:02d}.pth",
             {
                 name: _slot(name, entry, dtype, _split(name, entry, table), ranks, rank)
-                for name, (entry, dtype) in held.items()
+                for name, (entry, dtype) in tensors.items()
             },
         )
         for rank in range(ranks)
@@ -51,18 +51,19 @@ def lay_out(
 
 
 def notes(state: Training, *, ranks: int) -> Iterator[str]:
-    """What a user must be told: derived and dropped."""
+    """Yield what the user must know about derived and dropped values."""
     rows = next(weight.shape[0] for weight in state.weights if weight.fqn == EMBEDDING)
     if ranks > 1:
-        how = "words, as Llama 3" if rows >= _LARGE else "elements, as Llama 1 and 2"
-        yield f"the embedding of {rows} words is cut by {how}"
+        how = "rows, as in Llama 3" if rows >= _LARGE else "columns, as in Llama 1 and 2"
+        yield f"the embedding of {rows} rows is cut along its {how}"
 
 
 def params_of(traits: Traits) -> dict[str, Any]:
-    """params.json of a Llama; the width of its feed-forward layer as the multiplier that gives it.
+    """Return params.json of a Llama, with the width of its feed-forward layer as a multiplier.
 
     ``hidden_dim`` in ``llama/model.py`` is two thirds of four times the width, times the
-    multiplier, rounded up to a multiple: of one, the multiplier says it exactly.
+    multiplier, rounded up to a multiple of ``multiple_of``. With a multiple of 1 the multiplier is
+    exact.
     """
     hidden, ffn = traits.hidden or 0, traits.ffn or 0
     base = int(2 * (4 * hidden) / 3)

@@ -1,4 +1,4 @@
-"""What a nanotron run is to become, once it is known that the source's files tell all of it."""
+"""Checks that the files of the source determine the nanotron run that is to be written."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What was asked for.
+    """The requested run.
 
     Args:
-        data: ranks that see different data.
+        data: number of data-parallel ranks.
         zero: whether they share the optimizer (ZeRO-1).
-        dtype: of the weights; None: as trained.
+        dtype: dtype of the weights; None: as trained.
     """
 
     sizes: Sizes
@@ -36,63 +36,63 @@ class Wanted:
 
 
 def layout_of(state: Training) -> Layout:
-    """What the source says of its own grid.
+    """Return the layout that the source states.
 
     Raises:
-        UsageError: it is of another kind.
+        UsageError: the source is not a nanotron checkpoint.
     """
     found = state.manifest.train.opaque.get(layout.KEY)
     if not isinstance(found, Layout):
         raise UsageError(
             _TO,
-            "is written from nanotron's own checkpoints: how a parameter is cut, and on which"
-            f" stage it is, is not in a {state.manifest.origin.format} checkpoint",
+            f"requires a nanotron checkpoint as source: a {state.manifest.origin.format} checkpoint"
+            " does not state how parameters are cut, and on which stage they are",
         )
     return found
 
 
-def known(state: Training, wanted: Wanted) -> Layout:
-    """The same, once it is known that it tells all that is asked for.
+def resolve_layout(state: Training, wanted: Wanted) -> Layout:
+    """Return the layout of the requested run, if the source determines all of it.
 
     Raises:
         UsageError: it does not.
         IncompleteError: a moment of a parameter, or a step, is missing.
-        UnsupportedError: a parameter cut in a way that is not known here.
+        UnsupportedError: a parameter is cut in an unknown way.
     """
     found, mesh = layout_of(state), state.manifest.origin.mesh
     before = of_mesh(mesh)
     if max(wanted.sizes.expert, before.expert, mesh.get("cp", 1)) > 1:
         raise UsageError(
             _TO,
-            "does not write expert or context parallel ranks: nobody has seen such a checkpoint",
+            "does not support expert-parallel or context-parallel ranks",
             "write the weights with reshard merge",
         )
     for fqn, cut in found.cuts.items():
         if cut is None:
             raise UnsupportedError(
                 state.manifest.origin.path,
-                f"the headers of {fqn!r} do not say how tensor-parallel ranks share it, or cut it"
-                " in another way than nanotron's layers do",
+                f"the headers of {fqn!r} do not state how tensor-parallel ranks share it, or do not"
+                " match the layers of nanotron",
                 "write the weights with reshard merge",
             )
     if wanted.sizes.tensor > 1 and not found.cuts:
         raise UsageError(
             f"--tp {wanted.sizes.tensor}",
-            "no parameter of the source says how ranks share it",
-            "save it with nanotron's own layers, whose headers do at --tp 1 too",
+            "no parameter of the source states how ranks share it",
+            "save it with nanotron's own layers, whose headers state it also at --tp 1",
         )
     if not wanted.weights_only:
         _check_optimizer(state, found)
     if wanted.sizes.pipeline == before.pipeline:
         return found
-    return _restaged(state, found, before.pipeline, wanted.sizes.pipeline)
+    return _change_stages(state, found, before.pipeline, wanted.sizes.pipeline)
 
 
-def _restaged(state: Training, found: Layout, before: int, after: int) -> Layout:
-    """The run on another number of pipeline stages.
+def _change_stages(state: Training, found: Layout, before: int, after: int) -> Layout:
+    """Return the layout of the run on another number of pipeline stages.
 
     Raises:
-        UsageError: the model's configuration is not beside it, or a stage would be empty.
+        UsageError: the model's configuration is missing, or a stage would be empty.
         UnsupportedError: the source's own stages are not those of nanotron's models.
     """
     path, entries = state.manifest.origin.path, state.manifest.entries
@@ -105,47 +105,47 @@ def _restaged(state: Training, found: Layout, before: int, after: int) -> Layout
             odd = ", ".join(sorted(there.symmetric_difference(here))[:_SHOWN])
             raise UnsupportedError(
                 path,
-                f"stage {stage} of {before} is not the one that nanotron makes of the model in its"
-                f" {MODEL_CONFIG}, by {odd}",
-                f"write it at its own --pp {before}",
+                f"stage {stage} of {before} differs from the one that nanotron derives from"
+                f" {MODEL_CONFIG}: {odd}",
+                f"keep the source's number of stages: --pp {before}",
             )
     saved = {fqn: cut.stage for fqn, cut in found.cuts.items() if cut}
     made = found.on(own, found.stages)
     if any(cut and cut.stage != saved[fqn] for fqn, cut in made.cuts.items()):
         raise UnsupportedError(
             path,
-            f"weights lie on other stages than those that nanotron makes of its {MODEL_CONFIG}",
-            f"write it at its own --pp {before}",
+            f"weights are on other stages than nanotron derives from {MODEL_CONFIG}",
+            f"keep the source's number of stages: --pp {before}",
         )
     empty = next((stage for stage, held in enumerate(others) if not held), None)
     if empty is not None:
         raise UsageError(
             f"--pp {after}",
-            f"leaves stage {empty} without a parameter, by what blocks cost: nanotron does not"
+            f"leaves stage {empty} without a parameter, by the costs of blocks: nanotron cannot"
             " train that",
-            "give fewer stages",
+            "pass a smaller --pp",
         )
-    return found.on(others, stages.dealt(path, found.stages, others) if found.stages else ())
+    return found.on(others, stages.redistribute(path, found.stages, others) if found.stages else ())
 
 
 def _check_optimizer(state: Training, found: Layout) -> None:
-    """Refuse an optimizer that would not be the source's.
+    """Refuse an optimizer that would differ from the source's.
 
     Raises:
-        UsageError: it is made anew, or in other groups.
+        UsageError: it is newly created, or in other groups.
         IncompleteError: it lacks a moment of a parameter, or a step.
-        UnsupportedError: it lacks parameters, or has some on the first rank alone.
+        UnsupportedError: it lacks parameters, or has some on the first rank only.
     """
-    path, alone = state.manifest.origin.path, "write the weights alone: --weights-only"
+    path, alone = state.manifest.origin.path, "write only the weights: --weights-only"
     if state.made or state.regrouped:
         raise UsageError(
-            "--init-optimizer zeros, --param-groups", f"are nothing that {_TO} writes", alone
+            "--init-optimizer zeros, --param-groups", f"are not supported by {_TO}", alone
         )
     if found.unnamed:
         raise UnsupportedError(
             path,
             f"{found.unnamed} parameters were never stepped, and have no name in the optimizer:"
-            " nanotron loads none that lacks one",
+            " nanotron cannot load such an optimizer",
             alone,
         )
     for trained in state.groups:
@@ -153,13 +153,15 @@ def _check_optimizer(state: Training, found: Layout) -> None:
             written.check_slots(state, trained, member)
     for group in (group for stage in found.stages for group in stage.groups):
         if not written.is_faithful(group.hyper):
-            raise UnsupportedError(path, "a param group has settings that are no values", alone)
+            raise UnsupportedError(
+                path, "a param group has settings that are not plain values", alone
+            )
         for fqn in group.fqns:
             above = found.cuts.get(f"{fqn.removesuffix('.bias')}.weight")
             if fqn.endswith(".bias") and fqn not in found.cuts and above and above.dim == 1:
                 raise UnsupportedError(
                     path,
-                    f"{fqn!r} is of the first tensor-parallel rank alone, as the bias of a layer"
-                    " that is cut along its input: such an optimizer is not written",
+                    f"only the first tensor-parallel rank has {fqn!r}, the bias of a layer that is"
+                    " cut along its input: such an optimizer is not supported",
                     alone,
                 )

@@ -1,6 +1,6 @@
-"""Which pipeline stage nanotron gives each block of a model: those that cost alike to compute.
+"""The pipeline stage that nanotron gives each block of a model, by the costs of the blocks.
 
-Source: nanotron at 2411b02 ``models/base.py`` (``build_model``), and of
+Source: nanotron at 2411b02 ``models/base.py`` (``build_model``), and
 ``models/{llama,qwen,starcoder2}.py`` ``get_block_compute_costs`` and the blocks.
 """
 
@@ -17,12 +17,12 @@ _LAYER = "model.decoder"
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What differs between nanotron's models.
+    """Differences between nanotron's models.
 
     Args:
-        flag: of ``model_config.json``, by which nanotron tells them apart.
+        flag: key of ``model_config.json`` that identifies the model.
         first: the block of the embedding.
-        matrices: of a layer's MLP, each as large as the other.
+        matrices: number of matrices of equal size in a layer's MLP.
     """
 
     flag: str
@@ -38,18 +38,18 @@ _FAMILIES = (
 
 
 def blocks(config: Mapping[str, Any]) -> dict[str, int]:
-    """The blocks that have parameters, in the model's order, and what each costs.
+    """Return the cost of each block with parameters, in the model's order.
 
-    Nothing where the configuration is none of a model that is known here.
+    The result is empty if the configuration is not one of a known model.
     """
     family = next((each for each in _FAMILIES if config.get(each.flag) is True), None)
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
     sizes = [size for name in names if type(size := config.get(name)) is int and size > 0]
     if family is None or len(sizes) < len(names):
         return {}
-    layers, heads, hidden, words = sizes
+    layers, heads, hidden, vocab_size = sizes
     width = config.get("intermediate_size")
-    if width is None and family.matrices == 2:  # Starcoder2 alone has one of its own
+    if width is None and family.matrices == 2:  # only Starcoder2 has a default
         width = 4 * hidden
     if type(width) is not int:
         return {}
@@ -58,19 +58,19 @@ def blocks(config: Mapping[str, Any]) -> dict[str, int]:
         family.first: 0,
         **{f"{_LAYER}.{number}": layer for number in range(layers)},
         "model.final_layer_norm": 0,
-        HEAD: words * hidden,
+        HEAD: vocab_size * hidden,
     }
 
 
 def stages(costs: Sequence[int], ranks: int) -> list[int]:
-    """The stage of each block: a stage ends with the block that takes it past its share.
+    """Return the stage of each block: a stage ends with the block that exceeds its share.
 
     >>> stages([0, 40, 40, 40, 0, 16], 2), stages([0, 40, 40, 40, 0, 500], 3)
     ([0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0])
     """
     shares = [float(sum(costs)) * ((rank + 1) / ranks) for rank in range(ranks)]
-    made, stage = list[int](), 0
+    assigned, stage = list[int](), 0
     for so_far in accumulate(costs):
-        made.append(stage)
+        assigned.append(stage)
         stage += so_far > shares[stage]
-    return made
+    return assigned

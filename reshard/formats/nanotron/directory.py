@@ -1,8 +1,8 @@
 """The files of a nanotron checkpoint by parameter and rank.
 
 ``model/<module>/.../model_<leaf>[_pp-rank-P-of-N_tp-rank-T-of-N[_exp-rank-E-of-N]].safetensors``,
-``optimizer/optimizer_pp-P-of-N[_dp-D-of-N]_tp-T-of-N_exp-E-of-N.pt`` (with ``dp`` where ZeRO-1 cut
-it), ``lr_scheduler/`` and ``random/`` a file a rank, ``checkpoint_metadata.json`` beside.
+``optimizer/optimizer_pp-P-of-N[_dp-D-of-N]_tp-T-of-N_exp-E-of-N.pt`` (with ``dp`` if ZeRO-1 cut
+it), ``lr_scheduler/`` and ``random/`` with one file per rank, and ``checkpoint_metadata.json``.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _SCHEDULERS = re.compile(
     r"lr_scheduler(?P<ranks>_pp-\d+-of-\d+(?:_dp-\d+-of-\d+)?_tp-\d+-of-\d+.*)\.pt"
 )
 _RANK = re.compile(r"(pp|dp|tp|exp)(?:-rank)?-(\d+)-of-(\d+)")
-_DEPTH = 12  # modules within modules
+_DEPTH = 12  # maximum nesting of modules
 _MIXED = "files of different runs are mixed: fetch the checkpoint again as a whole"
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One rank's file: its place on each axis that its name has."""
+    """One rank's file, with its rank on each axis that its name has."""
 
     path: Path
     ranks: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     def rank(self, axis: str) -> int:
-        """0 where the name does not have the axis."""
+        """Return the rank on an axis; 0 if the name does not have the axis."""
         return self.ranks.get(axis, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """All files.
+    """All files of a checkpoint.
 
     Args:
-        weights: fqn -> its files; one that names no rank holds the whole tensor.
-        optimizer: the ranks' files; of the first ``dp`` rank alone where ZeRO-1 did not cut it.
-        schedulers: a file of each pipeline stage, whose ranks step together.
+        weights: fqn -> its files; a file whose name has no rank stores the whole tensor.
+        optimizer: the files of all ranks; only of the first ``dp`` rank if ZeRO-1 did not cut it.
+        schedulers: one file per pipeline stage, whose ranks step together.
     """
 
     place: Place
@@ -72,12 +72,12 @@ class Census:
 
 
 def detect(place: Place) -> bool:
-    """Whether a checkpoint of nanotron lies at this directory, or around this file of one."""
+    """Whether this directory, or the one around this file, is a checkpoint of nanotron."""
     return locate(place) is not None
 
 
 def locate(place: Place) -> Place | None:
-    """The step's directory: this one, or that of a file below its ``model/`` or ``optimizer/``."""
+    """Return the step's directory: this one, or the one that contains the chosen file."""
     if place.chosen is None:
         return place if _holds_weights(place.folders.get(_MODEL), _DEPTH) else None
     if not (_WEIGHTS.fullmatch(place.chosen) or _STATES.fullmatch(place.chosen)):
@@ -85,14 +85,16 @@ def locate(place: Place) -> Place | None:
     above = place
     for _ in range(_DEPTH):
         inside, above = above.name, Place([d.resolve().parent for d in above.directories])
-        outermost = inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL  # a module's name, too
+        outermost = (
+            inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL
+        )  # a module may have the name, too
         if outermost and _holds_weights(above.folders.get(_MODEL), _DEPTH):
             return above
     return None
 
 
 def _holds_weights(place: Place | None, depth: int) -> bool:
-    """Whether a parameter's file lies here or in the first folders below."""
+    """Whether the file of a parameter is here or in the first folders below."""
     if place is None or depth == 0:
         return False
     if any(map(_WEIGHTS.fullmatch, place.files)):
@@ -101,30 +103,30 @@ def _holds_weights(place: Place | None, depth: int) -> bool:
 
 
 def beside(place: Place) -> tuple[str, ...]:
-    """What else lies in the step's directory: the run's configuration, random states."""
+    """Return the names of other files in the step's directory: configuration, random states."""
     known = (METADATA, MODEL_CONFIG, _MODEL, _OPTIMIZER, SCHEDULER)
     return tuple(sorted(name for name in (*place.files, *place.folders) if name not in known))
 
 
 def census(place: Place) -> Census:
-    """Every file, once it is known that none is missing.
+    """List all files, and check that none is missing.
 
     Raises:
         IncompleteError: a rank's file is missing.
-        CorruptError: two grids.
+        CorruptError: the files belong to two grids.
     """
     weights = {
         fqn: _complete(fqn, files, ("tp", "exp"))
         for fqn, files in sorted(_weights(place.folders[_MODEL], ()), key=lambda item: item[0])
     }
     folder = place.folders.get(_OPTIMIZER)
-    held = [] if folder is None else [*_ranked(folder, _STATES)]
-    optimizer = _complete("the optimizer", held, AXES)
+    states = [] if folder is None else [*_ranked(folder, _STATES)]
+    optimizer = _complete("the optimizer", states, AXES)
     return Census(place, weights, optimizer, _schedulers(place.folders.get(SCHEDULER)))
 
 
 def _schedulers(folder: Place | None) -> tuple[Path, ...]:
-    """The first rank's file of each stage; the one file of a run that had one for all."""
+    """Return the first rank's file of each stage, or the only file of a run."""
     if folder is None:
         return ()
     ranked = _complete("the scheduler", [*_ranked(folder, _SCHEDULERS)], AXES)
@@ -154,16 +156,16 @@ def _ranked(place: Place, pattern: re.Pattern[str]) -> Iterator[RankFile]:
 
 
 def _rank_file(path: Path, text: str | None) -> RankFile:
-    found = [(axis, int(rank), int(size)) for axis, rank, size in _RANK.findall(text or "")]
-    return RankFile(path, {a: rank for a, rank, _ in found}, {a: size for a, _, size in found})
+    axes = [(axis, int(rank), int(size)) for axis, rank, size in _RANK.findall(text or "")]
+    return RankFile(path, {a: rank for a, rank, _ in axes}, {a: size for a, _, size in axes})
 
 
 def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[RankFile, ...]:
-    """The files in rank order, once every rank of the axes has one.
+    """Return the files in rank order, if every rank of the axes has one.
 
     Raises:
-        IncompleteError: a rank has none.
-        CorruptError: their names speak of different grids.
+        IncompleteError: a rank has no file.
+        CorruptError: the names state different grids.
     """
     if not files:
         return ()
@@ -171,14 +173,16 @@ def _complete(what: str, files: list[RankFile], axes: tuple[str, ...]) -> tuple[
     for file in files:
         if file.sizes != first.sizes:
             raise CorruptError(
-                file.path, f"is of a grid of {_shown(file)}, {first.path.name} of another", _MIXED
+                file.path,
+                f"is of a grid of {_shown(file)}, but {first.path.name} of another",
+                _MIXED,
             )
-    there = [axis for axis in axes if axis in first.sizes]
-    held = {tuple(file.rank(axis) for axis in there) for file in files}
-    grid = [first.sizes[axis] for axis in there]
+    present = [axis for axis in axes if axis in first.sizes]
+    existing = {tuple(file.rank(axis) for axis in present) for file in files}
+    grid = [first.sizes[axis] for axis in present]
     for number in range(prod(grid)):
-        if (ranks := index_of(number, grid)) not in held:
-            missing = ", ".join(f"{axis} {rank}" for axis, rank in zip(there, ranks, strict=True))
+        if (ranks := index_of(number, grid)) not in existing:
+            missing = ", ".join(f"{axis} {rank}" for axis, rank in zip(present, ranks, strict=True))
             raise IncompleteError(
                 first.path.parent,
                 f"has no file of {what} of rank {missing}",

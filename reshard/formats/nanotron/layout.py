@@ -1,8 +1,8 @@
-"""What a run says beside its state: how tensor-parallel ranks share a parameter, who trains it.
+"""Facts of a run beside its state: how tensor-parallel ranks share a parameter, who trains it.
 
-A target for other ranks needs both, and nothing but nanotron's own files tells them. A parameter
-that ranks share says so at one rank, too: nanotron marks it whatever the size of the group
-(``parallel/tensor_parallel/nn.py``); one that says nothing is whole on every rank.
+A target for other ranks needs both, and only nanotron's own files state them. A parameter that
+ranks share is marked even with one rank: nanotron marks it whatever the size of the group
+(``parallel/tensor_parallel/nn.py``); an unmarked one is whole on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.formats.nanotron.slices import PAIRS, SHAPE
 from reshard.formats.nanotron.stages import Stage
 
 KEY = "nanotron's layout"  # in `TrainState.opaque`
-_ALL = "None,None,None"  # a dim that is not cut
+_ALL = "None,None,None"  # slice of a dim that is not cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Cut:
 
     Args:
         stage: the pipeline stage whose rank saves it.
-        dim: that is cut.
-        parts: extents of what is fused along it, each cut by itself; none where nothing is.
-        texts: of its header, what is the same at any number of ranks.
+        dim: the dim that is cut.
+        parts: extents of the fused parts along it, each cut by itself; empty if nothing is fused.
+        texts: entries of its header that are the same for any number of ranks.
     """
 
     stage: int
@@ -37,10 +37,10 @@ class Cut:
     texts: Mapping[str, str]
 
     def header(self, fqn: str, shape: Index, ranks: int, rank: int) -> dict[str, str]:
-        """The metadata of a rank's file.
+        """Return the metadata of a rank's file.
 
         Raises:
-            UsageError: the ranks do not divide it.
+            UsageError: the ranks do not divide the parameter.
         """
         pairs, start, local = [], 0, 0
         for part in self.parts or (shape[self.dim],):
@@ -48,7 +48,7 @@ class Cut:
                 raise UsageError(
                     f"--tp {ranks}",
                     f"does not divide {part} of dim {self.dim} of {fqn!r}, {shape}",
-                    "give a divisor of it: nanotron cuts every fused part evenly",
+                    "pass a divisor of it: nanotron cuts every fused part evenly",
                 )
             width = part // ranks
             here = f"{local},{local + width},None" if self.parts else _ALL
@@ -58,7 +58,7 @@ class Cut:
         return {**self.texts, PAIRS: ";".join(pairs)}
 
     def local(self, shape: Index, ranks: int) -> Index:
-        """The shape of a rank's part."""
+        """Return the shape of a rank's part."""
         return (*shape[: self.dim], shape[self.dim] // ranks, *shape[self.dim + 1 :])
 
     def _side(self, text: str, shape: Index) -> str:
@@ -67,14 +67,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a target needs to know of the run.
+    """Facts of the run that a target needs.
 
     Args:
-        cuts: of the parameters whose files name ranks; None: cut in a way that is not known here.
+        cuts: cuts of the parameters whose files name ranks; None: cut in an unknown way.
         stages: the optimizer and the scheduler of each pipeline stage.
-        config: the model's own (``model_config.json``), where the run has one.
-        unnamed: how many parameters have no state, hence no name.
-        beside: what else lies in the step's directory.
+        config: the model's ``model_config.json``, if the run has one.
+        unnamed: number of parameters without state, and therefore without a name.
+        beside: names of other files in the step's directory.
     """
 
     cuts: Mapping[str, Cut | None]
@@ -84,7 +84,7 @@ class Layout:
     beside: tuple[str, ...]
 
     def on(self, stages: Sequence[Sequence[str]], dealt: tuple[Stage, ...]) -> Layout:
-        """The same run on other pipeline stages: a parameter's first one saves it."""
+        """Return the run on other pipeline stages; the first stage of a parameter saves it."""
         first: dict[str, int] = {}
         for stage, fqns in enumerate(stages):
             for fqn in fqns:
@@ -94,9 +94,9 @@ class Layout:
 
 
 def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]) -> Cut | None:
-    """How a parameter is cut, by the headers of all ranks' files in rank order.
+    """Return how a parameter is cut, from the headers of all ranks' files in rank order.
 
-    Nothing where what would be written for the same ranks is not what the files say.
+    Return None if a header written for the same ranks would differ from the one in the files.
     """
     ranks, first = len(headers), headers[0]
     if PAIRS not in first or SHAPE not in first:
@@ -109,15 +109,15 @@ def cut(fqn: str, shape: Index, stage: int, headers: Sequence[Mapping[str, str]]
     mine = [local.split("|")[dim] for local, _ in pairs]
     parts = () if mine == [_ALL] else tuple(_width(text) * ranks for text in mine)
     texts = {name: text for name, text in first.items() if name != PAIRS}
-    found = Cut(stage, dim, parts, texts)
+    derived = Cut(stage, dim, parts, texts)
     try:
-        made = [found.header(fqn, shape, ranks, rank) for rank in range(ranks)]
+        written = [derived.header(fqn, shape, ranks, rank) for rank in range(ranks)]
     except UsageError:
         return None
-    return found if made == list(headers) else None
+    return derived if written == list(headers) else None
 
 
 def _width(text: str) -> int:
-    """The extent of one slice, which the reader has checked."""
+    """Return the extent of one slice; the reader has checked its text."""
     start, stop, _ = text.split(",")
     return int(stop) - int(start) if "None" not in (start, stop) else 0

@@ -1,8 +1,8 @@
-"""The ranks' optimizers, by name: each has the state of its own part of every parameter.
+"""Reading of the ranks' optimizers, by name: each has the state of its part of every parameter.
 
-A file is ``torch.optim``'s state dict with ``names`` beside (index -> fqn, of what has state) and,
+A file is ``torch.optim``'s state dict with ``names`` (index -> fqn, of parameters with state) and,
 with fp32 gradient accumulation, fp32 copies by name under ``gradient_accumulator``. With ZeRO-1
-every tensor but the step is a flat piece of the rank's part (``optim/zero.py``,
+every tensor except the step is a flat piece of the rank's part (``optim/zero.py``,
 ``_partition_parameters``).
 """
 
@@ -32,65 +32,65 @@ _FILE = record(
     param_groups=sequence(fields(params=sequence(COUNT))),
 )
 
-Places = Mapping[str, Mapping[tuple[int, int], Placed]]  # fqn -> (tp, exp) -> its part
+PartTable = Mapping[str, Mapping[tuple[int, int], Placed]]  # fqn -> (tp, exp) -> the rank's part
 
 
 @dataclass(slots=True)
 class Optimizer:
-    """What all ranks' files say together."""
+    """The joined content of all ranks' files."""
 
     files: list[TorchFile] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
-    stages: list[list[ParamGroup]] = field(default_factory=list)  # param groups of each
-    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
-    unnamed: int = 0  # parameters in groups that have no state, hence no name
+    stages: list[list[ParamGroup]] = field(default_factory=list)  # param groups of each stage
+    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is not a tensor
+    unnamed: int = 0  # number of parameters without state, and therefore without a name
 
 
 def piece(numel: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The run ``[start, stop)`` of a rank: equal pieces, the last ones shorter by an element.
+    """Return the run ``[start, stop)`` of a rank: equal pieces, the last ones one element shorter.
 
     >>> [piece(10, 4, rank) for rank in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
     """
     size = -(-numel // ranks)
-    full = ranks - (size * ranks - numel)  # ranks that have all of a piece
+    full = ranks - (size * ranks - numel)  # number of ranks with a full piece
     return tuple(n * size - max(0, n - full) for n in (rank, rank + 1))  # type: ignore[return-value]
 
 
-def read(census: Census, places: Places, pool: SourceFiles) -> Optimizer:
-    """Every slot, step and group.
+def read(census: Census, parts: PartTable, pool: SourceFiles) -> Optimizer:
+    """Read every slot, step and group.
 
     Args:
-        places: which part of each parameter a rank has, as its weights say.
+        parts: the part of each parameter that a rank has, according to its weights.
 
     Raises:
-        CorruptError: ranks that contradict one another, or their weights.
-        IncompleteError: a parameter has state and no weights.
+        CorruptError: ranks contradict each other, or their weights.
+        IncompleteError: a parameter has state but no weights.
     """
     found = Optimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
     for rank in census.optimizer:
         file = torch_file.read(rank.path)
         found.files.append(file)
-        names = _names(file)
-        for fqn, kind, tensor in _tensors(file, names):
-            place = _place(file, rank, places, fqn)
-            _add(chunks, place, (kind, fqn), tensor.chunk, rank)
-        _add_loose(found, file, names, pool)
+        names = _check_names(file)
+        for fqn, kind, tensor in _iterate_tensors(file, names):
+            place = _find_part(file, rank, parts, fqn)
+            _add_tensor(chunks, place, (kind, fqn), tensor.chunk, rank)
+        _add_non_tensors(found, file, names, pool)
         if all(rank.rank(axis) == 0 for axis in ("dp", "tp", "exp")):
-            found.stages.append(_groups(found, file, names))
+            found.stages.append(_read_groups(found, file, names))
     found.entries = [
-        Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(held)) for e, held in chunks.values()
+        Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(parts)) for e, parts in chunks.values()
     ]
     return found
 
 
-def _names(file: TorchFile) -> dict[Any, str]:
-    """Index -> fqn, once it is known that the file has the form of an optimizer.
+def _check_names(file: TorchFile) -> dict[Any, str]:
+    """Return index -> fqn, after a check of the structure of the file.
 
     Raises:
-        CorruptError: it has not.
+        CorruptError: the file does not have the structure of an optimizer.
     """
     expect(file.path, file.root, _FILE)
     expect(file.path, file.root, fields(gradient_accumulator=mapping(TEXT)))
@@ -98,11 +98,13 @@ def _names(file: TorchFile) -> dict[Any, str]:
     return names
 
 
-def _tensors(file: TorchFile, names: Mapping[Any, str]) -> Iterable[tuple[str, str, Tensor]]:
-    """(fqn, kind, tensor) of everything that has the shape of its parameter.
+def _iterate_tensors(
+    file: TorchFile, names: Mapping[Any, str]
+) -> Iterable[tuple[str, str, Tensor]]:
+    """Yield (fqn, kind, tensor) for every tensor with the shape of its parameter.
 
     Raises:
-        CorruptError: state under an index that has no name.
+        CorruptError: an index with state has no name.
     """
     for index, slots in file.root["state"].items():
         if index not in names:
@@ -115,61 +117,65 @@ def _tensors(file: TorchFile, names: Mapping[Any, str]) -> Iterable[tuple[str, s
             yield fqn, MASTER, value
 
 
-def _place(file: TorchFile, rank: RankFile, places: Places, fqn: str) -> Placed:
-    held = places.get(fqn)
-    if held is None:
+def _find_part(file: TorchFile, rank: RankFile, part_table: PartTable, fqn: str) -> Placed:
+    parts = part_table.get(fqn)
+    if parts is None:
         raise IncompleteError(
-            file.path, f"has state of {fqn!r}, of which model/ has no weights", "copy them here"
+            file.path,
+            f"has state of {fqn!r}, of which model/ has no weights",
+            "copy the weights here",
         )
     tp, exp = rank.rank("tp"), rank.rank("exp")
-    whole = next(iter(held.values())) if len(held) == 1 else None
-    found = whole or held.get((tp, exp)) or held.get((tp, 0))  # experts alone name their rank
-    if found is None:
+    whole = next(iter(parts.values())) if len(parts) == 1 else None
+    part = (
+        whole or parts.get((tp, exp)) or parts.get((tp, 0))
+    )  # only files of experts name their rank
+    if part is None:
         raise CorruptError(file.path, f"has a part of {fqn!r} that no weights have", _MIXED)
-    return found
+    return part
 
 
-def _add(
+def _add_tensor(
     chunks: dict[Key, tuple[Entry, list[Chunk]]],
     place: Placed,
     key: Key,
     stored: Chunk,
     rank: RankFile,
 ) -> None:
-    """The blocks of one rank's tensor.
+    """Add the chunks of one rank's tensor.
 
     Raises:
-        CorruptError: it has not the size that its weights have.
+        CorruptError: its size is not that of the weights.
     """
     kind, fqn = key
     if "dp" in rank.ranks:
         start, stop = piece(prod(place.local), rank.sizes["dp"], rank.rank("dp"))
-        wanted: Index = (stop - start,)
+        expected: Index = (stop - start,)
     else:
         start, stop = 0, prod(place.local)
-        wanted = place.local
-    if stored.box.shape != wanted:
+        expected = place.local
+    if stored.box.shape != expected:
         raise CorruptError(
             stored.file,
-            f"the {kind} of {fqn!r} has shape {stored.box.shape}, its weights make it {wanted}",
+            f"the {kind} of {fqn!r} has shape {stored.box.shape}, but its weights imply {expected}",
             _MIXED,
         )
-    entry, held = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, place.shape, ()), []))
+    entry, collected = chunks.setdefault(key, (Entry(fqn, kind, stored.dtype, place.shape, ()), []))
     if entry.dtype != stored.dtype:
         raise CorruptError(stored.file, f"the {kind} of {fqn!r} is {stored.dtype}", _MIXED)
     if "dp" in rank.ranks:
-        held += place.run_chunks(stored, start, stop)
+        collected += place.run_chunks(stored, start, stop)
     else:
-        held += place.chunks(stored)
+        collected += place.chunks(stored)
 
 
-def _add_loose(
+def _add_non_tensors(
     found: Optimizer, file: TorchFile, names: Mapping[Any, str], pool: SourceFiles
 ) -> None:
-    """Steps, which all ranks must agree on, and what is neither.
+    """Add the steps, which must be equal on all ranks, and state that is not tensors.
 
     Raises:
-        CorruptError: they do not.
+        CorruptError: the steps differ.
     """
     for index, slots in file.root["state"].items():
         fqn = names[index]
@@ -181,7 +187,7 @@ def _add_loose(
             if step != value:
                 raise CorruptError(
                     file.path,
-                    f"the optimizer's step of {fqn!r} is {value}, {step} elsewhere",
+                    f"the optimizer's step of {fqn!r} is {value}, but {step} in other files",
                     _MIXED,
                 )
         other = {k: plain(v) for k, v in slots.items() if k != _STEP and not isinstance(v, Tensor)}
@@ -189,13 +195,13 @@ def _add_loose(
             found.other[fqn] = other
 
 
-def _groups(found: Optimizer, file: TorchFile, names: Mapping[Any, str]) -> list[ParamGroup]:
-    """A pipeline stage's groups."""
-    made = []
+def _read_groups(found: Optimizer, file: TorchFile, names: Mapping[Any, str]) -> list[ParamGroup]:
+    """Return the param groups of a pipeline stage."""
+    groups = []
     for group in file.root["param_groups"]:
         hyper = {str(name): plain(value) for name, value in group.items() if name != "params"}
         indices = group.get("params", ())
         fqns = tuple(names[index] for index in indices if index in names)
         found.unnamed += len(indices) - len(fqns)
-        made.append(ParamGroup(hyper, fqns))
-    return made
+        groups.append(ParamGroup(hyper, fqns))
+    return groups

@@ -1,4 +1,4 @@
-"""A step's directory as one manifest."""
+"""Reading of a step's directory into one manifest."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def read(place: Place) -> Manifest:
-    """The manifest of a step's directory, or of that of a file of it.
+    """Read a step's directory, given by itself or by a file in it.
 
     Raises:
-        CorruptError: its files contradict one another, or are of different grids or runs.
+        CorruptError: its files contradict each other, or belong to different grids or runs.
         IncompleteError: a rank's file is missing.
-        UnsupportedError: a form of which nobody has seen a file.
+        UnsupportedError: the checkpoint has an unknown variant of the format.
     """
     census = directory.census(directory.locate(place) or place)
     files: dict[str, SourceFile] = {}
     places: dict[str, dict[tuple[int, int], Placed]] = {}
     cuts: dict[str, Cut | None] = {}
-    weights = {fqn: _weight(census, fqn, files, places, cuts) for fqn in census.weights}
+    weights = {fqn: _read_weight(census, fqn, files, places, cuts) for fqn in census.weights}
     with SourceFiles() as pool:
         found = optimizer.read(census, places, pool)
     files |= {file.path: file.source() for file in found.files}
-    about = _json(census.place, METADATA)
+    about = _read_json(census.place, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
     opened = [torch_file.read(path) for path in census.schedulers]
-    held = _stages(found, [plain(file.root) for file in opened])
-    whole = stages.together(held)
-    order, ordered = _order(weights, held, whole)
+    stage_list = _build_stages(found, [plain(file.root) for file in opened])
+    whole = stages.join_stages(stage_list)
+    order, ordered = _sort_weights(weights, stage_list, whole)
     versions = {"checkpoint": str(about["version"])} if "version" in about else {}
     return Manifest(
         origin=Origin(
@@ -68,7 +68,7 @@ def read(place: Place) -> Manifest:
             path=str(census.place),
             detail="ZeRO stage 1" if census.is_zero else "",
             versions=versions,
-            mesh=_mesh(census, about),
+            mesh=_build_mesh(census, about),
             precision=most_common_dtype(entry.dtype for entry in weights.values()),
         ),
         entries=index_entries([*(weights[fqn] for fqn in order), *found.entries]),
@@ -84,8 +84,8 @@ def read(place: Place) -> Manifest:
             opaque={
                 layout.KEY: Layout(
                     cuts=cuts,
-                    stages=held,
-                    config=_json(census.place, MODEL_CONFIG) or None,
+                    stages=stage_list,
+                    config=_read_json(census.place, MODEL_CONFIG) or None,
                     unnamed=found.unnamed,
                     beside=beside(census.place),
                 ),
@@ -100,17 +100,17 @@ def read(place: Place) -> Manifest:
     )
 
 
-def _weight(
+def _read_weight(
     census: Census,
     fqn: str,
     files: dict[str, SourceFile],
     places: dict[str, dict[tuple[int, int], Placed]],
     cuts: dict[str, Cut | None],
 ) -> Entry:
-    """A parameter of all ranks; where each has its part of it, and why, is put beside.
+    """Read a parameter of all ranks; add the part of each rank to ``places``, the cut to ``cuts``.
 
     Raises:
-        CorruptError: a file holds something else, or ranks contradict one another.
+        CorruptError: a file has other content, or ranks contradict each other.
     """
     chunks: list[Chunk] = []
     first: Entry | None = None
@@ -122,7 +122,8 @@ def _weight(
         stored = file.tensors.get(_TENSOR)
         if stored is None or len(file.tensors) > 1:
             raise CorruptError(
-                rank.path, f"holds {sorted(file.tensors)}, a weight of nanotron's is {_TENSOR!r}"
+                rank.path,
+                f"contains {sorted(file.tensors)}, but a weight of nanotron is called {_TENSOR!r}",
             )
         place = slices.of_header(file.source.path, file.metadata, stored.box.shape)
         places.setdefault(fqn, {})[rank.rank("tp"), rank.rank("exp")] = place
@@ -131,77 +132,77 @@ def _weight(
         if entry != first:
             raise CorruptError(
                 rank.path,
-                f"{fqn!r} is {entry.dtype} {entry.shape}, {first.dtype} {first.shape} in"
+                f"{fqn!r} is {entry.dtype} {entry.shape}, but {first.dtype} {first.shape} in"
                 f" {census.weights[fqn][0].path.name}",
                 "files of different runs are mixed: fetch the checkpoint again as a whole",
             )
         chunks += place.chunks(stored)
-    if first is None:  # a census lists no parameter without a file
+    if first is None:  # every parameter of a census has a file
         raise AssertionError(fqn)
-    held = census.weights[fqn]
-    if held[0].sizes:
-        alike = len({rank.rank("pp") for rank in held}) == 1 and "exp" not in held[0].sizes
-        stage = held[0].rank("pp")
-        cuts[fqn] = layout.cut(fqn, first.shape, stage, headers) if alike else None
+    ranks = census.weights[fqn]
+    if ranks[0].sizes:
+        is_regular = len({rank.rank("pp") for rank in ranks}) == 1 and "exp" not in ranks[0].sizes
+        stage = ranks[0].rank("pp")
+        cuts[fqn] = layout.cut(fqn, first.shape, stage, headers) if is_regular else None
     return Entry(fqn, PARAM, first.dtype, first.shape, tuple(chunks))
 
 
-def _json(place: Place, name: str) -> dict[str, Any]:
-    """A file beside the weights; nothing where a save has none."""
+def _read_json(place: Place, name: str) -> dict[str, Any]:
+    """Read a file beside the weights; return an empty dict if there is none."""
     path = place.files.get(name)
     return json_object(path) if path else {}
 
 
-def _stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
-    """What each pipeline stage trains, and by which schedule."""
+def _build_stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
+    """Return the param groups and the scheduler of each pipeline stage."""
     groups: Sequence[Sequence[ParamGroup]] = found.stages or [()] * bool(schedulers)
     one = schedulers[0] if len(schedulers) == 1 else None
     every = schedulers if len(schedulers) == len(groups) else [one] * len(groups)
     return tuple(Stage(tuple(g), each) for g, each in zip(groups, every, strict=True))
 
 
-def _count(held: Mapping[str, Any] | None, name: str) -> int | None:
-    found = (held or {}).get(name)
-    return found if type(found) is int else None
+def _count(table: Mapping[str, Any] | None, name: str) -> int | None:
+    value = (table or {}).get(name)
+    return value if type(value) is int else None
 
 
-def _mesh(census: Census, about: Mapping[str, Any]) -> dict[str, int]:
-    """The grid: file names have what is on disk, the two descriptions also copies that are not."""
+def _build_mesh(census: Census, about: Mapping[str, Any]) -> dict[str, int]:
+    """Return the grid: from file names, and from descriptions that include replicas not on disk."""
     sizes = dict.fromkeys(("pp", "dp", "cp", "tp", "ep"), 1)
     sharded = [file for files in census.weights.values() for file in files]
     for file in (*sharded, *census.optimizer):
         sizes.update({"ep" if axis == "exp" else axis: n for axis, n in file.sizes.items()})
-    sizes |= {axis: n for axis in sizes if (n := _count(about, axis))} | _sizes(census.place)
+    sizes |= {axis: n for axis in sizes if (n := _count(about, axis))} | _read_sizes(census.place)
     return {"world": prod(sizes.values())} | {axis: n for axis, n in sizes.items() if n > 1}
 
 
-def _sizes(place: Place) -> dict[str, int]:
-    """``optimizer_config.json``, which has its numbers as text."""
+def _read_sizes(place: Place) -> dict[str, int]:
+    """Read the sizes in ``optimizer_config.json``, which stores numbers as text."""
     folder = place.folders.get("optimizer")
     path = folder.files.get("optimizer_config.json") if folder else None
-    held = json_object(path).get("parallelism") if path else None
-    if not isinstance(held, dict):
+    stored = json_object(path).get("parallelism") if path else None
+    if not isinstance(stored, dict):
         return {}
     return {
         axis: size
         for axis, name in _SIZES.items()
-        if (size := counts.natural(str(held.get(name)))) is not None
+        if (size := counts.natural(str(stored.get(name)))) is not None
     }
 
 
-def _order(
-    weights: Mapping[str, Entry], held: Sequence[Stage], whole: Stage
+def _sort_weights(
+    weights: Mapping[str, Entry], stage_list: Sequence[Stage], whole: Stage
 ) -> tuple[Sequence[str], bool]:
-    """The weights in the model's order, and whether it is known: groups of one each keep it."""
+    """Return the weights in the model's order, and whether that order is known."""
     fqns = [fqn for group in whole.groups for fqn in group.fqns]
-    in_order = len(whole.groups) == 1 or stages.is_one_each(held)
+    in_order = len(whole.groups) == 1 or stages.is_one_each(stage_list)
     if in_order and len(fqns) == len(weights) and set(fqns) == set(weights):
         return fqns, True
-    return sorted(weights, key=_natural), False
+    return sorted(weights, key=_natural_key), False
 
 
-def _natural(fqn: str) -> list[tuple[int, str]]:
-    """So that layer 10 follows layer 9."""
+def _natural_key(fqn: str) -> list[tuple[int, str]]:
+    """Return a sort key by which layer 10 follows layer 9."""
     parts = (part.lstrip("0") if part.isdecimal() else part for part in _NUMBER.split(fqn))
     return [(len(part) if part.isdecimal() or not part else -1, part) for part in parts]
 
@@ -210,7 +211,7 @@ def _notes(census: Census, found: Optimizer) -> Iterator[str]:
     if found.unnamed:
         yield (
             f"{found.unnamed} parameters without state (never stepped) have no name in the"
-            " optimizer: they are in no param group here"
+            " optimizer, and are in no param group"
         )
     random = census.place.folders.get("random")
     if random and random.files:

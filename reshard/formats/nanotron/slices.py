@@ -1,8 +1,9 @@
-"""Which block of a tensor a rank holds: the pairs of slices in the header of its weights.
+"""The block of a tensor that a rank stores, from the pairs of slices in the header of its weights.
 
-``local_global_slices_pairs`` is ``local#global;local#global;...``, a side ``start,stop,step|...``
-with one slice a dim (nanotron ``parallel/parameters.py``, SlicesPair); several pairs where a fused
-parameter (query, key and value; gate and up) is cut part by part.
+``local_global_slices_pairs`` is ``local#global;local#global;...``; a side is
+``start,stop,step|...`` with one slice per dim (nanotron ``parallel/parameters.py``, SlicesPair).
+There are several pairs if the parts of a fused parameter (query, key and value; gate and up) are
+cut one by one.
 """
 
 from __future__ import annotations
@@ -28,75 +29,77 @@ class Placed:
     pairs: tuple[tuple[Box, Box], ...]
 
     def chunks(self, stored: Chunk) -> Iterator[Chunk]:
-        """The blocks of a stored tensor that has the rank's shape."""
+        """Yield the chunks of a stored tensor that has the rank's shape."""
         for local, box in self.pairs:
             steps = zip(local.origin, stored.byte_strides, strict=True)
             at = stored.byte_offset + sum(origin * stride for origin, stride in steps)
             yield Chunk(box, stored.file, at, stored.byte_strides, stored.dtype)
 
     def run_chunks(self, stored: Chunk, start: int, stop: int) -> Iterator[Chunk]:
-        """The blocks of a stored flat piece, which is the run ``[start, stop)`` of the rank's."""
+        """Yield the chunks of a stored flat piece: the run ``[start, stop)`` of the rank's part."""
         unit = stored.byte_strides[0] if stored.byte_strides else stored.dtype.itemsize
         strides = row_major(self.local, unit)
-        for held, box in self._run(start, stop):
-            at = stored.byte_offset + (flat_span(held, self.local)[0] - start) * unit
+        for block, box in self._run(start, stop):
+            at = stored.byte_offset + (flat_span(block, self.local)[0] - start) * unit
             yield Chunk(box, stored.file, at, strides, stored.dtype)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-        """Blocks of the whole that make up the run ``[start, stop)`` of the rank's part.
+        """Yield the blocks of the whole that make up the run ``[start, stop)`` of the rank's part.
 
-        Each is contiguous in the run, and comes with the element of it at which it begins.
+        Each is contiguous in the run, and comes with the element of the run at which it begins.
         """
-        for held, box in self._run(start, stop):
-            for row in _contiguous(held, self.local):
-                at = row.within(held).origin
+        for block, box in self._run(start, stop):
+            for row in _split_contiguous(block, self.local):
+                at = row.within(block).origin
                 origin = tuple(a + b for a, b in zip(box.origin, at, strict=True))
                 yield Box(origin, row.shape), flat_span(row, self.local)[0] - start
 
     def _run(self, start: int, stop: int) -> Iterator[tuple[Box, Box]]:
-        """(block of the rank's part, block of the whole) of a run of the rank's part."""
+        """Yield (block of the rank's part, block of the whole) of a run of the rank's part."""
         for piece in run_boxes(self.local, start, stop):
             for local, box in self.pairs:
-                held = intersect(piece, local)
-                if held is not None:
-                    within = held.within(local).origin
+                block = intersect(piece, local)
+                if block is not None:
+                    within = block.within(local).origin
                     origin = tuple(a + b for a, b in zip(box.origin, within, strict=True))
-                    yield held, Box(origin, held.shape)
+                    yield block, Box(origin, block.shape)
 
 
 def of_whole(shape: Index) -> Placed:
-    """Of a rank that holds all of a tensor."""
+    """Return the part of a rank that stores the whole tensor."""
     return Placed(shape, shape, ((whole(shape), whole(shape)),))
 
 
 def of_header(path: str, metadata: Mapping[str, str], local: Index) -> Placed:
-    """What the header of a rank's weights says; all of the tensor where it says nothing.
+    """Return the part that the header of a rank's weights states, else the whole tensor.
 
     Args:
         local: the shape of the tensor in the file.
 
     Raises:
-        CorruptError: it is no such text, or contradicts the tensor.
-        UnsupportedError: slices with a step.
+        CorruptError: the text is malformed, or contradicts the tensor.
+        UnsupportedError: a slice has a step.
     """
     if PAIRS not in metadata or SHAPE not in metadata:
         return of_whole(local)
     try:
         sizes = metadata[SHAPE].strip()[1:-1].split(",")
-        shape = as_index((_size(text) for text in sizes if text.strip()), len(local))
+        shape = as_index((_parse_size(text) for text in sizes if text.strip()), len(local))
         texts = [pair.split("#") for pair in metadata[PAIRS].split(";")]
-        pairs = tuple((_box(path, a, local), _box(path, b, shape)) for a, b in texts)
+        pairs = tuple((_parse_box(path, a, local), _parse_box(path, b, shape)) for a, b in texts)
     except (ValueError, TypeError) as error:
-        raise CorruptError(path, f"its header does not say where it belongs: {error}") from error
+        raise CorruptError(
+            path, f"its header does not state its part of the tensor: {error}"
+        ) from error
     if any(a.shape != b.shape for a, b in pairs):
-        raise CorruptError(path, f"its slices are not as large as their places: {pairs}")
+        raise CorruptError(path, f"its local and global slices differ in size: {pairs}")
     if sum(a.volume for a, _ in pairs) != whole(local).volume:
-        raise CorruptError(path, f"its slices are not all of its tensor of {local}")
+        raise CorruptError(path, f"its slices do not cover its tensor of {local}")
     return Placed(shape, local, pairs)
 
 
-def _contiguous(box: Box, shape: Index) -> Iterator[Box]:
-    """The box, cut so that each is one run of a tensor of this shape."""
+def _split_contiguous(box: Box, shape: Index) -> Iterator[Box]:
+    """Yield parts of the box, each of which is one run of a tensor of this shape."""
     start, stop = flat_span(box, shape)
     if stop - start == box.volume:
         yield box
@@ -105,22 +108,22 @@ def _contiguous(box: Box, shape: Index) -> Iterator[Box]:
     for index in range(box.shape[dim]):
         origin, extents = list(box.origin), list(box.shape)
         origin[dim], extents[dim] = origin[dim] + index, 1
-        yield from _contiguous(Box(tuple(origin), tuple(extents)), shape)
+        yield from _split_contiguous(Box(tuple(origin), tuple(extents)), shape)
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     return int(match[1])
 
 
-def _box(path: str, text: str, shape: Index) -> Box:
-    """The box of one side of a pair.
+def _parse_box(path: str, text: str, shape: Index) -> Box:
+    """Return the box of one side of a pair.
 
     Raises:
-        ValueError: it is no slices of that shape.
-        UnsupportedError: a step.
+        ValueError: the text is not slices of that shape.
+        UnsupportedError: a slice has a step.
     """
     ranges = []
     for part, size in zip(text.split("|"), shape, strict=True):
@@ -129,6 +132,6 @@ def _box(path: str, text: str, shape: Index) -> Box:
             raise UnsupportedError(path, f"its slices have a step of {step}")
         low, high, _ = slice(start, stop).indices(size)
         if (start or 0) != low or (size if stop is None else stop) != high or low > high:
-            raise ValueError(f"{part!r} is no slice of {size} elements")
+            raise ValueError(f"{part!r} is not a slice of {size} elements")
         ranges.append((low, high))
     return Box(tuple(low for low, _ in ranges), tuple(high - low for low, high in ranges))

@@ -1,8 +1,9 @@
-"""Pipeline stages: what each trains, by which schedule; and the same on another number of them.
+"""Pipeline stages: the param groups and the scheduler of each, and the same for other stages.
 
-nanotron's trainer has a param group of each parameter (``helpers.py``,
-``init_optimizer_and_grad_accumulator``), and its scheduler a value of each group: the stages' own
-differ in length. An optimizer that a script made may have the same few groups on every stage.
+nanotron's trainer makes one param group per parameter (``helpers.py``,
+``init_optimizer_and_grad_accumulator``), and its scheduler has one value per group, so that the
+stages' schedulers differ in length. The optimizer of a script may have the same few groups on every
+stage.
 """
 
 from __future__ import annotations
@@ -19,105 +20,109 @@ from reshard.join import join_groups
 from reshard.manifest import ParamGroup
 
 _INSIDE = ".pp_block."
-_Place = tuple[int, int]  # of a group: its stage, its number there
+_GroupIndex = tuple[int, int]  # (stage, number of a group there)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What the ranks of one stage have in their optimizers."""
+    """The param groups and the scheduler of the ranks of one stage."""
 
     groups: tuple[ParamGroup, ...]
     scheduler: Any = None
 
 
-def together(held: Sequence[Stage]) -> Stage:
-    """What one stage of all parameters has."""
-    places = _places(held)
+def join_stages(stages: Sequence[Stage]) -> Stage:
+    """Return the groups and the scheduler of a single stage of all parameters."""
+    places = _find_groups(stages)
     if places is not None:
-        return _picked(held, places.values())
-    groups = join_groups(stage.groups for stage in held)
-    return Stage(tuple(groups), held[0].scheduler if held else None)
+        return _pick_groups(stages, places.values())
+    groups = join_groups(stage.groups for stage in stages)
+    return Stage(tuple(groups), stages[0].scheduler if stages else None)
 
 
-def is_one_each(held: Sequence[Stage]) -> bool:
-    """Whether every parameter is in a group of its own, as nanotron's trainer has it."""
-    return all(len(group.fqns) == 1 for stage in held for group in stage.groups)
+def is_one_each(stages: Sequence[Stage]) -> bool:
+    """Whether every parameter is in a group of its own, as in nanotron's trainer."""
+    return all(len(group.fqns) == 1 for stage in stages for group in stage.groups)
 
 
-def dealt(path: str, held: Sequence[Stage], fqns: Sequence[Sequence[str]]) -> tuple[Stage, ...]:
-    """What other stages have, by the parameters of each in the model's order.
+def redistribute(
+    path: str, stages: Sequence[Stage], fqns: Sequence[Sequence[str]]
+) -> tuple[Stage, ...]:
+    """Return the groups and schedulers of other stages, given the parameters of each.
 
     Raises:
-        UnsupportedError: groups or schedulers that tell stages apart.
+        UnsupportedError: groups or schedulers differ between stages.
     """
-    for one, two in pairwise(held):
+    for one, two in pairwise(stages):
         if _common(one.scheduler) != _common(two.scheduler):
             raise UnsupportedError(
-                path, "its stages' schedulers are not at the same step", "write it at its own --pp"
+                path, "its stages' schedulers are at different steps", "keep the source's --pp"
             )
-    places = _places(held)
+    places = _find_groups(stages)
     if places is not None:
-        return tuple(_picked(held, (places[fqn] for fqn in each)) for each in fqns)
-    hypers = [[group.hyper for group in stage.groups] for stage in held]
+        return tuple(_pick_groups(stages, (places[fqn] for fqn in each)) for each in fqns)
+    hypers = [[group.hyper for group in stage.groups] for stage in stages]
     if any(one != two for one, two in pairwise(hypers)):
         raise UnsupportedError(
             path,
-            "its stages have other param groups each, and more than a parameter in one: which"
-            " ones other stages would have is not known",
-            "write it at its own --pp",
+            "its stages have different param groups with several parameters: the groups of other"
+            " stages cannot be derived",
+            "keep the source's --pp",
         )
-    same = [{fqn for stage in held for fqn in stage.groups[n].fqns} for n in range(len(hypers[0]))]
+    same = [
+        {fqn for stage in stages for fqn in stage.groups[n].fqns} for n in range(len(hypers[0]))
+    ]
     return tuple(
         Stage(
             tuple(
                 ParamGroup(hyper, tuple(fqn for fqn in each if fqn in members))
                 for hyper, members in zip(hypers[0], same, strict=True)
             ),
-            held[0].scheduler,
+            stages[0].scheduler,
         )
         for each in fqns
     )
 
 
-def _places(held: Sequence[Stage]) -> dict[str, _Place] | None:
-    """The group of each parameter, its first where it is tied, if each has one of its own."""
-    if not is_one_each(held):
+def _find_groups(stages: Sequence[Stage]) -> dict[str, _GroupIndex] | None:
+    """Return the (first) group of each parameter; None if parameters share a group."""
+    if not is_one_each(stages):
         return None
-    made: dict[str, _Place] = {}
-    for stage, each in enumerate(held):
+    made: dict[str, _GroupIndex] = {}
+    for stage, each in enumerate(stages):
         for number, group in enumerate(each.groups):
             made.setdefault(group.fqns[0], (stage, number))
     return made
 
 
-def _picked(held: Sequence[Stage], places: Iterable[_Place]) -> Stage:
-    """The groups at these places, and a scheduler with the values of these groups."""
+def _pick_groups(stages: Sequence[Stage], places: Iterable[_GroupIndex]) -> Stage:
+    """Return these groups, and a scheduler with their values."""
     chosen = list(places)
-    groups = tuple(held[stage].groups[number] for stage, number in chosen)
-    scheduler = held[0].scheduler if held else None
+    groups = tuple(stages[stage].groups[number] for stage, number in chosen)
+    scheduler = stages[0].scheduler if stages else None
     if not isinstance(scheduler, dict):
         return Stage(groups, scheduler)
     return Stage(
         groups,
         {
-            key: [held[stage].scheduler[key][number] for stage, number in chosen]
-            if key in PER_GROUP and _is_a_value_a_group(held, key)
+            key: [stages[stage].scheduler[key][number] for stage, number in chosen]
+            if key in PER_GROUP and _has_value_per_group(stages, key)
             else value
             for key, value in scheduler.items()
         },
     )
 
 
-def _is_a_value_a_group(held: Sequence[Stage], key: str) -> bool:
-    lists = [each.scheduler.get(key) for each in held if isinstance(each.scheduler, dict)]
-    return len(lists) == len(held) and all(
+def _has_value_per_group(stages: Sequence[Stage], key: str) -> bool:
+    lists = [each.scheduler.get(key) for each in stages if isinstance(each.scheduler, dict)]
+    return len(lists) == len(stages) and all(
         isinstance(values, list) and len(values) == len(each.groups)
-        for values, each in zip(lists, held, strict=True)
+        for values, each in zip(lists, stages, strict=True)
     )
 
 
 def _common(scheduler: Any) -> Any:
-    """What a scheduler says beside a value a group."""
+    """Return the values of a scheduler that are not per group."""
     if not isinstance(scheduler, dict):
         return scheduler
     return {key: value for key, value in scheduler.items() if key not in PER_GROUP}
@@ -131,15 +136,15 @@ class Blocks:
     """The blocks of a model, and the parameters of each.
 
     Args:
-        cost: of a block that has parameters, in the model's order.
-        members: a block's own; of a tied head, the embedding.
+        cost: cost of each block with parameters, in the model's order.
+        members: the parameters of a block; of a tied head, the embedding.
     """
 
     cost: Mapping[str, int]
     members: Mapping[str, tuple[str, ...]]
 
     def stages(self, ranks: int) -> list[tuple[str, ...]]:
-        """The parameters of each stage, in the model's order; a tied one may be in two."""
+        """Return the parameters of each stage, in the model's order; a tied one may be in two."""
         held: list[dict[str, None]] = [{} for _ in range(ranks)]
         for block, stage in zip(self.cost, costs.stages([*self.cost.values()], ranks), strict=True):
             held[stage].update(dict.fromkeys(self.members[block]))
@@ -147,24 +152,24 @@ class Blocks:
 
 
 def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> Blocks:
-    """Which parameter is in which block.
+    """Return the blocks of a model, with the parameters of each.
 
     Args:
         config: ``model_config.json`` beside the source.
         fqns: every parameter, those of one block in the model's order.
 
     Raises:
-        UsageError: nothing says what a block costs.
-        UnsupportedError: a parameter of no block that nanotron's model has.
+        UsageError: the costs of the blocks are not known.
+        UnsupportedError: a parameter is in no block of nanotron's model.
     """
     cost = costs.blocks(config) if config else {}
     if not cost:
         raise UsageError(
             "--pp",
-            "is another number of stages than the source's, and nanotron gives layers to stages by"
-            " what each costs to compute: no model_config.json of a Llama, Qwen2 or Starcoder2"
-            " beside the source says that",
-            "copy the one of the run there, as nanotron's trainer writes it, or keep the source's",
+            "differs from the source's number of stages. nanotron assigns layers to stages by their"
+            " compute cost, which requires the model_config.json of a Llama, Qwen2 or Starcoder2"
+            " beside the source",
+            "copy the file that nanotron's trainer wrote there, or keep the source's --pp",
         )
     members: dict[str, list[str]] = {block: [] for block in cost}
     for fqn in fqns:
@@ -174,7 +179,7 @@ def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> 
                 path,
                 f"{fqn!r} is in none of the blocks of the model that its model_config.json"
                 f" describes: {', '.join(cost)}",
-                "write it at its own --pp",
+                "keep the source's --pp",
             )
         members[block].append(fqn)
     first, *_, head = members
@@ -183,6 +188,6 @@ def blocks(path: str, config: Mapping[str, Any] | None, fqns: Iterable[str]) -> 
     for block, held in members.items():
         if not held:
             raise UnsupportedError(
-                path, f"has no parameter of {block}, which its model_config.json says there is"
+                path, f"has no parameter of {block}, which its model_config.json implies"
             )
     return Blocks(cost, {block: tuple(held) for block, held in members.items()})

@@ -1,4 +1,4 @@
-"""Lay out a nanotron run for other ranks, with ZeRO-1 or without.
+"""Layout of a nanotron run for other ranks, with ZeRO-1 or without.
 
 Sources: nanotron at 2411b02 ``serialize/weights.py`` (``save_weights``), ``serialize/optimizer.py``
 (``save_optimizer``, ``save_lr_scheduler``), ``serialize/metadata.py`` (``save_meta``),
@@ -31,30 +31,30 @@ from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton, contigu
 
 
 def lay_out(state: Training, wanted: Wanted) -> Skeleton:
-    """The run's directory: a directory of its step, and ``latest.txt``.
+    """Lay out the run's directory: the directory of its step, and ``latest.txt``.
 
     Raises:
-        UsageError: it is no run of nanotron's, or the grid is none that its files tell of.
+        UsageError: the source is not a nanotron run, or its files do not determine the grid.
         IncompleteError: the optimizer lacks a part of its state.
-        UnsupportedError: a parameter that is cut in another way than nanotron's own layers do.
+        UnsupportedError: a parameter is cut in another way than by nanotron's own layers.
     """
-    run = _Run(state, wanted, choice.known(state, wanted))
+    run = _Run(state, wanted, choice.resolve_layout(state, wanted))
     step = str(state.step())
     inside = [*run.weights()]
     if not wanted.weights_only:
         inside += [*run.optimizers(), *run.schedulers()]
-    inside += run.described()
+    inside += run.descriptions()
     moved = (skeletons.moved(part, step) for part in inside)
     return skeletons.joined([skeletons.of_bytes("latest.txt", step.encode()), *moved])
 
 
 def notes(state: Training) -> Iterator[str]:
-    """What is not carried."""
+    """Yield what is not copied."""
     train = state.manifest.train
     for name in (*written.dropped(train), *train.client.keys() & train.objects.keys()):
         yield f"not carried: {name}"
     for name in choice.layout_of(state).beside:
-        why = ", which nanotron does not load either" if name == "random" else ""
+        why = " (nanotron does not load it either)" if name == "random" else ""
         yield f"not carried: {name}{why}"
 
 
@@ -67,69 +67,69 @@ class _Run:
         self._ranks = wanted.sizes.tensor
 
     def weights(self) -> Iterator[Skeleton]:
-        """A file a parameter and rank; of what all ranks have, one."""
+        """Yield one file per parameter and rank, or a single one if no rank cuts it."""
         for weight in self._state.weights:
-            entry, dtype = self._stored(weight)
+            entry, dtype = self._find_source(weight)
             *modules, leaf = weight.fqn.split(".")
             place = "/".join(("model", *modules, f"model_{leaf}"))
             cut = self._known.cuts.get(weight.fqn)
             if cut is None:
                 whole = slices.of_whole(weight.shape)
-                yield _weight(f"{place}.safetensors", entry, dtype, whole, {})
+                yield _lay_out_weight(f"{place}.safetensors", entry, dtype, whole, {})
                 continue
             for rank in range(self._ranks):
-                name = f"{place}_{self._at(cut.stage, rank, '-rank')}.safetensors"
+                name = f"{place}_{self._suffix(cut.stage, rank, '-rank')}.safetensors"
                 header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
-                yield _weight(name, entry, dtype, self._place(weight, rank), header)
+                yield _lay_out_weight(name, entry, dtype, self._find_part(weight, rank), header)
 
-    def _stored(self, weight: Weight) -> tuple[Entry, DType]:
-        """What fills a weight: as the source has it, unless it is to be in another dtype."""
+    def _find_source(self, weight: Weight) -> tuple[Entry, DType]:
+        """Return the entry that fills a weight, and its dtype in the output."""
         dtype = self._wanted.dtype if weight.dtype.family == "float" else None
         held = self._state.manifest.entries.get((PARAM, weight.fqn))
         if held is None or dtype not in (None, held.dtype):
             return weight.value, dtype or weight.dtype
         return held, held.dtype
 
-    def _place(self, weight: Weight, rank: int) -> Placed:
+    def _find_part(self, weight: Weight, rank: int) -> Placed:
         cut = self._known.cuts.get(weight.fqn)
         if cut is None:
             return slices.of_whole(weight.shape)
         header = cut.header(weight.fqn, weight.shape, self._ranks, rank)
         return slices.of_header(weight.fqn, header, cut.local(weight.shape, self._ranks))
 
-    def _at(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
-        """A rank's place as file names have it."""
+    def _suffix(self, stage: int, rank: int, word: str = "", data: int | None = None) -> str:
+        """Return the suffix of a rank's file names."""
         sizes = self._wanted.sizes
         found = [f"pp{word}-{stage}-of-{sizes.pipeline}"]
         found += [] if data is None else [f"dp{word}-{data}-of-{self._wanted.data}"]
         return "_".join((*found, f"tp{word}-{rank}-of-{sizes.tensor}"))
 
-    def _writers(self) -> Iterator[tuple[int, int, int | None, str]]:
-        """(stage, tensor rank, data rank, place) of the ranks that write an optimizer."""
+    def _iterate_writers(self) -> Iterator[tuple[int, int, int | None, str]]:
+        """Yield (stage, tensor rank, data rank, suffix) of the ranks that write an optimizer."""
         data = range(self._wanted.data) if self._wanted.zero else (None,)
         for stage in range(self._wanted.sizes.pipeline):
             for each in data:
                 for rank in range(self._ranks):
-                    at = self._at(stage, rank, data=each)
+                    at = self._suffix(stage, rank, data=each)
                     yield stage, rank, each, f"{at}_exp-0-of-1"
 
     def optimizers(self) -> Iterator[Skeleton]:
-        """A file a rank, and the file that says how they share it."""
-        config = json.dumps(self._config()).encode()
+        """Yield one file per rank, and the file that describes how ranks share the optimizer."""
+        config = json.dumps(self._build_config()).encode()
         yield skeletons.of_bytes("optimizer/optimizer_config.json", config)
-        for stage, rank, data, at in self._writers():
-            root = self._optimizer(stage, rank, data)
+        for stage, rank, data, at in self._iterate_writers():
+            root = self._build_optimizer(stage, rank, data)
             yield torch_writer.lay_out_object(f"optimizer/optimizer_{at}.pt", root)
 
     def schedulers(self) -> Iterator[Skeleton]:
-        """The scheduler of each stage, which all its ranks have."""
-        for stage, _, _, at in self._writers():
+        """Yield the scheduler of each stage, for each of its ranks."""
+        for stage, _, _, at in self._iterate_writers():
             scheduler = self._known.stages[stage].scheduler
             if scheduler is not None and written.is_faithful(scheduler):
                 yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
 
-    def described(self) -> Iterator[Skeleton]:
-        """``checkpoint_metadata.json`` and the model's configuration, where the source has them."""
+    def descriptions(self) -> Iterator[Skeleton]:
+        """Yield ``checkpoint_metadata.json`` and the model's configuration, if known."""
         about, config = self._state.manifest.train.client.get(METADATA), self._known.config
         if about is not None:
             grid = {"tp": self._ranks, "dp": self._wanted.data}
@@ -140,8 +140,8 @@ class _Run:
 
     # The optimizer
 
-    def _config(self) -> dict[str, Any]:
-        """``optimizer_config.json`` of the first rank, with its numbers as text."""
+    def _build_config(self) -> dict[str, Any]:
+        """Return ``optimizer_config.json`` of the first rank, with its numbers as text."""
         wanted = self._wanted
         kind = "NamedOptimizer"
         if any(self._state.manifest.of_kind(MASTER)):
@@ -150,13 +150,13 @@ class _Run:
         if wanted.zero:
             kind = "ZeroDistributedOptimizer"
             shapes = {
-                fqn: self._local(fqn)
+                fqn: self._local_shape(fqn)
                 for group in self._known.stages[0].groups
                 for fqn in group.fqns
             }
             configs = {
                 "param_name_to_dp_rank_offsets": {
-                    fqn: dict(self._offsets(prod(shape))) for fqn, shape in shapes.items()
+                    fqn: dict(self._iterate_offsets(prod(shape))) for fqn, shape in shapes.items()
                 },
                 "orig_param_shapes": {fqn: [*map(str, shape)] for fqn, shape in shapes.items()},
             }
@@ -168,44 +168,44 @@ class _Run:
         }
         return {"type": kind, "parallelism": sizes, "configs": configs}
 
-    def _local(self, fqn: str) -> Index:
-        return self._place(self._members[fqn].weight, 0).local
+    def _local_shape(self, fqn: str) -> Index:
+        return self._find_part(self._members[fqn].weight, 0).local
 
-    def _offsets(self, numel: int) -> Iterator[tuple[str, list[str]]]:
+    def _iterate_offsets(self, numel: int) -> Iterator[tuple[str, list[str]]]:
         for rank in range(self._wanted.data):
             start, stop = piece(numel, self._wanted.data, rank)
             if start < stop:
                 yield str(rank), [str(start), str(stop)]
 
-    def _optimizer(self, stage: int, rank: int, data: int | None) -> dict[str, Any]:
-        """A rank's state dict: of a group's parameters those of which it has any element."""
+    def _build_optimizer(self, stage: int, rank: int, data: int | None) -> dict[str, Any]:
+        """Return a rank's state dict, with the parameters of which it has at least one element."""
         groups: list[dict[str, Any]] = []
         held: list[_Piece] = []
         for group in self._known.stages[stage].groups:
-            pieces = (self._piece(fqn, rank, data) for fqn in group.fqns)
+            pieces = (self._build_piece(fqn, rank, data) for fqn in group.fqns)
             mine = [piece for piece in pieces if piece.start < piece.stop]
             numbers = range(len(held), len(held) + len(mine))
             groups.append({**group.hyper, "params": [*numbers]})
             held += mine
         root = {
-            "state": {number: self._slots(piece) for number, piece in enumerate(held)},
+            "state": {number: self._build_slots(piece) for number, piece in enumerate(held)},
             "param_groups": groups,
             "names": {number: piece.member.fqn for number, piece in enumerate(held)},
         }
         masters = [piece for piece in held if piece.member.weight.value.kind == MASTER]
-        return {**root, "gradient_accumulator": _end_to_end(masters)} if masters else root
+        return {**root, "gradient_accumulator": _concatenate_masters(masters)} if masters else root
 
-    def _piece(self, fqn: str, rank: int, data: int | None) -> _Piece:
+    def _build_piece(self, fqn: str, rank: int, data: int | None) -> _Piece:
         member = self._members[fqn]
-        place = self._place(member.weight, rank)
+        place = self._find_part(member.weight, rank)
         numel = prod(place.local)
         if data is None:
             return _Piece(member, place, 0, numel, place.local)
         start, stop = piece(numel, self._wanted.data, data)
         return _Piece(member, place, start, stop, (stop - start,))
 
-    def _slots(self, held: _Piece) -> dict[str, Any]:
-        """The state of one parameter: the step, the slots, what is neither."""
+    def _build_slots(self, held: _Piece) -> dict[str, Any]:
+        """Return the state of one parameter: step, slots, and values that are not tensors."""
         member, slots = held.member, dict[str, Any]()
         if member.step is not None:
             data = struct.pack("<f", member.step)
@@ -218,7 +218,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The run of a parameter's part that a rank optimizes, and its shape there."""
+    """The run of a parameter's part that a rank optimizes, and the shape of its tensors."""
 
     member: Trained
     place: Placed
@@ -228,17 +228,17 @@ class _Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of it."""
+        """The number of elements."""
         return self.stop - self.start
 
     def parts(self, entry: Entry) -> Iterator[Part]:
-        """The blocks of an entry that has the parameter's shape."""
+        """Yield the blocks of an entry that has the parameter's shape."""
         for box, at in self.place.runs(self.start, self.stop):
             yield Part(entry.kind, entry.fqn, entry.shape, box, at)
 
 
-def _end_to_end(pieces: list[_Piece]) -> dict[str, Slot]:
-    """The fp32 copies, all in one buffer."""
+def _concatenate_masters(pieces: list[_Piece]) -> dict[str, Slot]:
+    """Return the fp32 copies, all in one buffer."""
     parts: list[Part] = []
     starts: list[int] = []
     numel = 0
@@ -254,10 +254,10 @@ def _end_to_end(pieces: list[_Piece]) -> dict[str, Slot]:
     }
 
 
-def _weight(
+def _lay_out_weight(
     name: str, entry: Entry, dtype: DType, place: Placed, header: Mapping[str, str]
 ) -> Skeleton:
-    """One file of one tensor."""
+    """Lay out one file with one tensor."""
     stored = Entry("data", entry.kind, dtype, place.local, ())
     head, (laid,), nbytes = safetensors.lay_out(name, [(stored, dtype)], header)
     start = laid.chunks[0].byte_offset
