@@ -31,7 +31,7 @@ class Contender:
 
 
 def limits(spans: Path, *, shrink: int = 1) -> list[Contender]:
-    """The bare loop that reads and writes the same bytes, with one thread and with one a core."""
+    """Measure a bare loop over the same bytes, with one thread and with one per core."""
     loop = [PYTHON, str(HERE / "bare_loop.py"), str(spans)]
     return [
         Contender(
@@ -126,7 +126,7 @@ def compete(
 
 
 def report(title: str, field_of: Sequence[Contender]) -> None:
-    """A table of medians; ratios are to the first contender."""
+    """Print a table of medians; ratios are relative to the first contender."""
     ours = statistics.median(field_of[0].seconds)
     print(f"\n{title}")
     head = ("median s", "min", "max", "ratio", "CPU s", "peak RSS MB", "disk MB")

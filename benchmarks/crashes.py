@@ -120,7 +120,7 @@ class Bench:
         self.answer()
 
     def answer(self) -> list[float]:
-        """What the server says next."""
+        """Return the next answer of the server."""
         assert self.server.stdout is not None
         return json.loads(self.server.stdout.readline())
 

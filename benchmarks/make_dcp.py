@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def build(args: argparse.Namespace) -> LlamaForCausalLM:
-    """The model as FSDP 2 shards it; only a rank's own part is ever in memory."""
+    """Build the model as FSDP 2 shards it; a rank only allocates its own part."""
     config = LlamaConfig(
         hidden_size=args.hidden,
         intermediate_size=args.intermediate,
@@ -67,7 +67,7 @@ def save_hf(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def save_verl(model: LlamaForCausalLM, directory: Path) -> None:
-    """What FSDPCheckpointManager writes of the model."""
+    """Save the model as FSDPCheckpointManager does."""
     place = directory / "verl"
     place.mkdir(parents=True, exist_ok=True)
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -48,7 +48,7 @@ def ours(source: Path, *options: str) -> list[Contender]:
 
 
 def of_zero(run: Path, dtype: str, spans: Path) -> list[Contender]:
-    """A run of DeepSpeed's, against ``zero_to_fp32``, which writes no other dtype than fp32."""
+    """Merge a DeepSpeed run, against ``zero_to_fp32``, which writes only fp32."""
     spans.write_text(json.dumps(needed_spans(run, masters=True)))
     found = [*ours(run, "--dtype", dtype), *limits(spans, shrink=2 if dtype == "bf16" else 1)]
     if dtype == "fp32":
@@ -88,7 +88,7 @@ def of_hf_shards(source: Path, spans: Path) -> list[Contender]:
 
 
 def of_verl(source: Path, spans: Path) -> list[Contender]:
-    """The merger of verl takes part where ``RESHARD_VERL`` says where its package lies."""
+    """Merge verl's files, against its own merger if ``RESHARD_VERL`` names its package."""
     spans.write_text(json.dumps(needed_spans(source, masters=False)))
     found = [*ours(source), *limits(spans)]
     if "RESHARD_VERL" in os.environ:
@@ -98,7 +98,7 @@ def of_verl(source: Path, spans: Path) -> list[Contender]:
 
 
 def of_megatron(source: Path, spans: Path) -> list[Contender]:
-    """What ``dist_checkpointing`` saved, or a file a rank of ``--ckpt-format torch``.
+    """Merge files of ``dist_checkpointing``, or one file per rank of ``--ckpt-format torch``.
 
     Megatron-LM's converter takes part where ``RESHARD_MEGATRON`` says where its clone lies.
     """

@@ -110,7 +110,7 @@ def convert(source: Path, output: Path) -> None:
 
 
 def _without_kernels(module: Any, name: str) -> None:
-    """The loader and the saver write Megatron's command line themselves."""
+    """Let the loader and the saver write Megatron's command line themselves."""
     kind = getattr(module, name)
     usual = kind.build_sys_argv
     off = ("--no-rope-fusion", "--no-gradient-accumulation-fusion")

@@ -212,7 +212,7 @@ CASES = {
 
 
 def write_headers(skeleton: Skeleton, directory: Path) -> None:
-    """The files with their literals, and holes where tensors would be."""
+    """Write the files with their literals, and holes in place of tensors."""
     for file in skeleton.files:
         path = directory / file.name
         path.parent.mkdir(parents=True, exist_ok=True)

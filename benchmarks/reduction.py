@@ -21,7 +21,7 @@ WARMUP = 3
 
 
 def train(directory: Path, strategy: str, reduction: str, flags: list[str]) -> list[dict]:
-    """The log of one run, warm-up aside."""
+    """Train once and return the log, without the warm-up."""
     log = directory / "log.jsonl"
     command = [sys.executable, "-m", "trainer", "--strategy", strategy, "--reduction", reduction]
     command += ["--wall-clock-breakdown", "--no-progress", "--no-parameter-hash", "--overwrite"]

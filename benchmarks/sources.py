@@ -46,7 +46,7 @@ class Sources:
         self.ranks = ranks
 
     def zero(self, stage: int) -> Path:
-        """A run of DeepSpeed's after one step: bf16, fp32 masters and moments."""
+        """Return a DeepSpeed run after one step: bf16, fp32 masters and moments."""
         run = self.place / f"zero{stage}"
         self._torchrun(run, "make_zero.py", str(run), "--stage", str(stage), "--train")
         return run
@@ -64,7 +64,7 @@ class Sources:
         return place / form
 
     def converted(self, name: str, source: Path, *options: str) -> Path:
-        """What reshard makes of another source, where no peer writes such a form at this size."""
+        """Convert another source with reshard, if no peer writes such a layout at this size."""
         made = self.place / name
         if not made.exists():
             command = [PYTHON, "-m", "reshard", "split", str(source), str(made), "--quiet"]
@@ -72,7 +72,7 @@ class Sources:
         return made
 
     def model(self) -> Path:
-        """The same weights as a Hugging Face directory."""
+        """Return the same weights as a Hugging Face directory."""
         made = self.place / "hf"
         if not made.exists():
             command = [PYTHON, "-m", "reshard", "merge", str(self.zero(2)), str(made), "--quiet"]

@@ -55,7 +55,7 @@ def to_universal(run: Path) -> list[Contender]:
 
 
 def dcp_shards(source: Path, config: Path, ranks: int) -> list[Contender]:
-    """The way that DCP itself has: a load into a live model of as many ranks, and a save."""
+    """Reshard with DCP itself: load into a live model of as many ranks, and save."""
     again = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     again.append(str(HERE / "dcp_again.py"))
     return [

@@ -38,7 +38,7 @@ class Cut:
         return f"{self.ranks} by {way}" if self.ranks > 1 else "whole"
 
     def boxes(self) -> list[Box]:
-        """What each rank holds."""
+        """Return the box of each rank."""
         shape = [ROWS, COLUMNS]
         step = shape[self.dim] // self.ranks
         shape[self.dim] = step
@@ -46,7 +46,7 @@ class Cut:
         return [Box(origin, (shape[0], shape[1])) for origin in origins]
 
     def entries(self, prefix: str) -> list[Entry]:
-        """The matrices, one after the other in each rank's file."""
+        """Return the matrices, one after the other in each rank's file."""
         found = []
         for number in range(MATRICES):
             chunks = [
@@ -60,7 +60,7 @@ class Cut:
         return found
 
     def files(self, prefix: str) -> dict[str, int]:
-        """The ranks' files and their sizes."""
+        """Return the ranks' files and their sizes."""
         nbytes = MATRICES * ROWS * COLUMNS * 2 // self.ranks
         return {f"{prefix}{rank}": nbytes for rank in range(self.ranks)}
 

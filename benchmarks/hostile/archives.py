@@ -36,7 +36,7 @@ class Member:
 
 
 def damaged(chance: Random, data: bytes) -> bytes:
-    """The archive packed again after damage to its pickle, or with lies."""
+    """Repack the archive after damage to its pickle, or with a false directory."""
     members = list(unpacked(data))
     if not members:
         return values.raw(chance, data)
@@ -57,7 +57,7 @@ def damaged(chance: Random, data: bytes) -> bytes:
 
 
 def of_pickle(chance: Random, data: bytes) -> bytes:
-    """The archive, true in all but its pickle: what reads the values is reached."""
+    """Build an archive that is sound except for its pickle, so that readers reach the values."""
     members = list(unpacked(data))
     return _with_pickle(chance, members) if members else values.raw(chance, data)
 
@@ -70,7 +70,7 @@ def _with_pickle(chance: Random, members: list[Member]) -> bytes:
 
 @lru_cache(maxsize=512)  # seeds' archives come again and again
 def unpacked(data: bytes) -> tuple[Member, ...]:
-    """The members of a whole archive; none of one that is damaged already."""
+    """Return the members of a sound archive; none if it is already damaged."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return tuple(Member(i.filename.encode(), archive.read(i)) for i in archive.infolist())
@@ -79,7 +79,7 @@ def unpacked(data: bytes) -> tuple[Member, ...]:
 
 
 def packed(members: list[Member], *, count: int | None = None, end64: int = 0) -> bytes:
-    """An archive, its directory true or not.
+    """Pack an archive, with a true or a false directory.
 
     Args:
         count: how many members the end record tells of.
@@ -164,7 +164,7 @@ def _told(chance: Random, members: list[Member]) -> None:
 
 
 def _named_apart(chance: Random, members: list[Member]) -> None:
-    """The directory has another name than the local header."""
+    """Give the directory another name than the local header."""
     at = chance.randrange(len(members))
     members[at] = replace(members[at], told_name=chance.choice(members).name)
 

@@ -93,7 +93,7 @@ def ran(
 
 
 def _words(chance: Random, given: Path, out: Path) -> list[str]:
-    """A command; every case is at least opened, and some are written."""
+    """Choose a command; every case is at least opened, and some are written."""
     kind, name = chance.random(), chance.choice(("x.safetensors", "x.pt", "directory"))
     if kind < 0.3:
         return ["inspect", str(given), *chance.choice(([], ["--tensors"], ["--json"]))]
@@ -211,7 +211,7 @@ def _rss_mb(field: str) -> int:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """An end to a case that computes too long; of memory, see `_Watch`."""
+    """End a case that computes for too long; `_Watch` limits memory."""
 
     def too_long(_number: int, _frame: Any) -> NoReturn:
         raise _TooLong(f"more than {CPU_SECONDS} s of CPU time")
@@ -245,7 +245,7 @@ class _Watch:
         self._scratch = str(scratch)
 
     def stop(self) -> str:
-        """What was wrong, if anything was."""
+        """Stop, and return what was wrong, if anything."""
         self._scratch = None
         took_mb = _rss_mb("VmHWM") - self._held_mb
         return self._seen or (f"took {took_mb} MB" if took_mb > MEMORY_MB else "")

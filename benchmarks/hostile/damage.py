@@ -26,7 +26,7 @@ class Tree:
     log: list[str] = field(default_factory=list)
 
     def content(self, name: str) -> bytes:
-        """A file's bytes so far."""
+        """Return the current bytes of a file."""
         if name in self.altered:
             return self.altered[name]
         return (self.seed.place / self.origin[name]).read_bytes()
@@ -47,7 +47,7 @@ class Tree:
 
 
 def damaged(chance: Random, seed: Seed) -> Tree:
-    """A seed with one to three injuries."""
+    """Damage a seed in one to three places."""
     tree = Tree(seed, list(seed.files), {name: name for name in seed.files})
     for _ in range(chance.choice((1, 1, 1, 2, 2, 3))):
         if chance.random() < 0.15 and len(tree.names) > 1:
@@ -60,7 +60,7 @@ def damaged(chance: Random, seed: Seed) -> Tree:
 def of_content(  # noqa: PLR0911 - a return a format
     name: str, data: bytes
 ) -> Callable[[Random, bytes], bytes]:
-    """The damage that understands a file."""
+    """Return damage that fits the type of a file."""
     base = name.rsplit("/", 1)[-1]
     if data.startswith(b"PK\x03\x04") and not base.endswith(".distcp"):
         return archives.damaged
@@ -127,7 +127,7 @@ def _exchanged(_chance: Random, tree: Tree, at: int, other: str) -> None:
 
 
 def _renumbered(chance: Random, tree: Tree, at: int, _other: str) -> None:
-    """A rank's number in a name becomes another."""
+    """Replace a rank's number in a name."""
     name = tree.names[at]
     digits = [i for i, letter in enumerate(name) if letter.isdigit()]
     if digits:

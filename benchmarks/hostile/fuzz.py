@@ -128,7 +128,7 @@ _READERS: dict[str, Read] = {
 
 
 def _alone(target: Target, found: list[Seed], place: Path) -> _Fuzzed:
-    """A reader of one file; half of the mutations are libFuzzer's, half those of this package."""
+    """Fuzz a reader of one file; half of the mutations are libFuzzer's, half from this package."""
     read, begin = _READERS[target.name], targets.inputs(target, found)
     if target.name == "pickle":
         packed = [member for data in begin for member in archives.unpacked(data)]

@@ -32,7 +32,7 @@ _MOST = 40_000  # opcodes; a longer pickle is damaged as bytes
 
 
 def damaged(chance: Random, data: bytes) -> bytes:
-    """A pickle of another structure, or with other opcodes."""
+    """Return a pickle with another structure, or with other opcodes."""
     ops, levels = _parsed(data)
     if not levels:
         return values.raw(chance, data)
@@ -48,7 +48,7 @@ def _parsed(data: bytes) -> tuple[tuple[bytes, ...], Levels]:
 
 
 def _structure(chance: Random, ops: list[bytes], levels: Levels) -> bytes:
-    """A value somewhere in the object becomes another one, of the same pickle or not.
+    """Replace a value somewhere in the object, by one of the same pickle or another.
 
     All depths are as likely: most readers ask most of what stands near the root.
     """
@@ -108,7 +108,7 @@ def _values(ops: list[bytes]) -> Levels:
 
 
 def _opcodes(chance: Random, ops: list[bytes]) -> bytes:
-    """Some opcodes swapped, inserted, deleted, doubled, or given other arguments."""
+    """Swap, insert, delete or repeat opcodes, or change their arguments."""
     for _ in range(chance.choice((1, 1, 1, 2, 3, 6))):
         at = chance.randrange(len(ops))
         kind = chance.randrange(10)
@@ -133,7 +133,7 @@ def _opcodes(chance: Random, ops: list[bytes]) -> bytes:
 
 
 def _split(data: bytes) -> list[bytes]:
-    """The opcodes with their arguments; what follows STOP stays with it."""
+    """Split a pickle into opcodes with their arguments; bytes after STOP stay with it."""
     try:
         starts = []
         for _, _, position in pickletools.genops(data):
@@ -157,7 +157,7 @@ def _swap_alike(chance: Random, ops: list[bytes], at: int) -> None:
 
 
 def _replace_argument(chance: Random, ops: list[bytes]) -> None:
-    """A text, number or constant that is pushed becomes another."""
+    """Replace a text, number or constant that is pushed."""
     pushed = [i for i, op in enumerate(ops) if op[:1] in b"XK\x8cMJN\x88\x89\x8aG]})"]
     if not pushed:
         return
@@ -166,7 +166,7 @@ def _replace_argument(chance: Random, ops: list[bytes]) -> None:
 
 
 def _other_argument(chance: Random, op: bytes) -> bytes:
-    """An opcode that pushes another value than this one, mostly of its kind."""
+    """Return an opcode that pushes another value, mostly of the same kind."""
     made = values.value(chance)
     same = op[:1]
     if same in b"KMJ\x8a" and chance.random() < 0.8:
@@ -178,7 +178,7 @@ def _other_argument(chance: Random, op: bytes) -> bytes:
 
 
 def _pushed(value: object) -> bytes:
-    """The opcode that pushes a value."""
+    """Return the opcode that pushes a value."""
     if isinstance(value, bool):
         return b"\x88" if value else b"\x89"
     if isinstance(value, int):

@@ -27,7 +27,7 @@ def made(chance: Random, steps: int = 1) -> bytes:
 
 
 def varied(chance: Random, recipe: bytes) -> bytes:
-    """A recipe with a step more or less, or another one, or another command."""
+    """Return a recipe with one step more, less or changed, or another command."""
     command, steps = _parted(recipe)
     kind = chance.randrange(8)
     if kind == 0:
@@ -42,14 +42,14 @@ def varied(chance: Random, recipe: bytes) -> bytes:
 
 
 def crossed(chance: Random, one: bytes, other: bytes) -> bytes:
-    """The steps of two recipes, some of each."""
+    """Combine the steps of two recipes."""
     command, steps = _parted(one)
     steps += _parted(other)[1]
     return _joined(command, chance.sample(steps, min(len(steps), chance.randint(1, _MOST))))
 
 
 def cooked(recipe: bytes, seed: Seed, files: Sequence[str]) -> tuple[Random, damage.Tree]:
-    """The damaged checkpoint, and what chooses the command.
+    """Build the damaged checkpoint, and the seed that chooses the command.
 
     Args:
         files: of the checkpoint, those that steps may name.
@@ -68,7 +68,7 @@ def cooked(recipe: bytes, seed: Seed, files: Sequence[str]) -> tuple[Random, dam
 
 
 def _kind(file: str) -> str:
-    """What the files of all ranks have in common."""
+    """Return the part of a name that the files of all ranks share."""
     return re.sub(r"\d+", "#", file)
 
 

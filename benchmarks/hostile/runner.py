@@ -112,7 +112,7 @@ def _replace(
     n: int,
     what: tuple[list[Seed], int, Path],
 ) -> None:
-    """A worker that has ended: all done, or its next case killed it."""
+    """Replace a worker that has ended: all is done, or its next case killed it."""
     ended = team[n]
     ended.process.join()
     del places[ended.pipe]

@@ -50,7 +50,7 @@ def made(checkpoints: Path) -> list[Seed]:
 
 
 def private(seeds: list[Seed], place: Path) -> list[Seed]:
-    """Copies, which cases can link to: the file system of the scratch is theirs as well."""
+    """Make copies that cases can link to, on the file system of the scratch directory."""
     copied = []
     for number, seed in enumerate(seeds):
         target = place / str(number)
@@ -63,7 +63,7 @@ def private(seeds: list[Seed], place: Path) -> list[Seed]:
 
 
 def _seeds(place: Path, name: str) -> list[Seed]:
-    """The directory, and by itself one of its files that can be a checkpoint alone."""
+    """Return the directory, and a file of it that can be a checkpoint by itself."""
     if not place.is_dir():
         return []
     files = tuple(

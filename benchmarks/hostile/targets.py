@@ -28,7 +28,7 @@ class Target:
     given: str = "."
 
     def files(self, seed: Seed) -> list[str]:
-        """The files of the checkpoint that are damaged."""
+        """List the files of the checkpoint that are damaged."""
         return [file for file in seed.files if file.endswith(self.ends or "")]
 
 
@@ -102,7 +102,7 @@ def seeds(checkpoints: Path | None) -> list[Seed]:
 
 
 def seed_of(target: Target, found: Sequence[Seed]) -> Seed | None:
-    """The checkpoint of a target, if it is there."""
+    """Return the checkpoint of a target, if it exists."""
     held = next((seed for seed in found if seed.name == target.checkpoint), None)
     return replace(held, given=target.given) if held else None
 

@@ -106,7 +106,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def number(chance: Random) -> int:
-    """A number that is the edge of something."""
+    """Return a number at some limit."""
     return chance.choice(NUMBERS) + chance.choice((0, 0, 0, 1, -1))
 
 
@@ -119,7 +119,7 @@ def value(chance: Random) -> Any:
 
 
 def bent(chance: Random, text: str) -> str:
-    """A name that is almost the same: another number in it, a part doubled or lost, odd letters."""
+    """Return a slightly different name: another number, a part doubled or lost, odd letters."""
     digits = [match.span() for match in re.finditer(r"\d+", text)]
     kind = chance.randrange(4)
     if digits and kind < 2:
@@ -167,7 +167,7 @@ def raw(chance: Random, data: bytes) -> bytes:
 
 
 def text(chance: Random, data: bytes) -> bytes:
-    """A small file of text in place of another, or a word of it."""
+    """Return a small text file to replace another, or change a word of it."""
     if chance.random() < 0.4:
         return chance.choice(TEXTS).encode("utf-8", "surrogatepass")
     words = data.split(b" " if b" " in data else b"\n")
@@ -181,7 +181,7 @@ def text(chance: Random, data: bytes) -> bytes:
 
 
 def document(chance: Random, data: bytes) -> bytes:  # noqa: PLR0911 - a return a form
-    """A JSON document with other values, keys and types; now and then as no writer would write."""
+    """Return a JSON document with other values, keys and types, sometimes malformed."""
     try:
         tree = json.loads(data)
     except (ValueError, RecursionError):
@@ -206,7 +206,7 @@ def document(chance: Random, data: bytes) -> bytes:  # noqa: PLR0911 - a return 
 
 
 def settings(chance: Random, data: bytes) -> bytes:
-    """A YAML document with other values (JSON is YAML too), or with what JSON has not."""
+    """Return a YAML document with other values (JSON is YAML too), or with features JSON lacks."""
     kind = chance.randrange(8)
     if kind < 3:
         return text(chance, data)
@@ -280,7 +280,7 @@ def _holds_itself(tree: Any) -> bool:
 
 
 def header(chance: Random, data: bytes) -> bytes:
-    """The JSON of a safetensors file, its length told right or wrong."""
+    """Return the JSON of a safetensors file, with a true or false length."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > len(data):
         return raw(chance, data)

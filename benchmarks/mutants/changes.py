@@ -100,7 +100,7 @@ def _statements(home: ast.stmt) -> Iterator[ast.stmt]:
 
 
 def _head(statement: ast.stmt) -> str:
-    """A statement in one line, without the block under it."""
+    """Return a statement as one line, without the block under it."""
     text = ast.unparse(statement)
     return text.split(":\n")[0] if hasattr(statement, "body") else " ".join(text.split())
 
@@ -118,7 +118,7 @@ def _changes(statement: ast.stmt) -> Iterator[Change]:
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and those under it, but for zip's ``strict``, which only states what holds."""
+    """Yield a node and its descendants, without zip's ``strict``, which only states a fact."""
     if not (isinstance(node, ast.keyword) and node.arg == "strict"):
         yield node
         for child in ast.iter_child_nodes(node):
@@ -127,7 +127,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 @singledispatch
 def _of(_: ast.AST) -> Iterator[Change]:
-    """What may stand in the place of a node."""
+    """Return the possible replacements of a node."""
     yield from ()
 
 

@@ -52,7 +52,7 @@ class Session:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self) -> None:
-        """The same examples for every mutant, and the first failure is enough."""
+        """Use the same examples for every mutant, and stop at the first failure."""
         import hypothesis
 
         hypothesis.settings.register_profile(
@@ -97,7 +97,7 @@ class Session:
 
 
 def _calls(items: list[pytest.Item]) -> dict[Place, list[pytest.Item]]:
-    """The tests that call a function, the quickest first; all of them under EVERY."""
+    """Return the tests that call a function, the quickest first; all of them under EVERY."""
     calls: dict[Place, list[tuple[float, int]]] = defaultdict(list)
     for number, item in enumerate(items):
         seen: set[CodeType] = set()
@@ -144,7 +144,7 @@ def _noticed(module: ModuleType, mutant: Mutant, items: list[pytest.Item]) -> in
 
 
 def _put(module: ModuleType, mutant: Mutant) -> None:
-    """The module imported is the mutant from now on."""
+    """Make the mutant the module that is imported from now on."""
     code = compile(mutant.tree, str(module.__file__), "exec")
     *classes, name = mutant.name.split(".")
     function = _function(module, mutant)
@@ -165,7 +165,7 @@ def _put(module: ModuleType, mutant: Mutant) -> None:
 
 
 def _function(module: ModuleType, mutant: Mutant) -> FunctionType | None:
-    """What the mutant is one of; None if that is a constant."""
+    """Return the function of which the mutant is one; None if it changes a constant."""
     found: Any = module
     for name in mutant.name.split("."):
         found = vars(found)[name]
