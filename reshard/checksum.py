@@ -1,4 +1,4 @@
-"""CRC-32 (the zip polynomial), and the CRC of a whole from the CRCs of its parts.
+"""CRC-32 (the zip polynomial), and combining the CRCs of parts into the CRC of the whole.
 
 Parts of a record are read by different workers in any order, so their checksums are combined
 afterwards: ``combine(crc(a), crc(b), len(b)) == crc(a + b)``. The arithmetic is that of
@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from functools import cache, lru_cache
 
-try:  # isal computes the same CRC three times faster where it is installed
+try:  # isal is optional and computes the same CRC three times faster
     from isal.isal_zlib import crc32
 except ImportError:
     crc32 = zlib.crc32
@@ -23,7 +23,7 @@ _ONE = 1 << 31  # x^0, bits are reflected
 
 
 def _multiply(a: int, b: int) -> int:
-    """``a * b`` modulo the polynomial."""
+    """Return ``a * b`` modulo the polynomial."""
     product = 0
     while a:
         if a & _ONE:
@@ -35,7 +35,7 @@ def _multiply(a: int, b: int) -> int:
 
 @cache
 def _squared(times: int) -> int:
-    """``x ** (2 ** times)`` modulo the polynomial."""
+    """Return ``x ** (2 ** times)`` modulo the polynomial."""
     if times == 0:
         return _ONE >> 1
     half = _squared(times - 1)
@@ -44,7 +44,7 @@ def _squared(times: int) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _shift(nbytes: int) -> int:
-    """``x ** (8 * nbytes)``: what appending that many zero bytes multiplies by."""
+    """Return ``x ** (8 * nbytes)``, the factor for appending that many zero bytes."""
     power = _ONE
     bit = 3
     while nbytes:
@@ -56,12 +56,12 @@ def _shift(nbytes: int) -> int:
 
 
 def combine(first: int, second: int, second_nbytes: int) -> int:
-    """CRC of the concatenation of two parts, from their CRCs and the second one's length."""
+    """Return the CRC of two concatenated parts from their CRCs and the length of the second."""
     return _multiply(_shift(second_nbytes), first) ^ second
 
 
 def join(parts: Iterable[tuple[int, int]]) -> int:
-    """CRC of parts that follow one another, each given as (crc, nbytes)."""
+    """Return the CRC of consecutive parts, each given as (crc, nbytes)."""
     total = 0
     for crc, nbytes in parts:
         total = combine(total, crc, nbytes)

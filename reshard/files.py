@@ -1,4 +1,4 @@
-"""Access to files by descriptor: a pool of them, bounded reads, no short read unseen."""
+"""Access to files: pools of descriptors, reads of bounded size, and detection of short reads."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from reshard.paths import as_path, is_remote
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from reshard.remote.reading import RemoteFiles  # which imports fsspec, for who has URLs
+    from reshard.remote.reading import RemoteFiles  # imports fsspec, which is needed for URLs only
 
-MAX_DOCUMENT = 256 << 20  # bytes: the index of a million tensors is a third of it
-MAX_POINTER = 4096  # bytes of a file that names a directory
-_MAX_OPEN = 512  # descriptors of a pool
+MAX_DOCUMENT = 256 << 20  # bytes; the index of a million tensors has a third of that
+MAX_POINTER = 4096  # bytes; for a file that names a directory
+_MAX_OPEN = 512  # descriptors in a pool
 
 
 def _most_open() -> int:
-    """Half of what the process may have open, where that is less (macOS: 256)."""
+    """Return the size of a pool: at most half of the process's limit (256 on macOS)."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, allowed // 2)
 
 
 class OpenFiles:
-    """A pool of descriptors, least recently used closed first. Safe for threads."""
+    """A pool of descriptors that closes the least recently used first; safe for threads."""
 
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
@@ -53,15 +53,15 @@ class OpenFiles:
         self.close()
 
     def close(self) -> None:
-        """Close every descriptor, once no read runs on it."""
+        """Close every descriptor as soon as no read uses it."""
         with self._lock:
             self._descriptors.clear()
 
     def open(self, path: str) -> Descriptor:
-        """A descriptor of the file, for as long as the caller holds it.
+        """Return a descriptor of the file, which stays open as long as the caller keeps it.
 
         Raises:
-            IncompleteError: the file is not there.
+            IncompleteError: the file does not exist.
             ReshardError: it cannot be opened.
         """
         with self._lock:
@@ -79,19 +79,21 @@ class OpenFiles:
 
         Raises:
             CorruptError: the file ends before the target is full.
-            IncompleteError: the file is not there.
+            IncompleteError: the file does not exist.
             ReshardError: it cannot be read.
         """
         self.open(path).read_into(byte_offset, target)
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """The bytes at ``byte_offset``.
+        """Return the bytes at ``byte_offset``.
 
         Raises:
-            CorruptError, IncompleteError, ReshardError: as `read_into`.
+            CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
-        descriptor = self.open(path)  # held: else another thread's file may get its number
-        with contextlib.suppress(OSError):  # which read_into meets again and explains
+        # The reference keeps the descriptor open. Otherwise the system could give its number to a
+        # file that another thread opens.
+        descriptor = self.open(path)
+        with contextlib.suppress(OSError):  # `read_into` raises it again with an explanation
             data = os.pread(descriptor.number, nbytes, byte_offset)
             if len(data) == nbytes:
                 return data
@@ -101,18 +103,18 @@ class OpenFiles:
 
 
 class SourceFiles(OpenFiles):
-    """The files of a checkpoint, which are never written to, here or in an object store."""
+    """A read-only pool of the files of a checkpoint, which may be local or in an object store."""
 
     def __init__(self) -> None:
         super().__init__(os.O_RDONLY)
-        self._far: RemoteFiles | None = None
+        self._remote_files: RemoteFiles | None = None
         self._decoders: dict[str, escaped.Decoder] = {}
 
     def read_into(self, path: str, byte_offset: int, target: memoryview) -> None:
         """Fill ``target`` with the bytes at ``byte_offset``.
 
         Raises:
-            CorruptError, IncompleteError, ReshardError: as `OpenFiles.read_into`.
+            CorruptError, IncompleteError, ReshardError: as in `OpenFiles.read_into`.
         """
         if escaped.is_escaped(path):
             self._decoder(path).read_into(byte_offset, target)
@@ -122,10 +124,10 @@ class SourceFiles(OpenFiles):
             super().read_into(path, byte_offset, target)
 
     def read(self, path: str, byte_offset: int, nbytes: int) -> bytes:
-        """The bytes at ``byte_offset``.
+        """Return the bytes at ``byte_offset``.
 
         Raises:
-            CorruptError, IncompleteError, ReshardError: as `read_into`.
+            CorruptError, IncompleteError, ReshardError: as in `read_into`.
         """
         if not (is_remote(path) or escaped.is_escaped(path)):
             return super().read(path, byte_offset, nbytes)
@@ -134,38 +136,38 @@ class SourceFiles(OpenFiles):
         return bytes(buffer)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-        """Say which (file, byte offset, nbytes) will be read: an object store gives them at once.
+        """Announce ranges (file, byte offset, nbytes), to fetch those in object stores at once.
 
-        Files of this machine are as quick without.
+        Local files do not profit and are ignored.
 
         Returns:
-            What is kept in memory now, until it is dropped or the pool is closed.
+            The ranges that are now kept in memory, until they are dropped or the pool is closed.
         """
-        far = [wanted for wanted in ranges if is_remote(wanted[0])]
-        return self._remote().expect(far) if far else []
+        remote = [each for each in ranges if is_remote(each[0])]
+        return self._remote().expect(remote) if remote else []
 
     def drop(self, kept: Iterable[tuple[str, int, int]]) -> None:
-        """Keep no longer what was expected."""
-        if self._far is not None:
-            self._far.drop(kept)
+        """Free ranges that `expect` has kept."""
+        if self._remote_files is not None:
+            self._remote_files.drop(kept)
 
     def _decoder(self, path: str) -> escaped.Decoder:
-        """What reads a text of a pickle as bytes; threads may make it twice, to the same end."""
-        found = self._decoders.get(path)
-        if found is None:
-            found = self._decoders[path] = escaped.Decoder(path, self.read)
-        return found
+        """Return the decoder of an escaped text; if two threads create one, both are equal."""
+        decoder = self._decoders.get(path)
+        if decoder is None:
+            decoder = self._decoders[path] = escaped.Decoder(path, self.read)
+        return decoder
 
     def _remote(self) -> RemoteFiles:
-        if self._far is None:
+        if self._remote_files is None:
             from reshard.remote.reading import RemoteFiles
 
-            self._far = RemoteFiles()
-        return self._far
+            self._remote_files = RemoteFiles()
+        return self._remote_files
 
 
 def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
-    """Read into ``target``; how many bytes came. macOS lacks preadv and takes a copy more."""
+    """Read into ``target`` and return the number of bytes; without preadv (macOS), copy once."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], byte_offset)
     data = os.pread(descriptor, len(target), byte_offset)
@@ -174,14 +176,14 @@ def _pread(descriptor: int, target: memoryview, byte_offset: int) -> int:
 
 
 class Section:
-    """A byte range of a file, read as if it were a file by itself.
+    """A byte range of a file, read as if it were a file of its own.
 
-    Both ends are fetched at once, because that is where archives keep their structure: an archive
-    of a few kilobytes costs one read.
+    Both ends are fetched at the start, because archives store their structure there. A small
+    archive takes one read.
     """
 
-    _WHOLE = 8 << 10  # bytes that are read at once
-    _END = 2 << 10
+    _WHOLE = 8 << 10  # bytes; a section up to this size is read as a whole
+    _END = 2 << 10  # bytes to read at each end of a larger section
 
     def __init__(self, pool: SourceFiles, path: str, start: int, nbytes: int) -> None:
         self.path = path
@@ -194,17 +196,17 @@ class Section:
         self._tail = pool.read(path, start + self._tail_offset, nbytes - self._tail_offset)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """The bytes at an offset that counts from the section's start.
+        """Return the bytes at an offset from the section's start.
 
         Raises:
-            CorruptError: they do not lie inside the section.
+            CorruptError: the bytes are not inside the section.
         """
         stop = offset + nbytes
         if offset < 0 or stop > self.nbytes:
             raise CorruptError(
                 self.path,
-                f"bytes {self.start + offset} to {self.start + stop} are claimed, the data end at"
-                f" {self.start + self.nbytes}",
+                f"its structure refers to bytes {self.start + offset} to {self.start + stop}, but"
+                f" the data end at {self.start + self.nbytes}",
                 "the file is truncated or was altered: fetch it again",
             )
         if stop <= len(self._head):
@@ -214,7 +216,7 @@ class Section:
         return self._pool.read(self.path, self.start + offset, nbytes)
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Say which (offset, nbytes) will be read one by one."""
+        """Announce ranges (offset, nbytes) that will be read one by one; see `SourceFiles`."""
         if is_remote(self.path):
             self._pool.expect(
                 (self.path, self.start + offset, nbytes)
@@ -224,14 +226,14 @@ class Section:
 
 
 class Descriptor:
-    """A descriptor that closes when the pool and all who read or write have let go of it."""
+    """A descriptor that is closed when neither the pool nor a reader or writer refers to it."""
 
     def __init__(self, path: str, flags: int) -> None:
         self.path = path
         try:
             self.number = os.open(path, flags)
         except FileNotFoundError as error:
-            raise IncompleteError(path, "is not there", "was the checkpoint moved?") from error
+            raise IncompleteError(path, "does not exist", "was the checkpoint moved?") from error
         except OSError as error:
             raise ReshardError(path, f"cannot be opened: {error.strerror}") from error
 
@@ -239,10 +241,10 @@ class Descriptor:
         """Fill ``target`` with the bytes at ``byte_offset``.
 
         Raises:
-            CorruptError, ReshardError: as `OpenFiles.read_into`.
+            CorruptError, ReshardError: as in `OpenFiles.read_into`.
         """
-        done, wanted = 0, len(target)
-        while done < wanted:
+        done, nbytes = 0, len(target)
+        while done < nbytes:
             try:
                 rest = target[done:] if done else target
                 count = _pread(self.number, rest, byte_offset + done)
@@ -251,13 +253,14 @@ class Descriptor:
             if count == 0:
                 raise CorruptError(
                     self.path,
-                    f"{wanted} bytes expected at {byte_offset}, the file ends after {done}",
+                    f"{nbytes} bytes were expected at offset {byte_offset}, but the file ends after"
+                    f" {done} of them",
                     "the file became shorter while it was read: is a job still writing to it?",
                 )
             done += count
 
     def close(self) -> None:
-        """Close it now, whoever still holds it."""
+        """Close the descriptor now, even if it is still referred to."""
         number, self.number = self.number, -1
         if number >= 0:
             os.close(number)
@@ -268,34 +271,34 @@ class Descriptor:
 
 
 def size_of(path: str | Path) -> int:
-    """Size of a file in bytes.
+    """Return the size of a file in bytes.
 
     Raises:
         IncompleteError: there is no such file.
-        ReshardError: it cannot be looked at.
+        ReshardError: its size cannot be read.
     """
     try:
         return as_path(path).stat().st_size
     except FileNotFoundError as error:
-        raise IncompleteError(path, "is not there") from error
+        raise IncompleteError(path, "does not exist") from error
     except OSError as error:
         raise ReshardError(path, f"cannot be read: {error.strerror}") from error
 
 
-def small(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
-    """The content of a file that is read as a whole: a pointer, a document, a tokenizer.
+def read_small_file(path: str | Path, most: int = MAX_DOCUMENT) -> bytes:
+    """Return the content of a file that is read as a whole: a pointer, a document, a tokenizer.
 
     Raises:
         IncompleteError: there is no such file.
-        CorruptError: it is larger than any such file.
+        CorruptError: it is larger than `most` bytes.
         ReshardError: it cannot be read.
     """
     nbytes = size_of(path)
     if nbytes > most:
         raise CorruptError(
             path,
-            f"has {nbytes} bytes; a file of its name has at most {most}",
-            "it is another file, or was altered",
+            f"has {nbytes} bytes, but files of this kind have at most {most}",
+            "check that it is the right file and was not altered",
         )
     try:
         return as_path(path).read_bytes()

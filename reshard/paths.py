@@ -1,4 +1,4 @@
-"""The one place where text becomes a path: of this machine, or of an object store by its URL."""
+"""Conversion of text to paths: local paths, or paths in an object store for URLs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import re
 from pathlib import Path
 
-# pathlib makes one slash of two, so that a URL which was a Path already is known by one.
+# pathlib collapses two slashes into one, so a URL that has been a Path has only one left.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):(?://|/(?=[^/]))(.+)", re.DOTALL)
 
 
 def as_path(where: str | os.PathLike[str]) -> Path:
-    """The path that ``s3://bucket/key``, ``file:///dir`` or a name of this machine stands for."""
+    """Return the path for ``s3://bucket/key``, ``file:///dir`` or a local name."""
     text = str(where)
     match = _URL.match(text)
     if match is None:
@@ -25,8 +25,8 @@ def as_path(where: str | os.PathLike[str]) -> Path:
 
 
 def is_remote(where: str) -> bool:
-    """Whether the text of a path is a URL: what `as_path` made of one is.
+    """Return whether the text of a path is a URL, as `as_path` produces it.
 
-    A text of a pickle in such a file (`reshard.escaped`) is read through the file.
+    The name of an escaped text inside a remote file (`reshard.escaped`) is not a URL.
     """
     return "://" in where and "\0" not in where

@@ -1,7 +1,8 @@
-"""Copies of one block that several ranks keep: compared, and averaged where a user asks for that.
+"""Replicas: copies of one block that several ranks store, which are compared or averaged.
 
-Tensor-parallel ranks may drift apart in what they all hold (BLOOM's layer norms and row biases did;
-bigscience Megatron-DeepSpeed ``ds_to_universal`` averages them, ``WEIGHTS_TO_AVERAGE_PATTERNS``).
+The copies of tensor-parallel ranks may drift apart. This happened to BLOOM's layer norms and row
+biases; bigscience's Megatron-DeepSpeed averages them in ``ds_to_universal``
+(``WEIGHTS_TO_AVERAGE_PATTERNS``).
 """
 
 from __future__ import annotations
@@ -44,111 +45,115 @@ def check(
     pool: SourceFiles,
     policy: Replicas = "error",
 ) -> list[str]:
-    """Compare the stored replicas of tensors; all ranks must hold the same values.
+    """Compare the stored replicas of tensors; all ranks must have the same values.
 
-    Stored checksums are compared where there are any, else the values. A buffer that differs
-    (running statistics are a rank's own) is noted, and the first rank's is taken.
+    Stored checksums are compared where possible, otherwise the values. If a buffer differs (each
+    rank has its own running statistics), the first rank's is used, with a note.
 
     Args:
-        policy: ``first`` takes the first rank's of every tensor that differs, and says so.
+        entries: the tensors to compare.
+        files: the source files by path.
+        pool: the open files.
+        policy: ``first`` uses the first rank's values of every tensor that differs, with a note.
 
     Returns:
-        What differs and was taken nevertheless.
+        Notes on the tensors that differ.
 
     Raises:
         DifferentError: replicas of a parameter, or of its optimizer state, differ.
     """
     notes = []
     for entry in entries:
-        found = _different_replicas(entry, files, pool)
-        if found is None:
+        difference = _find_difference(entry, files, pool)
+        if difference is None:
             continue
-        first, other, at = found
+        first, other, at = difference
         kind = "" if entry.kind in WEIGHT_KINDS else f"{entry.kind} of "
         text = f"differs between {first.file} and {other.file} (element {at})"
         if entry.kind != BUFFER and policy == "error":
             raise DifferentError(
                 f"{kind}{entry.fqn}",
                 text,
-                "the ranks have drifted apart, or the files are of different runs; to go on with"
-                " the first rank's values: --replicas first, with their mean: --replicas mean",
+                "the ranks have drifted apart, or the files belong to different runs; to use the"
+                " first rank's values, pass --replicas first; to use their mean, --replicas mean",
             )
         what = "buffer" if entry.kind == BUFFER else "tensor"
         notes.append(f"{what} {kind}{entry.fqn!r} {text}: the first rank's is written")
     return notes
 
 
-def _different_replicas(
+def _find_difference(
     entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
 ) -> tuple[Chunk, Chunk, int] | None:
-    """The first two chunks of one box that hold different values, and where."""
+    """Return two chunks of one box that differ, and the first different element, or None."""
     if isinstance(entry.chunks, Partition):
         return None
-    for box, (first, *others) in _by_box(entry).items():
-        block = replace(entry, shape=box.shape, chunks=(_as_whole(first),))
-        sign = _checksum(first, files) if others else None
+    for box, (first, *others) in _group_by_box(entry).items():
+        block = replace(entry, shape=box.shape, chunks=(_rebase(first),))
+        checksum = _read_checksum(first, files) if others else None
         for other in others:
-            if sign is not None and sign == _checksum(other, files):
+            if checksum is not None and checksum == _read_checksum(other, files):
                 continue
-            at = first_difference(pool, block, replace(block, chunks=(_as_whole(other),)))
+            at = first_difference(pool, block, replace(block, chunks=(_rebase(other),)))
             if at is not None:
                 return first, other, at
     return None
 
 
-def _by_box(entry: Entry) -> dict[Box, list[Chunk]]:
-    found: dict[Box, list[Chunk]] = defaultdict(list)
+def _group_by_box(entry: Entry) -> dict[Box, list[Chunk]]:
+    chunks: dict[Box, list[Chunk]] = defaultdict(list)
     for chunk in entry.chunks:
         if chunk.box.volume:
-            found[chunk.box].append(chunk)
-    return found
+            chunks[chunk.box].append(chunk)
+    return chunks
 
 
-def _checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
-    """The stored checksum of the record that holds a chunk, and where in it the chunk lies."""
+def _read_checksum(chunk: Chunk, files: Mapping[str, SourceFile]) -> tuple[object, ...] | None:
+    """Return the stored checksum of a chunk's record and the chunk's layout in it, or None."""
     records = find_source_file(files, chunk.file).records
     start, stop = chunk.byte_span
     at = bisect_right(records, start, key=lambda record: record.byte_offset) - 1
     if at < 0 or records[at].crc32 is None or stop > records[at].byte_offset + records[at].nbytes:
         return None
     record = records[at]
-    place = start - record.byte_offset
-    return record.crc32, record.nbytes, place, chunk.byte_strides, chunk.dtype
+    offset = start - record.byte_offset
+    return record.crc32, record.nbytes, offset, chunk.byte_strides, chunk.dtype
 
 
-def _as_whole(chunk: Chunk) -> Chunk:
+def _rebase(chunk: Chunk) -> Chunk:
     return replace(chunk, box=whole(chunk.box.shape))
 
 
 @contextmanager
-def averaged(
+def average_replicas(
     manifest: Manifest, policy: Replicas, kinds: Sequence[str] | None = None
 ) -> Iterator[tuple[Manifest, list[str]]]:
-    """A manifest in which copies that differ are their mean, and what to say of that.
+    """Yield a manifest in which replicas that differ are replaced by their mean, and notes.
 
-    The mean is taken in fp32, in rank order, and rounded once; it lies in a temporary file as long
-    as the context lasts. Buffers are a rank's own and stay.
+    The mean is computed in fp32, in rank order, and rounded once. It is stored in a temporary file
+    as long as the context lasts. Buffers are not averaged, because each rank has its own.
 
     Args:
-        policy: all but ``mean`` leaves everything as it is.
-        kinds: of the tensors that matter; None: all.
+        manifest: the checkpoint.
+        policy: with any policy but ``mean``, the manifest is unchanged.
+        kinds: the kinds of tensors to average; None for all.
 
     Raises:
-        UnsupportedError: copies of a dtype that has no mean differ.
+        UnsupportedError: replicas differ whose dtype cannot be averaged.
     """
     if policy != "mean":
         yield manifest, []
         return
-    from reshard.output.temporary import temporary  # not at the start: few runs come here
+    from reshard.output.temporary import temporary  # imported here, because few runs need it
 
-    with temporary() as place, SourceFiles() as pool:
-        path = Path(place) / "means"
+    with temporary() as directory, SourceFiles() as pool:
+        path = Path(directory) / "means"
         entries, notes = [], []
         with path.open("wb") as out:
             for entry in manifest.entries.values():
-                wanted = entry.kind != BUFFER and (kinds is None or entry.kind in kinds)
-                if wanted and _different_replicas(entry, manifest.files, pool) is not None:
-                    chunks = tuple(_means(entry, str(path), out, pool))
+                is_averaged = entry.kind != BUFFER and (kinds is None or entry.kind in kinds)
+                if is_averaged and _find_difference(entry, manifest.files, pool) is not None:
+                    chunks = tuple(_write_means(entry, str(path), out, pool))
                     ranks = len(entry.chunks) // len(chunks)
                     notes.append(f"{entry.kind} {entry.fqn!r}: the mean of {ranks} ranks")
                     entries.append(replace(entry, chunks=chunks))
@@ -164,23 +169,23 @@ def averaged(
         yield replace(manifest.with_entries(entries), files=files), notes
 
 
-def _means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> Iterator[Chunk]:
-    """A chunk a block, each the mean of its copies, written one after the other."""
+def _write_means(entry: Entry, path: str, out: BinaryIO, pool: SourceFiles) -> Iterator[Chunk]:
+    """Write the mean of the copies of each block to `out` and yield one chunk for each block."""
     if entry.dtype.family != "float":
         raise UnsupportedError(
-            entry.fqn, f"differs between ranks, and {entry.dtype.name} has no mean"
+            entry.fqn, f"differs between ranks, and {entry.dtype.name} cannot be averaged"
         )
-    for box, copies in _by_box(entry).items():
+    for box, copies in _group_by_box(entry).items():
         strides = row_major(box.shape, entry.dtype.itemsize)
         chunk = Chunk(box, path, out.tell(), strides, entry.dtype)
-        held = [replace(entry, shape=box.shape, chunks=(_as_whole(copy),)) for copy in copies]
+        blocks = [replace(entry, shape=box.shape, chunks=(_rebase(copy),)) for copy in copies]
         for cut in contiguous_cuts(box.shape, _BLOCK_ELEMENTS):
-            mean = _mean([read_block(pool, copy, cut) for copy in held], entry.dtype)
+            mean = _compute_mean([read_block(pool, block, cut) for block in blocks], entry.dtype)
             out.write(mean)
         yield chunk
 
 
-def _mean(copies: Sequence[bytearray], dtype: DType) -> bytes:
+def _compute_mean(copies: Sequence[bytearray], dtype: DType) -> bytes:
     import torch
 
     kind: torch.dtype = getattr(torch, dtype.name)

@@ -1,4 +1,4 @@
-"""Lazy tensors: any block of any tensor of any checkpoint, read without the rest."""
+"""Lazy tensors: reads of any block of any tensor of a checkpoint, without the rest."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reshard.plan.copies import plan_block
 if TYPE_CHECKING:
     import torch
 
-_COMPARE_ELEMENTS = 1 << 20
+_COMPARE_ELEMENTS = 1 << 20  # elements that are read at a time
 
 
 def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = None) -> bytearray:
-    """The bytes of a box, row-major, in ``dtype`` (the stored one by default).
+    """Return the bytes of a box, row-major, in ``dtype`` (by default the stored one).
 
     Raises:
-        ReshardError: a file cannot be read, or a dtype that is never cast.
+        ReshardError: a file cannot be read, or the dtype cannot be cast.
     """
     window = plan_block(entry, box, dtype or entry.dtype)
     buffer = bytearray(window.nbytes)
@@ -33,9 +33,9 @@ def read_block(pool: SourceFiles, entry: Entry, box: Box, dtype: DType | None = 
 
 
 def first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
-    """The first flat element at which two tensors of equal shape and dtype differ, or None.
+    """Return the first flat element at which two tensors differ bitwise, or None.
 
-    Streams both; equal means bitwise equal.
+    The tensors must have the same shape and dtype. Both are read block by block.
 
     Raises:
         ReshardError: a file cannot be read.
@@ -51,7 +51,7 @@ def first_difference(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
 
 
 def is_zero(pool: SourceFiles, entry: Entry) -> bool:
-    """Whether every bit of a tensor is zero. Streams it.
+    """Return whether every bit of a tensor is zero; the tensor is read block by block.
 
     Raises:
         ReshardError: a file cannot be read.
@@ -65,7 +65,7 @@ def is_zero(pool: SourceFiles, entry: Entry) -> bool:
 class LazyTensor:
     """A tensor of a checkpoint that is read when it is indexed.
 
-    ``tensor[...]`` reads it whole, ``tensor[2:4, :, 0]`` only the bytes that the box needs.
+    ``tensor[...]`` reads the whole tensor, ``tensor[2:4, :, 0]`` only the bytes of that box.
     """
 
     def __init__(self, entry: Entry, pool: SourceFiles) -> None:
@@ -79,19 +79,20 @@ class LazyTensor:
 
     @property
     def dtype(self) -> str:
-        """Torch's name of the stored dtype."""
+        """The name that torch has for the stored dtype."""
         return str(self._entry.dtype)
 
     def __repr__(self) -> str:
         return f"LazyTensor({self._entry.fqn!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """The indexed block as a torch tensor; ints, slices of any positive step, and ``...``.
+        """Return the indexed block as a torch tensor on the CPU, in the stored dtype.
 
-        It is on the CPU, in the stored dtype, and has its own memory.
+        The index may consist of ints, slices with any positive step, and ``...``. The tensor has
+        its own memory.
 
         Raises:
-            IndexError: it is out of range, or no such index.
+            IndexError: the index is out of range or of another form.
             ReshardError: a file cannot be read.
         """
         import torch
@@ -107,11 +108,11 @@ class LazyTensor:
 
 
 def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
-    """Origin, extent and step a dim, and the dims that integer indices drop."""
+    """Return origin, extent and step of each dim, and the dims that integer indices drop."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [at for at, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
-        raise IndexError("an index can have one '...'")
+        raise IndexError("an index can have only one '...'")
     for at in dots:
         items[at : at + 1] = [slice(None)] * (len(shape) - len(items) + 1)
     items += [slice(None)] * (len(shape) - len(items))
@@ -135,7 +136,7 @@ def _resolve(index: Any, shape: Index) -> tuple[Index, Index, Index, set[int]]:
 
 def _position(item: SupportsIndex, size: int) -> int:
     if isinstance(item, bool):
-        raise TypeError("a bool is not an index here")
+        raise TypeError("a bool cannot be used as an index")
     position = operator.index(item)
     if not -size <= position < size:
         raise IndexError(f"index {position} is out of range for a dim of {size}")
@@ -145,9 +146,9 @@ def _position(item: SupportsIndex, size: int) -> int:
 class Checkpoint(Mapping[str, LazyTensor]):
     """A mapping fqn -> lazy tensor over one checkpoint of any format.
 
-    A weight is its fp32 master where the checkpoint has one. ``optimizer`` gives the slots,
-    ``manifest`` everything else. Aliases of tied weights are keys too. Use as a context manager,
-    or call `close`.
+    A weight is read from its fp32 master if the checkpoint has one. ``optimizer`` returns the
+    optimizer's slots, ``manifest`` describes everything else. Aliases of tied weights are keys too.
+    Use it as a context manager, or call `close`.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -177,13 +178,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return len(self._weights) + len(self.manifest.tied)
 
     def optimizer(self, slot: str) -> dict[str, LazyTensor]:
-        """Fqn -> one optimizer slot, e.g. ``optimizer("exp_avg")``.
+        """Return one optimizer slot by fqn, for example ``optimizer("exp_avg")``.
 
         Raises:
             UsageError: the checkpoint has no such slot.
         """
-        found = {entry.fqn: LazyTensor(entry, self._pool) for entry in self.manifest.of_kind(slot)}
-        if not found or slot in WEIGHT_KINDS[:2]:
+        tensors = {e.fqn: LazyTensor(e, self._pool) for e in self.manifest.of_kind(slot)}
+        if not tensors or slot in WEIGHT_KINDS[:2]:
             slots = {e.kind for e in self.manifest.entries.values()} - set(WEIGHT_KINDS[:2])
-            raise UsageError(slot, f"is no optimizer slot here; there are {sorted(slots)}")
-        return found
+            raise UsageError(
+                slot, f"is not an optimizer slot of this checkpoint; it has {sorted(slots)}"
+            )
+        return tensors

@@ -1,4 +1,4 @@
-"""Which tensor is the weight, and in which dtype it is written: decided before any byte moves."""
+"""Selection of the weights to write: their source tensors, dtypes and aliases."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Tied = Literal["auto", "keep", "drop"]
 
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "gpt_neox.embed_in.weight")
-_LISTED = 8
+_LISTED = 8  # names listed in a message
 
 
 @dataclass(slots=True)
 class Weights:
-    """The weights to write, in state-dict order, each with its dtype; and what was decided."""
+    """The weights to write, in state-dict order, each with its dtype; and counts for the report."""
 
     tensors: list[tuple[Entry, DType]]
-    from_master: int = 0
-    from_copy: int = 0  # stored only in the dtype of training
+    from_master: int = 0  # weights that are read from an fp32 master
+    from_copy: int = 0  # weights that are stored only in the dtype of training
     buffers: int = 0
     dropped_aliases: dict[str, str] = field(default_factory=dict)
     written_aliases: dict[str, str] = field(default_factory=dict)
@@ -43,15 +43,17 @@ class Weights:
 
 
 def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ()) -> Weights:
-    """One entry a weight: the fp32 master where there is one, else the trained copy.
+    """Select one entry for each weight: the fp32 master if there is one, else the trained copy.
 
     Args:
-        dtype: as `dtypes.parse` takes it; ``keep``: as stored; None: as the model was trained.
-        keep_fp32: regexes of weights that become float32 whatever ``dtype`` says.
+        manifest: the checkpoint.
+        dtype: a name for `dtypes.parse`; ``keep`` for the stored dtype; None for the dtype in which
+            the model was trained.
+        keep_fp32: regular expressions of weights that become float32 whatever ``dtype`` is.
 
     Raises:
-        UsageError: ``dtype`` is not a float dtype, or a pattern matches nothing.
-        UnrecognisedError: nothing to write.
+        UsageError: ``dtype`` is not a float dtype, or the patterns match no weight.
+        UnrecognisedError: there are no weights.
     """
     target = None if dtype in (None, "keep") else dtypes.parse(str(dtype))
     if target is not None and target.family != "float":
@@ -62,14 +64,14 @@ def select(manifest: Manifest, dtype: str | None, keep_fp32: Sequence[str] = ())
     result = Weights([])
     for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(PARAM, BUFFER, MASTER)):
         source = masters.get(fqn) or plain[fqn]
-        wanted = _dtype(manifest, source, target, dtype)
+        written = _choose_dtype(manifest, source, target, dtype)
         castable = source.kind != BUFFER and source.dtype.family == "float"
         if castable and any(pattern.search(fqn) for pattern in patterns):
-            wanted = dtypes.FLOAT32
+            written = dtypes.FLOAT32
             result.kept_fp32.append(fqn)
         _count(result, source)
         weight = replace(source, kind=PARAM if source.kind == MASTER else source.kind)
-        result.tensors.append((weight, wanted))
+        result.tensors.append((weight, written))
     if keep_fp32 and not result.kept_fp32:
         raise UsageError("--keep-fp32", "matches no weight")
     refuse_nothing(manifest, result.tensors)
@@ -90,9 +92,11 @@ def refuse_nothing(manifest: Manifest, held: Sized) -> None:
         )
 
 
-def _dtype(manifest: Manifest, source: Entry, target: DType | None, asked: str | None) -> DType:
-    """Buffers, integers, bools and float8 are never cast."""
-    if source.kind == BUFFER or source.dtype.family != "float" or asked == "keep":
+def _choose_dtype(
+    manifest: Manifest, source: Entry, target: DType | None, option: str | None
+) -> DType:
+    """Return the dtype to write; buffers, integers, bools and float8 keep their own."""
+    if source.kind == BUFFER or source.dtype.family != "float" or option == "keep":
         return source.dtype
     if target is not None:
         return target
@@ -111,7 +115,7 @@ def _count(result: Weights, source: Entry) -> None:
         result.from_copy += 1
 
 
-def settle_ties(
+def resolve_ties(
     weights: Weights,
     manifest: Manifest,
     *,
@@ -119,17 +123,27 @@ def settle_ties(
     policy: Tied,
     pool: SourceFiles,
 ) -> bool:
-    """Drop aliases of tied weights, or write them as copies; whether the result is untied.
+    """Drop aliases of tied weights, or write them as copies.
 
-    An alias goes only where it is the same storage, or bitwise equal. ``transformers`` expects it
-    gone where the config ties the weights, and there where the config does not.
+    An alias is dropped only if it shares the storage of the kept weight or is bitwise equal to it.
+    ``transformers`` expects no alias if the config ties the weights, and one if it does not.
+
+    Args:
+        weights: the selected weights, which are changed in place.
+        manifest: the checkpoint.
+        config: the model's config.json, or None.
+        policy: the option --tied.
+        pool: the open files.
+
+    Returns:
+        Whether the weights are written untied.
 
     Raises:
-        DifferentError: two weights are tied, by the checkpoint or the config, and differ.
-        IncompleteError: a weight is listed, and no rank holds a value for it.
+        DifferentError: two weights are tied by the checkpoint or the config, but differ.
+        IncompleteError: a weight is listed, but no rank has a value for it.
     """
     if policy != "drop":
-        refuse_diverged(manifest, pool)
+        check_tied_copies(manifest, pool)
     declared = config.get("tie_word_embeddings") if config else None
     by_name = {entry.fqn: (entry, dtype) for entry, dtype in weights.tensors}
     clone = policy == "keep" or (policy == "auto" and declared is False)
@@ -143,18 +157,18 @@ def settle_ties(
         else:
             weights.dropped_aliases[alias] = kept
     if policy != "keep" and declared is not False:
-        for head, embedding in heads(by_name):
+        for head, embedding in find_heads(by_name):
             if declared is True or is_untrained(manifest, head, embedding):
                 _drop_equal(weights, by_name, head, embedding, policy, pool, sure=declared is True)
-    _refuse_absent(weights, manifest, tied=declared is True)
+    _check_no_missing(weights, manifest, tied=declared is True)
     return (clone and bool(weights.written_aliases)) or (policy == "keep" and _HEAD in by_name)
 
 
-def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
-    """A weight without a value is an error, but for a head that the config ties.
+def _check_no_missing(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
+    """Check that every weight has a value, except for a head that the config ties.
 
     Raises:
-        IncompleteError: there is one.
+        IncompleteError: a weight has no value.
     """
     names = {entry.fqn for entry, _ in weights.tensors}
     embedding = next((name for name in _EMBEDDINGS if name in names), None)
@@ -166,38 +180,39 @@ def _refuse_absent(weights: Weights, manifest: Manifest, *, tied: bool) -> None:
         regex = f"'^({'|'.join(map(re.escape, lacking))})$'" if len(lacking) <= _LISTED else "REGEX"
         raise IncompleteError(
             manifest.origin.path,
-            f"lists {without_value(lacking)}",
-            f"what is tied to another weight, or not needed, can be left out: --exclude {regex};"
-            " another model may have them: --fill-missing-from MODEL",
+            f"lists {describe_missing_values(lacking)}",
+            "to leave out weights that are tied to others or not needed, pass"
+            f" --exclude {regex}; to take them from another model, --fill-missing-from MODEL",
         )
 
 
-def without_value(names: Sequence[str]) -> str:
-    """That no rank holds a value for these names."""
+def describe_missing_values(names: Sequence[str]) -> str:
+    """Return a phrase for a message: the names, but no rank holds a value for them."""
     shown = some(list(map(repr, names)), _LISTED)
     return f"{shown}, but no rank holds a value for {'them' if len(names) > 1 else 'it'}"
 
 
-def heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Output heads with the input embedding of the same model, which may lie inside another."""
+def find_heads(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each output head with the input embedding of its model, which may be a submodel."""
     names = list(names)
     for head in names:
         if head == _HEAD or head.endswith(f".{_HEAD}"):
             prefix = head.removesuffix(_HEAD)
-            found = next((prefix + name for name in _EMBEDDINGS if prefix + name in names), None)
-            if found:
-                yield head, found
+            embeddings = (prefix + name for name in _EMBEDDINGS if prefix + name in names)
+            embedding = next(embeddings, None)
+            if embedding:
+                yield head, embedding
 
 
-def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
-    """A manifest in which a head that repeats the input embedding is its alias.
+def tie_equal_heads(manifest: Manifest, pool: SourceFiles) -> Manifest:
+    """Return a manifest in which a head that equals the input embedding is an alias of it.
 
-    DCP and full state dicts store both; the optimizer holds the embedding only, and the values are
-    bitwise equal.
+    DCP and full state dicts store both. They are tied if the optimizer has only the embedding and
+    the values are bitwise equal.
     """
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, MASTER)}
     tied = dict(manifest.tied)
-    for head, embedding in heads(stored):
+    for head, embedding in find_heads(stored):
         if not is_untrained(manifest, head, embedding):
             continue
         if _differ_at(pool, stored[head], stored[embedding]) is None:
@@ -208,34 +223,34 @@ def with_equal_heads_tied(manifest: Manifest, pool: SourceFiles) -> Manifest:
     return replace(manifest.with_entries(rest), tied=tied, frozen=manifest.frozen - tied.keys())
 
 
-def refuse_diverged(manifest: Manifest, pool: SourceFiles) -> None:
-    """Compare tied names of which a file has two copies: one of them is all that is taken.
+def check_tied_copies(manifest: Manifest, pool: SourceFiles) -> None:
+    """Check that stored copies of tied weights equal the weight that is kept.
 
     Raises:
-        DifferentError: they hold different values.
+        DifferentError: a copy has other values.
     """
-    for again in manifest.tied_copies:
-        kept = manifest.entries.get((PARAM, manifest.kept_name(again.fqn)))
+    for copy in manifest.tied_copies:
+        kept = manifest.entries.get((PARAM, manifest.kept_name(copy.fqn)))
         if kept is None:
             continue
-        at = _differ_at(pool, kept, again)
+        at = _differ_at(pool, kept, copy)
         if at is not None:
             raise DifferentError(
-                again.fqn,
-                f"is tied to {kept.fqn!r}, and another copy of it lies in {again.chunks[0].file},"
-                f" which differs (first at element {at})",
-                "fetch the file again; reshard merge --tied drop takes what the kept name holds",
+                copy.fqn,
+                f"is tied to {kept.fqn!r}, but its copy in {copy.chunks[0].file} differs (first at"
+                f" element {at})",
+                "fetch the file again, or pass --tied drop to merge the values of the kept weight",
             )
 
 
 def _differ_at(pool: SourceFiles, a: Entry, b: Entry) -> int | None:
-    """The first element in which two tensors differ, if they do; the first if in shape or dtype."""
-    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
-    return first_difference(pool, a, b) if alike else 0
+    """Return the first element where two tensors differ, or None; 0 if shape or dtype differ."""
+    comparable = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return first_difference(pool, a, b) if comparable else 0
 
 
 def is_untrained(manifest: Manifest, head: str, embedding: str) -> bool:
-    """Whether the optimizer holds the embedding only: it lists a tied weight once."""
+    """Return whether the optimizer has the embedding only; it lists a tied weight once."""
     trained = {fqn for group in manifest.train.param_groups for fqn in group.fqns}
     return embedding in trained and head not in trained
 
@@ -250,10 +265,10 @@ def _drop_equal(
     *,
     sure: bool,
 ) -> None:
-    """The head is tied, but the checkpoint stores it by itself: compare, then drop.
+    """Compare a head that is stored separately with the embedding it is tied to, then drop it.
 
     Raises:
-        DifferentError: the config says that they are tied, and they differ.
+        DifferentError: the config ties the two weights, but they differ.
     """
     stored, kept = by_name[head][0], by_name[embedding][0]
     at = _differ_at(pool, stored, kept)
@@ -268,9 +283,9 @@ def _drop_equal(
         else:
             raise DifferentError(
                 head,
-                f"config.json says tie_word_embeddings, but it differs from {embedding!r}"
+                f"config.json sets tie_word_embeddings, but the weight differs from {embedding!r}"
                 f" (first at element {at})",
-                "write both with --tied keep, or drop it with --tied drop",
+                "pass --tied keep to write both, or --tied drop to drop this one",
             )
     weights.tensors = [item for item in weights.tensors if item[0].fqn != head]
     weights.dropped_aliases[head] = embedding

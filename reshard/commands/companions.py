@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from reshard.files import small
+from reshard.files import read_small_file
 from reshard.formats.huggingface import companions as beside
 from reshard.formats.json_files import json_text
 from reshard.formats.place import directory
@@ -31,7 +31,9 @@ def with_companions(
         for path in _beside(folder):
             name = f"{below}/{path.name}" if below else path.name
             if name not in taken and name not in added:
-                data = _progress(path, manifest) if path.name == _PROGRESS else small(path)
+                data = (
+                    _progress(path, manifest) if path.name == _PROGRESS else read_small_file(path)
+                )
                 added[name] = OutputFile(name, len(data), ((0, data),))
         if added and not beside:
             break
@@ -53,7 +55,7 @@ def _progress(path: Path, manifest: Manifest) -> bytes:
     """The account of the run, with the batch of a rank that the manifest has."""
     from reshard.formats.pytorch.beside import BATCH
 
-    data = small(path)
+    data = read_small_file(path)
     wanted = (manifest.train.trainer_state or {}).get(BATCH)
     held = json.loads(data) if wanted is not None else {}
     if held.get(BATCH) == wanted:

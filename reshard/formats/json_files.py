@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError
-from reshard.files import small
+from reshard.files import read_small_file
 
 
 def json_object(path: Path) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def json_object(path: Path) -> dict[str, Any]:
         CorruptError: it holds something else.
     """
     try:
-        config = json.loads(small(path))
+        config = json.loads(read_small_file(path))
     except (ValueError, RecursionError) as error:
         raise CorruptError(path, f"is not JSON: {error}") from error
     if not isinstance(config, dict):

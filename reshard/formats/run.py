@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 
 from reshard.errors import UnrecognisedError
-from reshard.files import MAX_POINTER, small
+from reshard.files import MAX_POINTER, read_small_file
 from reshard.formats.place import Place
 
 _NUMBERED = re.compile(
@@ -107,7 +107,7 @@ def _pointed(place: Place) -> Place | None:
     pointer = next((place.files[name] for name in _POINTERS if name in place.files), None)
     if pointer is None:
         return None
-    named = small(pointer, MAX_POINTER).decode(errors="replace").strip()
+    named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     found = _tagged(place, named)
     if found is None:
         raise UnrecognisedError(

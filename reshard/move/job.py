@@ -67,7 +67,7 @@ def check_sources(job: Job, sources: Iterable[SourceFile]) -> None:
         if stamp and [file.nbytes, *stamp] != job["sources"][file.path]:
             raise CorruptError(
                 file.path,
-                "was modified or replaced while it was being read",
+                "was modified or replaced while it was read",
                 "check whether a job is still saving to it, and run again after the job has ended",
             )
 

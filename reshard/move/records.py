@@ -34,7 +34,7 @@ def check_record(pool: OpenFiles, file: str, record: Record, reads: Spans) -> No
             file,
             f"{record.name} (bytes {record.byte_offset} to"
             f" {record.byte_offset + record.nbytes}) does not match its stored CRC-32",
-            "the file was changed after it was saved; fetch it again",
+            "the file was altered after it was saved; fetch it again",
         )
 
 

@@ -97,7 +97,7 @@ def _declared(
     best = weights_of(manifest)
     pairs = dict(told.tied) if told else {}
     declared = config.get("tie_word_embeddings") if config else None
-    for head, embedding in weights.heads(best):
+    for head, embedding in weights.find_heads(best):
         if declared is True or (
             declared is not False and weights.is_untrained(manifest, head, embedding)
         ):

@@ -17,7 +17,7 @@ from typing import Any
 from reshard.box import Index, as_index
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import CorruptError, UsageError
-from reshard.files import small
+from reshard.files import read_small_file
 from reshard.manifest import Entry, Key, Manifest, Origin, ParamGroup, TrainState
 from reshard.proof import checks, pairs, train
 from reshard.proof.checks import Check
@@ -139,7 +139,7 @@ def read(path: Path) -> Contents:
     if not path.is_file():
         raise UsageError(path, "there is no such manifest")
     try:
-        document = json.loads(small(path))
+        document = json.loads(read_small_file(path))
         if document["kind"] != _KIND or document["schema"] != SCHEMA:
             raise CorruptError(
                 path,

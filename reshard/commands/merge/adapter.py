@@ -11,7 +11,7 @@ from reshard.adapters import config as configs
 from reshard.adapters import names
 from reshard.adapters.names import Part
 from reshard.errors import ReshardError, UnsupportedError, UsageError
-from reshard.files import SourceFiles, small
+from reshard.files import SourceFiles, read_small_file
 from reshard.formats.huggingface import companions, writer
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, OutputFile, Skeleton
 from reshard.tensors import is_zero
@@ -93,7 +93,7 @@ def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Pat
     beside = companions.others(config.path.parent, {})
     return Adapter(
         keys.select(manifest, saved),
-        {path.name: small(path) for path in (*beside, config.path)},
+        {path.name: read_small_file(path) for path in (*beside, config.path)},
         [f"adapter {name}: {len(saved)} tensors, with {config.path}{left}"],
         [*_trained_and_left(manifest, saved, found), *_hollow(manifest, near)],
     )

@@ -18,7 +18,7 @@ from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
-from reshard.files import SourceFiles, small
+from reshard.files import SourceFiles, read_small_file
 from reshard.formats import placeholders
 from reshard.formats.huggingface import writer
 from reshard.formats.huggingface.companions import QUANTISED, Companions, matched_config
@@ -65,7 +65,10 @@ def merge(
     with untouched(destination):
         manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
         identity = check_identity(manifest, options.trust)
-        with replicas.averaged(manifest, options.replicas, WEIGHT_KINDS) as (averaged, means):
+        with replicas.average_replicas(manifest, options.replicas, WEIGHT_KINDS) as (
+            averaged,
+            means,
+        ):
             job = _prepare(averaged, sources[0], destination, options, is_directory=is_directory)
             job.weights.notes += means
             report = describe(averaged, job.edited, job.weights, job.skeleton, job.plan)
@@ -158,7 +161,7 @@ def _prepare(
     if options.fill_missing_from and not filled:
         chosen.notes.append(f"{FILL}: the checkpoint lacks none of that model's weights")
     with SourceFiles() as pool:
-        untied = weights.settle_ties(
+        untied = weights.resolve_ties(
             chosen,
             edited.manifest,
             config=companions.config,
@@ -189,7 +192,7 @@ def _prepare_adapter(
     edited.manifest = taken.manifest
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     with SourceFiles() as pool:
-        weights.settle_ties(chosen, edited.manifest, config=None, policy="keep", pool=pool)
+        weights.resolve_ties(chosen, edited.manifest, config=None, policy="keep", pool=pool)
         held = [entry for entry, _ in chosen.tensors]
         chosen.notes += replicas.check(held, manifest.files, pool, options.replicas)
         chosen.notes += [*taken.notes, *adapter.untrained(held, pool)]
@@ -264,7 +267,7 @@ def _lay_out(
         # as safetensors.torch.save_model: the alias, and the name that holds its value
         metadata = {**writer.METADATA, **chosen.dropped_aliases}
         return writer.single_file(destination.name, chosen.tensors, metadata), []
-    texts = {path.name: small(path) for path in companions.others}
+    texts = {path.name: read_small_file(path) for path in companions.others}
     changes: list[str] = []
     if companions.config is None:
         chosen.notes.append(_NO_CONFIG)

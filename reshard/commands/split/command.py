@@ -58,7 +58,7 @@ def split(
         manifest = opened(sources, place, options, is_directory=not is_file(place))
         identity = check_identity(manifest, options.trust)
         kinds = WEIGHT_KINDS if options.without_optimizer else None
-        with replicas.averaged(manifest, options.replicas, kinds) as (averaged, means):
+        with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
             begun = _Begun(averaged, str(destination), began, means, identity)
             return _split(begun, place, options, meter)
 
@@ -182,7 +182,7 @@ def _edited(begun: _Begun, options: SplitOptions) -> tuple[Manifest, list[str]]:
     if manifest.absent:
         raise IncompleteError(
             manifest.origin.path,
-            f"lists {weights.without_value(manifest.absent)}",
+            f"lists {weights.describe_missing_values(manifest.absent)}",
             "save it without exclude_frozen_parameters, or write the rest with reshard merge",
         )
     return manifest, [
@@ -194,8 +194,8 @@ def _edited(begun: _Begun, options: SplitOptions) -> tuple[Manifest, list[str]]:
 def _agreed(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, list[str]]:
     """The same with equal heads tied, once what is stored twice was compared; what that showed."""
     with SourceFiles() as pool:
-        weights.refuse_diverged(manifest, pool)
-        manifest = weights.with_equal_heads_tied(manifest, pool)
+        weights.check_tied_copies(manifest, pool)
+        manifest = weights.tie_equal_heads(manifest, pool)
         carried = list(manifest.entries.values())
         if options.without_optimizer:
             carried = list(manifest.of_kind(*WEIGHT_KINDS))

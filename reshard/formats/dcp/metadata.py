@@ -17,7 +17,7 @@ from reshard import dtypes
 from reshard.box import Box, Index, as_index
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, IncompleteError, UnsafeError, UnsupportedError, shown
-from reshard.files import small
+from reshard.files import read_small_file
 from reshard.pickles.unpickle import loads
 from reshard.pickles.values import Call
 
@@ -82,7 +82,7 @@ def read(files: Sequence[Path]) -> Metadata:
 
 
 def _add(found: Metadata, path: Path) -> None:
-    done = loads(small(path, _MAX_BYTES), where=path, builders=_BUILDERS)
+    done = loads(read_small_file(path, _MAX_BYTES), where=path, builders=_BUILDERS)
     root = done.value
     if not isinstance(root, Call) or root.name.rsplit(".", 1)[-1] not in _CLASSES:
         raise CorruptError(path, "is a pickle, but not DCP metadata", "fetch it again")

@@ -17,7 +17,7 @@ from reshard.errors import (
     StaleError,
     UnrecognisedError,
 )
-from reshard.files import MAX_POINTER, small
+from reshard.files import MAX_POINTER, read_small_file
 from reshard.formats.place import Place
 from reshard.units import some
 
@@ -168,7 +168,7 @@ def _named_in(pointer: Path) -> str:
     Raises:
         CorruptError: it names something else.
     """
-    chosen = small(pointer, MAX_POINTER).decode(errors="replace").strip()
+    chosen = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):
         return chosen
     raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")

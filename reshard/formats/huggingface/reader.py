@@ -17,7 +17,7 @@ from reshard.errors import (
     UnsupportedError,
     UsageError,
 )
-from reshard.files import small
+from reshard.files import read_small_file
 from reshard.formats import safetensors
 from reshard.formats.huggingface.directory import (
     NAME,
@@ -100,7 +100,7 @@ def _read_file(path: Path) -> Manifest:
 
 def _read_indexed(place: Place, index: Path) -> Manifest:
     try:
-        weight_map = json.loads(small(index))["weight_map"]
+        weight_map = json.loads(read_small_file(index))["weight_map"]
         names = sorted(set(weight_map.values()))
         safe = all(_is_plain_name(name) for name in names)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
