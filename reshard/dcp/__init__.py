@@ -1,13 +1,13 @@
-"""Any checkpoint as a source of `torch.distributed.checkpoint.load`, at any number of ranks.
+"""Loading of any checkpoint with `torch.distributed.checkpoint.load`, at any number of ranks.
 
     import reshard.dcp
 
     state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adamw)}
     torch.distributed.checkpoint.load(state, storage_reader=reshard.dcp.StorageReader("run/"))
 
-Nothing is written: every rank reads its own blocks of the checkpoint's files into its own tensors.
-DCP (torch 2.13, ``torch/distributed/checkpoint/state_dict_loader.py``) asks the reader for the
-metadata before it shows the target's keys, so keys are resolved as the planner looks them up.
+No file is written: every rank reads its own blocks of the checkpoint's files into its own tensors.
+DCP (torch 2.13, ``torch/distributed/checkpoint/state_dict_loader.py``) requests the metadata before
+it passes the target's keys, so a key is resolved when the planner looks it up.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of tensors: from the checkpoint's files into the target's memory, with casts."""
+"""Blocks of tensors: reads from the checkpoint's files into the target's memory, with casts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BATCH_BYTES = 64 << 20  # of targets held at a time: a planner may make a tempo
 
 @dataclass(slots=True)
 class Job:
-    """One block to read, and the tensor that takes it."""
+    """One block to read, and the item of the target that receives it."""
 
     item: ReadItem
     entry: Entry
@@ -34,13 +34,13 @@ class Job:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Near to where its bytes lie."""
+        """A sort key that puts jobs in the approximate order of their bytes in the files."""
         first = self.entry.chunks[0]
         return first.file, first.byte_offset, flat_span(self.box, self.entry.shape)[0]
 
 
 def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any]) -> None:
-    """A planner need not compare shapes, and a larger tensor would be filled in part.
+    """Refuse a target of another shape, which a planner may have accepted and fill in part.
 
     Raises:
         DifferentError: the shapes differ.
@@ -54,10 +54,10 @@ def refuse_other_shape(item: ReadItem, entry: Entry, targets: Mapping[str, Any])
 
 
 def read(pool: SourceFiles, jobs: Iterable[Job], planner: LoadPlanner) -> None:
-    """Fill the targets of all jobs, in the order in which their bytes lie in the files.
+    """Fill the targets of all jobs, in the order of their bytes in the files.
 
     Raises:
-        DifferentError: a dtype that is never cast, or a finite value that would become infinite.
+        DifferentError: a dtype cannot be cast, or a finite value would become infinite.
     """
     for batch in _batches(sorted(jobs, key=lambda job: job.place)):
         _read_batch(pool, batch, planner)
@@ -117,10 +117,10 @@ def _refuse_overflow(
 
 
 def _target_dtype(job: Job, target: torch.Tensor) -> DType:
-    """The target's dtype, where the checkpoint's may become it.
+    """Return the target's dtype if the checkpoint's can be cast to it.
 
     Raises:
-        DifferentError: the two differ and are never cast, or the shape is another.
+        DifferentError: the dtypes differ and cannot be cast, or the shapes differ.
     """
     key = job.item.dest_index.fqn
     dtype = dtypes.BY_NAME.get(str(target.dtype).removeprefix("torch."))
@@ -140,7 +140,7 @@ def _target_dtype(job: Job, target: torch.Tensor) -> DType:
 
 
 def _stage(pool: SourceFiles, job: Job, target: torch.Tensor) -> Counter[str]:
-    """Fill a tensor that cannot be read into directly, some MiB at a time; what overflowed."""
+    """Fill a tensor that cannot be read into directly, in cuts; return the overflow counts."""
     dtype = _target_dtype(job, target)
     overflowed: Counter[str] = Counter()
     for cut in contiguous_cuts(job.box.shape, _STAGED_BYTES // dtype.itemsize):

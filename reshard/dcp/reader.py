@@ -1,4 +1,4 @@
-"""The storage reader: what DCP calls, in the order in which it does."""
+"""The storage reader; its methods are in the order in which DCP calls them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from reshard.paths import as_path
 
 
 class StorageReader(storage.StorageReader):
-    """Reads any checkpoint that reshard knows, for `torch.distributed.checkpoint.load`.
+    """A reader of any checkpoint that reshard supports, for `torch.distributed.checkpoint.load`.
 
-    A weight is its fp32 master where the checkpoint has one. Floats are cast to the target's dtype,
-    once; buffers and integers never. What the target asks for and the checkpoint lacks is an error,
-    unless the planner allows a partial load.
+    A weight is read from its fp32 master if the checkpoint has one. Floats are cast once, to the
+    target's dtype; buffers and integers are not cast. A key of the target that the checkpoint lacks
+    is an error, unless the planner allows a partial load.
 
     Args:
-        source: a path as `reshard.open` takes it, or a manifest.
+        source: a path as for `reshard.open`, or a manifest.
         model: the dotted prefix of the weights' keys in the target, "" for none. By default the
             target may use any that ends in ``model``, or none.
-        optimizer: the same for the optimizer's; by default ``optim``, ``optimizer`` or none.
-        tag: which checkpoint of a run directory.
-        key: which state dict of a ``torch.save`` file, dotted.
-        trust: how to check that the files are of one save, see `reshard.identity`.
+        optimizer: the prefix of the optimizer's keys; by default ``optim``, ``optimizer`` or none.
+        tag: the checkpoint to read in a run directory.
+        key: the dotted key of the state dict in a ``torch.save`` file.
+        trust: how to check that the files belong to one save, see `reshard.identity`.
 
     Raises:
         ReshardError: the checkpoint is unknown, incomplete or corrupt, or its files do not belong
@@ -67,57 +67,57 @@ class StorageReader(storage.StorageReader):
         self._keys = Keys(self._state, *self._prefixes)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read another checkpoint, where ``checkpoint_id`` names one."""
+        """Open another checkpoint if ``checkpoint_id`` names one."""
         if checkpoint_id is not None:
             self._open(os.fspath(checkpoint_id))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a file or directory of this name."""
+        """Return whether there is a file or directory of this name."""
         return as_path(checkpoint_id).exists()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> torch_metadata.Metadata:
-        """What the checkpoint holds, by the keys of a target that this load will show."""
+        """Return metadata whose keys are resolved when the planner looks them up."""
         self._keys = Keys(self._state, *self._prefixes)
         return torch_metadata.Metadata(self._keys, planner_data=self._keys.paths)
 
     def set_up_storage_reader(
         self, metadata: torch_metadata.Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any
     ) -> None:
-        """Nothing to set up: every rank reads for itself."""
+        """Do nothing: every rank reads its own blocks."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Check the number of the target's parameter groups before any byte moves.
 
         Raises:
-            UsageError: the checkpoint has another number of them.
+            UsageError: the checkpoint has another number of parameter groups.
         """
-        asked = {
+        requested = {
             found.group
             for item in plan.items
             if isinstance(found := self._found(item), Hyper) and found.group is not None
         }
-        held = len(self._state.groups)
-        if asked and asked != set(range(held)):
+        available = len(self._state.groups)
+        if requested and requested != set(range(available)):
             raise UsageError(
                 self._state.path,
-                f"has {held} parameter groups, the target {len(asked)}",
+                f"has {available} parameter groups, the target {len(requested)}",
                 "make the optimizer with the same groups, or take its state dict with"
                 " StateDictOptions(flatten_optimizer_state_dict=True)",
             )
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items.
 
         Raises:
-            IncompleteError: the target asks for what is not there.
-            UsageError: it names its keys, or splits its parameter groups, in another way.
-            DifferentError: a dtype that is never cast, or a value that the target cannot hold.
+            IncompleteError: the checkpoint lacks a key of the target.
+            UsageError: the target's keys or parameter groups do not match the checkpoint's.
+            DifferentError: a dtype cannot be cast, or a value does not fit the target's dtype.
         """
         values = Values(self._keys, planner)
         jobs = []

@@ -1,4 +1,4 @@
-"""A checkpoint's values under the keys of a target's state dict, whatever their prefix there."""
+"""Resolution of a target's keys to a checkpoint's values, whatever prefix the keys have."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How many updates the optimizer has applied to one parameter."""
+    """The number of updates that the optimizer has applied to one parameter."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Hyper:
-    """A hyper-parameter of a group: the target's ``group``-th, or the one that owns ``fqn``."""
+    """A hyperparameter of the target's ``group``-th group, or of the group that owns ``fqn``."""
 
     name: str
     group: int | None = None
@@ -37,7 +37,7 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Asked for, and not there."""
+    """A key of the target that the checkpoint lacks."""
 
 
 Found = Entry | Step | Hyper | Missing
@@ -45,7 +45,7 @@ Find = Callable[[str], Found | None]
 
 
 class State:
-    """A checkpoint's values by the names of a target without its prefix."""
+    """The values of a checkpoint by the target's names without prefix."""
 
     def __init__(self, manifest: Manifest) -> None:
         manifest = edit(manifest, Edits()).manifest
@@ -64,17 +64,17 @@ class State:
         self.group_of = {fqn: n for n, group in enumerate(self.groups) for fqn in group.fqns}
 
     def kept(self, name: str) -> str:
-        """The fqn under which the checkpoint keeps a parameter."""
+        """Return the fqn under which the checkpoint stores a parameter."""
         bare = canonical(name)
         fqn = name if name in self.weights else self.bare.get(bare, bare)
         return self.tied.get(fqn, fqn)
 
     def weight(self, name: str) -> Found | None:
-        """The weight, its fp32 master where there is one."""
+        """Return a weight: its fp32 master if the checkpoint has one."""
         return self.weights.get(self.kept(name))
 
     def optimizer(self, name: str) -> Found | None:
-        """What ``state.FQN.SLOT``, ``param_groups.N.HYPER`` or ``param_groups.FQN.HYPER`` is."""
+        """Resolve ``state.FQN.SLOT``, ``param_groups.N.HYPER`` or ``param_groups.FQN.HYPER``."""
         part, _, rest = name.partition(".")
         owner, _, leaf = rest.rpartition(".")
         fqn = self.kept(owner) if owner else ""
@@ -89,7 +89,7 @@ class State:
         return None
 
     def names(self) -> Iterator[tuple[tuple[str | int, ...], Found]]:
-        """Every value's path, as the nested form has it."""
+        """Yield the path of every value in the nested form of the state dict."""
         for (fqn, slot), entry in self.slots.items():
             yield (STATE, fqn, slot), entry
         for fqn, step in self.steps.items():
@@ -100,11 +100,11 @@ class State:
 
 
 class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
-    """The metadata of every key that a target asks for, resolved when the planner asks.
+    """The metadata of every key of a target, resolved when the planner looks it up.
 
-    Listed, it holds the keys under the prefixes given, or ``model`` and ``optim``. A key that the
-    checkpoint lacks is there too, as one without bytes: who reads it says so, and whether that is
-    an error is known only once the planner is.
+    Iteration yields the keys under the given prefixes, or under ``model`` and ``optim``. A lookup
+    of a key that the checkpoint lacks returns metadata without bytes. Only the later read can tell
+    whether that is an error, because it depends on the planner.
     """
 
     def __init__(self, state: State, model: str | None, optimizer: str | None) -> None:
@@ -134,7 +134,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         return _described(self.found[key])
 
     def _resolve(self, key: str) -> Found:
-        """What a key is.
+        """Return the value that a key refers to.
 
         Raises:
             UsageError: it can be read in two ways, or under two prefixes.
@@ -172,7 +172,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
         return not prefix or prefix.rpartition(".")[2] in names
 
     def other_prefix(self, key: str) -> tuple[str, str] | None:
-        """The option and the prefix under which a missing key would be there, if none else is."""
+        """Return the option and the prefix that would make a missing key resolve, or None."""
         for option, find, _names in self._readings():
             for prefix, rest in splits(key):
                 if option not in self.used and find(rest):
@@ -181,7 +181,7 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
 
 
 def _described(found: Found) -> torch_metadata.STORAGE_TYPES:
-    """A tensor is one chunk, so that its blocks are asked for in its own coordinates."""
+    """Return the DCP metadata of a value; a tensor is one chunk, so blocks use its coordinates."""
     if not isinstance(found, Entry):
         return torch_metadata.BytesStorageMetadata()
     size = torch.Size(found.shape)
@@ -191,7 +191,7 @@ def _described(found: Found) -> torch_metadata.STORAGE_TYPES:
 
 
 def splits(key: str) -> Iterator[tuple[str, str]]:
-    """Every (prefix, rest) of a dotted key, the empty prefix first."""
+    """Yield every (prefix, rest) of a dotted key, the empty prefix first."""
     yield "", key
     for at, letter in enumerate(key):
         if letter == ".":

@@ -1,4 +1,4 @@
-"""The items that are no blocks of tensors: steps, hyper-parameters, and what is missing."""
+"""Values: items other than blocks of tensors, which are steps, hyperparameters and missing keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NAMED = 5  # missing names spelled out in a message
 
 @dataclass
 class Values:
-    """The items that are no blocks of tensors: steps, hyper-parameters, and what is missing."""
+    """The items of a load other than blocks of tensors: steps, hyperparameters, missing keys."""
 
     keys: Keys
     planner: LoadPlanner
@@ -37,7 +37,7 @@ class Values:
         self.targets = getattr(self.planner, "state_dict", {})
 
     def add(self, item: ReadItem, found: Found) -> None:
-        """Take an item."""
+        """Add an item of the plan."""
         if isinstance(found, Step):
             self.steps.append((item, found))
         elif isinstance(found, Hyper):
@@ -46,10 +46,10 @@ class Values:
             self.missing.append(item.dest_index.fqn)
 
     def load(self) -> None:
-        """Hand every value to the planner.
+        """Pass every value to the planner.
 
         Raises:
-            IncompleteError: something is missing.
+            IncompleteError: the checkpoint lacks a key.
             UsageError: the target's keys or groups do not match the checkpoint's.
             DifferentError: a value does not fit the target's dtype.
         """
@@ -62,7 +62,7 @@ class Values:
                 self._put(item, value[0])
 
     def _put(self, item: ReadItem, value: Any) -> None:
-        """A value; a tensor of the target is filled in place, as DCP's own tensors are."""
+        """Pass one value to the planner; a tensor of the target is filled in place, as in DCP."""
         key = item.dest_index.fqn
         target = self.targets.get(key)
         if isinstance(target, torch.Tensor):
@@ -83,7 +83,7 @@ class Values:
         self.planner.load_bytes(item, stream)
 
     def _as_target_has(self, item: ReadItem, step: float) -> Any:
-        """A step count in the target's type; where it has none, a float32 scalar as in torch."""
+        """Return a step count in the target's type; by default a float32 scalar, as in torch."""
         target = self.targets.get(item.dest_index.fqn)
         if isinstance(target, torch.Tensor | float):
             return step
@@ -92,7 +92,7 @@ class Values:
         return torch.tensor(step, dtype=torch.float32)
 
     def _hyper(self, item: ReadItem, hyper: Hyper) -> tuple[Any] | None:
-        """The value, or None where the target keeps its own.
+        """Return the value in a tuple, or None if the target keeps its own.
 
         A number that the checkpoint lacks is missing. A switch (a bool or None, such as
         ``foreach``) is the target's choice then: DeepSpeed's own Adams store none of torch's.
@@ -113,7 +113,7 @@ class Values:
         return (value,)
 
     def _group(self, key: str, hyper: Hyper) -> ParamGroup:
-        """The checkpoint's group for one of the target's: by its parameters, else by its place.
+        """Return the checkpoint's group for one of the target's, by its parameters or its index.
 
         Raises:
             UsageError: the target splits its parameters into groups in another way.
@@ -142,7 +142,7 @@ class Values:
         )
 
     def _refuse_missing(self) -> None:
-        """Raise for what is missing.
+        """Raise an error if a key is missing.
 
         Raises:
             UsageError: it is there under another prefix, or the keys are numbers.
@@ -179,7 +179,7 @@ class Values:
         )
 
     def _is_harmless(self, key: str) -> bool:
-        """Whether nothing is missing: a tensor without elements, or an alias of one that is there.
+        """Return whether a missing key is an empty tensor or an alias of a tensor that was found.
 
         DeepSpeed leaves empty parameters out of its optimizer, and Hugging Face aliases out of its
         files.
@@ -205,7 +205,7 @@ class Values:
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a rank's part of a tensor lies: equal means the same memory."""
+    """Return a key of the memory of a rank's part of a tensor; equal keys mean the same memory."""
     local: Any = tensor
     if hasattr(local, "to_local"):  # DTensor
         local = local.to_local()
