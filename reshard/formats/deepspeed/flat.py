@@ -249,7 +249,8 @@ class Group:
             if stated == self._slices(other):
                 yield Claim("partition", str(other), _MAPPINGS, str(position))
                 return
-        if list(stated.values()) == list(own.values()):  # the same places, other names
+        # Names of another spelling (with a wrapper's prefix, say) state nothing about the order.
+        if set(stated) <= self.members.keys() and list(stated.values()) == list(own.values()):
             found, known = next((a, b) for a, b in zip(stated, own, strict=True) if a != b)
             yield Claim(f"parameter at element {own[known][0]}", found, _MAPPINGS, known)
 
