@@ -10,7 +10,8 @@ ReshardError
 |-- CorruptError       3  a file is damaged, or files contradict each other
 |   `-- StaleError           files of different saves are mixed
 |-- ResourceError      4  not enough memory or disk
-`-- UnsafeError        5  the input asks to run code, or names a path outside its directory
+|-- UnsafeError        5  the input asks to run code, or names a path outside its directory
+`-- NotRunError        6  a program that a check needs did not run to its end: no verdict
 """
 
 from __future__ import annotations
@@ -151,6 +152,12 @@ class UnsafeError(ReshardError):
     """The input would run code, or names a path outside its directory."""
 
     exit_code = 5
+
+
+class NotRunError(ReshardError):
+    """A program that a check starts did not run to its end, so the check has no verdict."""
+
+    exit_code = 6
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ class TrainState:
         rng_files: files that contain only random states, in rank order.
         kept_files: name -> path of files that are copied unchanged (see `formats.kept`).
         client: values that the training script saved beside model and optimizer.
-        trainer_state: content of HF Trainer's ``trainer_state.json``.
+        trainer_state: content of HF Trainer's ``trainer_state.json``, or of our trainer's.
         opaque: values that reshard does not interpret; a conversion copies them or reports them
             as dropped.
         objects: values of ``client`` and ``config`` that have no plain form, as the pickle

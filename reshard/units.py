@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from math import isqrt
 
 from reshard.errors import UsageError
 
@@ -57,6 +58,27 @@ def counted(number: int, singular: str, plural: str = "") -> str:
     ('1 file', '2 copies')
     """
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
+
+
+def either(items: Sequence[object]) -> str:
+    """Return a choice of several as a sentence has it.
+
+    >>> either([2, 3, 4]), either([10, 15]), either([1])
+    ('2, 3 or 4', '10 or 15', '1')
+    """
+    texts = [str(item) for item in items]
+    return " or ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
+
+
+def nearest_divisors(number: int, near: int, most: int = 4) -> list[int]:
+    """Return the divisors of a number that are nearest to another one, in ascending order.
+
+    >>> nearest_divisors(12, 5), nearest_divisors(7, 5)
+    ([2, 3, 4, 6], [1, 7])
+    """
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    divisors = {divisor for n in small for divisor in (n, number // n)}
+    return sorted(sorted(divisors, key=lambda each: abs(each - near))[:most])
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -17,8 +17,9 @@ import pytest
 import torch
 
 import reshard
+from reshard.cli.run import show_programs
 from reshard.commands import programs
-from reshard.errors import IncompleteError, ReshardError, UsageError
+from reshard.errors import IncompleteError, NotRunError, ReshardError, UsageError
 from tests.test_html import parsed
 
 STEP, MORE = 3, 4
@@ -135,10 +136,53 @@ def test_a_control_that_nothing_notices_takes_the_verdict_away(source, program):
 
 def test_a_run_that_fails_is_told_with_its_last_words(source, program):
     report = checked(source, program("fails"))
-    assert report.exit_code == 1
+    assert report.exit_code == 6
     text = "\n".join(report.lines())
+    assert ": COULD NOT RUN: trajectory reached by 0 of 2 layouts" in text
+    assert "NOT THE SAME" not in text
+    assert "dcp, 1 rank: state; could not run" in text
     assert "ended with exit code 1" in text
     assert "no such parameter: 'w'" in text
+
+
+def test_a_run_that_differs_outweighs_one_that_could_not_run(source, program):
+    report = checked(source, f"{program('forgets')} --", world_sizes=[1])
+    assert report.exit_code == 1
+    report.targets.append(checked(source, program("fails"), world_sizes=[2]).targets[0])
+    assert report.verdict == "not the same"
+    assert report.exit_code == 1
+
+
+def test_an_unbroken_run_that_fails_is_no_verdict(source):
+    command = f"{sys.executable} -c import,nothing {{checkpoint}} {{world_size}} {{steps}} {{log}}"
+    with pytest.raises(NotRunError, match=r"could not run: .*ended with exit code 1") as caught:
+        checked(source, command)
+    assert caught.value.exit_code == 6
+    assert any("SyntaxError" in line for line in caught.value.output)
+
+
+def test_time_and_last_line_of_a_program_are_told(tmp_path):
+    told = []
+    code = "import sys, time; print('one'); print('two', flush=True); time.sleep(2.5)"
+    programs.run([sys.executable, "-c", code], tmp_path, 60, lambda *each: told.append(each))
+    assert [round(seconds) for seconds, _ in told] == [1, 2]
+    assert told[-1][1] == "two"
+    slow = "import time; time.sleep(60)"
+    ended = programs.run([sys.executable, "-c", slow], tmp_path, 1.5, lambda *each: None)
+    assert ended.timed_out
+    assert ended.seconds < 10
+
+
+def test_where_no_terminal_is_a_line_comes_every_30_seconds(capsys):
+    with show_programs() as watch:
+        for second in range(1, 65):
+            watch("dcp, 1 rank", float(second), f"step {second}" if second > 40 else "")
+        watch("dcp, 2 ranks", 31.0, "loss 1.5")
+    assert capsys.readouterr().err.splitlines() == [
+        "dcp, 1 rank: 30 s; nothing printed yet",
+        "dcp, 1 rank: 60 s; step 60",
+        "dcp, 2 ranks: 31 s; loss 1.5",
+    ]
 
 
 def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
@@ -157,7 +201,8 @@ def test_its_page_lays_the_runs_over_each_other_with_the_bits_of_their_logs(
 def test_its_page_says_which_run_failed_and_what_nothing_shows(source, program, tmp_path):
     checked(source, program("fails"), html=tmp_path / "x.html")
     texts = parsed(tmp_path / "x.html").texts
-    assert {"trajectory reached by 0 of 2 layouts", "ended with exit code 1"} <= set(texts)
+    verdict = "could not run: trajectory reached by 0 of 2 layouts"
+    assert {verdict, "ended with exit code 1"} <= set(texts)
     assert any("no such parameter: 'w'" in text for text in texts)
     checked(source, program("blind"), html=tmp_path / "y.html", control=True)
     assert any("cannot tell" in text for text in parsed(tmp_path / "y.html").texts)
@@ -225,7 +270,7 @@ def test_a_timeout_ends_the_program(source, program, tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     monkeypatch.setenv("PID_FILE", str(pid))
     for seconds in (1.0, 4.0, 16.0, 64.0):  # until it has come so far
-        with pytest.raises(IncompleteError, match="was stopped after"):
+        with pytest.raises(NotRunError, match="was stopped after"):
             checked(source, program("stuck"), timeout_s=seconds)
         if pid.exists() and pid.read_text():
             break
@@ -304,7 +349,7 @@ def test_our_trainer_is_told_what_loads_a_layout(source, tmp_path, monkeypatch, 
     (place / "trainer_state.json").write_text(json.dumps(settings))
     commands = []
 
-    def run(command, folder, _timeout):
+    def run(command, folder, _timeout, _watch):
         commands.append(" ".join(command))
         log = Path(command[command.index("--log") + 1])
         log.write_text('{"step": 4, "loss": 1.0}\n')

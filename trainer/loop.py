@@ -43,8 +43,8 @@ def run(settings: Settings, ranks: Ranks) -> None:
             log.say(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
             log.say("  -> give more --steps")
             return
-        if text not in {"", corpus.digest}:
-            log.say(f"note: the text is not the one that {source} was trained on")
+        if source:
+            _note_unlike(log, source, progress, other_text=text not in {"", corpus.digest})
         if ends_before(settings):
             log.say(
                 f"note: the schedule ends at update {settings.schedule_steps} (--schedule-steps)"
@@ -65,6 +65,14 @@ def run(settings: Settings, ranks: Ranks) -> None:
             log.say(f"saved {save_16bit(engine, settings, ranks, target / 'model')}")
         if settings.parameter_hash:
             log.finish(parameter_hash(engine))
+
+
+def _note_unlike(log: StepLog, source: Path, progress: Progress, *, other_text: bool) -> None:
+    """Say what of a checkpoint is not as in a run that goes on by itself."""
+    if not progress.step:
+        log.say(f"note: {source} does not say its step: steps and samples count from 0")
+    if other_text:
+        log.say(f"note: the text is not the one that {source} was trained on")
 
 
 def _target(settings: Settings, ranks: Ranks, source: Path | None) -> Path:

@@ -43,13 +43,33 @@ def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
     micro = micro or Settings.micro_batch
     times = times or (whole // (micro * world) if whole else 1)
     whole = whole or micro * times * world
-    if micro * times * world != whole or not micro:
-        raise SettingsError(
-            f"global batch {whole} is not micro batch {micro} x accumulation {times} "
-            f"x {world} {'data-parallel ' if settings.grid.parallel else ''}ranks",
-            "give two of --global-batch, --micro-batch and --accumulation that fit the ranks",
-        )
+    if micro * times * world != whole:
+        raise _batch_error(whole, micro, chosen.get("accumulation", 0), settings)
     return {"global_batch": whole, "micro_batch": micro, "accumulation": times}
+
+
+def _batch_error(whole: int, micro: int, times: int, settings: Settings) -> SettingsError:
+    """Return the error of a global batch that the ranks cannot divide, with what they can."""
+    world = settings.grid.dp
+    noun = f"{'data-parallel ' if settings.grid.parallel else ''}rank"
+    ranks = f"{world} {noun}{'s' if world > 1 else ''}"
+    unit = micro * world
+    if times:
+        return SettingsError(
+            f"a global batch of {whole} is not {ranks} x micro batch {micro} "
+            f"x accumulation {times}",
+            f"use --global-batch {unit * times}, or leave out --accumulation",
+        )
+    below = whole // unit * unit
+    ways = "--global-batch " + " or ".join(str(each) for each in (below, below + unit) if each)
+    if whole % micro == 0:
+        sizes = [each for each in range(1, whole // micro + 1) if whole // micro % each == 0]
+        near = sorted(sorted(sizes, key=lambda each: abs(each - world))[:4])
+        ways += f", or {', '.join(map(str, near[:-1]))} or {near[-1]} {noun}s" if near[1:] else ""
+    return SettingsError(
+        f"a global batch of {whole} is not divisible by {ranks} x micro batch {micro}",
+        f"use {ways}",
+    )
 
 
 def _defaults(settings: Settings) -> dict[str, Any]:

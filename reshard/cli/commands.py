@@ -9,7 +9,7 @@ import click
 
 from reshard import units
 from reshard.cli import layout, options
-from reshard.cli.run import read, say, show_result, write
+from reshard.cli.run import read, say, show_programs, show_result, write
 from reshard.cli.sections import Group, section
 from reshard.errors import UsageError
 from reshard.version import __version__
@@ -291,13 +291,19 @@ def resume_check(source: Path, **values: Any) -> None:
     """Check that training continues identically after a split.
 
     A program continues from SOURCE and from each layout that split makes of it; the losses are
-    compared. The exit code is 0 if every layout reaches the required level, 1 if not.
+    compared. The exit code is 0 if every layout reaches the required level, 1 if one does not, and
+    6 if a program did not run to its end, so that nothing is known.
     """
     from reshard.commands.resume_check.command import resume_check as run
     from reshard.commands.resume_check.options import ResumeCheckOptions
 
+    quiet = values["quiet"]
+
     def run_with_messages(source: Path, chosen: ResumeCheckOptions, meter: Any) -> Any:
-        return run(source, chosen, meter, say if meter else None)
+        if quiet:
+            return run(source, chosen)
+        with show_programs() as watch:
+            return run(source, chosen, meter, say if meter else None, watch)
 
     read(run_with_messages, ResumeCheckOptions.of, source, **values)
 

@@ -91,7 +91,10 @@ source = together(
         "--model",
         help="Model, if files do not state it: config.json, its directory, or module:factory.",
     ),
-    _source("--wrap", help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N or none."),
+    _source(
+        "--wrap",
+        help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N, none or _no_split_modules.",
+    ),
     _source(
         "--rules",
         type=PATH,

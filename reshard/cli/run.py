@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import click
 
 from reshard import units
 from reshard.errors import ResourceError
+
+_SHOWN_EVERY_S = 30.0  # where no terminal shows it
 
 
 def read(
@@ -76,6 +79,37 @@ def show_progress(total: int) -> Iterator[Callable[[int], None]]:
 
     with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as progress:
         yield progress.update
+
+
+@contextlib.contextmanager
+def show_programs() -> Iterator[Callable[[str, float, str], None]]:
+    """Yield what shows how long a program runs and what it printed last, on stderr.
+
+    On a terminal that is one line that changes every second; elsewhere a line every 30 seconds.
+    """
+    from reshard.commands.lines import printable
+
+    live = _shows_progress(quiet=False)
+    shown = 0.0
+
+    def watch(name: str, seconds: float, line: str) -> None:
+        nonlocal shown
+        shown = 0.0 if seconds < shown else shown  # another program
+        if not live and seconds - shown < _SHOWN_EVERY_S:
+            return
+        shown = seconds
+        text = printable(f"{name}: {seconds:.0f} s; {line or 'nothing printed yet'}")
+        if not live:
+            say(text)
+            return
+        width = shutil.get_terminal_size().columns - 1
+        click.echo(f"\r\x1b[K{text[:width]}", nl=False, err=True)
+
+    try:
+        yield watch
+    finally:
+        if live and shown:
+            click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def show_result(result: Any, *, as_json: bool) -> None:

@@ -52,15 +52,13 @@ def config_beside(manifest: Manifest) -> Path | None:
 
 
 def _progress(path: Path, manifest: Manifest) -> bytes:
-    """The account of the run, with the batch of a rank that the manifest has."""
-    from reshard.formats.pytorch.beside import BATCH
-
+    """Return the account of the run, with the values that the manifest has of it."""
     data = read_small_file(path)
-    wanted = (manifest.train.trainer_state or {}).get(BATCH)
-    held = json.loads(data) if wanted is not None else {}
-    if held.get(BATCH) == wanted:
+    wanted = manifest.train.trainer_state or {}
+    held = json.loads(data) if wanted else {}
+    if all(held.get(name) == value for name, value in wanted.items()):
         return data
-    return json_text({**held, BATCH: wanted})
+    return json_text({**held, **wanted})
 
 
 def _beside(folder: Path) -> list[Path]:

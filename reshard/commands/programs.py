@@ -9,7 +9,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +17,16 @@ from reshard import signals
 from reshard.errors import UsageError
 
 _GRACE_S = 35.0  # torchrun stops its ranks itself, and gives them 30
+_TOLD_EVERY_S = 1.0
 _LAST_LINES = 12
 _LAST_BYTES = 16 << 10
 _SIGNALS = {number.value: number.name for number in signal.Signals}  # not those of real time
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
 _PLACE = re.compile(r"\{([a-z_]+)\}")
+
+
+Watch = Callable[[float, str], None]
+"""Told how many seconds a program runs, and what it printed last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,14 @@ def filled(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
     return [_PLACE.sub(value, word) for word in command]
 
 
-def run(command: Sequence[str], place: Path, timeout_s: float) -> Ended:
+def run(command: Sequence[str], place: Path, timeout_s: float, watch: Watch | None = None) -> Ended:
     """Run a program to its end, in the working directory, what it prints going to files.
 
     Whatever ends this, a signal included, the program and its process group end too.
 
     Args:
         place: an existing directory for ``stdout.txt`` and ``stderr.txt``.
+        watch: called every second while the program runs.
 
     Raises:
         UsageError: it cannot be started.
@@ -106,7 +112,7 @@ def run(command: Sequence[str], place: Path, timeout_s: float) -> Ended:
                     stderr=err,
                     start_new_session=True,
                 )
-            process.wait(timeout_s)
+            _wait(process, place, timeout_s, watch)
         except OSError as error:
             raise UsageError(command[0], f"cannot be started: {error.strerror}") from error
         except subprocess.TimeoutExpired:
@@ -116,6 +122,37 @@ def run(command: Sequence[str], place: Path, timeout_s: float) -> Ended:
     seconds = time.monotonic() - began
     said = _last_lines(place / "stderr.txt") or _last_lines(place / "stdout.txt")
     return Ended(code, seconds, timed_out, said)
+
+
+def _wait(
+    process: subprocess.Popen[bytes], place: Path, timeout_s: float, watch: Watch | None
+) -> None:
+    """Wait for the end, and tell every second how long it takes and what was printed last.
+
+    Raises:
+        subprocess.TimeoutExpired: there is none.
+    """
+    began = time.monotonic()
+    while watch is not None:
+        left = timeout_s - (time.monotonic() - began)
+        if left <= _TOLD_EVERY_S:
+            break
+        try:
+            process.wait(_TOLD_EVERY_S)
+        except subprocess.TimeoutExpired:
+            watch(time.monotonic() - began, _newest_line(place))
+        else:
+            return
+    process.wait(max(0.0, timeout_s - (time.monotonic() - began)))
+
+
+def _newest_line(place: Path) -> str:
+    """Return the last line of the file that was written last; a bar's last state of its line."""
+    files = [place / name for name in ("stdout.txt", "stderr.txt")]
+    written = [path for path in files if path.stat().st_size]
+    newest = max(written, key=lambda path: path.stat().st_mtime_ns, default=None)
+    lines = _last_lines(newest) if newest else ()
+    return lines[-1].rstrip().rpartition("\r")[2].strip() if lines else ""
 
 
 @signals.undivided

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from reshard.dtypes import DType
-from reshard.formats import rng, skeletons, torch_writer
+from reshard.formats import rng, skeletons, torch_writer, trainer_run
 from reshard.formats.canonical import Canonical
 from reshard.formats.huggingface import writer
 from reshard.formats.json_files import json_text
@@ -87,7 +87,7 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
     before = state.manifest.train.opaque.get(BATCH_BEFORE)
     if before:
         yield skeletons.of_bytes(BATCH_BEFORE, json_text(before))
-    if state.manifest.train.trainer_state is None:
+    if _lacks_account(state):
         text = json_text(_progress(state))
         yield skeletons.of_bytes("trainer_state.json", text)
 
@@ -135,7 +135,16 @@ def _progress(state: Training) -> dict[str, Any]:
     }
 
 
+def _lacks_account(state: Training) -> bool:
+    """Return whether the source has no account of HF Trainer that goes along."""
+    account = state.manifest.train.trainer_state
+    return account is None or trainer_run.is_document(account)
+
+
 def _micro_batch(state: Training) -> int:
+    run = trainer_run.read(state.manifest.train.trainer_state, state.manifest.origin.path)
+    if run is not None:
+        return int(run.settings["micro_batch"])
     config = state.manifest.train.config
     found = config.get(_MICRO) if isinstance(config, dict) else None
     return found if type(found) is int else 1
@@ -159,7 +168,7 @@ def notes(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[s
             f"scheduler.pt is made: a LambdaLR at step {state.step()} (the Trainer loads no"
             " optimizer without one)"
         )
-    if state.manifest.train.trainer_state is None:
+    if _lacks_account(state):
         yield (
             f"trainer_state.json is made: step {state.step()}, {BATCH}"
             f" {_micro_batch(state)}, and the steps between logs, evaluations and saves, which the"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.formats import colossalai, deepspeed, huggingface, megatron, meta, nanotron, pytorch
-from reshard.formats.place import Place
+from reshard.formats.place import Place, directory
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -30,13 +30,15 @@ def _deepspeed(place: Place, choice: Choice) -> Manifest:
     from reshard.formats.deepspeed import reader
     from reshard.formats.pytorch import beside
 
-    return beside.with_companions(reader.read(place, choice.tag, choice.rules), place)
+    found = beside.with_companions(reader.read(place, choice.tag, choice.rules), place)
+    return beside.with_run(found, Place([directory(found.origin.path)]))
 
 
 def _megatron(place: Place, choice: Choice) -> Manifest:
     from reshard.formats.megatron import reader
+    from reshard.formats.pytorch import beside
 
-    return reader.read(place, _table(megatron.NAME, choice))
+    return beside.with_run(reader.read(place, _table(megatron.NAME, choice)), place)
 
 
 def _meta(place: Place, choice: Choice) -> Manifest:

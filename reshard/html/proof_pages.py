@@ -100,6 +100,8 @@ def resumed(document: Document) -> Page:
     targets, need = document["targets"], document["require"]
     good = sum(target["reached"][need] for target in targets)
     verdict = f"{need} reached by {good} of {len(targets)} layouts"
+    if document["verdict"] == "could not run":
+        verdict = f"could not run: {verdict}"
     if document["control"] and not document["control"]["noticed"] and need != "state":
         verdict = "these steps cannot tell: not even a zeroed optimizer was noticed"
     runs = [document["unbroken"], *(target["run"] for target in targets)]

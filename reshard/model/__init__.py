@@ -69,7 +69,8 @@ def describe(model: str, wrap: str | None = None, *, mixed_precision: bool = Fal
             function without arguments that returns the module which FSDP wrapped.
         wrap: how FSDP1 wrapped the model: class names, which include their subclasses, like
             ``transformer_auto_wrap_policy`` and ``ModuleWrapPolicy``; ``size=N`` like
-            ``size_based_auto_wrap_policy`` with ``min_num_params=N``; ``none`` for the root only.
+            ``size_based_auto_wrap_policy`` with ``min_num_params=N``; ``none`` for the root only;
+            ``_no_split_modules`` for the classes that a transformers model names so.
         mixed_precision: FSDP had a ``MixedPrecision``: it then wraps every batch norm by itself,
             and ``size=`` also applies inside ``nn.MultiheadAttention``.
 

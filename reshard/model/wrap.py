@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _COUNT = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)(?:e\+?(\d{1,2})|([KMBGT]))?", re.IGNORECASE)
 _FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
-_WRITE = "write LlamaDecoderLayer[,OtherClass], size=100M or none"
+OWN_LAYERS = "_no_split_modules"
+"""The classes that a transformers model itself says are not to be cut."""
+_WRITE = f"write LlamaDecoderLayer[,OtherClass], size=100M, none or {OWN_LAYERS}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Mo
     from torch import nn
 
     exact = [type(module) for module in root.modules()]
+    if names == (OWN_LAYERS,):
+        names = _own_layers(root, {cls.__name__ for cls in exact})
     bases = [base for cls in exact for base in cls.__mro__ if base is not nn.Module]
     present: dict[str, type[nn.Module]] = {}
     for cls in (*exact, *bases):
@@ -121,6 +125,22 @@ def _resolve_classes(root: nn.Module, names: tuple[str, ...]) -> list[type[nn.Mo
                 "the model's _no_split_modules",
             )
     return [present[name] for name in names]
+
+
+def _own_layers(root: nn.Module, present: set[str]) -> tuple[str, ...]:
+    """Return the model's ``_no_split_modules`` that it has, as Accelerate's default takes them.
+
+    Raises:
+        UsageError: the model names none.
+    """
+    named = sorted(getattr(root, OWN_LAYERS, None) or ())
+    if not named:
+        raise UsageError(
+            f"--wrap {OWN_LAYERS}",
+            f"a {type(root).__name__} does not name its layers",
+            "name the classes that FSDP wrapped",
+        )
+    return tuple(name for name in named if name in present)
 
 
 class _BySize:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.formats import loss_scale
+from reshard.formats.trainer_run import Run, is_document
 from reshard.manifest import Manifest, TrainState
 from reshard.units import some
 
@@ -44,10 +45,17 @@ def differences(a: Manifest, b: Manifest) -> Iterator[Value]:
     yield from _unequal("scaler", _scaler(one), _scaler(two))
     yield from _mapped("client", one.client, two.client)
     if one.trainer_state is not None and two.trainer_state is not None:
-        yield from _mapped("trainer_state", one.trainer_state, two.trainer_state)
+        yield from _mapped(
+            "trainer_state", _account(one.trainer_state), _account(two.trainer_state)
+        )
     yield from _steps(one.optimizer_step, two.optimizer_step)
     yield from _loose(one.non_tensor_state, two.non_tensor_state)
     yield from _hypers(one, two)
+
+
+def _account(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a trainer's account says of the training, and not of the ranks of one start."""
+    return Run(document).state() if is_document(document) else document
 
 
 def _step(train: TrainState) -> float | None:

@@ -150,15 +150,47 @@ def test_a_checkpoint_is_found_from_the_run_or_by_itself(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        "",
+        "global_step2",
+        "global_step2/trainer_state.json",
+        "global_step2/pytorch_model_fsdp_0",
+        "global_step2/pytorch_model_fsdp_0/.metadata",
+        "global_step2/iter_0000002/mp_rank_00",
+    ],
+)
+def test_any_level_of_a_run_is_its_checkpoint(tmp_path, given):
+    """As ``reshard`` takes them, whether a file ``latest`` is there or not."""
+    for name in ("pytorch_model_fsdp_0", "iter_0000002/mp_rank_00"):
+        (tmp_path / "global_step2" / name).mkdir(parents=True)
+    (tmp_path / "global_step1").mkdir()
+    for tag in ("global_step1", "global_step2"):
+        (tmp_path / tag / directory.STATE).write_text("{}")
+    (tmp_path / "global_step2/pytorch_model_fsdp_0/.metadata").touch()
+    assert directory.find(tmp_path / given, None) == tmp_path / "global_step2"
+
+
+def test_a_checkpoint_is_found_by_its_step_and_by_hf_trainers_name(tmp_path):
+    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-11"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-2", "checkpoint-10"):
+        (tmp_path / name / "pytorch_model_fsdp.bin").touch()
+    assert directory.find(tmp_path, None) == tmp_path / "checkpoint-10"
+    assert directory.find(tmp_path, "2") == tmp_path / "checkpoint-2"
+    assert directory.find(tmp_path, "checkpoint-2") == tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize(
     ("make", "tag", "message"),
     [
-        (shutil.rmtree, None, "no such directory"),
-        (lambda p: None, None, "no file 'latest'.*tags in it: global_step1"),
-        (lambda p: None, "global_step5", "no checkpoint 'global_step5', asked for; it has"),
-        (lambda p: (p / "latest").write_text("gone"), None, "'gone', named by 'latest'"),
-        (lambda p: (p / "latest").write_text(""), None, "'', named by 'latest'"),
+        (shutil.rmtree, None, "does not exist"),
+        (lambda p: None, None, "no file 'latest'.*checkpoints there: global_step1"),
+        (lambda p: None, "global_step5", "no checkpoint 'global_step5', the one that --tag"),
+        (lambda p: (p / "latest").write_text("gone"), None, "'gone', the one that 'latest' names"),
+        (lambda p: (p / "latest").write_text(""), None, "'', the one that 'latest' names"),
         (lambda p: (p / "latest").write_bytes(b"\xff\xfe"), None, "latest cannot be read"),
-        (lambda p: None, "../run", "'../run', asked for"),
+        (lambda p: None, "../run", "'../run', the one that --tag"),
     ],
 )
 def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, make, tag, message):

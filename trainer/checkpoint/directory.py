@@ -29,6 +29,9 @@ LAYOUTS = {
 }
 """A file of each layout that every checkpoint in it has."""
 _STEP = re.compile(r"global_step(\d+)")
+_NUMBERED = re.compile(r"(?:global_step|checkpoint-)(\d{1,18})")
+_PART = re.compile(r"pytorch_model_fsdp_0|optimizer_0|iter_\d+|mp_rank_\d+.*")
+"""Folders in a checkpoint."""
 
 
 def tag_of(step: int) -> str:
@@ -45,31 +48,71 @@ def first_free(stem: str = "run") -> Path:
 
 
 def find(path: Path, tag: str | None) -> Path:
-    """The checkpoint directory that ``--resume path --tag tag`` means.
+    """Return the checkpoint directory that ``--resume path --tag tag`` means.
+
+    Args:
+        path: a run directory, a checkpoint directory, or a file or folder in one.
+        tag: the name of a checkpoint in the run directory, or its step.
 
     Raises:
         CheckpointError: there is none.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory", "give a run directory or a checkpoint")
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", "give a run directory or a checkpoint")
     if tag is None and not (path / LATEST).exists():
-        if (path / STATE).exists() or layout(path):
-            return path
-        ours = [name for name in tags_in(path) if (path / name / STATE).exists()]
-        if ours:  # the run died between the two names of its first checkpoint
-            return path / ours[-1]
-        tags = ", ".join(tags_in(path)) or "none"
-        raise CheckpointError(
-            f"{path} has no file 'latest', and is no checkpoint itself (tags in it: {tags})",
-            "give --tag, or the checkpoint directory",
-        )
+        found = _around(path) or _newest(path)
+        if found is None:
+            raise CheckpointError(
+                f"{path} is not a checkpoint, and has no file 'latest' that names one "
+                f"({_listed(path)})",
+                "give the run directory that --save named, or one checkpoint directory in it",
+            )
+        return found
     name = tag or _latest(path)
     _bring_back(path)
     if "/" in name or name in {"", ".", ".."} or not (path / name).is_dir():
-        tags = ", ".join(tags_in(path)) or "none"
-        said = "asked for" if tag else "named by 'latest'"
-        raise CheckpointError(f"{path} has no checkpoint {name!r}, {said}; it has: {tags}")
+        if tag and (numbered := _numbered(path).get(tag)):
+            return numbered
+        said = "the one that --tag asks for" if tag else "the one that 'latest' names"
+        raise CheckpointError(
+            f"{path} has no checkpoint {name!r}, {said} ({_listed(path)})",
+            "give a --tag that is there, or another directory",
+        )
     return path / name
+
+
+def _around(path: Path) -> Path | None:
+    """Return the checkpoint that a path is, or is a file or folder of."""
+    if path.is_file():
+        path = path.absolute().parent
+    if _is_checkpoint(path):
+        return path
+    if _PART.fullmatch(path.name):
+        return next((above for above in list(path.parents)[:2] if _is_checkpoint(above)), None)
+    return None
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / STATE).exists() or bool(layout(path))
+
+
+def _numbered(path: Path) -> dict[str, Path]:
+    """Return checkpoints by step, the last the newest: ours, and HF Trainer's ``checkpoint-N``."""
+    matches = [
+        (match, each) for each in path.glob("*") if (match := _NUMBERED.fullmatch(each.name))
+    ]
+    found = {int(match[1]): each for match, each in matches if _is_checkpoint(each)}
+    return {str(step): found[step] for step in sorted(found)}
+
+
+def _newest(path: Path) -> Path | None:
+    """Return the newest checkpoint below; a run that died before its first ``latest`` has one."""
+    return next(reversed(_numbered(path).values()), None)
+
+
+def _listed(path: Path) -> str:
+    names = tags_in(path) or [each.name for each in _numbered(path).values()]
+    return f"checkpoints there: {', '.join(names) or 'none'}"
 
 
 def _latest(path: Path) -> str:

@@ -15,6 +15,9 @@ from trainer.model import configuration
 from trainer.ranks import Ranks
 from trainer.settings import Settings
 
+_READERS = {"DeepSpeed": "zero2", "FSDP": "fsdp2", "Megatron-LM": "fsdp2"}
+"""A strategy that reads each layout."""
+
 
 def save(
     run: RunDirectory,
@@ -65,9 +68,12 @@ def resume(checkpoint: Path, settings: Settings, engine: Engine) -> tuple[Progre
     wanted = settings.layout
     taken = {wanted, "Megatron-LM"} if settings.layout == "FSDP" else {wanted}
     if found and found not in taken:
+        to = f"--to {wanted.lower()} --world-size {settings.nproc}"
+        split = f", or change the layout: reshard split {checkpoint} OUT {to}"
         raise CheckpointError(
-            f"{checkpoint} has {found}'s layout, and {settings.strategy} resumes from {wanted}'s",
-            f"reshard split {checkpoint} OUT --to {wanted.lower()} --world-size {settings.nproc}",
+            f"{checkpoint} has the layout of {found}, and --strategy {settings.strategy} reads "
+            f"that of {wanted}",
+            f"resume with --strategy {_READERS[found]}{split if found != 'Megatron-LM' else ''}",
         )
     told = engine.load(checkpoint)
     document = state.read(checkpoint)

@@ -72,7 +72,9 @@ def deciding(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(checkpoint: Path) -> dict[str, Any] | None:
-    """The document, or None for a checkpoint that another program wrote.
+    """Return the document, or None for a checkpoint that another program wrote.
+
+    HF Trainer has another file of this name.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -82,6 +84,8 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
         return None
     try:
         state = json.loads(path.read_text())
+        if isinstance(state, dict) and "global_step" in state and "format" not in state:
+            return None
         _check_types(state)
         Progress(**state["progress"])
         LossScaler(**state["scaler"])

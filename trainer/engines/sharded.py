@@ -164,7 +164,7 @@ class ShardedEngine(NativeEngine):
         if self.settings.strategy == "fsdp":
             raise CheckpointError(
                 f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill",
-                f"resume with --strategy fsdp2, or: reshard split {directory} OUT --to fsdp",
+                "resume with --strategy fsdp2",
             )
         with torch.no_grad(), self.ranks.together("read the checkpoint"):
             return megatron_read.read(directory, self)

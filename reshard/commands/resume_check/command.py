@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,13 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.commands.split.request import of_target
-from reshard.errors import CorruptError, DifferentError, IncompleteError, UsageError
+from reshard.errors import (
+    CorruptError,
+    DifferentError,
+    IncompleteError,
+    NotRunError,
+    UsageError,
+)
 from reshard.manifest import Manifest
 from reshard.output.destination import check_destination
 from reshard.output.temporary import temporary
@@ -41,6 +48,7 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 Tell = Callable[[str], None]
+Watch = Callable[[str, float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +76,18 @@ def resume_check(
     options: ResumeCheckOptions | None = None,
     meter: Meter | None = None,
     tell: Tell | None = None,
+    watch: Watch | None = None,
 ) -> ResumeReport:
     """Let training go on from ``source`` and from each layout of it, and compare.
 
     Args:
         tell: called with a line as each run begins.
+        watch: called every second of a run, with its name, its seconds and its last line.
 
     Raises:
-        ReshardError: the source cannot be read or written so, the unbroken run failed, no step can
-            be compared, or the program changed the source. A resumed run that fails is a result.
+        NotRunError: the unbroken run failed. A resumed run that fails is a result.
+        ReshardError: the source cannot be read or written so, no step can be compared, or the
+            program changed the source.
     """
     options = options or ResumeCheckOptions()
     began = time.perf_counter()
@@ -88,7 +99,7 @@ def resume_check(
     manifest = comparison.opened(source, options.layout)
     sources = (Path(source), Path(manifest.origin.path))
     with place_for(options.keep, "reshard-resume-check-", *sources) as place:
-        check = _Check(source, manifest, options, place, tell or (lambda _line: None))
+        check = _Check(source, manifest, options, place, tell or (lambda _line: None), watch)
         before = _census(manifest)
         report = check.report(meter)
         if _census(manifest) != before:
@@ -118,9 +129,10 @@ class _Check:
         options: ResumeCheckOptions,
         place: Path,
         tell: Tell,
+        watch: Watch | None,
     ) -> None:
         self._source, self._manifest, self._options = source, manifest, options
-        self._place, self._tell = place, tell
+        self._place, self._tell, self._watch = place, tell, watch
         self._program = program_of(manifest, options.command)
         self._layouts = self._planned()
         sizes = {self.ranks, *(layout.planned.ranks for layout in self._layouts)}
@@ -174,7 +186,8 @@ class _Check:
         """The run that goes on from the source as it is.
 
         Raises:
-            IncompleteError: it failed, or did not go on from there.
+            NotRunError: it failed.
+            IncompleteError: it did not go on from there.
         """
         given = self._options.unbroken
         if given is not None:
@@ -184,8 +197,9 @@ class _Check:
         place, of = loadable(self._manifest, folder), self._manifest.origin
         run = self._run("unbroken", place, folder, self.ranks, of.detail)
         if run.failure:
-            raise IncompleteError(
-                "the unbroken run",
+            kind = IncompleteError if run.ended else NotRunError
+            raise kind(
+                "the unbroken run" if run.ended else "could not run",
                 f"{' '.join(run.command)}: {run.failure}",
                 "look at what it says, or --keep DIR",
                 output=run.said,
@@ -264,10 +278,11 @@ class _Check:
         )
         run = Run(name, ranks, [*words, *flags])
         self._tell(f"{name}: {' '.join(run.command)}")
-        ended = programs.run(run.command, folder, self._options.timeout_s)
+        watch = partial(self._watch, name) if self._watch else None
+        ended = programs.run(run.command, folder, self._options.timeout_s, watch)
         run.seconds = ended.seconds
         if ended.failed:
-            run.failure, run.said = ended.why(), ended.said
+            run.failure, run.said, run.ended = ended.why(), ended.said, False
             return run
         try:
             run.series = self._read(log_in(folder))

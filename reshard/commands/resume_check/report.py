@@ -9,11 +9,13 @@ from typing import Any, Literal, get_args
 from reshard.commands.diff import DiffReport
 from reshard.commands.lines import LISTED, listed, row
 from reshard.commands.split.report import SplitReport
+from reshard.errors import NotRunError
 from reshard.proof.trajectory import Distance, Number, Point, Series, Trajectory
 
 SCHEMA = 1
 Level = Literal["state", "trajectory", "bitwise"]
 LEVELS = get_args(Level)
+Verdict = Literal["same", "not the same", "could not run"]
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class Run:
     Args:
         command: empty where the run's log was given.
         failure: how it failed; empty where it ended well.
+        ended: whether the program itself ended well: then ``failure`` is of its log.
         said: the last lines that it printed, where it failed.
     """
 
@@ -31,6 +34,7 @@ class Run:
     command: list[str] = field(default_factory=list)
     seconds: float = 0.0
     failure: str = ""
+    ended: bool = True
     said: Sequence[str] = ()
     series: Series | None = None
 
@@ -147,9 +151,25 @@ class ResumeReport:
         return all(map(self.reaches, self.targets))
 
     @property
+    def could_not_run(self) -> bool:
+        """Whether the only thing amiss is that programs did not run: that is no verdict."""
+        if self.reached:
+            return False
+        lacking = [each for each in self.targets if not each.reaches(self.require, self.rtol)]
+        unknown = all(not each.run.ended and each.tensors_equal for each in lacking)
+        return unknown and (self.control is None or not self.blind or not self.control.run.ended)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is known: the same, not the same, or nothing."""
+        if self.reached:
+            return "same"
+        return "could not run" if self.could_not_run else "not the same"
+
+    @property
     def exit_code(self) -> int:
-        """0 if it was reached by all, else 1."""
-        return 0 if self.reached else 1
+        """0 if it was reached by all, 6 if that is not known since programs failed, else 1."""
+        return {"same": 0, "not the same": 1, "could not run": NotRunError.exit_code}[self.verdict]
 
     def to_json(self) -> dict[str, Any]:
         """One document with a stable schema, every series in it."""
@@ -157,6 +177,7 @@ class ResumeReport:
             "schema": SCHEMA,
             "command": "resume-check",
             "reached": self.reached,
+            "verdict": self.verdict,
             "require": self.require,
             "rtol": self.rtol,
             "source": self.source,
@@ -174,7 +195,7 @@ class ResumeReport:
     def lines(self) -> Iterator[str]:
         """The report for a person."""
         good = sum(map(self.reaches, self.targets))
-        verdict = "" if self.reached else "NOT THE SAME: "
+        verdict = "" if self.reached else f"{self.verdict.upper()}: "
         count = f"{good} of {len(self.targets)} layouts"
         yield f"{self.source}: {verdict}{self.require} reached by {count}"
         at = "" if self.step is None else f", step {self.step}"
@@ -192,6 +213,8 @@ class ResumeReport:
     def _outcome(self, outcome: Outcome) -> Iterator[str]:
         best = [level for level in LEVELS if self.reaches(outcome, level)]
         verdict = best[-1] if best else "NOT the same"
+        if not outcome.run.ended:
+            verdict = f"{best[-1]}; could not run" if best else "could not run"
         yield f"{outcome.run.name}: {verdict}"
         yield row("  state", _state(outcome))
         for item in outcome.written.notes[:LISTED]:

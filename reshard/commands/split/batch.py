@@ -3,77 +3,129 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from reshard.formats import trainer_run
 from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE, WORLD
+from reshard.formats.trainer_run import Run
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import of_mesh
+from reshard.units import counted, either, nearest_divisors
 
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"
-_UNKNOWN = (
-    "{0} ranks become {1}: multiply the accumulation steps by {0}/{1} to keep the global batch"
-)
-_CHANGED = "no accumulation keeps the global batch of {} at {} ranks: it becomes {}"
 
 
-def rebalanced(manifest: Manifest, world_size: int) -> tuple[Manifest, list[str]]:
-    """The run with the accumulation that keeps the global batch, and what to say.
+class Rebalanced(NamedTuple):
+    """The run with another accumulation; what that is, and what the user must decide."""
+
+    manifest: Manifest
+    derived: list[str]
+    warnings: list[str]
+
+
+def rebalanced(manifest: Manifest, world_size: int) -> Rebalanced:
+    """Return the run with the accumulation that keeps the global batch, and what to say.
 
     DeepSpeed keeps its configuration in the checkpoint (``ds_config``), HF Trainer no more than the
-    batch of a rank (``trainer_state.json``); for others the rule is said.
+    batch of a rank (``trainer_state.json``), and our trainer derives the accumulation from the
+    global batch when it resumes; for others the rule is said.
     """
     config, origin = manifest.train.config, manifest.origin
     before = origin.world // of_mesh(origin.mesh).model
+    run = trainer_run.read(manifest.train.trainer_state, origin.path)
+    if run is not None and (problem := _problem_of_our_trainer(run, world_size)):
+        return Rebalanced(manifest, [], [problem])
     if before == world_size:
-        return manifest, []
+        return Rebalanced(manifest, [], [])
     if isinstance(config, dict) and isinstance(config.get(_MICRO), int):
         return _of_deepspeed(manifest, config, before, world_size)
+    if run is not None:
+        return Rebalanced(manifest, [], [])
     progress = manifest.train.trainer_state
     if progress is not None and type(progress.get(BATCH)) is int:
         return _of_trainer(manifest, progress[BATCH], before, world_size)
-    return manifest, [_UNKNOWN.format(before, world_size)]
+    return Rebalanced(manifest, [_rule(before, world_size)], [])
+
+
+def advice(total: int, micro: int, ranks: int) -> str:
+    """Return what is wrong with a global batch, and which batches and ranks would do.
+
+    >>> advice(12, 1, 5)  # doctest: +ELLIPSIS
+    'a global batch of 12 is not divisible by 5 ranks x micro batch 1; use 10 or 15, or 2, 3, ...'
+    >>> advice(7, 2, 2)
+    'a global batch of 7 is not divisible by 2 ranks x micro batch 2; use 4 or 8'
+    """
+    unit = micro * ranks
+    below = total // unit * unit
+    ways = either([batch for batch in (below, below + unit) if batch])
+    if total % micro == 0:
+        sizes = nearest_divisors(total // micro, ranks)
+        ways += f", or {either(sizes)} {'rank' if sizes == [1] else 'ranks'}"
+    factors = f"{counted(ranks, 'rank')} x micro batch {micro}"
+    return f"a global batch of {total} is not divisible by {factors}; use {ways}"
+
+
+def _rule(before: int, ranks: int) -> str:
+    """Return how to keep the global batch where nothing says what it is."""
+    changed = f"{before} ranks become {ranks}"
+    if before % ranks == 0:
+        times = f"multiply the accumulation steps by {before // ranks}"
+        return f"{changed}: {times} to keep the global batch"
+    return (
+        f"{changed}: to keep the global batch, set the accumulation steps to the global batch / "
+        f"({ranks} ranks x micro batch); a global batch that this does not divide has to change"
+    )
+
+
+def _problem_of_our_trainer(run: Run, ranks: int) -> str:
+    """Return why a resume on so many data-parallel ranks would refuse the run's global batch."""
+    total, micro = (int(run.settings[name]) for name in ("global_batch", "micro_batch"))
+    return advice(total, micro, ranks) if micro and total % (micro * ranks) else ""
 
 
 def _of_deepspeed(
     manifest: Manifest, config: dict[str, Any], before: int, world_size: int
-) -> tuple[Manifest, list[str]]:
+) -> Rebalanced:
     micro, steps = config[_MICRO], int(config.get(_STEPS, 1))
     total = micro * steps * before
     smaller = _micro(micro, total, world_size)
+    warnings = []
     if smaller is None:
-        reached = micro * steps * world_size
-        text = _CHANGED.format(total, world_size, reached)
-        return _configured(manifest, {**config, _TOTAL: reached}), [text]
-    new = total // (smaller * world_size)
-    changed = {**config, _MICRO: smaller, _STEPS: new, _TOTAL: total}
+        new = max(1, round(total / (micro * world_size)))
+        reached, smaller = micro * world_size * new, micro
+        held = f"the configuration written has a global batch of {reached}"
+        warnings = [f"{advice(total, micro, world_size)}; {held}"]
+    else:
+        new, reached = total // (smaller * world_size), total
+    changed = {**config, _MICRO: smaller, _STEPS: new, _TOTAL: reached}
     pairs = ((_MICRO, micro, smaller), (_STEPS, steps, new))
     said = ", ".join(f"{name} {old} -> {now}" for name, old, now in pairs if old != now)
+    ends = "" if warnings else f": the global batch stays {total}"
     manifest = _with_progress(_configured(manifest, changed), smaller)
-    return manifest, [f"{said}: the global batch stays {total}"]
+    return Rebalanced(manifest, [f"{said}{ends}"] if said else [], warnings)
 
 
-def _of_trainer(
-    manifest: Manifest, micro: int, before: int, world_size: int
-) -> tuple[Manifest, list[str]]:
+def _of_trainer(manifest: Manifest, micro: int, before: int, world_size: int) -> Rebalanced:
     """Its accumulation is an argument of the run alone: what it must be multiplied by is said."""
     own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
     if own[WORLD] == world_size:
         text = f"{BATCH} {micro} -> {own[BATCH]}, which the run had at {world_size} ranks"
-        return _recorded(_with_progress(manifest, own[BATCH]), None), [text]
+        return Rebalanced(_recorded(_with_progress(manifest, own[BATCH]), None), [text], [])
     manifest = _recorded(manifest, own)
     smaller = _micro(micro, micro * before, world_size)
     if smaller is None:
-        return manifest, [_UNKNOWN.format(before, world_size)]
+        return Rebalanced(manifest, [_rule(before, world_size)], [])
     factor = micro * before // (smaller * world_size)
     said = [f"per_device_train_batch_size {micro} -> {smaller}"] if smaller < micro else []
     said += [f"multiply {_STEPS} by {factor}"] if factor > 1 else []
-    return _with_progress(manifest, smaller), [", ".join(said) + ": the global batch stays"]
+    derived = [", ".join(said) + ": the global batch stays"]
+    return Rebalanced(_with_progress(manifest, smaller), derived, [])
 
 
 def _micro(most: int, total: int, ranks: int) -> int | None:
-    """The largest batch of a rank, no more than before, of which whole steps make the total."""
+    """Return the largest batch of a rank, up to ``most``, of which whole steps make the total."""
     return next((n for n in range(most, 0, -1) if total % (n * ranks) == 0), None)
 
 
@@ -89,9 +141,9 @@ def _configured(manifest: Manifest, config: dict[str, Any]) -> Manifest:
 
 
 def _with_progress(manifest: Manifest, micro: int) -> Manifest:
-    """HF Trainer's account, where there is one, with another batch of a rank."""
+    """Return HF Trainer's account, where there is one, with another batch of a rank."""
     train = manifest.train
-    if train.trainer_state is None:
+    if train.trainer_state is None or trainer_run.is_document(train.trainer_state):
         return manifest
     changed = {**train.trainer_state, BATCH: micro}
     return replace(manifest, train=replace(train, trainer_state=changed))

@@ -14,8 +14,8 @@ from reshard.commands.naming import Naming
 from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.split import for_megatron, own_states, read_back
-from reshard.commands.split.batch import rebalanced
+from reshard.commands.split import for_megatron, own_states, read_back, run_of_trainer
+from reshard.commands.split.batch import Rebalanced, rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested, without_optimizer
@@ -33,6 +33,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.formats import engines, kept, placeholders, skeletons
 from reshard.formats.targets import Target
+from reshard.formats.targets.request import Request
 from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
@@ -127,9 +128,11 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     manifest, shapes = told(manifest, options)
     request, target = requested(manifest, shapes, options)
     _check_form(begun.report_as, target)
-    batch_notes: list[str] = []
+    manifest = run_of_trainer.account(manifest, request, target)
+    batch = Rebalanced(manifest, [], [])
     if not is_weights(manifest):
-        manifest, batch_notes = rebalanced(manifest, request.data_parallel)
+        batch = rebalanced(manifest, request.data_parallel)
+        manifest = batch.manifest
     manifest, differing = _agreed(manifest, options)
     named = naming.for_target(manifest, target.name, _asked(options), options.model)
     named = ordered(named, shapes, target.name, options)
@@ -142,10 +145,10 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
         request = replace(request, file=destination.name)
     rng = tuple(rank for each in own for rank in each.states)
     state = replace(state, rng=rng, save=save_of(state, request, target))
-    laid = target.lay_out(state, request)
+    laid = run_of_trainer.directory(target.lay_out(state, request), request, target, options)
     skeleton = laid.skeleton
     if not is_file(destination):
-        skeleton = _with_companions(skeleton, state, target, destination.name)
+        skeleton = _with_companions(skeleton, state, request, target, destination.name)
     check_places(skeleton)
     held = stored(skeleton, state)
     carried = request.megatron.carried.entries if request.megatron is not None else ()
@@ -154,10 +157,10 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
         manifest = manifest.with_entries([*manifest.entries.values(), *added])
     plan = Plan(manifest.entries, held, options.budget()[1])
     report = describe(state, request, target, laid._replace(skeleton=skeleton), plan)
-    report.warnings += weights_only
+    report.warnings += [*weights_only, *batch.warnings]
     names = [file.name for file in skeleton.files]
     report.warnings += engines.told(engines.Form(target.name, names, bool(state.groups)))
-    report.derived += [*begun.means, *stripped, *named.notes, *made, *batch_notes, *differing]
+    report.derived += [*begun.means, *stripped, *named.notes, *made, *batch.derived, *differing]
     for each in own:
         each.tell(report)
     return _Job(manifest, state, named, skeleton, plan, report)
@@ -251,7 +254,7 @@ def _asked(options: SplitOptions) -> naming.Asked:
 
 
 def _with_companions(
-    skeleton: Skeleton, state: Training, target: Target, destination: str
+    skeleton: Skeleton, state: Training, request: Request, target: Target, destination: str
 ) -> Skeleton:
     """What lies beside the state files goes beside them; above a tag's directory, above it.
 
@@ -264,4 +267,7 @@ def _with_companions(
         made = with_companions(skeleton, state.manifest, beside=inside, above=inside)
         return skeletons.lifted(made, inside) if hf_trainer.is_checkpoint(destination) else made
     within = str(PurePosixPath(skeleton.files[-1].name).parent) if target.tagged else ""
+    run = request.run
+    if run is not None and skeleton.files[-1].name.startswith(f"{run.tag}/"):
+        return with_companions(skeleton, state.manifest, beside=run.tag, above=run.tag)
     return with_companions(skeleton, state.manifest, beside=within)

@@ -21,7 +21,7 @@ from reshard.manifest import MASTER, WEIGHT_KINDS
 from reshard.plan.planner import Plan
 
 SCHEMA = 1
-_OF_FORMS = ("accelerate", "deepspeed", "fsdp", "hf-trainer", "megatron")
+_OF_FORMS = ("accelerate", "deepspeed", "fsdp", "hf-trainer", "megatron", "trainer")
 
 
 @dataclass(slots=True)

@@ -12,12 +12,13 @@ from reshard.commands.split import for_megatron
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
-from reshard.formats import targets
+from reshard.formats import targets, trainer_run
 from reshard.formats.deepspeed.target import grid as deepspeed_grid
 from reshard.formats.state_dict import mesh
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request, StateDictType
+from reshard.formats.trainer_run import Run
 from reshard.layout import tensor_parallel
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Manifest
@@ -33,6 +34,7 @@ _FAMILY = {  # what a source is written as, where the user names no target
     "torchtitan": "dcp",
     "verl": "verl",
     "accelerate": "accelerate",
+    trainer_run.NAME: trainer_run.NAME,
     "hf-trainer": "hf-trainer",
     "fsdp": "fsdp2",
     "megatron": "megatron",
@@ -83,6 +85,7 @@ def requested(
     before = manifest.origin.world if name != "meta" else 1
     world_size = sizes.world_size(parallel, options.world_size, options.dp, before)
     world_size = grid.world if grid else world_size
+    run = trainer_run.read(manifest.train.trainer_state, manifest.origin.path)
     if world_size < 1:
         raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
     deepspeed = name == "deepspeed" or (
@@ -95,12 +98,13 @@ def requested(
             zero_stage=_stage(manifest, name, options),
             dtype=_weight_dtype(options, deepspeed=deepspeed),
             weights_only=options.without_optimizer,
-            state_dict_type=_state_dict_type(name, manifest, options),
-            rank_files=options.rank_files,
+            state_dict_type=_state_dict_type(name, manifest, options, run),
+            rank_files=options.rank_files or _keeps_rank_files(options, run),
+            run=run,
             fsdp_version=options.fsdp_version,
             orig_params=_dtype("--use-orig-params", options.use_orig_params),
             deepspeed=deepspeed,
-            model=shapes,
+            model=shapes or _model_of(manifest, run, name),
             device=options.device,
             grid=grid,
             tensor=_tensor_plan(manifest, grid, shapes, options),
@@ -134,10 +138,28 @@ def _holds_deepspeed(manifest: Manifest, options: SplitOptions) -> bool:
     return options.state_dict_type is None and manifest.origin.format.startswith("deepspeed")
 
 
-def _state_dict_type(target: str, manifest: Manifest, options: SplitOptions) -> StateDictType:
-    """What was asked for, else the source's: whole files become whole files."""
+def _keeps_rank_files(options: SplitOptions, run: Run | None) -> bool:
+    """Return whether a run of our trainer goes on with a file a rank."""
+    kept = options.to in (None, trainer_run.NAME) and options.state_dict_type is None
+    return kept and run is not None and run.has_rank_files
+
+
+def _model_of(manifest: Manifest, run: Run | None, target: str) -> ModelShapes | None:
+    """Return the model whose flat parameters a run of our trainer has, by the config beside it."""
+    if run is None or target != trainer_run.NAME or not run.is_flat:
+        return None
+    config = config_beside(manifest)
+    return ModelHint(str(config), run.wrap).shapes() if config else None
+
+
+def _state_dict_type(
+    target: str, manifest: Manifest, options: SplitOptions, run: Run | None
+) -> StateDictType:
+    """Return what was asked for, else the source's: whole files become whole files."""
     if options.state_dict_type is not None:
         return options.state_dict_type
+    if target == trainer_run.NAME and run is not None:
+        return run.form
     if manifest.origin.format in _FSDP:
         return "sharded"
     if any(path.endswith("pytorch_model_fsdp.bin") for path in manifest.files):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import CorruptError
-from reshard.formats import kept, torch_file
+from reshard.formats import kept, torch_file, trainer_run
 from reshard.formats.huggingface.companions import is_model_config
 from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
@@ -91,6 +91,19 @@ def with_kept_files(manifest: Manifest, place: Place) -> Manifest:
     )
 
 
+def with_run(manifest: Manifest, place: Place) -> Manifest:
+    """Return the manifest with our trainer's account of its run, where that lies there.
+
+    Raises:
+        CorruptError: the account is damaged.
+    """
+    for near in (place, place.above()):
+        document = trainer_state(near)
+        if trainer_run.is_document(document):
+            return replace(manifest, train=replace(manifest.train, trainer_state=document))
+    return manifest
+
+
 def nearby(place: Place, wrap: str | None) -> ModelHint | None:
     """The model of a transformers config beside the checkpoint; a broken one says nothing."""
     for near in (place, place.folders.get("huggingface") if not place.chosen else None):
@@ -108,7 +121,7 @@ def _is_verls_first(place: Place) -> bool:
 
 
 def trainer_state(place: Place) -> dict[str, Any]:
-    """HF Trainer's own account of the run, without its log.
+    """Return HF Trainer's or our trainer's own account of the run, without its log.
 
     Raises:
         CorruptError: it is no JSON object.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+from reshard.formats import trainer_run
 from reshard.formats.dcp import names as dcp
 from reshard.formats.place import Place
 from reshard.formats.pytorch import names
 from reshard.formats.pytorch.beside import TRAINER_STATE
 from reshard.formats.pytorch.directory import NAME
 from reshard.formats.state_dict.found import Found
+from reshard.formats.trainer_run import Run
 
 _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
 _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
@@ -22,12 +24,17 @@ def step_of(place: Place) -> int | None:
     return next((int(match[1]) for match in found if match), None)
 
 
-def framework(place: Place, found: Found) -> str:
-    """Who wrote it, as far as the names tell; only messages depend on it."""
+def framework(place: Place, found: Found, run: Run | None) -> str:
+    """Return who wrote the checkpoint, as far as the names of its files tell.
+
+    Args:
+        run: of our trainer, where its document lies there.
+    """
     present = [place.chosen] if place.chosen else [*place.files, *place.folders]
     root = found.root if isinstance(found.root, dict) else {}
     is_dcp = any(map(dcp.is_part, present))
     signs = {
+        trainer_run.NAME: run is not None,
         "hf-trainer": TRAINER_STATE in present,
         "verl": any(re.match(r"model_world_size_\d+_rank_\d+\.pt", name) for name in present),
         "lightning": "pytorch-lightning_version" in root or "meta.pt" in present,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.formats import huggingface, kept, run
+from reshard.formats import huggingface, kept, run, trainer_run
 from reshard.formats.dcp import directory, hf_shards
 from reshard.formats.dcp import names as dcp
 from reshard.formats.huggingface import reader as of_huggingface
@@ -55,14 +55,16 @@ def read(
         chosen, place = place.chosen, Place(place.directories)
         (saved, key), trainer = _by_stage(place, key, chosen), beside.trainer_state(place)
     found = saved[0][0]
+    run_of_trainer = trainer_run.read(trainer, f"{place}/{beside.TRAINER_STATE}")
     origin = Origin(
-        format=labels.framework(place, found),
+        format=labels.framework(place, found, run_of_trainer),
         path=str(place),
         detail=labels.detail(place),
         versions=labels.versions(found),
     )
     model_hint = ModelHint(model, wrap) if model else None
-    nearby = beside.nearby(place, wrap)
+    own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
+    nearby = beside.nearby(place, wrap or own_wrap)
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
@@ -80,6 +82,8 @@ def read(
             trainer_state=trainer,
             opaque={**train.opaque, **({beside.BATCH_BEFORE: before} if before else {})},
         )
+    if run_of_trainer:
+        train = run_of_trainer.counted(train)
     if train.step is None:
         train = replace(train, step=labels.step_of(place))
     if place.chosen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from reshard.dtypes import DType
@@ -14,7 +13,6 @@ from reshard.formats.state_dict.flat_units import Flat, run
 from reshard.formats.state_dict.target import whole_slot
 from reshard.formats.torch_writer import Slot, Storage
 from reshard.formats.training import Trained, Training, refuse_odd_slots
-from reshard.layout import flat_param
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
 from reshard.model import ModelShapes
@@ -164,34 +162,33 @@ class OrigOptimizer:
         """One rank's; a parameter of which it has no element is listed and has no state."""
         runs = self._runs(rank, ranks)
         groups = (
-            (hyper, [(member.fqn, self._slices(member, *runs[member.fqn])) for member in members])
+            (hyper, [(each.fqn, self._slices(each, runs[each.fqn], ranks)) for each in members])
             for hyper, members in self._groups
         )
         return written.listed(groups, named=self._unsure)
 
-    def _slices(self, member: Trained, start: int, stop: int) -> dict[str, Any]:
+    def _slices(self, member: Trained, span: tuple[int, int], ranks: int) -> dict[str, Any]:
+        """Return a rank's slices; one rank has whole ones, since FSDP 1 is NO_SHARD there."""
+        start, stop = span
         if start >= stop:
             return {}
         made = _counted(member.step, member.slots)
         for name, entry in member.slots.items():
             parts = tuple(run([(0, entry)], start, stop))
-            made[name] = Slot(Storage(entry.dtype, stop - start, parts), (stop - start,))
+            shape = entry.shape if ranks == 1 else (stop - start,)
+            made[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
         return nested.restored({**made, **written.loose(self._state, member)})
 
     def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         """Which elements of each parameter lie on a rank."""
         found = {}
         for flat in self._flats:
-            compute = flat.dtype if flat.unit.full_precision else self._compute
-            members = [(weight.fqn, weight.shape) for _, weight in flat.members]
-            starts, total = flat_param.place_members(
-                members, aligned_to=flat_param.alignment(compute), ranks=ranks
-            )
+            starts, total = flat.aligned(self._compute, ranks)
             low, high = equal_piece(total, ranks, rank)
-            for fqn, shape in members:
-                start = starts[fqn]
-                stop = start + prod(shape)
-                found[fqn] = (max(low, start) - start, min(high, stop) - start)
+            for _, weight in flat.members:
+                start = starts[weight.fqn]
+                stop = start + weight.value.numel
+                found[weight.fqn] = (max(low, start) - start, min(high, stop) - start)
         return found
 
 

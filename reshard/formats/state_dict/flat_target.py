@@ -11,7 +11,7 @@ Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (``_local_post_sta
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from reshard.dtypes import DType
@@ -19,7 +19,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import skeletons, torch_writer
 from reshard.formats.state_dict import written
 from reshard.formats.state_dict.flat_optimizers import FlatOptimizer, OrigOptimizer
-from reshard.formats.state_dict.flat_units import flats_of
+from reshard.formats.state_dict.flat_units import Flat, flats_of
 from reshard.formats.state_dict.mesh import Grid, Placing
 from reshard.formats.state_dict.target import (
     PAIR,
@@ -44,13 +44,18 @@ def fsdp1_local(
     *,
     ranks: int,
     naming: Naming = PAIR,
+    sharded: bool = True,
+    compute: DType | None = None,
     weights_only: bool = False,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """LOCAL_STATE_DICT and the raw optimizer of each rank, with ``use_orig_params=False``.
+    """Lay out LOCAL_STATE_DICT and the raw optimizer of each rank.
 
     Args:
         model: what was wrapped, with its units.
+        sharded: False for NO_SHARD, where each rank has whole tensors; one rank always has.
+        compute: as in `fsdp1_sharded`. FSDP 1 itself does not load what it writes with
+            ``use_orig_params=True``; our trainer copies it into the live shards.
 
     Raises:
         IncompleteError: the source lacks a parameter of the model, or a part of the optimizer.
@@ -62,18 +67,20 @@ def fsdp1_local(
         raise UsageError(f"{ranks} ranks", "at least one is needed")
     flats = flats_of(state, model, dtype)
     buffers = _buffers(state, model)
-    raw = None if weights_only else FlatOptimizer(state, flats)
+    raw = None if weights_only else _raw(state, model, flats, compute)
+
+    pieces = ranks if sharded else 1
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict()
-        if ranks == 1:  # FSDP 1 is NO_SHARD then, whose local state dict has whole tensors
+        if pieces == 1:
             held = written.weights(state, dtype=dtype)
             weights.update((name, whole_slot(value)) for name, value in held.items())
         else:
-            for flat in flats:
-                weights[flat.key] = flat.shard(rank, ranks)
+            weights.update(_pieces(flats, model, compute, rank, pieces))
             weights.update((name, whole_slot(value)) for name, value in buffers.items())
-        yield from _files(state, naming, weights, raw, rank, ranks)
+        moments = None if raw is None else raw.of(rank if pieces > 1 else 0, pieces)
+        yield from _files(state, naming, weights, moments, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     files = [file for rank in range(ranks) for file in rank_files(rank)]
@@ -107,31 +114,47 @@ def fsdp1_sharded(
     placing, ranks = Placing(grid), grid.world
     flats = flats_of(state, model, dtype)
     held = OrderedDict(written.weights(state, dtype=dtype, divided=is_divided(state, model)))
-    raw: FlatOptimizer | OrigOptimizer | None = None
-    if not weights_only:
-        raw = (
-            FlatOptimizer(state, flats)
-            if compute is None
-            else OrigOptimizer(state, model, flats, compute)
-        )
+    raw = None if weights_only else _raw(state, model, flats, compute)
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
-        yield from _files(state, naming, Sharder(placing, rank).of(held), raw, rank, ranks)
+        moments = None if raw is None else raw.of(rank, ranks)
+        yield from _files(state, naming, Sharder(placing, rank).of(held), moments, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))
+
+
+def _raw(
+    state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType | None
+) -> FlatOptimizer | OrigOptimizer:
+    """Return the raw optimizer of either setting of ``use_orig_params``."""
+    if compute is None:
+        return FlatOptimizer(state, flats)
+    return OrigOptimizer(state, model, flats, compute)
+
+
+def _pieces(
+    flats: Sequence[Flat], model: ModelShapes, compute: DType | None, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return a rank's pieces of flat parameters, after its views of them where there are any."""
+    if compute is None:
+        return {flat.key: flat.shard(rank, ranks) for flat in flats}
+    made = {flat.key: flat.views(compute, rank, ranks) for flat in flats}
+    views = {fqn: view for _, found in made.values() for fqn, view in found.items()}
+    held = {name: views[name] for name in model.parameters if name in views}
+    held |= {alias: held[kept] for alias, kept in model.tied.items() if kept in held}
+    return {**held, **{key: piece for key, (piece, _) in made.items()}}
 
 
 def _files(
     state: Training,
     naming: Naming,
     weights: Any,
-    raw: FlatOptimizer | OrigOptimizer | None,
+    moments: Any,
     rank: int,
     ranks: int,
 ) -> Iterator[Skeleton]:
     names = [name.format(rank=rank, world=ranks) for name in (naming.model, naming.optimizer)]
-    moments = None if raw is None else raw.of(rank, ranks)
     for name, root in placed(names, weights, moments).items():
         yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, ranks))
 

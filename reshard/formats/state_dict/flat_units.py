@@ -33,6 +33,41 @@ class Flat:
         """Its name in the model's state dict."""
         return f"{self.unit.prefix}._flat_param" if self.unit.prefix else "_flat_param"
 
+    def aligned(self, compute: DType, ranks: int) -> tuple[dict[str, int], int]:
+        """Return each member's first element, and the size, with ``use_orig_params=True``.
+
+        Args:
+            compute: the dtype of the forward pass, by which members are aligned.
+        """
+        dtype = self.dtype if self.unit.full_precision else compute
+        return flat_param.place_members(
+            [(weight.fqn, weight.shape) for _, weight in self.members],
+            aligned_to=flat_param.alignment(dtype),
+            ranks=ranks,
+        )
+
+    def views(self, compute: DType, rank: int, ranks: int) -> tuple[Call, dict[str, Slot]]:
+        """Return a rank's piece with ``use_orig_params=True``, and the members' slices of it.
+
+        Padding counts as elements of the flat parameter, and a slice is a view of the piece: torch
+        2.13 ``_flat_param.py`` (``_use_sharded_views``).
+        """
+        starts, numel = self.aligned(compute, ranks)
+        pieces = [equal_piece(numel, ranks, each) for each in range(ranks)]
+        low, high = pieces[rank]
+        entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
+        storage = Storage(self.dtype, high - low, tuple(run(entries, low, high)))
+        found = {}
+        for name, (at, entry) in zip(self.unit.members, entries, strict=True):
+            start, stop = max(at, low), min(at + entry.numel, high)
+            found[name] = (
+                Slot(storage, (stop - start,), offset=start - low)
+                if start < stop
+                else Slot(Storage(self.dtype, 0), (0,))
+            )
+        local = Slot(storage, (high - low,))
+        return sharded_tensor(self.dtype, numel, local, rank, pieces), found
+
     def shard(self, rank: int, ranks: int) -> Call:
         """A rank's piece of it, without padding."""
         pieces = [equal_piece(self.numel, ranks, each) for each in range(ranks)]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -65,6 +65,14 @@ class Naming:
     meshes: tuple[tuple[str, ...], ...] = ()
     accelerate: bool = False
 
+    def pairs(self, ranks: int) -> Iterator[tuple[str, str]]:
+        """Yield the names of each rank's two files."""
+        for rank in range(ranks):
+            model, optimizer = (
+                name.format(rank=rank, world=ranks) for name in (self.model, self.optimizer)
+            )
+            yield model, optimizer
+
 
 PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
 ONE = Naming("rank{rank}.pt", "rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
@@ -86,6 +94,8 @@ LOCAL = Naming(  # the same of LOCAL_STATE_DICT
     "optimizer_0_rank{rank}.bin",
     accelerate=True,
 )
+TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # of ours, which wants nothing beside them
+TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
 _SCHEDULER = "scheduler.bin"
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
@@ -99,6 +109,7 @@ def fsdp2(
     grid: Grid,
     *,
     naming: Naming = PAIR,
+    whole_weights: bool = False,
     tensor: Plan | None = None,
     weights_only: bool = False,
     model: ModelShapes | None = None,
@@ -108,6 +119,8 @@ def fsdp2(
 
     Args:
         grid: the device mesh of the training to come, which must have its names and device.
+        whole_weights: each rank has whole weights, and shards of the optimizer's state: FSDP 1's
+            NO_SHARD with ``use_orig_params=False``.
         tensor: how a tensor-parallel axis of the mesh cuts the parameters.
         model: says which weights are buffers, where the source does not.
         dtype: of the parameters; None keeps each in that of its master.
@@ -124,6 +137,9 @@ def fsdp2(
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict(held)
+        if whole_weights:
+            uncut = Wholes()
+            weights = OrderedDict((name, uncut(value)) for name, value in held.items())
         names = [
             name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
         ]
@@ -352,6 +368,7 @@ def fsdp1_full(
     state: Training,
     *,
     names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
+    rank: int = 0,
     ranks: int,
     accelerate: bool = False,
     weights_only: bool = False,
@@ -360,13 +377,16 @@ def fsdp1_full(
     """FULL_STATE_DICT of FSDP 1, under Accelerate's names: whole tensors, all by fqn.
 
     Args:
+        rank: which one the files state as the one that saved them.
         accelerate: whether there is what Accelerate wants beside them.
     """
     weights = OrderedDict(written.weights(state, dtype=dtype))
     moments = None if weights_only else written.optimizer(state, "fqn")
     files = placed(names, weights, moments)
     made = [
-        torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=state.stamp(name, 0, ranks))
+        torch_writer.lay_out_object(
+            name, root, slot_of=Wholes(), stamp=state.stamp(name, rank, ranks)
+        )
         for name, root in files.items()
     ]
     if accelerate and not weights_only:

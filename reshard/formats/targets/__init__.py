@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from reshard.formats import trainer_run
 from reshard.formats.skeletons import Laid
 from reshard.formats.targets import model_parallel
 from reshard.formats.targets.request import Request
@@ -108,6 +109,12 @@ TARGETS = {
         Target("megatron", model_parallel.of_megatron, heeds=(*PARALLEL, *_OF_MEGATRON)),
         Target("meta", model_parallel.of_meta, weights_alone=True, heeds=("tp",)),
         Target("nanotron", model_parallel.of_nanotron, heeds=(*PARALLEL, "zero_stage")),
+        Target(
+            trainer_run.NAME,
+            _by_pytorch("of_trainer"),
+            tagged=True,
+            heeds=("state_dict_type", "rank_files", "device"),
+        ),
         Target("colossalai", _by_pytorch("of_colossalai"), weights_alone=True),
         Target("torch", _by_pytorch("of_torch"), weights_alone=True),
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UsageError
-from reshard.formats import accelerate, hf_trainer, kept, schedules
+from reshard.formats import accelerate, hf_trainer, kept, schedules, skeletons
 from reshard.formats.colossalai import target as colossalai
 from reshard.formats.dcp import target as dcp
 from reshard.formats.skeletons import Laid
@@ -16,6 +16,7 @@ from reshard.formats.state_dict import target as state_dict
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets.model_parallel import of_deepspeed
 from reshard.formats.targets.request import Request
+from reshard.formats.trainer_run import Run
 from reshard.formats.training import Training, setup_lost
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Skeleton
@@ -104,6 +105,30 @@ def of_hf_trainer(state: Training, asked: Request) -> Laid:
     return Laid(made, (*said, *own))
 
 
+def of_trainer(state: Training, asked: Request) -> Laid:
+    """Lay out a run directory of our trainer, in the form in which it was saved.
+
+    Raises:
+        UsageError: the source is no run of the trainer, or the trainer does not save such a form.
+        ReshardError: as the layout of that form.
+    """
+    run = asked.run
+    if run is None:
+        raise UsageError(
+            "--to trainer",
+            f"{state.manifest.origin.path} is not a run of python -m trainer",
+            "write --to deepspeed or --to fsdp: the trainer resumes from both",
+        )
+    if not run.has_own_layout:
+        raise UsageError(
+            "--to trainer",
+            f"a run with --strategy {run.settings['strategy']} has DeepSpeed's layout",
+            "leave out --to; for --strategy fsdp or fsdp2, write --to fsdp",
+        )
+    held = _of_trainer(state, asked, run)
+    return Laid(run.directory(held), _notes(state, "step", "global_samples", "skipped_steps"))
+
+
 def of_colossalai(state: Training, asked: Request) -> Laid:
     """ColossalAI's shards under an index, which any of its plugins loads.
 
@@ -130,6 +155,49 @@ def of_torch(state: Training, asked: Request) -> Laid:
         dtype=asked.dtype,
     )
     return Laid(made, _notes(state))
+
+
+def _of_trainer(state: Training, asked: Request, run: Run) -> Skeleton:
+    """Lay out one checkpoint of the trainer."""
+    form = asked.state_dict_type
+    if form == "unsharded" or asked.weights_only:
+        raise UsageError(
+            "--weights-only" if asked.weights_only else f"--state-dict-type {form}",
+            "the trainer does not resume from such a checkpoint",
+            "leave it out, or write another layout with --to",
+        )
+    if form == "full":
+        return state_dict.fsdp1_full(state, ranks=asked.world_size, dtype=asked.dtype)
+    whole = run.is_whole(asked.world_size)
+    if form == "local" and run.settings["strategy"] == "fsdp":
+        compute = run.compute if run.settings["fsdp_use_orig_params"] else None
+        return flat_target.fsdp1_local(
+            state,
+            _wrapped(asked, "--state-dict-type local"),
+            ranks=asked.world_size,
+            naming=state_dict.TRAINER_LOCAL,
+            sharded=not whole,
+            compute=compute,
+            dtype=asked.dtype,
+        )
+    if asked.rank_files and whole and run.settings["fsdp_use_orig_params"]:
+        return skeletons.joined(
+            state_dict.fsdp1_full(
+                state, names=names, rank=rank, ranks=asked.world_size, dtype=asked.dtype
+            )
+            for rank, names in enumerate(state_dict.TRAINER_RANKS.pairs(asked.world_size))
+        )
+    if form == "local" or asked.rank_files:
+        mesh = run.mesh(asked.world_size)
+        return state_dict.fsdp2(
+            state,
+            Grid(tuple(mesh.values()), tuple(mesh), asked.device),
+            naming=state_dict.TRAINER_LOCAL if form == "local" else state_dict.TRAINER_RANKS,
+            whole_weights=whole,
+            model=asked.model,
+            dtype=asked.dtype,
+        )
+    return dcp.fsdp(state, shards=asked.world_size, dtype=asked.dtype)
 
 
 def _accelerate(state: Training, asked: Request) -> Skeleton:

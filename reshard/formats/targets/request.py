@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # each is of some targets only
     from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
     from reshard.formats.megatron.target.choice import Wanted
     from reshard.formats.state_dict.mesh import Grid
+    from reshard.formats.trainer_run import Run
     from reshard.layout.tensor_parallel import Plan
     from reshard.model import ModelShapes
     from reshard.model_parallel.described import Described
@@ -36,6 +37,7 @@ class Request:
     rank_files: bool = False  # a file a rank where the form is DCP by default
     fsdp_version: FsdpVersion = 2  # of verl's files
     orig_params: DType | None = None  # FSDP 1: use_orig_params with a forward pass in this dtype
+    run: Run | None = None  # of our trainer, which the source is a checkpoint of
     deepspeed: bool = False  # whether DeepSpeed's directory is written, by itself or in another
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's

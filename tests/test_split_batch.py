@@ -1,0 +1,56 @@
+"""What is said of a global batch that another number of ranks does not divide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from reshard.commands.split.batch import advice, rebalanced
+from reshard.manifest import Manifest, Origin, TrainState
+
+
+def manifest(ranks, **train):
+    origin = Origin("deepspeed", "run", mesh={"world": ranks})
+    return Manifest(origin, {}, {}, replace(TrainState(), **train))
+
+
+def configured(ranks, micro, steps):
+    config = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    return manifest(ranks, config=config)
+
+
+@pytest.mark.parametrize(
+    ("batch", "ways"),
+    [
+        ((12, 1, 5), "5 ranks x micro batch 1; use 10 or 15, or 2, 3, 4 or 6 ranks"),
+        ((12, 1, 24), "24 ranks x micro batch 1; use 24, or 3, 4, 6 or 12 ranks"),
+        ((7, 2, 1), "1 rank x micro batch 2; use 6 or 8"),
+        ((2, 2, 3), "3 ranks x micro batch 2; use 6, or 1 rank"),
+    ],
+)
+def test_the_advice_can_be_followed(batch, ways):
+    total, _, _ = batch
+    assert advice(*batch) == f"a global batch of {total} is not divisible by {ways}"
+
+
+def test_deepspeeds_configuration_keeps_the_batch_or_takes_the_nearest():
+    kept = rebalanced(configured(2, 1, 6), 3)
+    assert kept.manifest.train.config["gradient_accumulation_steps"] == 4
+    assert kept.derived == ["gradient_accumulation_steps 6 -> 4: the global batch stays 12"]
+    assert kept.warnings == []
+    changed = rebalanced(configured(2, 1, 6), 5)
+    assert changed.manifest.train.config["train_batch_size"] == 10
+    (warning,) = changed.warnings
+    assert warning.startswith(advice(12, 1, 5))
+    assert "has a global batch of 10" in warning
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (3, 5), (3, 2)])
+def test_an_unknown_batch_gets_a_rule_without_fractions(before, after):
+    (said,) = rebalanced(manifest(before), after).derived
+    assert f"{before}/{after}" not in said
+    if before % after == 0:
+        assert f"by {before // after}" in said
+    else:
+        assert f"global batch / ({after} ranks x micro batch)" in said

@@ -1,0 +1,123 @@
+"""Train, ``reshard split``, resume: a run of the trainer stays one, in every form that it saves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import reshard
+from tests.trainer import worlds
+
+STEPS, END = 1, 2
+COMMON = {
+    "global_batch": 6,
+    "micro_batch": 1,
+    "seq_len": 8,
+    "schedule_steps": END,
+    "precision": "fp32",
+}
+FLAT = {"fsdp_use_orig_params": False, "param_groups": "single"}
+RANKS = {"state_dict_type": "sharded", "sharded_files": "rank"}
+FORMS = {
+    "full": {"state_dict_type": "full"},
+    "sharded": {"state_dict_type": "sharded"},
+    "ranks": RANKS,
+    "local": {"state_dict_type": "local"},
+}
+ZERO = {name: {"strategy": name} for name in ("ddp", "zero1", "zero2", "zero3")}
+RUNS = {
+    **ZERO,
+    **{f"fsdp {form}": {"strategy": "fsdp", **chosen} for form, chosen in FORMS.items()},
+    **{f"flat {form}": {"strategy": "fsdp", **chosen, **FLAT} for form, chosen in FORMS.items()},
+    **{f"fsdp2 {form}": {"strategy": "fsdp2", **chosen} for form, chosen in FORMS.items()},
+    "fsdp2 megatron": {"strategy": "fsdp2", "state_dict_type": "megatron"},
+}
+ROUTES = ((2, 1), (2, 3), (3, 2))
+NOISE = 1e-6  # relative, of losses: torch's FSDP adds in another order at another number of ranks
+
+pytestmark = pytest.mark.judge
+
+
+def job(place, name, **changes):
+    path = f"{place}/{name.replace(' ', '_')}"
+    return {**COMMON, **RUNS[name], "save": path, "log": f"{path}.jsonl", **changes}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """Whether there is one param group -> all steps, on one rank."""
+    groups = {False: {}, True: {"param_groups": "single"}}
+    jobs = [
+        job(tmp_path_factory.mktemp("unbroken"), "ddp", steps=END, **each)
+        for each in groups.values()
+    ]
+    return dict(zip(groups, worlds.train_on(1, jobs)[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """Ranks -> form -> the run that so many ranks saved half-way."""
+    found = {}
+    for world in {old for old, _ in ROUTES}:
+        place = tmp_path_factory.mktemp(f"halves_{world}")
+        jobs = {name: job(place, name, steps=STEPS) for name in RUNS}
+        worlds.train_on(world, list(jobs.values()))
+        found[world] = {name: Path(chosen["save"]) for name, chosen in jobs.items()}
+    return found
+
+
+def resumed(path, log):
+    return {"resume": str(path), "steps": END, "log": f"{log}.jsonl"}
+
+
+@pytest.mark.parametrize(("old", "new"), ROUTES)
+def test_every_form_is_split_and_goes_on(halves, unbroken, tmp_path, old, new):
+    """The end is that of the whole run: bitwise for ZeRO, within FSDP's noise for FSDP.
+
+    Between FSDP's forms it is bitwise, too: DCP, which needs no split, says what it is.
+    """
+    jobs = {}
+    for name, run in halves[old].items():
+        out = tmp_path / name.replace(" ", "_")
+        reshard.split(run, out, world_size=new)
+        assert (out / "latest").read_text() == f"global_step{STEPS}"
+        assert (out / f"global_step{STEPS}" / "trainer_state.json").exists()
+        assert reshard.diff(run, out).same, name
+        jobs[name] = resumed(out, out)
+    for name in ("fsdp sharded", "flat sharded", "fsdp2 sharded"):
+        kind = name.split()[0]
+        jobs[kind] = resumed(halves[old][name], tmp_path / kind) | {"save": f"{tmp_path}/{kind}"}
+    ends = dict(zip(jobs, worlds.train_on(new, list(jobs.values()))[0], strict=True))
+    for name in RUNS:
+        whole = unbroken[name.startswith("flat")]
+        if name in ZERO:
+            assert ends[name].losses == whole.losses[STEPS:], name
+            assert ends[name].digest == whole.digest, name
+        else:
+            assert ends[name].values() == pytest.approx(whole.values()[STEPS:], rel=NOISE), name
+            assert ends[name].digest == ends[name.split()[0]].digest, name
+
+
+@pytest.mark.parametrize("name", ["zero3", "fsdp local", "flat local", "fsdp2 ranks"])
+def test_the_three_commands_as_typed(tmp_path, name):
+    run, out = f"{tmp_path}/run", f"{tmp_path}/out"
+    flags = [
+        f"--{'' if value is not False else 'no-'}{key.replace('_', '-')}{_of(value)}"
+        for key, value in {**COMMON, **RUNS[name]}.items()
+    ]
+    worlds.command(2, [*flags, "--steps", "1", "--save", run])
+    command = [sys.executable, "-m", "reshard", "split", run, out, "--world-size", "3"]
+    subprocess.run(command, check=True, capture_output=True)
+    told = worlds.command(3, ["--resume", out, "--steps", "2"])
+    assert f"saved {out}/global_step2" in told
+    document = json.loads(Path(out, "global_step1", "trainer_state.json").read_text())
+    assert document["world_size"] == 3  # a resume without --nproc starts as many
+    assert document["settings"]["strategy"] == RUNS[name]["strategy"]
+
+
+def _of(value):
+    return "" if isinstance(value, bool) else f"={value}"
