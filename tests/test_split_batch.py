@@ -12,7 +12,7 @@ from reshard.manifest import Manifest, Origin, TrainState
 
 def manifest(ranks, **train):
     origin = Origin("deepspeed", "run", mesh={"world": ranks})
-    return Manifest(origin, {}, {}, replace(TrainState(), **train))
+    return Manifest(origin, {}, {}, replace(TrainState(), **train), ordered=True)
 
 
 def configured(ranks, micro, steps):
