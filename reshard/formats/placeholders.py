@@ -7,7 +7,7 @@ known: the config beside the checkpoint, else its own name and its namesakes in 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
@@ -46,16 +46,22 @@ def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
         IncompleteError: naming them.
     """
     chosen = {entry.fqn for entry in written}
-    suspects = [fqn for fqn in manifest.placeholders if fqn in chosen]
-    if not suspects:
-        return
-    shapes = _shapes_beside(manifest)
-    if shapes is None:
-        hollow = suspects if len(suspects) > 1 else _odd_ones(manifest, suspects)
-    else:
-        hollow = [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
+    hollow = find(manifest, chosen)
     if hollow:
         raise _incomplete(manifest, hollow, len(chosen))
+
+
+def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
+    """Return the weights of shape [0] that the model has with elements, as far as anything says.
+
+    Args:
+        names: the weights to judge. Default: all.
+    """
+    suspects = [fqn for fqn in manifest.placeholders if names is None or fqn in names]
+    shapes = _shapes_beside(manifest) if suspects else {}
+    if shapes is None:
+        return suspects if len(suspects) > 1 else _odd_ones(manifest, suspects)
+    return [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
 
 
 def _incomplete(manifest: Manifest, hollow: Sequence[str], weights: int) -> IncompleteError:

@@ -17,7 +17,7 @@ from statistics import median
 from reshard import units
 from reshard.box import Index
 from reshard.errors import CorruptError
-from reshard.formats import huggingface, optimizers, run
+from reshard.formats import huggingface, optimizers, placeholders, run
 from reshard.formats.json_files import json_object
 from reshard.formats.place import Place
 from reshard.identity import find_conflicts, list_evidence
@@ -64,7 +64,7 @@ def complete(manifest: Manifest) -> Check:
     )
     found.failures += [f"{fqn} is announced, and no rank holds it" for fqn in manifest.absent]
     found.failures += [
-        f"{fqn} has no elements: a placeholder of ZeRO 3" for fqn in manifest.placeholders
+        f"{fqn} has no elements: a placeholder of ZeRO 3" for fqn in placeholders.find(manifest)
     ]
     return found
 

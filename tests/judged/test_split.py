@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import reshard
+from reshard.errors import UsageError
 from reshard.formats.targets import NAMES
 from tests.menagerie import same
 
@@ -25,7 +26,8 @@ TOLD = {
     "fsdp 1 local": {"model": "tests.judges.torch_models:menagerie", "wrap": "LlamaDecoderLayer"}
 }
 OF_TABLES = ("megatron", "meta", "nanotron")  # of models whose parameters a table knows
-WRITABLE = [name for name in NAMES if name not in ("fsdp2", "verl", *OF_TABLES)]
+OWN = ("trainer",)  # which only a run of the trainer becomes again
+WRITABLE = [name for name in NAMES if name not in ("fsdp2", "verl", *OF_TABLES, *OWN)]
 
 pytestmark = pytest.mark.judge
 
@@ -81,6 +83,11 @@ def test_every_source_becomes_every_target(name, to, world, source, tmp_path):
     check_same(before, state_of(tmp_path / "out"))
 
 
+def test_only_a_run_of_the_trainer_is_written_as_one(made, tmp_path):
+    with pytest.raises(UsageError, match="is not a run of python -m trainer"):
+        reshard.split(made / "z2_bf16" / "run", tmp_path / "out", to="trainer")
+
+
 @pytest.mark.parametrize("name", ["deepspeed 2", "deepspeed 3", "accelerate"])
 def test_there_and_back_again(name, source, tmp_path):
     before = state_of(source)
@@ -115,8 +122,17 @@ def test_weights_only_says_what_it_drops(made, tmp_path):
 
 def test_a_source_without_an_optimizer_is_refused_by_name(torch_made, tmp_path):
     with pytest.raises(reshard.ReshardError, match="optimizer"):
-        reshard.split(torch_made / "dcp_model_only/ckpt", tmp_path / "out", to="dcp", world_size=2)
+        reshard.split(
+            torch_made / "dcp_model_only/ckpt", tmp_path / "out", to="deepspeed", world_size=2
+        )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_alone_need_no_optimizer_where_the_target_needs_none(torch_made, tmp_path):
+    report = reshard.split(torch_made / "dcp_model_only/ckpt", tmp_path / "out", to="dcp")
+    assert report.done
+    assert not report.optimizer_tensors_out
+    assert any("weights" in text for text in (*report.derived, *report.notes, *report.warnings))
 
 
 def test_the_same_bytes_whatever_the_workers(made, tmp_path):

@@ -16,7 +16,7 @@ LAYERS = (
     ("scaling", "schedule", "timer", "tensors", "tokenizer", "data", "optimizer"),
     ("ranks", "model"),
     ("zero", "parallel", "engines.base"),
-    ("checkpoint.directory", "checkpoint.files", "checkpoint.state"),
+    ("checkpoint.directory", "checkpoint.files", "checkpoint.stamps", "checkpoint.state"),
     ("checkpoint",),
     ("engines",),
     ("checkpoint.saving", "export", "log", "memory"),
