@@ -202,7 +202,7 @@ TEETH = [
         "padding declared one too long",
         "ZeRO 2 aligned",
         d.edit("*_optim_states.pt", _one_more_padding),
-        "coverage",
+        "agreement",
         None,
     ),
     Row(

@@ -270,8 +270,8 @@ def test_the_batch_identity_fills_in_what_is_not_given(chosen, world, expected):
 @pytest.mark.parametrize(
     ("chosen", "world", "message"),
     [
-        ({"global_batch": 7}, 2, "global batch 7"),
-        ({"global_batch": 8, "micro_batch": 2, "accumulation": 1}, 2, "x 2 ranks"),
+        ({"global_batch": 7}, 2, "global batch of 7"),
+        ({"global_batch": 8, "micro_batch": 2, "accumulation": 1}, 2, "2 ranks x"),
         ({"micro_batch": -1}, 1, "micro_batch is -1"),
         ({"steps": 0}, 1, "steps is 0"),
         ({"lr": -1.0}, 1, "lr is -1"),
