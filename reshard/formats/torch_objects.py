@@ -104,6 +104,7 @@ class TorchFile:
             return number_at(files, tensor.chunk)
 
 
+_BLOCK_BYTES = 1 << 20  # which are read at a time
 _NUMBERS = {
     "float32": "<f",
     "float64": "<d",
@@ -138,6 +139,16 @@ def weight_at(files: SourceFiles, chunk: Chunk, at: int) -> float:
         return found
     plain = chunk.dtype.family == "float" and chunk.dtype.name in _NUMBERS
     return float(_unpacked(files, chunk, start)) if plain else float("nan")
+
+
+def is_zero(files: SourceFiles, chunk: Chunk) -> bool:
+    """Return whether every byte from the first to the last element of a chunk is zero."""
+    first, stop = chunk.byte_span
+    for start in range(first, stop, _BLOCK_BYTES):
+        block = files.read(chunk.file, start, min(_BLOCK_BYTES, stop - start))
+        if any(block):
+            return False
+    return True
 
 
 def _unpacked(files: SourceFiles, chunk: Chunk, start: int) -> float | int:

@@ -344,11 +344,35 @@ def test_deepspeed_loads_the_universal_form_at_any_grid(number, made, gone_on_un
         assert loss == pytest.approx(wanted, abs=noise)
 
 
-@pytest.mark.parametrize("case", ["pp2_fp16", "pp4_tied", "tp2pp2"])
+@pytest.mark.parametrize("case", ["pp2dp2", "pp2_fp16", "pp4_tied", "tp2pp2"])
 def test_a_copy_that_the_last_stage_does_not_use_is_no_padding(case, made):
     """The last stage trains a whole tied module, of which it uses the vocabulary alone."""
     report = reshard.verify(made / case / "run", deep=True)
     assert not [check.failures for check in report.checks if check.failures]
+
+
+@pytest.mark.parametrize(
+    ("name", "slots"), [("word_embeddings", ()), ("position_embeddings", ("exp_avg_sq",))]
+)
+def test_copies_that_two_stages_train_and_that_differ_are_noticed(name, slots, made, tmp_path):
+    """Also those of which nothing but the moments says that the last stage trains its copy."""
+    run = shutil.copytree(made / "pp2dp2" / "run", tmp_path / "run")
+    fqn = f"tied_modules.embed.{name}.weight"
+    (path,) = run.rglob("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt")
+
+    def change(root):
+        held = root["optimizer_state_dict"]
+        start = held["param_slice_mappings"][0][fqn].start
+        held["single_partition_of_fp32_groups"][0][start] += 1
+        for slot in slots:
+            held["base_optimizer_state"]["state"][0][slot][start] = 1
+
+    edited(path, change)
+    replicas = reshard.verify(run, deep=True).check("replicas")
+    assert replicas.failures
+    assert all(text.startswith(fqn) for text in replicas.failures)
+    with pytest.raises(DifferentError, match=fqn):
+        reshard.merge(run, tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("has_buffer", [False, True])

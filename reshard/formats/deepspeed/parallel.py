@@ -13,12 +13,14 @@ from typing import Any
 
 from reshard import counts
 from reshard.errors import CorruptError, IncompleteError
+from reshard.files import SourceFiles
 from reshard.formats.deepspeed import layers, native, whole
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import Census, Files
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
+from reshard.formats.torch_objects import is_zero
 from reshard.formats.values import plain
-from reshard.manifest import Manifest
+from reshard.manifest import WEIGHT_KINDS, Chunk, Manifest
 from reshard.model_parallel import combine
 
 _INFO = "universal_checkpoint_info"
@@ -45,8 +47,8 @@ def read(files: Files, rules: Path | None = None) -> Manifest:
     cuts = _cuts(files, firsts[0], stages, rules)
     joined = combine.stages(
         [
-            combine.tensor_ranks(_of_stage(cuts, stage, number), cuts.split)
-            for number, stage in enumerate(stages)
+            combine.tensor_ranks(_of_stage(cuts, stages, number), cuts.split)
+            for number in range(len(stages))
         ]
     )
     data = int(joined.origin.mesh["dp"])
@@ -157,17 +159,50 @@ def _cuts(
     )
 
 
-def _of_stage(cuts: Cuts, ranks: Sequence[Manifest], stage: int) -> list[Manifest]:
-    """The ranks of a stage, without what only the first stage's copy of counts."""
-    if stage == 0:
+def _of_stage(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) -> list[Manifest]:
+    """Return the ranks of a stage without the copies for which only an earlier stage's counts."""
+    ranks = stages[number]
+    if number == 0:
         return list(ranks)
-    unused = sorted({fqn for rank in ranks for _, fqn in rank.entries if cuts.is_first_stages(fqn)})
+    earlier = [rank for stage in stages[:number] for rank in stage]
+    names = sorted({fqn for rank in ranks for _, fqn in rank.entries})
+    unused = [
+        fqn for fqn in names if cuts.is_first_stages(fqn) or _is_trained_only(fqn, earlier, ranks)
+    ]
     for fqn in unused:
         cuts.notes[
             f"{fqn!r} is taken from the first stage; the last one's copy, which the model does not"
             " use, is left out"
         ] = None
     return [_without(rank, unused) for rank in ranks]
+
+
+def _is_trained_only(fqn: str, earlier: Sequence[Manifest], ranks: Sequence[Manifest]) -> bool:
+    """Return whether a tied module's parameter got gradients on earlier stages and none on these.
+
+    Stages share only the weights that ``tied_weight_attr`` names: DeepSpeed broadcasts those and
+    sums their gradients (0.19.8 ``runtime/pipe/module.py``, ``_synchronize_tied_weights``). What
+    else a tied module has, each stage trains for itself. Where a stage does not use it, its
+    gradients are zeros, and so are its moments, while weight decay goes on changing the copy.
+    """
+    if not fqn.startswith(layers.TIED):
+        return False
+    mine, theirs = _slots(fqn, ranks), _slots(fqn, earlier)
+    with SourceFiles() as pool:
+        unused = bool(mine) and all(is_zero(pool, chunk) for chunk in mine)
+        return unused and not all(is_zero(pool, chunk) for chunk in theirs)
+
+
+def _slots(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
+    """Return what the optimizers of ranks store of a parameter beside its master."""
+    return [
+        chunk
+        for rank in ranks
+        for entry in rank.entries.values()
+        if entry.fqn == fqn and entry.kind not in WEIGHT_KINDS
+        for chunk in entry.chunks
+        if chunk.box.volume
+    ]
 
 
 def _without(rank: Manifest, unused: Collection[str]) -> Manifest:
