@@ -23,6 +23,7 @@ from reshard.formats.state_dict import flat, tree
 from reshard.formats.state_dict.tree import Local
 from reshard.formats.training import training
 from reshard.manifest import contiguous
+from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global
 
@@ -168,7 +169,9 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
     with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', where"):
         arguments.of({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
-        optimizer.read({"param_groups": [7]}, [], arguments.of({}, "rank 0"), "rank 0")
+        optimizer.read(
+            {"param_groups": [7]}, [], arguments.of({}, "rank 0"), builtin("megatron"), "rank 0"
+        )
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A parameter that a table knows: its rule, and the values of the name's fields."""
+    """A parameter that a table knows: its rule, and the values of the name's fields.
+
+    Args:
+        word: the pattern of the rule that the name matches.
+    """
 
     rule: Rule
     fields: Mapping[str, str | int]
+    word: Pattern
 
     @property
     def name(self) -> str:
@@ -141,7 +146,7 @@ class Table:
             if dialect is None or word.is_of(dialect):
                 fields = word.pattern.match(name, constants)
                 if fields is not None:
-                    return Found(word.rule, fields)
+                    return Found(word.rule, fields, word.pattern)
         return None
 
     def need(self, name: str, constants: Mapping[str, int], dialect: str | None = None) -> Found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.formats.place import Place
-from tests.judges.megatron_judge import CASES, Grid, load_all, loading
+from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 
 pytestmark = pytest.mark.judge
 
@@ -223,3 +223,35 @@ def test_a_mixture_of_hugging_face_s_says_how_its_experts_are_named(megatron_cas
     assert file.args.values["moe_grouped_gemm"] is True
     assert file.args.values["rotary_base"] == 26914.93
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in file.chunks()[0].params
+
+
+RULES = """
+parameters:
+  "decoder.layers.{i}.mlp.experts.bank.{e}.linear_fc1.{p}": {cut: gated}
+  "decoder.layers.{i}.mlp.experts.bank.{e}.linear_fc2.weight": {cut: row}
+"""
+
+
+def test_experts_that_rules_number_lie_over_ranks(tmp_path):
+    """``--ep`` of experts under names of a fork's own, there and back."""
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(RULES)
+    case = Case("bank", "mixtral_bank", Grid(dp=2), "fp32", forms=("torch",))
+    made = {"bank": case}
+    load_all(tmp_path, made)
+    source = tmp_path / "bank" / "torch"
+    for name, start, ep in (("apart", source, 2), ("back", tmp_path / "apart.made", 1)):
+        out = tmp_path / f"{name}.made"
+        reshard.split(start, out, to="megatron", ep=ep, dp=2, rules=rules)
+        grid = Grid(dp=2, ep=ep)
+        made[name] = replace(case, name=name, grid=grid, start=str(out), forms=())
+    load_all(tmp_path, {name: made[name] for name in ("apart", "back")})
+    truth = truth_of(tmp_path / "bank")
+    assert any(".bank.3." in name for name in truth["params"])
+    for run in ("apart", "back"):
+        found = truth_of(tmp_path / run)
+        for name, value in truth["params"].items():
+            assert torch.equal(found["params"][name], value), (run, name)
+            for slot, held in truth["optimizer"][name].items():
+                assert torch.equal(found["optimizer"][name][slot], held), (run, name, slot)
+        assert found["later"] == pytest.approx(truth["later"], abs=EXACT)

@@ -54,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": LLAMA | {"num_query_groups": 4, "num_attention_heads": 8, "add_qkv_bias": True},
     "qwen3": LLAMA | {"kv_channels": 16, "qk_layernorm": True, "tied": True},
     "mixtral": LLAMA | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
+    "mixtral_bank": LLAMA
+    | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "bank": True},
     "mixtral_grouped": LLAMA
     | {
         "num_moe_experts": 4,

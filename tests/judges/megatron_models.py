@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from tests.judges import megatron_fused
 from tests.judges.megatron_cases import FAMILIES, SEQUENCE
@@ -39,7 +40,7 @@ COMMON = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 1234
-OF_GPT = ("position_embedding_type", "tied", "fused")
+OF_GPT = ("position_embedding_type", "tied", "fused", "bank")
 
 
 def lay_grid(grid: Grid) -> None:
@@ -103,6 +104,8 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     chunk = stage if case.grid.vpp else None
     if config.num_moe_experts:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=chunk)
+        for layer in spec.layer_specs if family.get("bank") else []:
+            layer.submodules.mlp.submodules.experts.module = Bank
     elif family.get("fused"):
         spec = megatron_fused.layer_spec(qk_layernorm=config.qk_layernorm)
     else:
@@ -122,6 +125,24 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     )
     model.model_type = ModelType.encoder_or_decoder
     return model
+
+
+class Bank(SequentialMLP):
+    """Experts under a name of a fork's own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._modules["bank"] = self._modules.pop("local_experts")
+
+    @property
+    def local_experts(self) -> Any:
+        """The experts as the base class calls them."""
+        return self._modules.get("bank", self._modules.get("local_experts"))
+
+    def sharded_state_dict(self, *args: Any, **options: Any) -> Any:
+        """As the base class makes it, under this module's names."""
+        found = super().sharded_state_dict(*args, **options)
+        return {key.replace(".local_experts.", ".bank."): each for key, each in found.items()}
 
 
 def unwrapped(chunks: list[Any]) -> list[GPTModel]:

@@ -96,7 +96,7 @@ def read(place: Place, table: Table) -> Manifest:
     whole = index_entries(grid.in_model_order(weights))
     held = [Held(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
     chained = dist_flat.own_states(objects)
-    state = optimizer.read(chained or common.get("optimizer"), held, args, str(place))
+    state = optimizer.read(chained or common.get("optimizer"), held, args, table, str(place))
     flat = dist_flat.Flat(stored, objects, whole, args, table, str(place)).entries()
     form = _form(common, flat, slots)
     made = Manifest(

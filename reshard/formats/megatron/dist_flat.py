@@ -56,7 +56,7 @@ class Flat:
         self._table = table
         self._path = path
         self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
-        self._model = model.model(self._whole)
+        self._model = model.model(self._whole, table)
         # (optimizer, group) -> buffer -> slot -> buckets; and what gather_scatter keeps
         self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, Logical]]]] = {}
         self._states: dict[tuple[int, int], Any] = {}
@@ -93,7 +93,7 @@ class Flat:
     def _manifest(self, rank: Rank) -> Manifest:
         params = model.of_rank(rank, self._model, self._whole, self._args, self._table)
         chain = [number for number, _ in (*self._buckets, *self._states)]
-        shared = optimizer.parts(max(chain) + 1, params, self._args)
+        shared = optimizer.parts(max(chain) + 1, params, self._args, self._table)
         found: list[Entry] = []
         for number, mine in enumerate(shared):
             place = number, self._group(rank, experts=number > 0 and number == len(shared) - 1)
@@ -101,7 +101,13 @@ class Flat:
                 found += self._unpacked(place, mine)
             elif place in self._states and self._saves(rank, number):
                 found += optimizer.flat_entries(
-                    self._states[place], 1, mine, self._args, self._path, stage=rank.pp
+                    self._states[place],
+                    1,
+                    mine,
+                    self._args,
+                    self._table,
+                    self._path,
+                    stage=rank.pp,
                 )
         experts = self._args.experts // self._args.ep
         restated = grouped.separate(found, experts, rank.ep * experts)

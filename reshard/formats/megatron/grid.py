@@ -36,13 +36,15 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
     for pp in range(args.pp):
         held = {(r.tp, r.ep): manifest for r, manifest in ranks.items() if r.pp == pp}
         dense = [
-            combine.stages([_part(m, experts=False) for (at, _), m in held.items() if at == tp])
+            combine.stages(
+                [_part(m, table, experts=False) for (at, _), m in held.items() if at == tp]
+            )
             for tp in sorted({tp for tp, _ in held})
         ]
         stages.append(combine.tensor_ranks(dense, cut))
         for ep in sorted({ep for _, ep in held}):
             pieces = {
-                args.expert_place(tp, at): _part(m, experts=True)
+                args.expert_place(tp, at): _part(m, table, experts=True)
                 for (tp, at), m in held.items()
                 if at == ep
             }
@@ -52,11 +54,11 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
     return _tied(_in_order(again), args)
 
 
-def _part(manifest: Manifest, *, experts: bool) -> Manifest:
+def _part(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
     return manifest.with_entries(
         entry
         for entry in manifest.entries.values()
-        if (names.expert_of(entry.fqn) is not None) is experts
+        if (names.expert_of(entry.fqn, table) is not None) is experts
     )
 
 
@@ -66,7 +68,7 @@ def split_of(name: str, args: Arguments, table: Table) -> Split:
     Raises:
         UsageError: no rule says so, and there are several.
     """
-    ranks = args.tp if names.expert_of(name) is None else args.etp
+    ranks = args.tp if names.expert_of(name, table) is None else args.etp
     if ranks == 1:
         found = names.rule_of(table, name)
         return found.rule.split(gated=args.gated) if found else REPLICATED

@@ -19,6 +19,7 @@ from reshard.box import Index
 from reshard.formats.megatron import grouped, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.values import plain
+from reshard.model_parallel.rules import Table
 
 _NOT_HYPER = ("params", "param_names", "step")
 _QK = ("q_layernorm.", "k_layernorm.")
@@ -40,23 +41,23 @@ class Kind:
     decoupled: bool
 
 
-def of_param(fqn: str, shape: Index, args: Arguments) -> Kind:
+def of_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Kind:
     """The kind of the group that a parameter is in."""
     spared = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
     return Kind(
         decays=(len(shape) != 1 and not fqn.endswith(".bias")) or spared,
-        expert=is_expert(fqn, args),
+        expert=is_expert(fqn, args, table),
         decoupled=args.values.get("decoupled_lr") is not None and fqn in _ENDS,
     )
 
 
-def is_expert(fqn: str, args: Arguments) -> bool:
+def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
     """Whether a parameter is of an expert that not every rank has: it is reduced apart.
 
     ``core/transformer/moe/experts.py`` (``allreduce``): where experts lie over ranks, or are cut
     otherwise than the dense layers.
     """
-    return args.ep > 1 and (names.expert_of(fqn) is not None or grouped.is_grouped(fqn))
+    return args.ep > 1 and (names.expert_of(fqn, table) is not None or grouped.is_grouped(fqn))
 
 
 def of_group(group: Mapping[str, Any]) -> Kind:
@@ -70,7 +71,10 @@ def of_group(group: Mapping[str, Any]) -> Kind:
 
 
 def members(
-    groups: Sequence[Mapping[str, Any]], params: Mapping[str, Index], args: Arguments
+    groups: Sequence[Mapping[str, Any]],
+    params: Mapping[str, Index],
+    args: Arguments,
+    table: Table,
 ) -> list[list[str]]:
     """The parameters of each group, in its order.
 
@@ -81,7 +85,7 @@ def members(
     kinds = [of_group(group) for group in groups]
     found: list[list[str]] = [[] for _ in groups]
     for fqn, shape in params.items():
-        kind = of_param(fqn, shape, args)
+        kind = of_param(fqn, shape, args, table)
         if kind in kinds:
             found[kinds.index(kind)].append(fqn)
     return found

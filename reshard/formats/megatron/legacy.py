@@ -48,7 +48,9 @@ def read(place: Place, table: Table) -> Manifest:
     opened = {rank: open_rank(folder) for rank, folder in directory.ranks(place, args).items()}
     _check(opened, args)
     offsets = _offsets(opened, args)
-    ranks = {rank: _manifest(rank, file, args, offsets[rank.pp]) for rank, file in opened.items()}
+    ranks = {
+        rank: _manifest(rank, file, args, table, offsets[rank.pp]) for rank, file in opened.items()
+    }
     whole = grid.joined(ranks, args, table)
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
@@ -56,12 +58,12 @@ def read(place: Place, table: Table) -> Manifest:
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    held = own.of_ranks(_extra(opened, args, offsets), _random(opened, args))
+    held = own.of_ranks(_extra(opened, args, table, offsets), _random(opened, args))
     return own.told(replace(whole, origin=train.origin(place, args, detail, whole)), held)
 
 
 def _extra(
-    opened: Mapping[Rank, RankFile], args: Arguments, offsets: list[list[int]]
+    opened: Mapping[Rank, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Modules' own states of every rank, under their names in the whole model."""
     experts = args.experts // args.ep
@@ -70,7 +72,9 @@ def _extra(
             yield (
                 (rank.tp, rank.ep),
                 {
-                    names.shifted(name, layers=layers, experts=rank.ep * experts): value
+                    names.shifted(
+                        name, layers=layers, experts=rank.ep * experts, table=table
+                    ): value
                     for name, value in chunk.extra.items()
                 },
             )
@@ -241,7 +245,9 @@ def _offsets(opened: Mapping[Rank, RankFile], args: Arguments) -> list[list[int]
     return [[starts[vp * args.pp + pp] for vp in range(chunks)] for pp in range(args.pp)]
 
 
-def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int]) -> Manifest:
+def _manifest(
+    rank: Rank, file: RankFile, args: Arguments, table: Table, offsets: Sequence[int]
+) -> Manifest:
     """One rank's part: names of the whole model, shapes of the rank."""
     each = args.experts // args.ep
     entries: list[Entry] = []
@@ -249,7 +255,7 @@ def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int
     for number, (chunk, layers) in enumerate(zip(file.chunks(), offsets, strict=True)):
 
         def globally(name: str, layers: int = layers) -> str:
-            return names.shifted(name, layers=layers, experts=rank.ep * each)
+            return names.shifted(name, layers=layers, experts=rank.ep * each, table=table)
 
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
@@ -261,10 +267,10 @@ def _manifest(rank: Rank, file: RankFile, args: Arguments, offsets: Sequence[int
             for name, tensor in chunk.params.items()
         ]
     saved = file.root.get("optimizer")
-    state = optimizer.read(saved, held, args, file.path)
+    state = optimizer.read(saved, held, args, table, file.path)
     if file.flat is not None:
         count, place = len(optimizer.several(saved)), file.files[-1].path
-        entries += optimizer.flat_entries(file.flat, count, held, args, place, stage=rank.pp)
+        entries += optimizer.flat_entries(file.flat, count, held, args, table, place, stage=rank.pp)
     restated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
     return Manifest(
         origin=Origin("megatron", file.path),

@@ -16,14 +16,14 @@ from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import blocks
 
 
-def model(whole: Mapping[str, Entry]) -> Model[str]:
+def model(whole: Mapping[str, Entry], table: Table) -> Model[str]:
     """The names of every parameter of a model, to be found by who has them."""
-    return Model((_spot(fqn), fqn) for fqn in whole)
+    return Model((_spot(fqn, table), fqn) for fqn in whole)
 
 
-def _spot(fqn: str) -> Spot:
+def _spot(fqn: str, table: Table) -> Spot:
     layer = names.layer_of(fqn)
-    return Spot(layer, names.expert_of(fqn), layer is None and order.is_embedding(fqn))
+    return Spot(layer, names.expert_of(fqn, table), layer is None and order.is_embedding(fqn))
 
 
 def of_rank(
@@ -73,7 +73,7 @@ def _stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
 def _local(
     fqn: str, whole: Mapping[str, Entry], rank: Rank, args: Arguments, table: Table
 ) -> Index:
-    expert = names.expert_of(fqn) is not None
+    expert = names.expert_of(fqn, table) is not None
     ranks = args.etp if expert else args.tp
     at = args.expert_place(rank.tp, rank.ep) if expert else rank.tp
     shape, _ = blocks(fqn, _stored(fqn, whole).shape, grid.split_of(fqn, args, table), ranks, at)

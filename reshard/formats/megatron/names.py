@@ -28,6 +28,7 @@ _STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 _DIST_EXPERT = re.compile(
     r"(.*\.mlp\.experts)\.experts\.(?:(\d{1,9})\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
 )
+_EXTRA = "_extra_state"
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 
 
@@ -37,16 +38,40 @@ def layer_of(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
-def expert_of(name: str) -> int | None:
-    """The number of the expert that a parameter is of; None for what every rank has."""
+def expert_of(name: str, table: Table | None = None) -> int | None:
+    """Return the number of the expert that a parameter is of; None for what every rank has.
+
+    Args:
+        table: rules that may number experts (``{e}``) of modules that Megatron itself lacks.
+    """
     match = _EXPERT.search(name)
-    return int(match[2] or match[4]) if match else None
+    if match:
+        return int(match[2] or match[4])
+    found = _expert_by_rule(name, table)
+    return int(found.fields["e"]) if found else None
 
 
-def shifted(name: str, *, layers: int, experts: int) -> str:
+def shifted(name: str, *, layers: int, experts: int, table: Table | None = None) -> str:
     """A local name, with so many layers and experts before the rank's own."""
     name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + layers}", name, count=1)
-    return _EXPERT.sub(lambda m: f"{m[1] or m[3]}{int(m[2] or m[4]) + experts}", name, count=1)
+    if _EXPERT.search(name):
+        return _EXPERT.sub(lambda m: f"{m[1] or m[3]}{int(m[2] or m[4]) + experts}", name, count=1)
+    found = _expert_by_rule(name, table)
+    if found is None:
+        return name
+    fields = {**found.fields, "e": int(found.fields["e"]) + experts}
+    whole = found.word.fill(fields)
+    return f"{whole.rpartition('.')[0]}.{_EXTRA}" if is_extra(name) else whole
+
+
+def _expert_by_rule(name: str, table: Table | None) -> Found | None:
+    """Find the rule that numbers an expert in a name; of a module's own state its weight's."""
+    if table is None:
+        return None
+    if is_extra(name):
+        name = f"{name.rpartition('.')[0]}.weight"
+    found = rule_of(table, name)
+    return found if found and "e" in found.fields else None
 
 
 def is_buffer(name: str) -> bool:
@@ -56,7 +81,7 @@ def is_buffer(name: str) -> bool:
 
 def is_extra(name: str) -> bool:
     """Whether a value is Transformer Engine's own state: opaque, of no model's parameter."""
-    return "_extra_state" in name
+    return _EXTRA in name
 
 
 def rule_of(table: Table, name: str) -> Found | None:

@@ -27,6 +27,7 @@ from reshard.formats.state_dict.tree import Logical, logical
 from reshard.formats.torch_objects import number_at
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
+from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
 
 _STATE = fields(
@@ -64,7 +65,7 @@ def kind_of(slot: str) -> str:
     return MASTER if slot in _MASTERS else slot
 
 
-def parts(count: int, params: Sequence[Held], args: Arguments) -> list[list[Held]]:
+def parts(count: int, params: Sequence[Held], args: Arguments, table: Table) -> list[list[Held]]:
     """The parameters of each of a rank's optimizers (``get_megatron_optimizer``).
 
     Args:
@@ -73,14 +74,14 @@ def parts(count: int, params: Sequence[Held], args: Arguments) -> list[list[Held
     """
     if count <= 1:
         return [list(params)]
-    experts = [p for p in params if groups.is_expert(p.fqn, args)]
-    dense = [p for p in params if not groups.is_expert(p.fqn, args)]
+    experts = [p for p in params if groups.is_expert(p.fqn, args, table)]
+    dense = [p for p in params if not groups.is_expert(p.fqn, args, table)]
     if args.flag("overlap_param_gather_with_optimizer_step"):
         return [[p for p in dense if not p.chunk], [p for p in dense if p.chunk], experts][:count]
     return [dense, experts]
 
 
-def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Optimizer:
+def read(value: Any, params: Sequence[Held], args: Arguments, table: Table, path: str) -> Optimizer:
     """Every slot, step and group of a rank, but for those in flat buffers.
 
     Args:
@@ -93,7 +94,7 @@ def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Opti
     """
     found = Optimizer()
     states = several(value)
-    for state, shared in zip(states, parts(len(states), params, args), strict=False):
+    for state, shared in zip(states, parts(len(states), params, args, table), strict=False):
         if not isinstance(state, dict):
             continue
         found.scaler = found.scaler or _scaler(state.get("grad_scaler"), args)
@@ -101,7 +102,7 @@ def read(value: Any, params: Sequence[Held], args: Arguments, path: str) -> Opti
         if inner is None:
             continue
         expect(path, inner, _STATE, "optimizer")
-        members = _grouped(found, inner, shared, args)
+        members = _grouped(found, inner, shared, args, table)
         _steps(found, inner, members)
         _indexed(found, inner, members)
         _masters(found, state, shared, members, path)
@@ -134,12 +135,17 @@ def several(value: Any) -> list[Any]:
 
 
 def _grouped(
-    found: Optimizer, inner: Mapping[str, Any], params: Sequence[Held], args: Arguments
+    found: Optimizer,
+    inner: Mapping[str, Any],
+    params: Sequence[Held],
+    args: Arguments,
+    table: Table,
 ) -> list[list[str | None]]:
     """The parameters of every group of one optimizer."""
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
-    listed: list[list[str | None]] = [list(each) for each in groups.members(stored, shapes, args)]
+    known = groups.members(stored, shapes, args, table)
+    listed: list[list[str | None]] = [list(each) for each in known]
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     if counts and counts != list(map(len, listed)):
         listed = _told_by_shape(found, inner, stored, shapes)
@@ -267,7 +273,14 @@ def buffers_of(params: Sequence[Held], args: Arguments) -> list[tuple[int, list[
 
 
 def flat_entries(
-    value: Any, count: int, params: Sequence[Held], args: Arguments, path: str, *, stage: int
+    value: Any,
+    count: int,
+    params: Sequence[Held],
+    args: Arguments,
+    table: Table,
+    path: str,
+    *,
+    stage: int,
 ) -> Iterator[Entry]:
     """Slots in the flat buffers of ``distrib_optim.pt``.
 
@@ -280,7 +293,9 @@ def flat_entries(
         CorruptError: a buffer is not how Megatron lays out these parameters.
     """
     for held, shared in zip(
-        value if isinstance(value, list) else [value], parts(count, params, args), strict=False
+        value if isinstance(value, list) else [value],
+        parts(count, params, args, table),
+        strict=False,
     ):
         if isinstance(held, dict):  # else another rank has it
             yield from _flat(held, shared, args, path, stage)

@@ -56,6 +56,8 @@ def place(fqn: str) -> Place:
     inner = match[1] if match else fqn
     at = _first(_LAYER, inner)
     expert, second = names.expert_of(fqn), int("linear_fc2" in inner)
+    if at == len(_LAYER) or (expert is None and inner.startswith("mlp.experts.")):
+        return (1, layer, at)  # a module that Megatron lacks: as its file lists them
     if expert is None:
         return (1, layer, at, bias)
     if ".local_experts." in fqn:  # a module each

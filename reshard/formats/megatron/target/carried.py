@@ -48,10 +48,21 @@ class Carried:
         place = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
         layers = {local.known.layer: names.layer_of(local.name) for local in chunk}
         modules = {local.name.rpartition(".")[0] for local in chunk}
+        experts_here = {
+            local.known.weight.fqn.rpartition(".")[0]: local.name.rpartition(".")[0]
+            for local in chunk
+            if local.known.expert is not None
+        }
+        words = {local.known.found.word for local in chunk if local.known.expert is not None}
         for key, value in self.extra.get(place, {}).items():
             name = key if self.form == "torch" else own.of_whole_model(key)
             layer = names.layer_of(name)
-            if layer is None:
+            module, _, last = name.rpartition(".")
+            if module in experts_here:
+                yield f"{experts_here[module]}.{last}", value
+            elif any(word.match(f"{module}.weight", {}) for word in words):
+                continue  # of another rank's expert
+            elif layer is None:
                 if name.rpartition(".")[0] in modules:
                     yield name, value
             elif (here := layers.get(layer)) is not None:
