@@ -178,3 +178,22 @@ def test_numpys_random_state_is_no_weight(tmp_path):
     state = {"w": torch.ones(3), "numpy": np.random.get_state()}  # noqa: NPY002
     with reshard.open(save(state, tmp_path / "x.pt")) as checkpoint:
         assert set(checkpoint) == {"w"}
+
+
+@pytest.mark.parametrize(
+    ("own", "lost"),
+    [
+        ({"scale": np.float32(1.5), "seen": np.arange(5), "mask": np.ones(3, bool)}, ["own"]),
+        ({"scheduler": {"last_epoch": 3}, "seen": np.arange(5)}, ["own.seen"]),
+        ({"losses": np.arange(5.0)}, ["own (another state dict)"]),
+    ],
+)
+def test_a_split_names_the_arrays_of_a_scripts_own_dict(tmp_path, own, lost):
+    """They are no model where no array is both of floats and larger than a number."""
+    state = {"model": {"weight": torch.randn(4, 4)}, "own": own}
+    path = save(state, tmp_path / "x.pt")
+    report = reshard.split(path, tmp_path / "out", to="dcp", world_size=2, weights_only=True)
+    told = [note for note in report.notes if note.startswith("not carried: ")]
+    assert told == [f"not carried: {name}" for name in lost]
+    with reshard.open(path) as checkpoint:
+        assert set(checkpoint) == {"weight"}

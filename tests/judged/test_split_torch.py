@@ -261,6 +261,20 @@ def has_optimizer(place, told):
         return bool(checkpoint.manifest.train.param_groups)
 
 
+def test_a_scripts_own_objects_are_carried_or_named(torch_made, tmp_path):
+    """Beside a scheduler, arrays and the state of a generator, none of which is a model."""
+    source = torch_made / "dcp_objects" / "ckpt"
+    report = reshard.split(source, tmp_path / "out", to="dcp", world_size=2)
+    lost = {"objects.numpy", "objects.array", "objects.random"}
+    told = {n.removeprefix("not carried: ") for n in report.notes if n.startswith("not carried: ")}
+    assert told == lost
+    before, after = (reshard.open(place) for place in (source, tmp_path / "out"))
+    with before, after:
+        kept = {k: v for k, v in before.manifest.train.client.items() if k not in lost}
+        assert {"objects.tuple", "objects.path", "objects.list", "epoch"} <= kept.keys()
+        assert after.manifest.train.client == kept
+
+
 @pytest.mark.parametrize("case", STATES)
 def test_a_dcp_directory_reads_back_as_its_source(case, source, tmp_path):
     place, told = source

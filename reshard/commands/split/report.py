@@ -17,7 +17,7 @@ from reshard.formats.targets.request import Request
 from reshard.formats.training import Training
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
-from reshard.manifest import MASTER, WEIGHT_KINDS
+from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest
 from reshard.plan.planner import Plan
 
 SCHEMA = 1
@@ -110,7 +110,7 @@ def describe(
         optimizer_tensors_in=len(held),
         optimizer_tensors_out=len(out),
         leaves=balance(manifest),
-        notes=list(laid.notes),
+        notes=[*laid.notes, *_unread(manifest)],
         warnings=[*manifest.warnings, *find_counter_conflicts(manifest)],
         bytes_read=plan.copied_bytes,
         bytes_written=skeleton.nbytes,
@@ -131,6 +131,20 @@ def describe(
     if state.made:
         report.derived += _masters(state, request)
     return report
+
+
+def _unread(manifest: Manifest) -> Iterator[str]:
+    """Yield what no target can hold because nothing reads it: another model, objects, bytes.
+
+    What is among the train state is not here: each target says which of that it has no place for.
+    """
+    client = manifest.train.client
+    of_kinds: dict[str, list[str]] = {}
+    for name, kind in manifest.unread.items():
+        if not any(name == own or name.startswith(f"{own}.") for own in client):
+            of_kinds.setdefault(kind, []).append(name)
+    for kind, names in of_kinds.items():
+        yield f"not carried: {units.some(names)} ({kind})"
 
 
 def _masters(state: Training, request: Request) -> Iterator[str]:

@@ -24,6 +24,7 @@ Path = tuple[Any, ...]
 NESTS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
 _DEPTH = 3
 _WITH_LOOSE = 2  # one model, and the top level
+_NO_FLOATS = ("int", "bool")
 _LOOSE = 100  # times as many elements has the model
 _NEVER_A_MODEL = re.compile(r"rng|random_states?|sampler|data_?loader|sched|scaler", re.IGNORECASE)
 RNG = re.compile(r"rng|random|generator", re.IGNORECASE)
@@ -118,8 +119,13 @@ def _models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, A
             if held:
                 found[path] = held
     # States of generators are bytes, and metrics single values; a model is that if nothing else is.
+    # A dict of a script's own may hold both, so one tensor must be of floats and of many elements.
     floats = {p: held for p, held in found.items() if any(map(_is_float, held.values()))}
-    large = {p: held for p, held in floats.items() if any(_numel(v) > 1 for v in held.values())}
+    large = {
+        path: held
+        for path, held in floats.items()
+        if any(_is_float(leaf) and _numel(leaf) > 1 for leaf in held.values())
+    }
     return large or floats or found
 
 
@@ -152,8 +158,8 @@ def _is_loose(sizes: Mapping[Path, int], largest: Path) -> bool:
 
 def _is_float(leaf: Any) -> bool:
     if isinstance(leaf, Logical):
-        return leaf.dtype.family != "int"
-    return any(chunk.dtype.family != "int" for chunk in leaf.pieces.values())
+        return leaf.dtype.family not in _NO_FLOATS
+    return any(chunk.dtype.family not in _NO_FLOATS for chunk in leaf.pieces.values())
 
 
 def _numel(leaf: Any) -> int:
