@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import reshard
 from reshard.commands.naming import traits
 from reshard.errors import UnsupportedError
 from reshard.model_parallel import families
+from reshard.model_parallel.megatron_traits import as_megatron
+from reshard.model_parallel.traits import Traits
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -402,3 +407,48 @@ def test_a_config_that_holds_an_infinity_is_read(tmp_path):
     assert "__float__" in (tmp_path / "config.json").read_text()
     with pytest.raises(UnsupportedError, match="describes a mamba2 model, and reshard has tables"):
         family_of_file(tmp_path / "config.json")
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "type": "yarn"}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"mscale": 0.5, "mscale_all_dim": 0.2, "truncate": False},
+        {"mscale": 0.5},
+        {"attention_factor": 1.0},
+        {"attention_factor": 1.3, "beta_fast": 16, "beta_slow": 2},
+    ],
+)
+def test_yarn_of_transformers_is_megatron_s(keys, tmp_path):
+    """As Megatron computes the factor of cos and sin, it is that of transformers."""
+    config = {**TINY, "model_type": "llama", "max_position_embeddings": 128}
+    config["rope_scaling"] = {**YARN, **keys}
+    _, found = family_of(tmp_path / "config.json", config)
+    args = as_megatron(found)
+    loaded = AutoConfig.from_pretrained(tmp_path / "config.json")
+    wanted = ROPE_INIT_FUNCTIONS["yarn"](loaded, "cpu")[1]
+    scale = 0.1 * math.log(args["yarn_rotary_scaling_factor"])
+    factor = (args["yarn_mscale"] * scale + 1) / (args["yarn_mscale_all_dim"] * scale + 1)
+    assert factor == pytest.approx(wanted, abs=1e-12)
+    assert args["position_embedding_type"] == "yarn"
+    assert args["yarn_original_max_position_embeddings"] == 32
+    assert args["yarn_beta_fast"] == keys.get("beta_fast", 32)
+    assert args["yarn_correction_range_round_to_int"] is keys.get("truncate", True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"low_freq_factor": 1.0}, "YaRN's low_freq_factor 1.0"),
+        ({"factor": "4"}, "YaRN's factor '4'"),
+        ({"factor": 0.5}, "YaRN with factor 0.5"),
+        ({"factor": 1, "attention_factor": 1.2}, "attention_factor 1.2 at factor 1"),
+    ],
+)
+def test_yarn_that_megatron_lacks_is_refused_by_name(keys, problem):
+    said = Traits(source="a", positions="rope", rope_scaling={**YARN, **keys})
+    with pytest.raises(UnsupportedError, match=problem):
+        as_megatron(said)

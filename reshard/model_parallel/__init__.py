@@ -11,6 +11,7 @@
     families      which of Hugging Face's models that is, and its config
     config_keys   which keys of such a config change a model, and which do not
     vocabulary    the rows of an embedding that are words, and those that are padding
+    yarn          positions scaled by YaRN, in the settings of transformers and of megatron-core
     described     a model as a target needs it
     names         a manifest under the other side's names, fused and split as those want it
     sizes         over how many ranks, each way

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import UnsupportedError
+from reshard.model_parallel import yarn
 from reshard.model_parallel.traits import Traits
 from reshard.schema import NUMBER, TEXT, expect, fields, maybe
 
-_POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope"}
+_POSITIONS = {"learned_absolute": "learned", "absolute": "learned", "rope": "rope", "yarn": "rope"}
 _ENUMERATED = {1: "rope", 2: "learned", 3: "alibi"}  # bigscience's enums.py, PositionEmbeddingType
 _ARGUMENTS = fields(
     **dict.fromkeys(("rotary_base", "rope_theta", "rotary_percent"), maybe(NUMBER)),
@@ -94,7 +95,7 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
         "group_query_attention": traits.grouped,
         "num_query_groups": traits.groups if traits.grouped else 1,
         "max_position_embeddings": traits.max_positions,
-        "position_embedding_type": "rope" if traits.positions == "rope" else "learned_absolute",
+        "position_embedding_type": _position_type(traits, kind),
         "rotary_base": _whole(traits.rope_theta or 10000),
         "rotary_percent": traits.rotary_percent,
         "rotary_interleaved": False,
@@ -116,6 +117,8 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
         "vocab_size": traits.vocab,
         "num_experts": traits.experts,
     }
+    if kind == yarn.KIND:
+        args |= yarn.as_megatron(scaling, traits.max_positions)
     if traits.experts:
         dense = [int(number not in traits.dense_layers) for number in range(traits.layers or 0)]
         args |= {
@@ -139,12 +142,20 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
         *(["norms before residual connections"] * traits.residual_after_norm),
         *(["attention beside the feed-forward layer"] * traits.parallel_residual),
     ]
-    if scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
+    if kind == yarn.KIND:
+        lacking += yarn.obstacles(scaling, traits.max_positions, traits.rotary_percent)
+    elif scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
         lacking.append(f"rotations scaled as {scaling}")
     if lacking:
         raise UnsupportedError(
             traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
         )
+
+
+def _position_type(traits: Traits, kind: Any) -> str:
+    if traits.positions != "rope":
+        return "learned_absolute"
+    return yarn.KIND if kind == yarn.KIND else "rope"
 
 
 def _whole(value: float) -> float:
@@ -211,7 +222,9 @@ def _positions(args: Mapping[str, Any]) -> str:
 
 
 def _rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Llama 3.1's, with the numbers that Megatron has built in; or linear interpolation."""
+    """Llama 3.1's, with the numbers that Megatron has built in; YaRN; or linear interpolation."""
+    if args.get("position_embedding_type") == yarn.KIND:
+        return yarn.of_megatron(args)
     if args.get("use_rope_scaling"):
         return {
             "rope_type": "llama3",
@@ -258,6 +271,9 @@ def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
             "heterogeneous_layers_config_path"
         ),
         "layers that predict more tokens (mtp_num_layers)": args.get("mtp_num_layers"),
+        "positions by YaRN that args do not state (yarn_rotary_scaling_factor)": (
+            args.get("position_embedding_type") == yarn.KIND and yarn.of_megatron(args) is None
+        ),
         "an attention sink (softmax_type)": args.get("softmax_type") not in (None, "vanilla"),
         "residual connections scaled by depth (mup)": args.get("use_mup"),
     }

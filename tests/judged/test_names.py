@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ from transformers import AutoModelForCausalLM
 
 import reshard
 from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.megatron.rank import open_args
+from tests.judges.megatron_cases import YARN, Case, Grid
 from tests.judges.megatron_gpt import Gpt
+from tests.judges.megatron_judge import load_all
 from tests.judges.models import llama_config
 
 pytestmark = pytest.mark.judge
@@ -64,6 +69,36 @@ def test_a_merged_model_has_megatron_s_logits(megatron_case, case, tmp_path):
     taken = [text for text in report.changes if "taken off" in text]
     assert bool(taken) == (rows > words)
     assert all(f"padding rows {words} to {rows - 1}" in text for text in taken)
+
+
+@pytest.mark.parametrize("family", ["llama_yarn", "llama_yarn_scaled"])
+def test_yarn_is_the_same_in_transformers_and_megatron(family, tmp_path):
+    case = Case("run", family, Grid(), "fp32", adam="torch", forms=("torch",))
+    load_all(tmp_path, {"run": case})
+    truth = torch.load(tmp_path / "run" / "truth.pt", weights_only=False)
+    reshard.merge(tmp_path / "run" / "torch", tmp_path / "hf", dtype="fp32")
+    _, ours = logits(tmp_path / "hf", truth)
+    torch.testing.assert_close(ours, truth["logits"], rtol=1e-5, atol=1e-5)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["rope_scaling"] = None
+    plain = tmp_path / "plain"
+    shutil.copytree(tmp_path / "hf", plain)
+    (plain / "config.json").write_text(json.dumps(config))
+    assert (logits(plain, truth)[1] - ours).abs().max() > 1e-2
+    options = {"weights_only": True, "transformer_impl": "local", "tp": 1}
+    reshard.split(tmp_path / "hf", tmp_path / "back", to="megatron", **options)
+    args = open_args(next((tmp_path / "back").rglob("*.pt"))).values
+    wanted = open_args(next((tmp_path / "run" / "torch").rglob("*.pt"))).values
+    assert args["position_embedding_type"] == "yarn"
+    for name in YARN.keys() - {"yarn_mscale", "yarn_mscale_all_dim"}:
+        assert args[name] == wanted[name], name
+    assert concentration(args) == pytest.approx(concentration(wanted), abs=1e-12)
+
+
+def concentration(args):
+    """As yarn_rotary_pos_embedding.py of megatron-core computes it."""
+    scale = 0.1 * math.log(args["yarn_rotary_scaling_factor"])
+    return (args["yarn_mscale"] * scale + 1) / (args["yarn_mscale_all_dim"] * scale + 1)
 
 
 def test_padding_is_kept_where_that_is_asked_for(megatron_case, tmp_path):

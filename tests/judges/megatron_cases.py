@@ -46,6 +46,15 @@ GPT2: dict[str, Any] = {
     "position_embedding_type": "learned_absolute",
     "tied": True,
 }
+YARN: dict[str, Any] = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 8,
+    "yarn_beta_fast": 1.5,
+    "yarn_beta_slow": 0.2,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_fused": LLAMA | {"fused": True},
@@ -53,6 +62,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2_fused": GPT2 | {"fused": True},
     "qwen2": LLAMA | {"num_query_groups": 4, "num_attention_heads": 8, "add_qkv_bias": True},
     "qwen3": LLAMA | {"kv_channels": 16, "qk_layernorm": True, "tied": True},
+    "llama_yarn": LLAMA | {"position_embedding_type": "yarn", "yarn": YARN},
+    "llama_yarn_scaled": LLAMA
+    | {
+        "position_embedding_type": "yarn",
+        "yarn": YARN
+        | {
+            "yarn_mscale": 0.7,
+            "yarn_mscale_all_dim": 0.3,
+            "yarn_correction_range_round_to_int": False,
+        },
+    },
     "mixtral": LLAMA | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
     "mixtral_bank": LLAMA
     | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "bank": True},

@@ -277,4 +277,5 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         ckpt_fully_parallel_save=True,
         no_save_optim=case.weights_only or None,
         no_save_rng=None,
+        **family.get("yarn", {}),
     )

@@ -40,7 +40,7 @@ COMMON = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 1234
-OF_GPT = ("position_embedding_type", "tied", "fused", "bank")
+OF_GPT = ("position_embedding_type", "tied", "fused", "bank", "yarn")
 
 
 def lay_grid(grid: Grid) -> None:
@@ -61,7 +61,7 @@ def config_of(case: Case) -> TransformerConfig:
     told = COMMON | {k: v for k, v in FAMILIES[case.family].items() if k not in OF_GPT}
     told["activation_func"] = getattr(torch.nn.functional, told["activation_func"])
     grid = case.grid
-    return TransformerConfig(
+    config = TransformerConfig(
         **told,
         params_dtype=DTYPES[case.precision],
         pipeline_dtype=DTYPES[case.precision],
@@ -75,6 +75,9 @@ def config_of(case: Case) -> TransformerConfig:
         num_layers_in_first_pipeline_stage=grid.first,
         sequence_parallel=grid.sp,
     )
+    for name, value in FAMILIES[case.family].get("yarn", {}).items():
+        setattr(config, name, value)  # no field of the class: GPTModel reads them by getattr
+    return config
 
 
 def build(case: Case, config: TransformerConfig) -> list[Any]:
