@@ -301,7 +301,7 @@ def test_trained_weights_of_the_base_model_are_named(saved, tmp_path):
 
 def test_a_merge_of_all_weights_says_how_to_have_the_adapter(saved, tmp_path):
     (text,) = reshard.merge(saved(adapted()), tmp_path / "out.safetensors").warnings
-    assert "--adapter default writes one alone, as PeftModel.from_pretrained loads it" in text
+    assert "Pass --adapter default to write one adapter for PeftModel.from_pretrained" in text
 
 
 def test_what_is_no_adapter_or_no_directory_is_refused(saved, tmp_path):
