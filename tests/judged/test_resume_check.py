@@ -157,8 +157,8 @@ def test_accelerate_goes_on_with_fsdp_2_at_other_ranks(trained, launch):
     )
     # one rank loses "state" with the random states of two, from which nothing is drawn here
     assert levels(report) == {
-        "accelerate, 1 rank": {"trajectory"},
-        "accelerate, 2 ranks": ALL,
+        "accelerate sharded, 1 rank": {"trajectory"},
+        "accelerate sharded, 2 ranks": ALL,
     }
     assert worst(report, 0) < 5e-7
     assert report.targets[0].tensors_equal
