@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import torch
 
 import reshard
 from reshard import formats, stamps
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from reshard.errors import CorruptError, UsageError
-from reshard.identity import check_identity, find_conflicts
+from reshard.identity import check_identity, crosscheck, find_conflicts
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import Claim
 
@@ -73,3 +76,24 @@ def test_stamps_of_two_saves_are_refused(tmp_path):
         torch.save(state, tmp_path / f"rank_{rank}.pt")
     with pytest.raises(CorruptError, match="files of two saves are mixed"):
         reshard.merge(tmp_path, tmp_path.with_suffix(".safetensors"))
+
+
+@pytest.mark.parametrize("trained", [FLOAT32, FLOAT16, BFLOAT16], ids=str)
+def test_elements_compared_without_numpy_are_rounded_as_by_the_cast(trained):
+    chance = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 2**31, (20_000,), generator=chance, dtype=torch.int64)
+    values = bits.to(torch.int32).view(torch.float32)
+    values = values[torch.isfinite(values) & (values.abs() < 60_000)]
+    wanted = values.to(getattr(torch, trained.name)).view(torch.uint8).numpy().tobytes()
+    masters = bytearray(values.numpy().tobytes())
+    assert crosscheck._cast(masters, FLOAT32, trained) == wanted
+    assert not any(crosscheck._differ_as_numbers(masters, bytearray(wanted), FLOAT32, trained))
+
+
+def test_a_small_merge_imports_no_numpy_to_compare_its_files(tmp_path):
+    probe = (
+        "import sys; import reshard.formats as f; from reshard.identity import check_identity;"
+        f"i = check_identity(f.read({str(ZERO)!r}));"
+        "assert i.compared and 'numpy' not in sys.modules, sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True)

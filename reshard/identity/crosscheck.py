@@ -7,7 +7,11 @@ of another rank, step or run breaks that, although its name, sizes and steps may
 
 from __future__ import annotations
 
+import contextlib
+import struct
+import sys
 import zlib
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +19,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box, Index, contiguous_cuts
-from reshard.dtypes import DType
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.files import SourceFiles
 from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest
 from reshard.move.fill import fill
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
 
 _SAMPLED = 128  # elements of each stored block
 _BATCH = 1 << 18  # elements that are read before they are compared
+_FEW = 1 << 16  # elements that are compared without numpy
 _EVERY = 1 << 20  # elements of a block, where all elements are compared
 
 
@@ -191,7 +196,7 @@ def _compare(pool: SourceFiles, batch: Sequence[_Sample]) -> list[bool]:
         stop = 0
         for number in numbers:
             start, stop = stop, stop + batch[number].box.volume
-            equal[number] = not different[start:stop].any()
+            equal[number] = not any(different[start:stop])
     return equal
 
 
@@ -206,8 +211,43 @@ def _read(pool: SourceFiles, blocks: Sequence[Sequence[Copy]], dtype: DType) -> 
     return buffer
 
 
-def _differs(masters: bytearray, weights: bytearray, held: DType, trained: DType) -> NDArray[Any]:
-    """Return for each element whether the weight is another value than the cast of its master."""
+def _differs(masters: bytearray, weights: bytearray, held: DType, trained: DType) -> bytes:
+    """Return a byte for each element: 1 if the weight is not the cast of its master, else 0.
+
+    A few elements that are all equal need no numpy: its import takes longer than a small merge may.
+    """
+    numel = len(masters) // held.itemsize
+    if (
+        numel <= _FEW
+        and "numpy" not in sys.modules
+        and _cast(masters, held, trained) == bytes(weights)
+    ):
+        return bytes(numel)
+    return _differ_as_numbers(masters, weights, held, trained)
+
+
+def _cast(masters: bytearray, held: DType, trained: DType) -> bytes | None:
+    """Round to nearest even, as `move.cast` does; None for other dtypes and for overflows."""
+    if held == trained:
+        return bytes(masters)
+    if (held, trained) == (FLOAT32, BFLOAT16):
+        numbers = memoryview(masters).cast("I")
+        return array("H", (min(_rounded(bits), 0xFFFF) for bits in numbers)).tobytes()
+    if (held, trained) == (FLOAT32, FLOAT16):
+        with contextlib.suppress(OverflowError):
+            floats = memoryview(masters).cast("f")
+            return struct.pack(f"<{len(floats)}e", *floats)
+    return None
+
+
+def _rounded(bits: int) -> int:
+    """Return the upper 16 bits of an fp32 number, rounded; those of a NaN need not be right."""
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _differ_as_numbers(
+    masters: bytearray, weights: bytearray, held: DType, trained: DType
+) -> bytes:
     import numpy as np
 
     from reshard.move import cast
@@ -223,4 +263,4 @@ def _differs(masters: bytearray, weights: bytearray, held: DType, trained: DType
     if different.any():  # a NaN has many bit patterns
         numbers = [cast.as_numbers(each, trained) for each in (wanted, stored)]
         different &= ~(np.isnan(numbers[0]) & np.isnan(numbers[1]))
-    return different
+    return different.tobytes()
