@@ -11,6 +11,7 @@ import torch
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.errors import UnsupportedError
 from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.formats.place import Place
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
@@ -255,3 +256,30 @@ def test_experts_that_rules_number_lie_over_ranks(tmp_path):
             for slot, held in truth["optimizer"][name].items():
                 assert torch.equal(found["optimizer"][name][slot], held), (run, name, slot)
         assert found["later"] == pytest.approx(truth["later"], abs=EXACT)
+
+
+def test_latent_attention_goes_to_other_ranks_and_back(tmp_path):
+    """MLA of megatron-core's own layers: 2 tensor-parallel ranks, 2 stages of one, and back."""
+    case = Case("run", "latent", Grid(tp=2), "fp32", adam="torch", forms=("torch",))
+    load_all(tmp_path, {"run": case})
+    runs, start = {}, tmp_path / "run" / "torch"
+    for name, grid in (("apart", Grid(pp=2)), ("back", Grid(tp=2))):
+        out = tmp_path / f"{name}.made"
+        reshard.split(start, out, to="megatron", tp=grid.tp, pp=grid.pp, dp=1)
+        runs[name] = replace(
+            case, name=name, grid=grid, start=str(out), forms=(), padded=case.padded_vocabulary
+        )
+        start = out
+    load_all(tmp_path, runs)
+    truth = truth_of(tmp_path / "run")
+    assert "decoder.layers.0.self_attention.kv_layernorm.weight" in truth["params"]
+    for run in runs:
+        found = truth_of(tmp_path / run)
+        for name, value in truth["params"].items():
+            assert torch.equal(found["params"][name], value), (run, name)
+            for slot, held in truth["optimizer"][name].items():
+                assert torch.equal(found["optimizer"][name][slot], held), (run, name, slot)
+        torch.testing.assert_close(found["losses"], truth["losses"], rtol=0, atol=EXACT)
+    assert truth_of(tmp_path / "back")["later"] == truth["later"]
+    with pytest.raises(UnsupportedError, match="latent attention"):
+        reshard.split(start, tmp_path / "dist", to="megatron", ckpt_format="torch_dist")

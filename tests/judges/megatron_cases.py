@@ -73,6 +73,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "yarn_correction_range_round_to_int": False,
         },
     },
+    "latent": LLAMA
+    | {
+        "num_query_groups": 4,
+        "kv_channels": 12,  # v_head_dim, which DotProductAttention takes it for
+        "qk_layernorm": True,
+        "latent": {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 20,
+            "qk_head_dim": 8,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 12,
+            "rope_type": "rope",
+            "rotary_scaling_factor": 1.0,
+        },
+    },
     "mixtral": LLAMA | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
     "mixtral_bank": LLAMA
     | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "bank": True},

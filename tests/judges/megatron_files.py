@@ -215,7 +215,7 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         kv_channels=family.get("kv_channels", family["hidden_size"] // heads),
         group_query_attention=queries != heads,
         num_query_groups=queries if queries != heads else 1,
-        multi_latent_attention=False,
+        multi_latent_attention="latent" in family,
         swiglu=family["gated_linear_unit"],
         squared_relu=False,
         normalization=family["normalization"],

@@ -15,7 +15,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
 )
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    TransformerConfig,
+    multi_latent_attention,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.experts import SequentialMLP
 
@@ -40,7 +45,7 @@ COMMON = {
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SEED = 1234
-OF_GPT = ("position_embedding_type", "tied", "fused", "bank", "yarn")
+OF_GPT = ("position_embedding_type", "tied", "fused", "bank", "yarn", "latent")
 
 
 def lay_grid(grid: Grid) -> None:
@@ -61,8 +66,10 @@ def config_of(case: Case) -> TransformerConfig:
     told = COMMON | {k: v for k, v in FAMILIES[case.family].items() if k not in OF_GPT}
     told["activation_func"] = getattr(torch.nn.functional, told["activation_func"])
     grid = case.grid
-    config = TransformerConfig(
+    latent = FAMILIES[case.family].get("latent")
+    config = (MLATransformerConfig if latent else TransformerConfig)(
         **told,
+        **latent or {},
         params_dtype=DTYPES[case.precision],
         pipeline_dtype=DTYPES[case.precision],
         bf16=case.precision == "bf16",
@@ -113,8 +120,13 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
         spec = megatron_fused.layer_spec(qk_layernorm=config.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+            multi_latent_attention=config.multi_latent_attention,
         )
+        if config.multi_latent_attention:
+            spec.submodules.self_attention.submodules.core_attention = LatentCore
+            multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
     model = GPTModel(
         config,
         spec,
@@ -128,6 +140,15 @@ def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     )
     model.model_type = ModelType.encoder_or_decoder
     return model
+
+
+class LatentCore(DotProductAttention):
+    """Megatron's own attention, which 0.16.1 cannot build for latent attention: no parameters."""
+
+    def __init__(
+        self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
 
 
 class Bank(SequentialMLP):

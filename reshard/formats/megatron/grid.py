@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from reshard.box import Index
-from reshard.formats.megatron import names, order
+from reshard.errors import UnsupportedError
+from reshard.formats.megatron import directory, names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.join import join
 from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
 from reshard.model_parallel import combine
-from reshard.model_parallel.rules import Table
+from reshard.model_parallel.rules import Table, builtin
 from reshard.model_parallel.shards import REPLICATED, Split
 
 
@@ -67,12 +68,25 @@ def split_of(name: str, args: Arguments, table: Table) -> Split:
 
     Raises:
         UsageError: no rule says so, and there are several.
+        UnsupportedError: latent attention of Transformer Engine over several ranks.
     """
+    if args.te and args.tp > 1 and names.is_latent(name) and not _is_users(name, table):
+        raise UnsupportedError(
+            args.source,
+            f"has latent attention of Transformer Engine over {args.tp} tensor-parallel ranks"
+            f" ({name}), whose cut reshard does not know",
+            "say how its parameters are cut with --rules FILE",
+        )
     ranks = args.tp if names.expert_of(name, table) is None else args.etp
     if ranks == 1:
         found = names.rule_of(table, name)
         return found.rule.split(gated=args.gated) if found else REPLICATED
     return names.need(table, name).rule.split(gated=args.gated)
+
+
+def _is_users(name: str, table: Table) -> bool:
+    """Whether a rule of the user's names it, before the table's own."""
+    return names.need(table, name).rule not in builtin(directory.NAME).rules
 
 
 def _in_order(manifest: Manifest) -> Manifest:

@@ -28,8 +28,14 @@ _STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 _DIST_EXPERT = re.compile(
     r"(.*\.mlp\.experts)\.experts\.(?:(\d{1,9})\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
 )
+_LATENT = re.compile(r"\.self_attention\.linear_(?:q|kv)_down_proj\.")
 _EXTRA = "_extra_state"
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
+
+
+def is_latent(name: str) -> bool:
+    """Whether a parameter is a down projection of latent attention (MLA)."""
+    return _LATENT.search(name) is not None
 
 
 def layer_of(name: str) -> int | None:
