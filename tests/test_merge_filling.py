@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard import keys
-from reshard.errors import ExistsError, UsageError
+from reshard.errors import ExistsError, IncompleteError, UsageError
 
 TRAINED = {"model.a.weight": torch.arange(6.0).view(2, 3), "model.b.weight": torch.ones(3)}
 BASE = {
@@ -89,3 +89,67 @@ def test_what_is_left_out_on_purpose_is_not_brought_back(source, tmp_path):
     edits = keys.Edits(exclude=["c"])
     with pytest.raises(UsageError, match="--exclude"):
         reshard.merge(source, tmp_path / "out", fill_missing_from=tmp_path, edits=edits)
+
+
+def hollow_source(place, hollow, **more):
+    """A model that ZeRO 3 saved without gathering these."""
+    place.mkdir()
+    state = {k: torch.ones(0, dtype=v.dtype) if k in hollow else v for k, v in TRAINED.items()}
+    save_file({**state, **more}, place / "model.safetensors")
+    return place / "model.safetensors"
+
+
+@pytest.mark.parametrize("hollow", [["model.b.weight"], ["model.b.weight", "model.c.weight"]])
+def test_placeholders_of_zero_3_are_filled(tmp_path, hollow):
+    """Also where they are more than half of the weights."""
+    source = hollow_source(tmp_path / "source", hollow, **{n: torch.ones(0) for n in hollow})
+    base = directory(tmp_path / "base", BASE)
+    report = reshard.merge(source, tmp_path / "out", fill_missing_from=base)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == BASE.keys()
+    assert torch.equal(merged["model.a.weight"], TRAINED["model.a.weight"])
+    for name in ("model.b.weight", "model.c.weight"):
+        assert merged[name].dtype == BASE[name].dtype
+        assert torch.equal(merged[name], BASE[name])
+    assert report.filled == ["model.b.weight", "model.c.weight"]
+    assert any("if they were trained" in text for text in report.warnings)
+
+
+def test_a_tied_heads_placeholder_goes_with_its_embedding(tmp_path):
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    source = hollow_source(tmp_path / "source", [], **{name: torch.ones(0) for name in names})
+    embedding = {names[0]: torch.arange(8.0).view(4, 2)}
+    tied = directory(tmp_path / "tied", {**TRAINED, **embedding}, tie_word_embeddings=True)
+    report = reshard.merge(source, tmp_path / "out", fill_missing_from=tied)
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == {*TRAINED, names[0]}
+    assert torch.equal(merged[names[0]], embedding[names[0]])
+    assert report.dropped_aliases == {names[1]: names[0]}
+    untied = directory(tmp_path / "untied", {**TRAINED, **embedding}, tie_word_embeddings=False)
+    with pytest.raises(IncompleteError, match="lm_head"):
+        reshard.merge(source, tmp_path / "other", fill_missing_from=untied)
+
+
+def test_placeholders_that_the_base_lacks_are_still_refused(tmp_path):
+    source = hollow_source(tmp_path / "source", [], **{"x.weight": torch.ones(0)})
+    base = directory(tmp_path / "base", BASE)
+    with pytest.raises(IncompleteError, match=r"x\.weight"):
+        reshard.merge(source, tmp_path / "out", fill_missing_from=base)
+
+
+def test_placeholders_beside_the_ranks_files_are_not_filled(tmp_path):
+    """The trained weights are there: the base's would be other numbers."""
+    source = hollow_source(tmp_path / "source", ["model.b.weight"])
+    ranks = tmp_path / "source" / "global_step3"
+    ranks.mkdir()
+    (ranks / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").write_bytes(b"")
+    base = directory(tmp_path / "base", BASE)
+    with pytest.raises(IncompleteError, match="global_step3"):
+        reshard.merge(source, tmp_path / "out", fill_missing_from=base)
+
+
+def test_a_source_of_nothing_but_placeholders_is_no_model_to_fill(tmp_path):
+    source = hollow_source(tmp_path / "source", list(TRAINED))
+    base = directory(tmp_path / "base", BASE)
+    with pytest.raises(UsageError, match="nothing but placeholders"):
+        reshard.merge(source, tmp_path / "out", fill_missing_from=base)

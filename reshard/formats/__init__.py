@@ -38,7 +38,7 @@ Paths = str | Path | Sequence[str | Path]
 _OF_WEIGHTS = {".safetensors": huggingface.NAME, **dict.fromkeys(PLAIN_SUFFIXES, pytorch.NAME)}
 
 
-def read(
+def read(  # noqa: PLR0913 - a keyword an option
     paths: Paths,
     *,
     force: str | None = None,
@@ -48,6 +48,7 @@ def read(
     wrap: str | None = None,
     rules: Path | None = None,
     prove: bool = True,
+    is_filled: bool = False,
 ) -> Manifest:
     """The checkpoint at a file or directory, its coverage proved.
 
@@ -60,6 +61,7 @@ def read(
             what they hold; ``wrap``: how FSDP 1 wrapped it (see `model.describe`).
         rules: a user's lines for the table of a model-parallel checkpoint's parameters.
         prove: False leaves the proof (`manifest.check`) to the caller.
+        is_filled: whether another model is to give the weights that are placeholders of ZeRO 3.
 
     Raises:
         UnrecognisedError: no format knows what lies there.
@@ -70,7 +72,7 @@ def read(
         manifest = _read_as(place, force, Choice(tag, key, model, wrap, rules))
     if prove:
         check(manifest)
-    return placeholders.looked_for(manifest)
+    return placeholders.looked_for(manifest, is_filled=is_filled)
 
 
 def _read_as(place: Place, force: str | None, choice: Choice) -> Manifest:

@@ -20,8 +20,11 @@ _NUMBER = re.compile(r"\d+")
 _ALWAYS_FILLED = re.compile(r"(.*\.)?(weight|bias)")  # of every module of torch's own
 
 
-def looked_for(manifest: Manifest) -> Manifest:
+def looked_for(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
     """Return the checkpoint with a warning of its placeholders.
+
+    Args:
+        is_filled: whether another model is to fill them, so that there may be any number of them.
 
     Raises:
         IncompleteError: more than half of the weights are placeholders.
@@ -30,7 +33,7 @@ def looked_for(manifest: Manifest) -> Manifest:
     if not hollow:
         return manifest
     weights = {entry.fqn for entry in manifest.entries.values()}
-    if 2 * len(hollow) > len(weights) and len(hollow) > 1:
+    if 2 * len(hollow) > len(weights) and len(hollow) > 1 and not is_filled:
         raise _incomplete(manifest, hollow, len(weights))
     text = f"{_described(hollow)}, unless the model has parameters without elements"
     return replace(manifest, warnings=(*manifest.warnings, text + _real_in(manifest)))
@@ -49,6 +52,17 @@ def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
     hollow = find(manifest, chosen)
     if hollow:
         raise _incomplete(manifest, hollow, len(chosen))
+
+
+def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
+    """Refuse to fill placeholders whose weights are in a DeepSpeed checkpoint near the file.
+
+    Raises:
+        IncompleteError: naming that.
+    """
+    if hollow and _real(manifest):
+        weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
+        raise _incomplete(manifest, hollow, len(weights))
 
 
 def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from reshard import formats, keys, replicas, weights
 from reshard.adapters import names as adapters
 from reshard.commands import naming
-from reshard.commands.merge.options import FILL, MergeOptions
+from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
 from reshard.commands.page import check_page, write_page
@@ -150,16 +150,16 @@ def _prepare(
         companions = replace(companions, config=dict(named.config))
     edited = keys.edit(named.manifest, options.edits)
     filled: list[str] = []
+    notes: list[str] = []
     if options.fill_missing_from:
         from reshard.commands.merge import filling
 
         base = filling.Base.open(as_path(options.fill_missing_from), options.allow_pickle)
-        edited.manifest, filled = base.fill(edited.manifest)
+        edited.manifest, filled, notes = base.fill(edited.manifest)
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     _refuse_rounded_scales(companions, chosen, options)
     chosen.notes += adapters.explain_separate(entry.fqn for entry, _ in chosen.tensors)
-    if options.fill_missing_from and not filled:
-        chosen.notes.append(f"{FILL}: the checkpoint lacks none of that model's weights")
+    chosen.notes += notes
     with SourceFiles() as pool:
         untied = weights.resolve_ties(
             chosen,

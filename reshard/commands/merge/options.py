@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from reshard import keys, weights
 from reshard.commands import naming
@@ -46,6 +46,10 @@ class MergeOptions(OutputOptions):
         one_of("names", self.names, (None, *get_args(naming.Whose)))
         if self.adapter is not None:
             self._refuse_beside_adapter()
+
+    def told(self) -> dict[str, Any]:
+        """Return the keywords of `formats.read`; what is to be filled may have placeholders."""
+        return OutputOptions.told(self) | {"is_filled": self.fill_missing_from is not None}
 
     def _refuse_beside_adapter(self) -> None:
         """Refuse what says something of a whole model.
