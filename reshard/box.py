@@ -35,7 +35,7 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.origin, outer.origin, strict=True)), self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the box is inside a tensor of this shape."""
+        """Return whether the box is inside a tensor of this shape."""
         return len(self.shape) == len(shape) and all(
             o >= 0 and s >= 0 and o + s <= n
             for o, s, n in zip(self.origin, self.shape, shape, strict=True)

@@ -97,7 +97,7 @@ def _is_short(value: object) -> bool:
 
 
 def is_outside(error: BaseException) -> bool:
-    """Whether the cause is the machine or the user, so that a repeated run could succeed."""
+    """Return whether the machine or the user caused it, so that a repeated run could succeed."""
     cause = error.__cause__ if isinstance(error, ReshardError) else error
     return isinstance(cause, (KeyboardInterrupt, MemoryError, OSError))
 

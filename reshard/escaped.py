@@ -122,7 +122,7 @@ class Decoder:
 
 
 def _is_tail(byte: int) -> bool:
-    """Whether a byte of UTF-8 continues a character."""
+    """Return whether a byte of UTF-8 continues a character."""
     return byte & 0xC0 == 0x80
 
 
@@ -130,5 +130,5 @@ _TAILS = bytes(range(0x80, 0xC0))
 
 
 def _characters(text: bytes) -> int:
-    """How many characters begin in a piece of UTF-8."""
+    """Count the characters that begin in a piece of UTF-8."""
     return len(text.translate(None, _TAILS))

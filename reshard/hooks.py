@@ -100,7 +100,7 @@ def _with(state: Any, made: Stamp) -> Any:
 
 
 def _is_strict(state: Mapping[str, Any]) -> bool:
-    """Whether a loader would not ignore one more key.
+    """Return whether a loader refuses or keeps an additional key.
 
     A module refuses it. Of its model states DeepSpeed returns unknown keys as ``client_state``,
     which the next save of a resumed run would keep.
@@ -115,7 +115,7 @@ def _is_strict(state: Mapping[str, Any]) -> bool:
 
 
 def _place() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return the rank of this process and the world size."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -81,7 +81,7 @@ def _explain_system(error: OSError) -> int:
 
 
 def _is_adrift() -> bool:
-    """Whether somebody has deleted the working directory."""
+    """Return whether the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError:

@@ -152,7 +152,7 @@ class ResumeReport:
 
     @property
     def could_not_run(self) -> bool:
-        """Whether the only thing amiss is that programs did not run: that is no verdict."""
+        """Return whether programs that did not run are the only failure: that is no verdict."""
         if self.reached:
             return False
         lacking = [each for each in self.targets if not each.reaches(self.require, self.rtol)]
@@ -161,7 +161,7 @@ class ResumeReport:
 
     @property
     def verdict(self) -> Verdict:
-        """What is known: the same, not the same, or nothing."""
+        """Return the verdict: the same, not the same, or could not run."""
         if self.reached:
             return "same"
         return "could not run" if self.could_not_run else "not the same"

@@ -256,7 +256,7 @@ def _asked(options: SplitOptions) -> naming.Asked:
 def _with_companions(
     skeleton: Skeleton, state: Training, request: Request, target: Target, destination: str
 ) -> Skeleton:
-    """What lies beside the state files goes beside them; above a tag's directory, above it.
+    """Add the companion files beside the state files, or above the directory of a tag.
 
     A destination that the user called ``checkpoint-N`` is HF Trainer's checkpoint itself.
     """

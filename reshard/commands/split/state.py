@@ -138,7 +138,7 @@ def save_of(state: Training, request: Request, target: Target) -> Save:
 
 
 def _layout(request: Request) -> Iterator[object]:
-    """What the request says of the layout, as plain values."""
+    """Return the layout options of a request as plain values."""
     for name in Request.__dataclass_fields__:
         value = getattr(request, name)
         if isinstance(value, (bool, int, str, Sizes, DType, Grid, type(None))):

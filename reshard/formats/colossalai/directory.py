@@ -13,7 +13,7 @@ INDEX = re.compile(r"(?:pytorch_optim(?:\..+)?\.bin|optimizer(?:\..+)?\.safetens
 
 
 def detect(place: Place) -> bool:
-    """Whether such an optimizer is here or one folder below, or this is its index."""
+    """Return whether such an optimizer is here or one folder below, or this is its index."""
     if place.chosen:
         return INDEX.fullmatch(place.chosen) is not None
     return find_optimizer(place) is not None and find_weights(place) is not None

@@ -240,11 +240,10 @@ class Group:
             listed: the name that DeepSpeed lists -> fqn, where they differ.
         """
         stated = self._stated_slices(position)
-        if stated:
-            stated = {listed.get(name, name): place for name, place in stated.items()}
-        own = self._slices(position)
         if not stated:
             return
+        stated = {listed.get(name, name): place for name, place in stated.items()}
+        own = self._slices(position)
         for other in (position, *range(len(self.ranks))):
             if stated == self._slices(other):
                 yield Claim("partition", str(other), _MAPPINGS, str(position))
@@ -258,14 +257,20 @@ class Group:
         """Return fqn -> (start, numel) of what a rank's partition holds of each parameter."""
         first = position * self.piece_numel
         last = first + self.piece_numel
-        held = (m for m in self.flat if m.start < last and m.stop > first)
         return {
-            m.fqn: (max(m.start - first, 0), min(m.stop, last) - max(m.start, first)) for m in held
+            m.fqn: (max(m.start - first, 0), min(m.stop, last) - max(m.start, first))
+            for m in self._meeting(position)
         }
 
+    def _meeting(self, position: int) -> list[Member]:
+        """Return the members whose range meets a rank's partition, empty ones inside it too."""
+        first = position * self.piece_numel
+        last = first + self.piece_numel
+        return [m for m in self.flat if m.start < last and m.stop > first]
+
     def _stated_slices(self, position: int) -> dict[str, tuple[int, int]] | None:
-        """Return the same as the file of the rank states it; None where it does not."""
-        mappings = self.ranks[position].root.get("param_slice_mappings")
+        """Return the slices that the file of a rank states, as `_slices` has them; None if none."""
+        mappings = self.ranks[position].root.get(_MAPPINGS)
         if not isinstance(mappings, list) or self.index >= len(mappings):
             return None
         if not isinstance(mappings[self.index], dict):
@@ -304,8 +309,7 @@ class Group:
 
     def _inside(self, number: int) -> list[Member]:
         """Return the members of which a rank's partition holds an element."""
-        low, high = number * self.piece_numel, (number + 1) * self.piece_numel
-        return [m for m in self.flat if m.start < high and m.stop > low and m.stop > m.start]
+        return [m for m in self._meeting(number) if m.stop > m.start]
 
     def _is_by_member(self, pieces: Sequence[Tensor | None]) -> bool:
         """Return whether ranks hold whole members, as DeepSpeed's Muon keeps its momentum.

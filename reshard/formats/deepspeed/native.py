@@ -280,8 +280,8 @@ def _is_round_robin(first: ModelStates) -> bool:
 
     Source: DeepSpeed 0.19.8 ``stage_1_and_2.py``: the mapping is made before the new order.
     """
-    zero = first.mapping("ds_config").get("zero_optimization")
-    return bool(isinstance(zero, dict) and zero.get("round_robin_gradients"))
+    zero = order.section(first.mapping("ds_config"), "zero_optimization")
+    return bool(zero.get("round_robin_gradients"))
 
 
 def _owners(
