@@ -7,9 +7,9 @@ import pytest
 from reshard.commands.target import check_places, check_skeleton
 from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_ranks, target
-from reshard.formats.deepspeed.target import expert_groups, experts
-from reshard.formats.deepspeed.target.grid import Wanted
+from reshard.formats.deepspeed import expert_ranks, write
+from reshard.formats.deepspeed.write import expert_groups, experts
+from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.formats.training import training
 from reshard.manifest import (
     Entry,
@@ -159,7 +159,7 @@ def test_a_rank_has_its_experts_under_its_own_names():
 @pytest.mark.parametrize(("world", "ranks"), [(1, 1), (2, 2), (4, 2), (8, 4), (12, 4), (6, 1)])
 def test_every_part_has_its_place(world, ranks, stage):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
-    laid = target.lay_out(made, world_size=world, stage=stage, wanted=Wanted(experts=ranks))
+    laid = write.lay_out(made, world_size=world, stage=stage, wanted=Wanted(experts=ranks))
     skeleton = laid.skeleton
     check_skeleton(skeleton)
     check_places(skeleton)

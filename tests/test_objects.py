@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 
 from reshard.formats import objects
-from reshard.formats.deepspeed.target.carried import of_grid
+from reshard.formats.deepspeed.write.carried import of_grid
 from reshard.formats.values import plain
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles import unpickle

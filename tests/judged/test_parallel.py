@@ -15,7 +15,7 @@ import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import DifferentError
-from reshard.formats.deepspeed.target import pipeline
+from reshard.formats.deepspeed.write import pipeline
 from tests.judged.conftest import KEPT
 from tests.judged.damage import edited
 from tests.judges.parallel_cases import CASES

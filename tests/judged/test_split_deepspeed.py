@@ -20,7 +20,7 @@ from reshard.dtypes import BFLOAT16
 from reshard.errors import IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats import torch_file
-from reshard.formats.deepspeed import target
+from reshard.formats.deepspeed import write
 from reshard.formats.torch_objects import Tensor
 from reshard.formats.torch_writer import AS_WRITTEN
 from reshard.formats.training import training
@@ -60,9 +60,7 @@ def read(path):
 def split(source, directory, **options):
     """What the command does, without its checks of the result."""
     manifest = read(source)
-    skeleton = target.lay_out(
-        replace(training(manifest), save=Save("an id", 3)), **options
-    ).skeleton
+    skeleton = write.lay_out(replace(training(manifest), save=Save("an id", 3)), **options).skeleton
     check_skeleton(skeleton)
     check_places(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
@@ -366,7 +364,7 @@ def test_fsdp_becomes_zero_2(torch_made, tmp_path):
             wanted = truth["params"] if kind == "params" else None
             expected = wanted[name] if wanted else truth["optimizer"][name][kind]
             assert torch.equal(value, expected), (kind, name)
-    notes = target.lay_out(state, stage=2, world_size=3, precision=BFLOAT16).notes
+    notes = write.lay_out(state, stage=2, world_size=3, precision=BFLOAT16).notes
     assert any("torch_adam" in note for note in notes)
 
 

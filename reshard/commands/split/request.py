@@ -13,7 +13,7 @@ from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
 from reshard.formats import targets, trainer_run
-from reshard.formats.deepspeed.target import grid as deepspeed_grid
+from reshard.formats.deepspeed.write import grid as deepspeed_grid
 from reshard.formats.state_dict import mesh
 from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Target

@@ -23,7 +23,7 @@
     universal   one directory a parameter
     universal_ranks   the ranks that such a directory was made of
     train       everything that is not a tensor
-    target      the files of other ranks, native or universal
+    write       the files of other ranks, native or universal
 
 Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``,
 ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``, ``checkpoint/ds_to_universal.py``.

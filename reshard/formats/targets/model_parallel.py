@@ -18,9 +18,9 @@ def of_deepspeed(state: Training, asked: Request) -> Laid:
 
     Raises:
         IncompleteError: nothing says in which order the model has its parameters.
-        ReshardError: as `deepspeed.target.lay_out`.
+        ReshardError: as `deepspeed.write.lay_out`.
     """
-    from reshard.formats.deepspeed import target as deepspeed
+    from reshard.formats.deepspeed import write as deepspeed
 
     if not state.manifest.ordered and not asked.weights_only:
         raise IncompleteError(
@@ -37,9 +37,9 @@ def of_universal(state: Training, asked: Request) -> Laid:
 
     Raises:
         UsageError: the optimizer is to be left out.
-        ReshardError: as `deepspeed.target.lay_out_universal`.
+        ReshardError: as `deepspeed.write.lay_out_universal`.
     """
-    from reshard.formats.deepspeed import target as deepspeed
+    from reshard.formats.deepspeed import write as deepspeed
 
     if asked.weights_only:
         raise UsageError(

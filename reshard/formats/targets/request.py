@@ -9,7 +9,7 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each is of some targets only
-    from reshard.formats.deepspeed.target.grid import Wanted as GridWanted
+    from reshard.formats.deepspeed.write.grid import Wanted as GridWanted
     from reshard.formats.megatron.target.choice import Wanted
     from reshard.formats.state_dict.mesh import Grid
     from reshard.formats.trainer_run import Run

@@ -13,11 +13,11 @@ from typing import Any
 
 from reshard.dtypes import FLOAT32, DType
 from reshard.formats.deepspeed import expert_names
-from reshard.formats.deepspeed.target import scaling
-from reshard.formats.deepspeed.target.choice import Choice
-from reshard.formats.deepspeed.target.objects import deepspeeds_own, step
-from reshard.formats.deepspeed.target.pieces import Value, piece, storage
-from reshard.formats.deepspeed.target.slots import (
+from reshard.formats.deepspeed.write import scaling
+from reshard.formats.deepspeed.write.choice import Choice
+from reshard.formats.deepspeed.write.objects import deepspeeds_own, step
+from reshard.formats.deepspeed.write.pieces import Value, piece, storage
+from reshard.formats.deepspeed.write.slots import (
     dtype_of,
     master_of,
     names_of,

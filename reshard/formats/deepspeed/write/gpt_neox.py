@@ -14,8 +14,8 @@ from typing import Any
 
 from reshard.formats import skeletons
 from reshard.formats.deepspeed import dialects, neox
-from reshard.formats.deepspeed.target import carried
-from reshard.formats.deepspeed.target.pipeline import layers_of
+from reshard.formats.deepspeed.write import carried
+from reshard.formats.deepspeed.write.pipeline import layers_of
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model_parallel.sizes import Sizes

@@ -13,10 +13,10 @@ from reshard.box import whole
 from reshard.commands.target import check_places, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
-from reshard.formats.deepspeed import order, target
-from reshard.formats.deepspeed.target import carried, scaling, universal
-from reshard.formats.deepspeed.target.choice import choose, precision_of
-from reshard.formats.deepspeed.target.flat import Flat
+from reshard.formats.deepspeed import order, write
+from reshard.formats.deepspeed.write import carried, scaling, universal
+from reshard.formats.deepspeed.write.choice import choose, precision_of
+from reshard.formats.deepspeed.write.flat import Flat
 from reshard.formats.training import training
 from reshard.manifest import (
     Entry,
@@ -98,9 +98,7 @@ def test_every_layout_covers_every_tensor_once():
         state = training(source)
         stage, ranks = chance.randint(0, 3), chance.choice((1, 2, 3, 5, 8, 33))
         precision = chance.choice((None, FLOAT32, BFLOAT16, FLOAT16))
-        skeleton = target.lay_out(
-            state, world_size=ranks, stage=stage, precision=precision
-        ).skeleton
+        skeleton = write.lay_out(state, world_size=ranks, stage=stage, precision=precision).skeleton
         check_skeleton(skeleton)
         check_places(skeleton)
         Plan(source.entries, skeleton)
@@ -191,18 +189,18 @@ def test_steps_that_differ_are_refused_where_one_counts_for_all():
     source = manifest([[("a", (2,)), ("b", (2,))]], optimizer_step={"a": 4.0, "b": 3.0})
     for stage in (1, 2, 3):
         with pytest.raises(UnsupportedError, match=r"'b' 3\.0 times"):
-            target.lay_out(training(source), world_size=2, stage=stage)
-    target.lay_out(training(source), world_size=2, stage=0)
+            write.lay_out(training(source), world_size=2, stage=stage)
+    write.lay_out(training(source), world_size=2, stage=0)
 
 
 def test_what_was_never_stepped_begins_with_zeros_and_is_named():
     source = manifest([[("a", (2,)), ("b", (2,))]])
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = training(source.with_entries(kept))
-    assert target.lay_out(state, world_size=2, stage=2).notes == (
+    assert write.lay_out(state, world_size=2, stage=2).notes == (
         "never stepped, and begins with zeros: b",
     )
-    assert target.lay_out(state, world_size=2, stage=0).notes == ()
+    assert write.lay_out(state, world_size=2, stage=0).notes == ()
 
 
 @pytest.mark.parametrize("missing", ["slot", "step", "hyper", "absent", "factored"])
@@ -226,7 +224,7 @@ def test_what_the_optimizer_needs_is_asked_for(missing):
         )
     error = UnsupportedError if missing == "factored" else IncompleteError
     with pytest.raises(error):
-        target.lay_out(training(source), world_size=2, stage=2)
+        write.lay_out(training(source), world_size=2, stage=2)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +241,7 @@ def test_what_the_optimizer_needs_is_asked_for(missing):
 def test_requests_that_cannot_be(asked):
     state = training(manifest([[("a", (2,))]]))
     with pytest.raises(UsageError):
-        target.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
+        write.lay_out(state, **{"world_size": 2, "stage": 2, **asked})
 
 
 def test_weights_alone_are_of_the_precision_of_the_run():
@@ -264,7 +262,7 @@ def test_client_values_are_carried_only_as_what_they_are():
     kept, lost = carried.carried(state)
     assert kept == {"epoch": 3, "nested": {"a": [1, (2, None)]}}
     assert lost == ["numbers", "object", "module"]
-    assert len(target.lay_out(state, world_size=1, stage=1).notes) == 3
+    assert len(write.lay_out(state, world_size=1, stage=1).notes) == 3
 
 
 def test_a_scaler_begins_where_training_was_not_scaled():
@@ -273,7 +271,7 @@ def test_a_scaler_begins_where_training_was_not_scaled():
     assert choice.scaler_is_new
     assert choice.scaler["cur_scale"] == 65536
     assert choice.scaler["dynamic"] is True
-    assert "65536" in target.lay_out(state, world_size=1, stage=2, precision=FLOAT16).notes[0]
+    assert "65536" in write.lay_out(state, world_size=1, stage=2, precision=FLOAT16).notes[0]
     assert choose(state, world_size=1, stage=2).scaler == scaling.none()
 
 
@@ -296,7 +294,7 @@ def test_every_universal_layout_covers_every_tensor_once():
         source = random_manifest(chance)
         state = training(source)
         asked = {"world_size": chance.choice((1, 3, 33)), "stage": chance.randint(0, 3)}
-        skeleton = target.lay_out_universal(state, **asked).skeleton
+        skeleton = write.lay_out_universal(state, **asked).skeleton
         check_skeleton(skeleton)
         check_places(skeleton)
         Plan(source.entries, skeleton)
@@ -306,7 +304,7 @@ def test_every_universal_layout_covers_every_tensor_once():
         assert len(skeleton.files) == 4 * trained + 4
         assert {file.name for file in skeleton.files} == {
             file.name
-            for file in target.lay_out_universal(state, world_size=7, stage=2).skeleton.files
+            for file in write.lay_out_universal(state, world_size=7, stage=2).skeleton.files
         }
 
 
@@ -314,8 +312,8 @@ def test_every_universal_layout_covers_every_tensor_once():
 def test_a_name_that_leads_out_of_the_directory_is_refused(name):
     state = training(manifest([[(name, (2,))]]))
     with pytest.raises(UnsafeError):
-        target.lay_out_universal(state, world_size=1, stage=1)
-    target.lay_out(state, world_size=1, stage=1)
+        write.lay_out_universal(state, world_size=1, stage=1)
+    write.lay_out(state, world_size=1, stage=1)
 
 
 def test_a_universal_group_that_was_never_stepped_is_named():
@@ -324,10 +322,10 @@ def test_a_universal_group_that_was_never_stepped_is_named():
     kept = [e for e in source.entries.values() if e.kind == "master" or e.fqn == "a"]
     state = training(replace(source.with_entries(kept), train=train))
     names = {
-        file.name for file in target.lay_out_universal(state, world_size=1, stage=1).skeleton.files
+        file.name for file in write.lay_out_universal(state, world_size=1, stage=1).skeleton.files
     }
     assert "global_step4_universal/zero/b/exp_avg.pt" in names
-    notes = target.lay_out_universal(state, world_size=1, stage=1).notes
+    notes = write.lay_out_universal(state, world_size=1, stage=1).notes
     assert any("groups were updated 0, 4 times" in note for note in notes)
 
 

@@ -10,7 +10,7 @@ from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import loss_scale
 from reshard.formats.deepspeed import expert_ranks, order
-from reshard.formats.deepspeed.target import carried, scaling
+from reshard.formats.deepspeed.write import carried, scaling
 from reshard.formats.training import (
     Group,
     Trained,

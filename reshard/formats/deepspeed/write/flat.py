@@ -17,16 +17,16 @@ from math import gcd, prod
 from typing import Any
 
 from reshard.formats.deepspeed import order
-from reshard.formats.deepspeed.target.choice import Choice
-from reshard.formats.deepspeed.target.objects import (
+from reshard.formats.deepspeed.write.choice import Choice
+from reshard.formats.deepspeed.write.objects import (
     WRITTEN_AS,
     address,
     scaler,
     stage_enum,
     step,
 )
-from reshard.formats.deepspeed.target.pieces import Piece, piece, storage
-from reshard.formats.deepspeed.target.slots import (
+from reshard.formats.deepspeed.write.pieces import Piece, piece, storage
+from reshard.formats.deepspeed.write.slots import (
     dtype_of,
     master_dtype,
     master_of,

@@ -7,11 +7,11 @@ from typing import Any
 
 from reshard.dtypes import BFLOAT16
 from reshard.formats import skeletons, torch_writer
-from reshard.formats.deepspeed.target import flat, partitioned
-from reshard.formats.deepspeed.target import model_states as module
-from reshard.formats.deepspeed.target.choice import Choice
-from reshard.formats.deepspeed.target.grid import ModelRank
-from reshard.formats.deepspeed.target.objects import WRITTEN_AS
+from reshard.formats.deepspeed.write import flat, partitioned
+from reshard.formats.deepspeed.write import model_states as module
+from reshard.formats.deepspeed.write.choice import Choice
+from reshard.formats.deepspeed.write.grid import ModelRank
+from reshard.formats.deepspeed.write.objects import WRITTEN_AS
 from reshard.manifest import Skeleton
 
 

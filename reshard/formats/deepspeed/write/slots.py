@@ -9,7 +9,7 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats import optimizers
-from reshard.formats.deepspeed.target.pieces import Value
+from reshard.formats.deepspeed.write.pieces import Value
 from reshard.formats.torch_objects import number_at
 from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.formats.training import Trained, scalar_names, slot_names

@@ -36,7 +36,7 @@ from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats import skeletons
 from reshard.formats.deepspeed.layers import TIED
-from reshard.formats.deepspeed.target import (
+from reshard.formats.deepspeed.write import (
     expert_files,
     experts,
     files,
@@ -44,10 +44,10 @@ from reshard.formats.deepspeed.target import (
     report,
     universal,
 )
-from reshard.formats.deepspeed.target import grid as grids
-from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
-from reshard.formats.deepspeed.target.grid import Grid, ModelRank, Wanted
-from reshard.formats.deepspeed.target.marks import Marks
+from reshard.formats.deepspeed.write import grid as grids
+from reshard.formats.deepspeed.write.choice import Choice, choose, precision_of
+from reshard.formats.deepspeed.write.grid import Grid, ModelRank, Wanted
+from reshard.formats.deepspeed.write.marks import Marks
 from reshard.formats.skeletons import Laid
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton

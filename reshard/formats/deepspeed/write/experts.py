@@ -14,8 +14,8 @@ from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_names, expert_ranks, order
-from reshard.formats.deepspeed.target import expert_groups
-from reshard.formats.deepspeed.target.grid import Wanted
+from reshard.formats.deepspeed.write import expert_groups
+from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.formats.training import Training, changed
 from reshard.manifest import Entry, Skeleton
 

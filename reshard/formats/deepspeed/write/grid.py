@@ -16,7 +16,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.layers import TIED
-from reshard.formats.deepspeed.target.pipeline import Layer, layers_of, stages
+from reshard.formats.deepspeed.write.pipeline import Layer, layers_of, stages
 from reshard.formats.training import Group, Training, changed, refuse_odd_slots
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards

@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.formats.deepspeed.cuts import Cuts
-from reshard.formats.deepspeed.target.grid import Wanted
+from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.formats.training import Training
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel import shards

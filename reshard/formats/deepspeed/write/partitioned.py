@@ -12,10 +12,10 @@ from math import prod
 from typing import Any
 
 from reshard.dtypes import DType
-from reshard.formats.deepspeed.target.choice import Choice
-from reshard.formats.deepspeed.target.objects import scaler, stage_enum, step
-from reshard.formats.deepspeed.target.pieces import Piece, Value, piece, run_of, storage
-from reshard.formats.deepspeed.target.slots import (
+from reshard.formats.deepspeed.write.choice import Choice
+from reshard.formats.deepspeed.write.objects import scaler, stage_enum, step
+from reshard.formats.deepspeed.write.pieces import Piece, Value, piece, run_of, storage
+from reshard.formats.deepspeed.write.slots import (
     dtype_of,
     master_dtype,
     master_of,

@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.formats import skeletons, torch_writer
-from reshard.formats.deepspeed.target import files, whole
-from reshard.formats.deepspeed.target.choice import Choice, choose, precision_of
-from reshard.formats.deepspeed.target.experts import Mixture, refuse_stage
+from reshard.formats.deepspeed.write import files, whole
+from reshard.formats.deepspeed.write.choice import Choice, choose, precision_of
+from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
 from reshard.formats.torch_writer import whole_tensor
 from reshard.formats.training import Training
 from reshard.manifest import Skeleton
@@ -24,7 +24,7 @@ def laid(
     """The choice for the whole model, the model states with every expert's, the optimizer states.
 
     Raises:
-        ReshardError: as `deepspeed.target.lay_out`.
+        ReshardError: as `deepspeed.write.lay_out`.
     """
     refuse_stage(mixed, stage, weights_only=weights_only)
     stage = 0 if weights_only else stage
