@@ -35,7 +35,6 @@ from reshard.dtypes import DType
 from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.targets import TARGETS
 from reshard.formats.targets.request import Request
-from reshard.formats.training import training
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -52,6 +51,7 @@ from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.sizes import Sizes
 from reshard.plan.planner import Plan
+from reshard.training.state import training
 
 Shapes = dict[str, tuple[int, ...]]
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -10,8 +10,8 @@ from contest import HERE, PYTHON, Contender, limits
 from reshard import formats, keys
 from reshard.formats.targets import TARGETS
 from reshard.formats.targets.request import Request
-from reshard.formats.training import training
 from reshard.plan.planner import Plan
+from reshard.training.state import training
 
 
 def copied_spans(run: Path, ranks: int, stage: int) -> list[tuple[str, int, int]]:

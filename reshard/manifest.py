@@ -167,7 +167,7 @@ class TrainState:
         clip: gradient norm to clip to, as the optimizer saved it; 0 means no clipping.
         rng: random states of the first rank, converted to plain values.
         rng_files: files that contain only random states, in rank order.
-        kept_files: name -> path of files that are copied unchanged (see `formats.kept`).
+        kept_files: name -> path of files that are copied unchanged (see `training.copied_files`).
         client: values that the training script saved beside model and optimizer.
         trainer_state: content of HF Trainer's ``trainer_state.json``, or of our trainer's.
         opaque: values that reshard does not interpret; a conversion copies them or reports them

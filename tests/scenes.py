@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard import dtypes
 from reshard.box import Box, row_major, run_boxes, whole
-from reshard.formats import safetensors
+from reshard.containers import safetensors
 from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk, Entry, OutputFile, Record, Skeleton, SourceFile, contiguous
 from reshard.move.execute import execute

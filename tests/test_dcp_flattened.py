@@ -11,8 +11,8 @@ from reshard.box import Box
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.formats.dcp.flattened import restored
-from reshard.formats.state_dict.tree import Logical
 from reshard.manifest import Chunk
+from reshard.state_dict.tree import Logical
 
 SHAPE, PARTS = (4, 6), (2, 2)
 PART = (2, 3)

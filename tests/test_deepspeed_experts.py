@@ -10,7 +10,6 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_ranks, write
 from reshard.formats.deepspeed.write import expert_groups, experts
 from reshard.formats.deepspeed.write.grid import Wanted
-from reshard.formats.training import training
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -20,6 +19,7 @@ from reshard.manifest import (
     TrainState,
     index_entries,
 )
+from reshard.training.state import training
 
 LAYERS = ("0.deepspeed_moe.", "1.deepspeed_moe.")
 GATES = [f"{layer}gate.wg.weight" for layer in LAYERS]

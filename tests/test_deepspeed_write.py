@@ -17,7 +17,6 @@ from reshard.formats.deepspeed import order, write
 from reshard.formats.deepspeed.write import carried, scaling, universal
 from reshard.formats.deepspeed.write.choice import choose, precision_of
 from reshard.formats.deepspeed.write.flat import Flat
-from reshard.formats.training import training
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -30,6 +29,7 @@ from reshard.manifest import (
     index_entries,
 )
 from reshard.plan.planner import Plan
+from reshard.training.state import training
 
 ADAM = {"lr": 0.1, "capturable": False}
 SHAPES = ((), (1,), (2,), (7,), (13,), (3, 5), (0, 5), (2, 3, 4), (31, 3), (1, 1))

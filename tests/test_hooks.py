@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import reshard
+from reshard.containers import torch_reader
 from reshard.errors import UsageError
-from reshard.formats import torch_file
 from reshard.stamps import KEY, Stamp
 from tests.trainer import worlds
 
@@ -32,7 +32,7 @@ def test_a_modules_state_dict_is_loaded_strictly(tmp_path, kind):
     loaded = torch.load(tmp_path / "model.pt")
     model.load_state_dict(loaded, strict=True)
     assert getattr(loaded, "_metadata", None) == getattr(state, "_metadata", None)
-    file = torch_file.read(tmp_path / "model.pt")
+    file = torch_reader.read(tmp_path / "model.pt")
     assert (file.stamp.rank, file.stamp.world_size, file.stamp.step) == (0, 1, STEP)
     assert list(file.root) == list(state)
 
@@ -89,7 +89,7 @@ def fsdp_files(ranks, directory):
 
 def test_rank_files_of_real_fsdp(tmp_path):
     worlds.run(2, fsdp_files, str(tmp_path))
-    found = {path.name: torch_file.read(path).stamp for path in tmp_path.glob("*.pt")}
+    found = {path.name: torch_reader.read(path).stamp for path in tmp_path.glob("*.pt")}
     assert len(found) == 5
     assert {stamp.save_id for stamp in found.values()} == {found["whole.pt"].save_id}
     for name, stamp in found.items():

@@ -19,13 +19,13 @@ from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
 from reshard.formats.megatron.target import groups
-from reshard.formats.state_dict import flat, tree
-from reshard.formats.state_dict.tree import Local
-from reshard.formats.training import training
 from reshard.manifest import contiguous
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global
+from reshard.state_dict import flat_params, tree
+from reshard.state_dict.tree import Local
+from reshard.training.state import training
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "tests" / "data"
@@ -185,7 +185,7 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
 def test_fairscale_s_metadata_of_another_kind(params, told):
     metadata = {"param_metadata": [{"fsdp_path": "", "params": params}]}
     with pytest.raises(CorruptError, match=f"shard.pt: shard_metadata.*{told}"):
-        flat.fairscale_units(metadata, "shard.pt")
+        flat_params.fairscale_units(metadata, "shard.pt")
 
 
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])

@@ -31,10 +31,13 @@ LAYERS = (
         "remote",
     ),
     ("escaped",),
-    ("manifest", "join", "files", "units", "counts", "schema", "stamps", "pickles"),
+    ("manifest", "join", "files", "units", "counts", "schema", "stamps", "pickles", "location"),
     ("keys", "model", "output"),
     ("layout",),
     ("model_parallel", "plan"),
+    ("containers",),
+    ("training",),
+    ("state_dict",),
     ("formats",),
     ("move",),
     ("tensors", "weights", "replicas", "adapters", "identity", "hooks"),
@@ -141,6 +144,9 @@ def test_no_two_modules_import_each_other():
 @pytest.mark.parametrize(
     ("importer", "forbidden"),
     [
+        ("containers", {"plan", "move", "output"}),
+        ("training", {"plan", "move", "output"}),
+        ("state_dict", {"plan", "move", "output"}),
         ("formats", {"plan", "move", "output", "tensors", "commands", "weights"}),
         ("plan", {"formats", "files", "move"}),
         ("box", {"dtypes", "errors", "manifest"}),
@@ -223,7 +229,7 @@ def test_only_one_module_makes_a_path_of_text():
         "reshard.paths",
         "reshard.html.document",
         "reshard.model_parallel.rules",
-        "reshard.formats.groups",
+        "reshard.training.param_groups",
         "reshard.html.shards",
         "reshard.move.outputs",
         "reshard.replicas",
@@ -295,7 +301,7 @@ def test_a_target_imports_only_what_lays_it_out(tmp_path):
         f"cli(['convert', {example!r}, {str(tmp_path / 'o')!r}, '--to', 'ds-universal'],"
         " standalone_mode=False)\n"
         "others = ('nanotron.target', 'megatron.target.dist', 'megatron.target.legacy',"
-        " 'dcp.target', 'meta.target', 'colossalai.target', 'state_dict.target', 'hf_trainer')\n"
+        " 'dcp.writer', 'meta.target', 'colossalai.target', 'fsdp', 'trainers.hf_trainer')\n"
         "loaded = {'torch', 'yaml', *(f'reshard.formats.{name}' for name in others)}\n"
         "loaded &= set(sys.modules)\n"
         "assert not loaded, loaded\n"

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reshard
+from reshard.containers import torch_reader
 from reshard.errors import UsageError
-from reshard.formats import torch_file
 from reshard.formats.megatron.target.ranks import ranks
 from reshard.model_parallel.sizes import Sizes
 
@@ -67,7 +67,7 @@ def test_the_same_grid_gives_megatrons_own_weights_file_by_file(tmp_path):
     assert len(files) == 4
     for theirs in files:
         ours = tmp_path / "out" / theirs.relative_to(source)
-        a, b = torch_file.read(theirs), torch_file.read(ours)
+        a, b = torch_reader.read(theirs), torch_reader.read(ours)
         assert list(a.root["model"]) == list(b.root["model"])
         for name, tensor in a.root["model"].items():
             mine = b.root["model"][name]

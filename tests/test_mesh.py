@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.state_dict.mesh import ROLES, Grid, Placing, parse
+from reshard.layout.mesh import ROLES, Grid, Placing, parse
 from reshard.layout.partition import Cut
 
 NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "tensor": "tp"}

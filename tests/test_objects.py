@@ -9,12 +9,11 @@ from fractions import Fraction
 
 import torch
 
-from reshard.formats import objects
 from reshard.formats.deepspeed.write.carried import of_grid
-from reshard.formats.values import plain
 from reshard.model_parallel.sizes import Sizes
-from reshard.pickles import unpickle
+from reshard.pickles import objects, unpickle
 from reshard.pickles.pickler import Pickler
+from reshard.state_dict.plain_values import plain
 
 
 def again(value: object) -> object:

@@ -8,7 +8,7 @@ import torch
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UsageError
 from reshard.formats import read
-from reshard.formats.place import Place
+from reshard.location import Place
 
 
 def write(path, content=b"x"):

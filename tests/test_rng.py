@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from reshard.containers import torch_writer
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
-from reshard.formats import rng, torch_writer
+from reshard.training import rng
 
 
 def states(dialect, **devices):

@@ -10,8 +10,8 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, whole
+from reshard.containers import skeletons
 from reshard.errors import CorruptError
-from reshard.formats import skeletons
 from reshard.layout.partition import equal_piece, run_chunks
 from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import (

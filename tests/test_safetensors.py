@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 import reshard
 from reshard import dtypes
 from reshard.box import whole
+from reshard.containers import safetensors
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
-from reshard.formats import safetensors
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
-from reshard.formats import schedules
 from reshard.manifest import TrainState
 from reshard.pickles.values import Call
+from reshard.training import schedules
 
 UPDATES, SAVED = 12, 4
 MADE = {  # lengths in steps of 2 processes

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reshard import stamps
+from reshard.containers import torch_reader
 from reshard.errors import CorruptError
-from reshard.formats import torch_file
 from reshard.stamps import KEY, Stamp
 
 STAMP = Stamp(save_id="9f3a", rank=1, world_size=2, step=None, file="rank_1.pt")
@@ -58,7 +58,7 @@ def test_the_root_of_a_file_is_without_its_stamp(tmp_path, root, zipped):
     path = tmp_path / "rank_1.pt"
     torch.save(root, path, _use_new_zipfile_serialization=zipped)
     assert hasattr(root, KEY) == hasattr(torch.load(path), KEY)
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     assert file.stamp == STAMP
     assert list(file.root) == [key for key in root if key != KEY]
 
@@ -66,4 +66,4 @@ def test_the_root_of_a_file_is_without_its_stamp(tmp_path, root, zipped):
 def test_a_file_with_a_malformed_stamp_is_refused(tmp_path):
     torch.save({KEY: 7}, tmp_path / "a.pt")
     with pytest.raises(CorruptError, match=r"a.pt: reshard_stamp is 7, where a dict"):
-        torch_file.read(tmp_path / "a.pt")
+        torch_reader.read(tmp_path / "a.pt")

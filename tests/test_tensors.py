@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 import reshard
 from reshard import dtypes
 from reshard.box import Box, whole
+from reshard.containers import torch_reader
 from reshard.errors import UsageError
 from reshard.files import Section, SourceFiles
-from reshard.formats import torch_file
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, contiguous, index_entries
 from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
 from tests.menagerie import menagerie, raw, same
@@ -160,7 +160,7 @@ def test_opening_reads_headers_only(tmp_path):
     path = tmp_path / "big.pt"
     torch.save({"w": torch.zeros(1 << 20), "v": torch.ones(1 << 20)}, path)
     pool = CountingFiles()
-    file = torch_file.read_archive(Section(pool, str(path), 0, path.stat().st_size))
+    file = torch_reader.read_archive(Section(pool, str(path), 0, path.stat().st_size))
     assert set(file.root) == {"w", "v"}
     assert pool.nbytes < 100_000
 

@@ -14,10 +14,10 @@ import torch
 import reshard
 from reshard import dtypes
 from reshard.box import whole
+from reshard.containers import torch_objects, torch_reader
+from reshard.containers.torch_objects import Tensor
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.files import SourceFiles
-from reshard.formats import torch_file, torch_objects
-from reshard.formats.torch_objects import Tensor
 from reshard.manifest import Entry, Manifest, Origin, check
 from reshard.tensors import read_block
 from tests.menagerie import menagerie, raw, same
@@ -79,7 +79,7 @@ def test_parameters_modules_and_nested_values_are_found(tmp_path, form):
         "ordered": OrderedDict(a=1),
         "text": "größe",
     }
-    file = torch_file.read(save(state, tmp_path / "s.pt", form))
+    file = torch_reader.read(save(state, tmp_path / "s.pt", form))
     root = file.root
     assert set(root["model"]) == set(module.state_dict())
     for name, tensor in module.state_dict().items():
@@ -96,7 +96,7 @@ def test_parameters_modules_and_nested_values_are_found(tmp_path, form):
 def test_views_of_one_storage_share_it(tmp_path, form):
     base = torch.arange(100.0)
     views = {"a": base[3:50:2], "b": base.view(10, 10).t(), "c": base[99:], "d": base}
-    file = torch_file.read(save(views, tmp_path / "v.pt", form))
+    file = torch_reader.read(save(views, tmp_path / "v.pt", form))
     assert len({id(tensor.storage) for tensor in file.root.values()}) == 1
     assert len(file.records) == 1
     for name, view in views.items():
@@ -110,7 +110,7 @@ def test_files_without_checksums_are_read(tmp_path):
         path = save(menagerie(), tmp_path / "x.pt")
     finally:
         torch.serialization.set_crc32_options(before)
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     assert all(record.crc32 is None for record in file.records.values())
     with reshard.open(path) as checkpoint:
         assert all(same(checkpoint[name][...], t) for name, t in menagerie().items())
@@ -118,7 +118,7 @@ def test_files_without_checksums_are_read(tmp_path):
 
 def test_every_storage_has_the_archives_checksum(tmp_path):
     path = save(menagerie(), tmp_path / "x.pt")
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     with zipfile.ZipFile(path) as archive:
         stored = {info.filename: info for info in archive.infolist()}
     assert len(file.records) == sum("/data/" in name for name in stored)
@@ -192,7 +192,7 @@ def test_a_scalar_counter_is_read_as_a_number(tmp_path):
         "i": torch.tensor([9]),
         "j": torch.arange(5, dtype=torch.int32)[3],
     }
-    file = torch_file.read(save(counters, tmp_path / "x.pt"))
+    file = torch_reader.read(save(counters, tmp_path / "x.pt"))
     assert {name: file.number(t) for name, t in file.root.items()} == {
         "f": 7.0,
         "d": 7.5,
@@ -205,7 +205,7 @@ def test_a_scalar_counter_is_read_as_a_number(tmp_path):
     "wrong", [torch.ones(2), torch.ones(1, dtype=torch.bfloat16), torch.empty(0)]
 )
 def test_a_counter_that_is_no_number_is_refused(tmp_path, wrong):
-    file = torch_file.read(save({"x": wrong}, tmp_path / "x.pt"))
+    file = torch_reader.read(save({"x": wrong}, tmp_path / "x.pt"))
     with pytest.raises(ReshardError):
         file.number(file.root["x"])
 
@@ -232,7 +232,7 @@ def test_random_views_are_read_bit_for_bit(tmp_path, form):
             else:
                 view = view.unsqueeze(0).expand(chance.randint(1, 2), *view.shape)
         views[f"v{number}"] = view
-    file = torch_file.read(save(views, tmp_path / "v.pt", form))
+    file = torch_reader.read(save(views, tmp_path / "v.pt", form))
     wrong = [name for name, view in views.items() if bits_or_empty(file, name) != raw(view)]
     assert wrong == []
 
@@ -247,7 +247,7 @@ def test_a_file_that_is_not_torchs_is_refused(tmp_path):
         path = tmp_path / "x.pt"
         path.write_bytes(content)
         with pytest.raises(CorruptError, match=r"x\.pt"):
-            torch_file.read(path)
+            torch_reader.read(path)
 
 
 def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_own_file(tmp_path):
@@ -256,12 +256,12 @@ def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_
     files = {"a": empty, "b": empty, "c": full, "d": full}
     for name, root in files.items():
         torch.save(root, tmp_path / name)
-    alike = torch_file.Alike()
-    read = {name: torch_file.read(tmp_path / name, alike=alike) for name in files}
+    alike = torch_reader.Alike()
+    read = {name: torch_reader.read(tmp_path / name, alike=alike) for name in files}
     assert read["b"].root is read["a"].root
     assert read["d"].root is not read["c"].root  # whose tensor lies in the file itself
     for name, file in read.items():
-        alone = torch_file.read(tmp_path / name)
+        alone = torch_reader.read(tmp_path / name)
         assert (file.records, file.globals, file.path) == (
             alone.records,
             alone.globals,
@@ -273,16 +273,16 @@ def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_
 
 @pytest.mark.parametrize("make", [torch.arange, lambda n: {"cat_dim": 0, "param": torch.ones(n)}])
 def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch, make):
-    loads, parsed = torch_file.loads, []
+    loads, parsed = torch_reader.loads, []
     counted = lambda data, **options: parsed.append(data) or loads(data, **options)  # noqa: E731
-    monkeypatch.setattr(torch_file, "loads", counted)
-    alike, read = torch_file.Alike(), {}
+    monkeypatch.setattr(torch_reader, "loads", counted)
+    alike, read = torch_reader.Alike(), {}
     for name in ("a", "b", "longer_by_far"):
         torch.save(make(5), tmp_path / name)
-        read[name] = torch_file.read(tmp_path / name, alike=alike)
+        read[name] = torch_reader.read(tmp_path / name, alike=alike)
     assert len(parsed) == 1
     for name, file in read.items():
-        alone = torch_file.read(tmp_path / name)
+        alone = torch_reader.read(tmp_path / name)
         held, wanted = (
             f.root["param"] if isinstance(f.root, dict) else f.root for f in (file, alone)
         )
@@ -296,7 +296,7 @@ def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_an_element_is_read_where_it_lies(tmp_path, dtype):
     torch.save(torch.arange(6).reshape(2, 3).T.to(dtype), tmp_path / "x.pt")
-    chunk = torch_file.read(tmp_path / "x.pt").root.chunk
+    chunk = torch_reader.read(tmp_path / "x.pt").root.chunk
     with SourceFiles() as files:
         assert [torch_objects.weight_at(files, chunk, at) for at in range(6)] == [0, 3, 1, 4, 2, 5]
 
@@ -304,6 +304,6 @@ def test_an_element_is_read_where_it_lies(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
 def test_an_element_that_is_no_plain_float_is_no_number(tmp_path, dtype):
     torch.save(torch.arange(6).to(dtype), tmp_path / "x.pt")
-    chunk = torch_file.read(tmp_path / "x.pt").root.chunk
+    chunk = torch_reader.read(tmp_path / "x.pt").root.chunk
     with SourceFiles() as files:
         assert math.isnan(torch_objects.weight_at(files, chunk, 1))

@@ -13,11 +13,8 @@ import torch
 
 from reshard import dtypes, stamps
 from reshard.box import Box, whole
-from reshard.dtypes import DType
-from reshard.errors import UnsupportedError
-from reshard.files import Section, SourceFiles
-from reshard.formats import torch_file, torch_objects, torch_writer, zip_directory
-from reshard.formats.torch_writer import (
+from reshard.containers import torch_objects, torch_reader, torch_writer, zip_reader
+from reshard.containers.torch_writer import (
     AS_WRITTEN,
     Part,
     Slot,
@@ -26,6 +23,9 @@ from reshard.formats.torch_writer import (
     lay_out,
     lay_out_object,
 )
+from reshard.dtypes import DType
+from reshard.errors import UnsupportedError
+from reshard.files import Section, SourceFiles
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
@@ -100,10 +100,10 @@ def unidentified(path: Path) -> bytes:
     data = bytearray(path.read_bytes())
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, len(data))
-        members = zip_directory.read_directory(archive)
+        members = zip_reader.read_directory(archive)
         (name,) = (name for name in members if name.endswith("/.data/serialization_id"))
         member = members[name]
-        start, central = member.data_offset(archive), dict(zip_directory.central_offsets(archive))
+        start, central = member.data_offset(archive), dict(zip_reader.central_offsets(archive))
     assert bytes(data[start : start + 40]).isdigit()
     data[start : start + 40] = b"0" * 40
     for crc in (start + 44, central[name] + 16):
@@ -189,7 +189,7 @@ def test_lay_out_writes_a_plain_dict_and_says_where_each_tensor_lies(tmp_path):
     check(manifest)
     ours = source.fill(skeleton, tmp_path)
     assert unidentified(ours) == unidentified(saved_by_torch(state, ours))
-    file = torch_file.read(ours)
+    file = torch_reader.read(ours)
     for entry in skeleton.entries:
         found = file.root[entry.fqn].chunk
         assert entry.chunks[0].byte_offset == found.byte_offset
@@ -267,7 +267,7 @@ def test_a_value(source, tmp_path, name):
     value = {"value": VALUES[name], "w": torch.ones(2)}
     ours = assert_as_torch(source, value, tmp_path)
     if name != "sets":
-        assert repr(torch_file.read(ours, builders=AS_WRITTEN).root["value"])
+        assert repr(torch_reader.read(ours, builders=AS_WRITTEN).root["value"])
     loaded = torch.load(ours, weights_only=False)["value"]
     assert repr(loaded) == repr(VALUES[name])
 
@@ -525,7 +525,7 @@ def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
     loaded = torch.load(source.fill(ours, tmp_path), weights_only=True)
     assert loaded == {**state, stamps.KEY: STAMP.as_dict()}
     assert list(loaded) == [*state, stamps.KEY]
-    assert torch_file.read(tmp_path / "rank.300.pt").stamp == STAMP
+    assert torch_reader.read(tmp_path / "rank.300.pt").stamp == STAMP
 
 
 def test_a_stamped_file_is_torchs(source, tmp_path):
@@ -597,8 +597,8 @@ def without_crcs(path):
     size = path.stat().st_size
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, size)
-        members = zip_directory.read_directory(archive)
-        central = dict(zip_directory.central_offsets(archive))
+        members = zip_reader.read_directory(archive)
+        central = dict(zip_reader.central_offsets(archive))
         gone = []
         for name, member in members.items():
             start = member.data_offset(archive)
@@ -645,7 +645,7 @@ def test_a_directory_about_4_gib(tmp_path):
 def test_more_members_than_16_bits_count(source, tmp_path):
     state = [torch.empty(0, dtype=torch.uint8) for _ in range(65_540)]
     ours = assert_as_torch(source, state, tmp_path)
-    assert len(torch_file.read(ours).records) == 65_540
+    assert len(torch_reader.read(ours).records) == 65_540
 
 
 # --------------------------------------------------------------------------------- files read again
@@ -653,7 +653,7 @@ def test_more_members_than_16_bits_count(source, tmp_path):
 
 def copied(path, tmp_path, builders=AS_WRITTEN):
     """What reshard read from a file, laid out and filled again."""
-    file = torch_file.read(path, builders=builders)
+    file = torch_reader.read(path, builders=builders)
     data = Path(path).read_bytes()
     source = Source(tmp_path / "copied from")
     made: dict[str, Storage] = {}
@@ -690,7 +690,7 @@ def plain(value, path):
 
 def assert_copied(path, tmp_path, **options):
     file, copy = copied(path, tmp_path, **options)
-    again = torch_file.read(copy, builders=AS_WRITTEN)
+    again = torch_reader.read(copy, builders=AS_WRITTEN)
     assert plain(again.root, str(copy)) == plain(file.root, str(path))
     return copy
 

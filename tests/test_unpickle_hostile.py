@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from reshard.containers import torch_objects
 from reshard.errors import CorruptError, ReshardError, UnsafeError
-from reshard.formats import torch_objects
 from reshard.pickles.unpickle import loads
 from reshard.pickles.values import Call, Global
 
@@ -115,7 +115,7 @@ def limited(data, *, seconds=30 if MEASURED else 3, megabytes=3000):
         f"resource.setrlimit(resource.RLIMIT_CPU, ({seconds}, {seconds}))\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "from reshard.errors import ReshardError\n"
-        "from reshard.formats.torch_objects import TORCH_BUILDERS, Storages\n"
+        "from reshard.containers.torch_objects import TORCH_BUILDERS, Storages\n"
         "from reshard.pickles.unpickle import loads\n"
         "try:\n"
         "    loads(sys.stdin.buffer.read(), where='x', builders=TORCH_BUILDERS,\n"

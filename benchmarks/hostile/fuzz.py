@@ -27,10 +27,10 @@ import atheris
 
 with atheris.instrument_imports(include=["reshard"], exclude=["reshard.__main__"]):
     import reshard
+    from reshard.containers import safetensors, torch_objects, torch_reader
     from reshard.errors import ReshardError, understood
-    from reshard.formats import safetensors, torch_file, torch_objects
     from reshard.formats.huggingface import reader as of_huggingface
-    from reshard.formats.place import Place
+    from reshard.location import Place
     from reshard.pickles.unpickle import loads
 
     for module in pkgutil.walk_packages(reshard.__path__, "reshard."):
@@ -119,7 +119,7 @@ def _of_file(name: str, read: Callable[[Path], object]) -> Read:
 
 _READERS: dict[str, Read] = {
     "pickle": _pickle,
-    "torch_file": _of_file("x.pt", torch_file.read),
+    "torch_file": _of_file("x.pt", torch_reader.read),
     "safetensors": _of_file("x.safetensors", safetensors.read),
     "index": _of_file(
         "model.safetensors.index.json", lambda path: of_huggingface.read(Place([path.parent]))

@@ -24,8 +24,8 @@ from reshard.adapters.names import (
     strip_root,
 )
 from reshard.box import Index
+from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
-from reshard.formats.json_files import json_object
 from reshard.schema import COUNT, NUMBER, TEXT, either, expect, fields, mapping, maybe, sequence
 from reshard.units import counted, some
 

@@ -31,7 +31,7 @@ _what = together(
     _state("--weights-only", is_flag=True, help="Write no optimizer state."),
     _state(
         "--init-optimizer",
-        type=OneOf("reshard.formats.fresh_adam", "InitOptimizer"),
+        type=OneOf("reshard.training.fresh_adam", "InitOptimizer"),
         help="Optimizer to write if SOURCE has none: none, or zeros for a new Adam at step 0.",
     ),
     _state(
@@ -42,7 +42,7 @@ _what = together(
     ),
     _state(
         "--rng",
-        type=OneOf("reshard.formats.rng", "Policy"),
+        type=OneOf("reshard.training.rng", "Policy"),
         help="Random states of ranks: keep, create new ones or leave out.  [default: keep, if"
         " possible]",
     ),

@@ -6,8 +6,8 @@ from typing import Any
 
 from reshard import units
 from reshard.commands.lines import row
-from reshard.formats.values import is_description
 from reshard.manifest import WEIGHT_KINDS, Manifest, TrainState
+from reshard.state_dict.plain_values import is_description
 
 _SHOWN = 3
 _SECTIONS = ("scheduler", "scaler", "rng", "client", "trainer_state", "opaque")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from reshard.containers.json_files import json_text
 from reshard.files import read_small_file
 from reshard.formats.huggingface import companions as beside
-from reshard.formats.json_files import json_text
-from reshard.formats.place import directory
+from reshard.location import directory
 from reshard.manifest import Manifest, OutputFile, Skeleton
 
 _PROGRESS = "trainer_state.json"  # HF Trainer's, and our trainer's

@@ -14,9 +14,9 @@ from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, ReadOptions, metered
+from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError, UsageError
 from reshard.formats import engines
-from reshard.formats.json_files import json_object
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
 from reshard.output import commit

@@ -13,21 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from reshard.containers import safetensors
+from reshard.containers.json_files import json_object
+from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UsageError, understood
-from reshard.formats import (
-    deepspeed,
-    huggingface,
-    placeholders,
-    pytorch,
-    registry,
-    run,
-    safetensors,
-    unclear,
-)
-from reshard.formats.json_files import json_object
-from reshard.formats.place import Place
+from reshard.formats import deepspeed, huggingface, placeholders, pytorch, registry, run, unclear
 from reshard.formats.registry import NAMES, Choice
-from reshard.formats.torch_saves import PLAIN_SUFFIXES, SUFFIXES
+from reshard.location import Place
 from reshard.manifest import Entry, Manifest, check
 from reshard.paths import as_path
 
@@ -119,9 +111,9 @@ def open_alone(path: Path) -> None:
     if path.suffix == ".safetensors":
         safetensors.read(path)
     elif path.suffix in SUFFIXES:
-        from reshard.formats import torch_file
+        from reshard.containers import torch_reader
 
-        torch_file.read(path)
+        torch_reader.read(path)
     elif path.suffix == ".json":
         json_object(path)
 

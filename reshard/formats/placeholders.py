@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats.place import Place, directory
+from reshard.location import Place, directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelHint
 from reshard.units import counted, some

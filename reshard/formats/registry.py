@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.formats import colossalai, deepspeed, huggingface, megatron, meta, nanotron, pytorch
-from reshard.formats.place import Place, directory
+from reshard.location import Place, directory
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:

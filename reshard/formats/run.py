@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from reshard.errors import UnrecognisedError
 from reshard.files import MAX_POINTER, read_small_file
-from reshard.formats.place import Place
+from reshard.location import Place
 
 _NUMBERED = re.compile(
     r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"

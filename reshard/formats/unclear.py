@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
+from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import deepspeed, huggingface, meta, nanotron, run
 from reshard.formats.dcp.names import is_hf_shard
-from reshard.formats.place import Place
 from reshard.formats.pytorch.names import torch_files
 from reshard.formats.registry import detected, is_stray
-from reshard.formats.torch_saves import PLAIN_SUFFIXES
+from reshard.location import Place
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
 _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index

@@ -11,7 +11,6 @@ from reshard import escaped, units, weights
 from reshard.box import index_of
 from reshard.dtypes import FLOAT32, DType
 from reshard.files import SourceFiles
-from reshard.formats.optimizers import NEVER_NEGATIVE
 from reshard.identity.crosscheck import are_comparable
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Key, Manifest
 from reshard.model import ModelShapes
@@ -21,6 +20,7 @@ from reshard.proof.checks import Check, not_applicable
 from reshard.proof.gaps import count_other, gaps
 from reshard.proof.scan import Rival, Scan, Task, Unequal, cast_into, chunk_at, replicas
 from reshard.proof.values import Facts
+from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
 _RANK = re.compile(r"(?<!mp_)(?<!expp_)rank[-_]?(\d+)|^__(\d+)_\d+\.distcp$|^shard-(\d+)-")

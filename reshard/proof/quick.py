@@ -16,18 +16,19 @@ from statistics import median
 
 from reshard import units
 from reshard.box import Index
+from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError
-from reshard.formats import huggingface, optimizers, placeholders, run
-from reshard.formats.json_files import json_object
-from reshard.formats.place import Place
+from reshard.formats import huggingface, placeholders, run
 from reshard.identity import find_conflicts, list_evidence
 from reshard.identity.claims import mask_digits
 from reshard.identity.counters import find_counter_conflicts
+from reshard.location import Place
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path
 from reshard.proof import checks
 from reshard.proof.checks import Check, not_applicable
+from reshard.training import optimizers
 from reshard.units import counted, some
 
 _DIGITS = re.compile(r"\d+")

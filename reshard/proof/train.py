@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.formats import loss_scale
-from reshard.formats.trainer_run import Run, is_document
 from reshard.manifest import Manifest, TrainState
+from reshard.training import loss_scale
+from reshard.training.trainer_run import Run, is_document
 from reshard.units import some
 
 _MISSING = object()

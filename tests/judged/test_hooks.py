@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.formats import torch_file
+from reshard.containers import torch_reader
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.judge
@@ -58,7 +58,7 @@ def test_deepspeed_loads_the_files_that_its_engine_stamped(tmp_path):
         assert found == dict.fromkeys(STAGES, (True, (3, False), True, 1))
     ids = set()
     for stage in STAGES:
-        files = {path.name: torch_file.read(path) for path in tmp_path.glob(f"{stage}/*/*.pt")}
+        files = {path.name: torch_reader.read(path) for path in tmp_path.glob(f"{stage}/*/*.pt")}
         assert len(files) == (4 if stage == 3 else 3)
         for name, file in files.items():
             assert file.stamp.file == name

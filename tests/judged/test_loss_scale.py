@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard
-from reshard.formats import loss_scale
+from reshard.training import loss_scale
 
 pytestmark = pytest.mark.judge
 

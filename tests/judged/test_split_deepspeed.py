@@ -16,14 +16,13 @@ import torch
 from reshard import formats, keys
 from reshard.box import whole
 from reshard.commands.target import check_places, check_skeleton
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor
+from reshard.containers.torch_writer import AS_WRITTEN
 from reshard.dtypes import BFLOAT16
 from reshard.errors import IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats import torch_file
 from reshard.formats.deepspeed import write
-from reshard.formats.torch_objects import Tensor
-from reshard.formats.torch_writer import AS_WRITTEN
-from reshard.formats.training import training
 from reshard.layout.partition import equal_piece
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
@@ -31,6 +30,7 @@ from reshard.pickles.values import Call
 from reshard.plan.planner import Plan
 from reshard.stamps import Save
 from reshard.tensors import read_block
+from reshard.training.state import training
 from tests.judges import deepspeed_judge
 
 pytestmark = pytest.mark.judge
@@ -140,7 +140,7 @@ def test_same_layout_gives_the_files_that_deepspeed_wrote(case, way, made, tmp_p
     assert tag == (original / "latest").read_text()
     names = sorted(path.name for path in (original / tag).glob("*.pt"))
     assert sorted(path.name for path in (result / tag).iterdir()) == names
-    model = torch_file.read(next((original / tag).glob("*mp_rank_00_model_states.pt"))).root
+    model = torch_reader.read(next((original / tag).glob("*mp_rank_00_model_states.pt"))).root
     for name in names:
         written, ours = (Held(run / tag / name, model).flattened() for run in (original, result))
         different = [
@@ -149,7 +149,7 @@ def test_same_layout_gives_the_files_that_deepspeed_wrote(case, way, made, tmp_p
         assert not different, name
         with zipfile.ZipFile(result / tag / name) as archive:
             assert {each.partition("/")[0] for each in archive.namelist()} == {Path(name).stem}
-        stamp = torch_file.read(result / tag / name).stamp
+        stamp = torch_reader.read(result / tag / name).stamp
         assert (stamp.save_id, stamp.step, stamp.file) == ("an id", 3, name)
         assert stamp.world_size == own["world_size"]
         assert f"pp_rank_{stamp.rank}_" in name or (stamp.rank == 0 and "pp_rank" not in name)
@@ -159,7 +159,7 @@ class Held:
     """A file as it was pickled, flattened: path -> value, or a tensor's dtype, shape and bytes."""
 
     def __init__(self, path, model):
-        self.path, self.file = path, torch_file.read(path, builders=AS_WRITTEN)
+        self.path, self.file = path, torch_reader.read(path, builders=AS_WRITTEN)
         found = re.search(r"pp_rank_(\d+)_", path.name)
         self.rank, self.ranks = int(found[1]) if found else 0, model["dp_world_size"]
         self.shapes, self.frozen = model["param_shapes"], model["frozen_param_shapes"]

@@ -11,8 +11,8 @@ import torch
 from reshard import dtypes
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
+from reshard.containers import torch_reader
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import torch_file
 from tests.judged.test_split_deepspeed import Held, check_train, contents, read
 from tests.judges import deepspeed_judge
 from tests.judges.deepspeed_cases import CASES, Case, ds_config
@@ -42,7 +42,7 @@ def differing(ours, theirs):
     tag = (theirs / "latest").read_text()
     names = sorted(path.name for path in (theirs / tag).iterdir())
     assert sorted(path.name for path in (ours / tag).iterdir()) == names
-    model = torch_file.read(theirs / tag / "mp_rank_00_model_states.pt").root
+    model = torch_reader.read(theirs / tag / "mp_rank_00_model_states.pt").root
     found = {}
     for name in names:
         written, own = (Held(run / tag / name, model).flattened() for run in (theirs, ours))

@@ -13,7 +13,7 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron.rank import open_args, open_rank
-from reshard.formats.place import Place
+from reshard.location import Place
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 
 pytestmark = pytest.mark.judge

@@ -15,17 +15,18 @@ import reshard
 from reshard import dtypes, formats, keys
 from reshard import model as models
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import kept
-from reshard.formats.dcp import target as dcp
-from reshard.formats.state_dict import flat_target, target, written
-from reshard.formats.state_dict.mesh import Grid
-from reshard.formats.state_dict.written import Value
-from reshard.formats.training import training
+from reshard.formats.dcp import writer as dcp
+from reshard.formats.fsdp import flat_files, rank_files
+from reshard.layout.mesh import Grid
 from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan
 from reshard.stamps import Save
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.torch_state_dict import Value
+from reshard.training import copied_files
+from reshard.training.state import training
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
@@ -63,7 +64,7 @@ def split(source, out, lay_out, *, weights_only=False, **told):
     check(Manifest(Origin("target", ""), index_entries(skeleton.entries), files, ordered=True))
     out.mkdir(parents=True)
     manifest = manifest.with_entries(
-        [*manifest.entries.values(), *kept.entries(manifest, skeleton)]
+        [*manifest.entries.values(), *copied_files.entries(manifest, skeleton)]
     )
     copies = Plan(manifest.entries, skeleton)
     execute(copies, manifest.files, out, MoveOptions())
@@ -73,17 +74,21 @@ def split(source, out, lay_out, *, weights_only=False, **told):
 FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrapper, how it loads
     "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp2", "dcp"),
     "accelerate": (lambda s, n: dcp.accelerate(s, shards=n), "fsdp2", "accelerate"),
-    "pair": (lambda s, n: target.fsdp2(s, grid(n)), "fsdp2", "pair"),
-    "one": (lambda s, n: target.fsdp2(s, grid(n), naming=target.ONE), "fsdp2", "one"),
+    "pair": (lambda s, n: rank_files.fsdp2(s, grid(n)), "fsdp2", "pair"),
+    "one": (lambda s, n: rank_files.fsdp2(s, grid(n), naming=rank_files.ONE), "fsdp2", "one"),
     "verl": (
-        lambda s, n: target.fsdp2(s, grid(n, "fsdp"), naming=target.VERL),
+        lambda s, n: rank_files.fsdp2(s, grid(n, "fsdp"), naming=rank_files.VERL),
         "fsdp2 named",
         "verl",
     ),
-    "names": (lambda s, n: target.fsdp2(s, grid(n), naming=target.ACCELERATE), "fsdp2", "names"),
-    "full": (lambda s, n: target.fsdp1_full(s, ranks=n), "fsdp2", "whole"),
+    "names": (
+        lambda s, n: rank_files.fsdp2(s, grid(n), naming=rank_files.ACCELERATE),
+        "fsdp2",
+        "names",
+    ),
+    "full": (lambda s, n: rank_files.fsdp1_full(s, ranks=n), "fsdp2", "whole"),
     "orig": (
-        lambda s, n: flat_target.fsdp1_sharded(
+        lambda s, n: flat_files.fsdp1_sharded(
             s, shapes(TWO), grid(n, "fsdp"), compute=dtypes.FLOAT32
         ),
         "fsdp1 mesh named orig",
@@ -92,10 +97,10 @@ FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrap
 }
 FLAT_FORMS = {  # of a state under FSDP 1
     "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp1", "dcp"),
-    "full": (lambda s, n: target.fsdp1_full(s, ranks=n), "fsdp1", "full"),
-    "local": (lambda s, n: flat_target.fsdp1_local(s, shapes(ONE), ranks=n), "fsdp1", "local"),
+    "full": (lambda s, n: rank_files.fsdp1_full(s, ranks=n), "fsdp1", "full"),
+    "local": (lambda s, n: flat_files.fsdp1_local(s, shapes(ONE), ranks=n), "fsdp1", "local"),
     "verl": (
-        lambda s, n: flat_target.fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
+        lambda s, n: flat_files.fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
         NAMED,
         "verl1",
     ),
@@ -158,7 +163,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
         for rank in worlds.run(world, worker.in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
-    made = split(place / "fsdp2" / "ranks", out / "plain", target.plain)
+    made = split(place / "fsdp2" / "ranks", out / "plain", rank_files.plain)
     jobs = [
         ("plain", resumed, "plain", TWO, "plain", made, place / "fsdp2"),
         ("converted", worker.as_one_file, out / "3-dcp", place / "fsdp2"),
@@ -209,7 +214,7 @@ def test_fsdp2_goes_on_where_deepspeed_stopped(loaded, deepspeed):
     ("case", "lay_out"),
     [
         ("acc_fsdp2_sharded", FORMS["accelerate"][0]),
-        ("acc_fsdp1_full", lambda s, n: target.fsdp1_full(s, ranks=n, accelerate=True)),
+        ("acc_fsdp1_full", lambda s, n: rank_files.fsdp1_full(s, ranks=n, accelerate=True)),
     ],
 )
 def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, lay_out):
@@ -301,9 +306,13 @@ def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
     if shapes and form != "full":
 
         def lay_out(state, ranks):
-            naming = {"names": target.ACCELERATE, "verl": target.VERL, "one": target.ONE}
-            return target.fsdp2(
-                state, grid(ranks), naming=naming.get(form, target.PAIR), model=shapes
+            naming = {
+                "names": rank_files.ACCELERATE,
+                "verl": rank_files.VERL,
+                "one": rank_files.ONE,
+            }
+            return rank_files.fsdp2(
+                state, grid(ranks), naming=naming.get(form, rank_files.PAIR), model=shapes
             )
 
     made = split(place, tmp_path / "out", at(lay_out, 3), **told)
@@ -340,7 +349,9 @@ def test_there_and_back_every_tensor_has_the_same_bytes(trained, form, tmp_path)
 def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
     """The same storages, views and objects as torch's own files, at the ranks that wrote them."""
     place, _ = trained
-    made = split(place / "fsdp2" / "ranks", tmp_path / "out", lambda s: target.fsdp2(s, grid(2)))
+    made = split(
+        place / "fsdp2" / "ranks", tmp_path / "out", lambda s: rank_files.fsdp2(s, grid(2))
+    )
     for name in ("model_rank0.pt", "model_rank1.pt", "optim_rank0.pt", "optim_rank1.pt"):
         ours, theirs = (torch.load(at / name) for at in (made, place / "fsdp2" / "ranks"))
         stamp = ours.reshard_stamp if name.startswith("model") else ours.pop("reshard_stamp")
@@ -358,7 +369,7 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
 def test_dcp_s_chunks_tell_parameters_from_buffers(torch_made, tmp_path):
     """A parameter of several rows lies on several ranks; a buffer lies whole on one."""
     source = torch_made / "fsdp2_dcp" / "ckpt"
-    made = split(source, tmp_path / "out", lambda s: target.fsdp2(s, grid(2)))
+    made = split(source, tmp_path / "out", lambda s: rank_files.fsdp2(s, grid(2)))
     held = torch.load(made / "model_rank0.pt", weights_only=False)
     kinds = {name: type(value).__name__ for name, value in held.items()}
     assert {name for name, kind in kinds.items() if kind == "Tensor"} == {"running", "count"}
@@ -385,25 +396,29 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     flat = torch_made / "fsdp1_local_flat" / "ckpt"
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     refused(
-        torch_made / "fsdp1_full/ckpt", target.plain, IncompleteError, "order of FSDP's", "--model"
+        torch_made / "fsdp1_full/ckpt",
+        rank_files.plain,
+        IncompleteError,
+        "order of FSDP's",
+        "--model",
     )
     told_model = formats.read([flat], **said)  # the model that explains the files orders them, too
-    numbers = written.optimizer(training(told_model), "index", named=True)["param_groups"]
+    numbers = torch_state_dict.optimizer(training(told_model), "index", named=True)["param_groups"]
     wanted = [name for name in shapes("menagerie").parameters if name in numbers[0]["param_names"]]
     assert list(numbers[0]["param_names"]) == wanted
     factored = torch_made / "plain_adafactor" / "ckpt"
-    lay_out = lambda s: target.fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
+    lay_out = lambda s: rank_files.fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
     refused(factored, lay_out, UnsupportedError, "has shape (7, 1)")
     decay = torch_made / "fsdp2_ranks_groups" / "ckpt"
-    lay_out = lambda s: flat_target.fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
     refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be one parameter")
-    lay_out = lambda s: flat_target.fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
     refused(decay, lay_out, UsageError, "how FSDP wrapped it")
-    lay_out = lambda s: flat_target.fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
-    lay_out = lambda s: flat_target.fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
     refused(place / "fsdp2" / "ranks", lay_out, IncompleteError, "has no 'embed.weight'")
-    refused(decay, lambda s: target.fsdp2(s, Grid((2, 2))), UnsupportedError, "a mesh of 2x2")
+    refused(decay, lambda s: rank_files.fsdp2(s, Grid((2, 2))), UnsupportedError, "a mesh of 2x2")
 
 
 def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_made, tmp_path):
@@ -413,7 +428,7 @@ def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_ma
     made = split(
         torch_made / "fsdp1_local_flat" / "ckpt",
         tmp_path / "out",
-        lambda s: target.plain(s, model=model),
+        lambda s: rank_files.plain(s, model=model),
         **said,
     )
     state = torch.load(made / "checkpoint.pt")
@@ -486,6 +501,6 @@ def test_lists_and_empty_dicts_are_flattened_as_pytorch_does():
 
 def test_what_was_not_kept_as_it_was_is_not_written():
     faithful = {"last_epoch": 3, "_last_lr": [0.1], "betas": (0.9, 0.99), "x": {"y": None}}
-    assert written.is_faithful(faithful)
+    assert torch_state_dict.is_faithful(faithful)
     for lost in ({"class": "A"}, {"milestones": {"30": 1}}, [{"tensor": "uint8"}], {"bytes": 4}):
-        assert not written.is_faithful({"x": lost})
+        assert not torch_state_dict.is_faithful({"x": lost})

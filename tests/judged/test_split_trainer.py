@@ -15,7 +15,7 @@ import torch
 
 import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import rng
+from reshard.training import rng
 from tests.judges import resume_worker as worker
 from tests.judges import server
 from tests.menagerie import same

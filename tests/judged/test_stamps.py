@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import reshard
+from reshard.containers import torch_reader
 from reshard.errors import CorruptError
-from reshard.formats import torch_file
 
 pytestmark = pytest.mark.judge
 
@@ -37,7 +37,7 @@ TARGETS = {
 def opened(directory):
     suffixes = (".pt", ".bin", ".pkl", ".pth")
     return {
-        path.relative_to(directory).as_posix(): torch_file.read(path)
+        path.relative_to(directory).as_posix(): torch_reader.read(path)
         for path in sorted(Path(directory).rglob("*"))
         if path.suffix in suffixes
     }

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard.formats import torch_file
+from reshard.containers import torch_reader
 from tests.trainer import worlds
 from trainer.checkpoint import directory, files, state
 from trainer.checkpoint.directory import RunDirectory
@@ -391,7 +391,7 @@ def test_every_file_says_which_save_and_rank_it_is_of(tmp_path, chosen):
         assert path.read_bytes() == again.read_bytes(), "a run that is repeated"
         with zipfile.ZipFile(path) as archive:
             assert {name.partition("/")[0] for name in archive.namelist()} == {path.stem}
-        stamp = torch_file.read(path).stamp
+        stamp = torch_reader.read(path).stamp
         found[path.name] = stamp.rank
         assert (stamp.world_size, stamp.step, stamp.file) == (2, 1, path.name)
     assert max(found.values()) == 1

@@ -16,6 +16,7 @@ from reshard.commands.output import is_file, opened, page_of, resolved, untouche
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
+from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, read_small_file
@@ -23,9 +24,8 @@ from reshard.formats import placeholders
 from reshard.formats.huggingface import writer
 from reshard.formats.huggingface.companions import QUANTISED, Companions, matched_config
 from reshard.formats.huggingface.companions import companions as find_companions
-from reshard.formats.json_files import json_text
-from reshard.formats.place import directory
 from reshard.identity import check_identity
+from reshard.location import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
@@ -260,7 +260,7 @@ def _lay_out(
     untied: bool,
 ) -> tuple[Skeleton, list[str]]:
     if destination.suffix in formats.PLAIN_SUFFIXES:
-        from reshard.formats import torch_writer
+        from reshard.containers import torch_writer
 
         return torch_writer.lay_out(destination.name, chosen.tensors), []
     if destination.suffix == ".safetensors":

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.commands.naming import padding, traits
 from reshard.commands.naming.state import Asked, Naming
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import megatron, objects
+from reshard.formats import megatron
 from reshard.formats.deepspeed import dialects
 from reshard.formats.meta import directory as meta
 from reshard.formats.meta import reader as of_meta
@@ -21,6 +21,7 @@ from reshard.model_parallel.families import Family
 from reshard.model_parallel.megatron_traits import as_megatron
 from reshard.model_parallel.rules import builtin, with_users
 from reshard.model_parallel.traits import Traits
+from reshard.pickles import objects
 
 _FREE = {"vocab_size", "max_position_embeddings", "n_positions"}  # of a config: may differ
 

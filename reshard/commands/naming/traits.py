@@ -8,10 +8,10 @@ from typing import Any
 
 from reshard.commands.companions import config_beside
 from reshard.commands.naming.state import Asked
+from reshard.containers.json_files import json_object
 from reshard.errors import UsageError, understood
 from reshard.formats import megatron, meta
 from reshard.formats.deepspeed import dialects, neox
-from reshard.formats.json_files import json_object
 from reshard.formats.meta import reader as of_meta
 from reshard.manifest import Manifest
 from reshard.model_parallel import families

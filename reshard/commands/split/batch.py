@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.formats import trainer_run
 from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE, WORLD
-from reshard.formats.trainer_run import Run
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import of_mesh
+from reshard.training import trainer_run
+from reshard.training.trainer_run import Run
 from reshard.units import counted, either, nearest_divisors
 
 _TOTAL = "train_batch_size"

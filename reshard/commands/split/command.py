@@ -29,15 +29,17 @@ from reshard.commands.split.state import (
     told,
 )
 from reshard.commands.target import check_places
+from reshard.containers import skeletons
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
-from reshard.formats import engines, kept, placeholders, skeletons
+from reshard.formats import engines, placeholders
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
-from reshard.formats.training import Training
 from reshard.identity import Identity, check_identity
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan.planner import Plan
+from reshard.training import copied_files
+from reshard.training.state import Training
 
 
 def split(
@@ -152,7 +154,7 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     check_places(skeleton)
     held = stored(skeleton, state)
     carried = request.megatron.carried.entries if request.megatron is not None else ()
-    added = [*carried, *kept.entries(manifest, skeleton)]
+    added = [*carried, *copied_files.entries(manifest, skeleton)]
     if added:
         manifest = manifest.with_entries([*manifest.entries.values(), *added])
     plan = Plan(manifest.entries, held, options.budget()[1])
@@ -261,7 +263,7 @@ def _with_companions(
     A destination that the user called ``checkpoint-N`` is HF Trainer's checkpoint itself.
     """
     if target.name == "hf-trainer":
-        from reshard.formats import hf_trainer
+        from reshard.formats.trainers import hf_trainer
 
         inside = hf_trainer.directory(state)
         made = with_companions(skeleton, state.manifest, beside=inside, above=inside)

@@ -11,15 +11,15 @@ from reshard.commands.output import OutputOptions
 from reshard.commands.reading import one_of
 from reshard.errors import UsageError
 from reshard.formats import targets
-from reshard.formats.fresh_adam import InitOptimizer
 from reshard.formats.megatron import words as megatron
-from reshard.formats.rng import Policy
 from reshard.formats.targets.request import (
     FSDP_VERSIONS,
     STATE_DICT_TYPES,
     FsdpVersion,
     StateDictType,
 )
+from reshard.training.fresh_adam import InitOptimizer
+from reshard.training.rng import Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class SplitOptions(OutputOptions):
     dtype: str | None = None  # of the module's copy; None: as trained
     weights_only: bool = False
     init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins
-    param_groups: Path | None = None  # a JSON file; see `groups`
+    param_groups: Path | None = None  # a JSON file; see `param_groups`
     rng: Policy | None = None  # random states; None: kept where they can be
     device: str = "cuda"  # of the mesh in DTensor files
     mesh: str | None = None  # NAME=SIZE,... of DTensor files; None: one axis of all ranks

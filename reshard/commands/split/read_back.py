@@ -11,8 +11,8 @@ from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import DType
 from reshard.errors import DifferentError
-from reshard.formats.training import Training
 from reshard.manifest import Chunk, Entry, Manifest, Skeleton
+from reshard.training.state import Training
 
 
 def check(

@@ -10,15 +10,15 @@ from typing import Any
 from reshard import units
 from reshard.commands.balance import balance, line
 from reshard.commands.lines import listed, written
-from reshard.formats import kept
-from reshard.formats.skeletons import Laid
+from reshard.containers.skeletons import Laid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
-from reshard.formats.training import Training
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest
 from reshard.plan.planner import Plan
+from reshard.training import copied_files
+from reshard.training.state import Training
 
 SCHEMA = 1
 _OF_FORMS = ("accelerate", "deepspeed", "fsdp", "hf-trainer", "megatron", "trainer")
@@ -97,7 +97,7 @@ def describe(
     """The part of a report that is known before the first byte moves."""
     skeleton = laid.skeleton
     manifest = state.manifest
-    out = {e.key for e in skeleton.entries if e.kind not in (*WEIGHT_KINDS, kept.KIND)}
+    out = {e.key for e in skeleton.entries if e.kind not in (*WEIGHT_KINDS, copied_files.KIND)}
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,
@@ -115,7 +115,7 @@ def describe(
         bytes_read=plan.copied_bytes,
         bytes_written=skeleton.nbytes,
     )
-    copied = [e.fqn for e in skeleton.entries if e.kind == kept.KIND]
+    copied = [e.fqn for e in skeleton.entries if e.kind == copied_files.KIND]
     if copied:
         report.kept.append(f"{', '.join(copied)}: copied as they are")
     masters = sum(1 for _ in manifest.of_kind(MASTER))

@@ -12,20 +12,20 @@ from reshard.commands.split import for_megatron
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
-from reshard.formats import targets, trainer_run
+from reshard.formats import targets
 from reshard.formats.deepspeed.write import grid as deepspeed_grid
-from reshard.formats.state_dict import mesh
-from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request, StateDictType
-from reshard.formats.trainer_run import Run
-from reshard.layout import tensor_parallel
+from reshard.layout import mesh, tensor_parallel
+from reshard.layout.mesh import Grid
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
 from reshard.model_parallel import sizes
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.paths import as_path
+from reshard.training import trainer_run
+from reshard.training.trainer_run import Run
 
 _FAMILY = {  # what a source is written as, where the user names no target
     "deepspeed": "deepspeed",

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import rng
-from reshard.formats.rng import RankRng
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.identity import refuse_conflicts
 from reshard.manifest import Manifest
+from reshard.training import rng
+from reshard.training.rng import RankRng
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reshard.commands.split.options import SplitOptions
-from reshard.formats import megatron, trainer_run
-from reshard.formats.skeletons import Laid
+from reshard.containers.skeletons import Laid
+from reshard.formats import megatron
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.manifest import Manifest
+from reshard.training import trainer_run
 
 
 def account(manifest: Manifest, request: Request, target: Target) -> Manifest:

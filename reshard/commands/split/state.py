@@ -9,22 +9,23 @@ from typing import Any
 
 from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
+from reshard.containers.json_files import json_object
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import deepspeed, fresh_adam, groups, huggingface, megatron
+from reshard.formats import deepspeed, huggingface, megatron
 from reshard.formats.huggingface.companions import is_model_config
 from reshard.formats.huggingface.reader import described, in_order
-from reshard.formats.json_files import json_object
-from reshard.formats.place import directory
-from reshard.formats.state_dict.mesh import Grid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
-from reshard.formats.training import Training, refuse_without_optimizer, training
+from reshard.layout.mesh import Grid
+from reshard.location import directory
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelHint, ModelShapes, describe_config
 from reshard.model_parallel.sizes import Sizes
 from reshard.paths import as_path
 from reshard.stamps import Save
+from reshard.training import fresh_adam, param_groups
+from reshard.training.state import Training, refuse_without_optimizer, training
 
 _ID = 32  # characters of a save's id
 
@@ -98,14 +99,14 @@ def made_state(
 ) -> tuple[Training, list[str]]:
     """What is to be written, with what the user has made anew, and what to say of that."""
     made, said = training(manifest, weights_only=options.without_optimizer), list[str]()
-    given = groups.read(options.param_groups) if options.param_groups else None
+    given = param_groups.read(options.param_groups) if options.param_groups else None
     fresh = options.init_optimizer == "zeros"
     if fresh and given is None and not made.groups:
-        given = groups.ONE
+        given = param_groups.ONE
     if not fresh and not options.without_optimizer:
         refuse_without_optimizer(made)
     if given:
-        made, notes = groups.regrouped(made, given)
+        made, notes = param_groups.regrouped(made, given)
         said += notes
     if fresh:
         made, notes = fresh_adam.begun(made, request.master)

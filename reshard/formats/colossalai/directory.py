@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from reshard.formats.huggingface.directory import index_of
-from reshard.formats.place import Place
+from reshard.location import Place
 
 NAME = "colossalai"
 INDEX = re.compile(r"(?:pytorch_optim(?:\..+)?\.bin|optimizer(?:\..+)?\.safetensors)\.index\.json")

@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from reshard import counts
+from reshard.containers import torch_reader
+from reshard.containers.json_files import json_object
+from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import torch_file
 from reshard.formats.colossalai.directory import INDEX, NAME, find_optimizer, find_weights
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.formats.json_files import json_object
-from reshard.formats.place import Place
-from reshard.formats.state_dict import assemble, tree
-from reshard.formats.state_dict.found import Found
-from reshard.formats.state_dict.tree import Logical
-from reshard.formats.torch_saves import is_torch_file
+from reshard.location import Place
 from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import ModelHint
 from reshard.schema import COUNT, expect, fields, mapping, sequence
+from reshard.state_dict import assemble, tree
+from reshard.state_dict.found import Found
+from reshard.state_dict.tree import Logical
 
 _STAGE = re.compile(r"-stage-(\d+)-")
 _SHARD = mapping(COUNT, mapping())
@@ -130,7 +130,7 @@ def _require_file(place: Place, index: Path, name: str) -> Path:
 
 
 def _read_file(path: Path, found: Found) -> Any:
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     found.files[file.path] = file.source()
     found.globals |= file.globals
     return tree.of_file(file)

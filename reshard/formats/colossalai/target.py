@@ -17,14 +17,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
-from reshard.formats import skeletons, torch_writer
-from reshard.formats.state_dict import written
-from reshard.formats.state_dict.target import Wholes
-from reshard.formats.state_dict.written import Value
-from reshard.formats.training import Training, setup_lost
+from reshard.formats.fsdp.rank_files import Wholes
 from reshard.manifest import MASTER, Skeleton
 from reshard.model import ModelShapes
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.torch_state_dict import Value
+from reshard.training.state import Training, setup_lost
 
 RUNNING, SCHEDULER = "running_states.json", "lr_scheduler"
 _GROUPS = "pytorch_optim_group.bin"
@@ -42,9 +42,11 @@ def lay_out(
         UnsupportedError: the optimizer is not one of torch.
     """
     above = "" if weights_only else "modeling/"
-    parts = [*_lay_out_shards(f"{above}pytorch_model", written.weights(state, dtype=dtype), {})]
+    parts = [
+        *_lay_out_shards(f"{above}pytorch_model", torch_state_dict.weights(state, dtype=dtype), {})
+    ]
     if not weights_only:
-        optimizer = written.optimizer(state, "index", model)
+        optimizer = torch_state_dict.optimizer(state, "index", model)
         about = {"param_groups": _GROUPS}
         parts += _lay_out_shards("optimizer/pytorch_optim", optimizer["state"], about)
         groups = optimizer["param_groups"]
@@ -63,7 +65,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
             "ColossalAI does not store fp32 masters: weights are written from them, and it creates"
             " new masters from the working copies when it loads"
         )
-    for name in written.dropped(train, ("scheduler", RUNNING)):
+    for name in torch_state_dict.dropped(train, ("scheduler", RUNNING)):
         yield f"not carried: {name}"
     yield from setup_lost(state)
     if RUNNING not in train.client:
@@ -73,7 +75,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
 def _lay_out_companions(state: Training) -> Iterator[Skeleton]:
     """Yield the scheduler, and the position in the data, if the source has them."""
     train = state.manifest.train
-    if train.scheduler is not None and written.is_faithful(train.scheduler):
+    if train.scheduler is not None and torch_state_dict.is_faithful(train.scheduler):
         yield torch_writer.lay_out_object(SCHEDULER, train.scheduler)
     running = train.client.get(RUNNING)
     if running is not None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from reshard.containers import torch_reader, zip_reader
+from reshard.containers.torch_objects import Storage, Tensor, TorchFile
 from reshard.files import Section
-from reshard.formats import torch_file, zip_directory
-from reshard.formats.torch_objects import Storage, Tensor, TorchFile
 from reshard.manifest import Record
 
 _CRC = 16  # byte of the CRC in a central directory entry, which is 4 bytes long
@@ -41,12 +41,12 @@ class Archives:
         self._forms: dict[int, list[_Form]] = defaultdict(list)
 
     def open(self, archive: Section) -> TorchFile:
-        """As `torch_file.read_archive`, which it raises the errors of."""
+        """As `torch_reader.read_archive`, which it raises the errors of."""
         for form in self._forms[archive.nbytes]:
             found = _fitted(form, archive)
             if found:
                 return found
-        file = torch_file.read_archive(archive)
+        file = torch_reader.read_archive(archive)
         made = _form_of(file, archive)
         if made is not None:
             self._forms[archive.nbytes].append(made)
@@ -59,7 +59,7 @@ def _form_of(file: TorchFile, archive: Section) -> _Form | None:
     if not isinstance(tensor, Tensor) or len(file.records) != 1:
         return None
     (record,) = file.records.values()
-    places = dict(zip_directory.central_offsets(archive))
+    places = dict(zip_reader.central_offsets(archive))
     directory = min(places.values())
     free = tuple(
         place + _CRC - directory

@@ -17,9 +17,9 @@ from math import prod
 
 from reshard.box import Box, Index
 from reshard.errors import CorruptError
-from reshard.formats.state_dict.tree import Logical
 from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk
+from reshard.state_dict.tree import Logical
 
 
 def restored(where: object, key: str, stored: Logical, shape: Index) -> Logical:

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Box, as_index
+from reshard.containers import safetensors
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats import safetensors
 from reshard.formats.dcp.names import HF_SHARD, is_hf_shard
-from reshard.formats.place import Place, missing_ranks
-from reshard.formats.state_dict.found import Found
-from reshard.formats.state_dict.tree import Logical
+from reshard.location import Place, missing_ranks
 from reshard.manifest import Chunk, SourceFile
+from reshard.state_dict.found import Found
+from reshard.state_dict.tree import Logical
 
 _INFO = "DCP_SHARDING_INFO"
 

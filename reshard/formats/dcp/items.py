@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Box
+from reshard.containers import safetensors, torch_objects
+from reshard.containers.torch_objects import Tensor
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
-from reshard.formats import safetensors, torch_objects
 from reshard.formats.dcp.archives import Archives
 from reshard.formats.dcp.metadata import Block
-from reshard.formats.torch_objects import Tensor
 from reshard.manifest import Chunk, Record, SourceFile
 from reshard.pickles.values import Call
 

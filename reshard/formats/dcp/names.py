@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.formats.place import Place
+from reshard.location import Place
 
 METADATA = ".metadata"
 HF_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")

@@ -18,7 +18,7 @@ from reshard.errors import (
     UnrecognisedError,
 )
 from reshard.files import MAX_POINTER, read_small_file
-from reshard.formats.place import Place
+from reshard.location import Place
 from reshard.units import some
 
 NAME = "deepspeed"

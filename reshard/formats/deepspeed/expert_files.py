@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats import leaves, torch_file
 from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.states import MIXED, ModelStates
-from reshard.formats.torch_objects import Tensor, TorchFile
+from reshard.state_dict import leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ def _check_alike(experts: Sequence[Expert]) -> None:
 
 
 def _expert(path: Path, number: int) -> Expert:
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     found = file.root if isinstance(file.root, dict) else {}
     leaves.opaque(file.path, found)
     tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}

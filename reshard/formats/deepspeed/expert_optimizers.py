@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import TorchFile
 from reshard.errors import IncompleteError, StaleError, UnsupportedError
-from reshard.formats import torch_file
 from reshard.formats.deepspeed import expert_names, native
 from reshard.formats.deepspeed.directory import Files
 from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of
 from reshard.formats.deepspeed.kinds import OPTIMIZER
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.formats.torch_objects import TorchFile
 from reshard.manifest import BUFFER, PARAM, Manifest
 from reshard.model_parallel import combine
 from reshard.schema import expect, fields, maybe
@@ -38,7 +38,7 @@ def read(
             raise IncompleteError(
                 files.place, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
             )
-        optimizers.append(torch_file.read(path))
+        optimizers.append(torch_reader.read(path))
         expect(path, optimizers[-1].root, fields(optimizer=maybe(OPTIMIZER)))
     counts = counts_of(experts)
     for file in optimizers:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.box import Index, whole
+from reshard.containers.torch_objects import Tensor
 from reshard.counts import elements
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
-from reshard.formats.torch_objects import Tensor
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Claim, Entry, contiguous
 

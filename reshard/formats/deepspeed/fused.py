@@ -14,10 +14,10 @@ from itertools import islice
 from math import isclose, prod
 
 from reshard.box import Index
+from reshard.containers.torch_objects import Tensor, weight_at
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.states import ModelStates
-from reshard.formats.state_dict.order import AmbiguousError
-from reshard.formats.torch_objects import Tensor, weight_at
+from reshard.state_dict.optimizer_names import AmbiguousError
 
 _SHAPES = 200  # and more are no model's; the search goes a step deeper with each
 _SEARCHED = 100_000  # steps of the search, and

@@ -7,8 +7,8 @@ Source: DeepSpeed 0.3 to 0.19 ``runtime/engine.py``, ``runtime/zero/`` and
 
 from __future__ import annotations
 
+from reshard.containers.torch_objects import Tensor
 from reshard.counts import natural
-from reshard.formats.torch_objects import Tensor
 from reshard.schema import (
     COUNT,
     INTEGER,

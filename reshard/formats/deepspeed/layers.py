@@ -13,10 +13,11 @@ from pathlib import Path
 
 from reshard import counts
 from reshard.box import Index
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import leaves, torch_file
 from reshard.formats.deepspeed.directory import Files
-from reshard.formats.torch_objects import Tensor, TorchFile
+from reshard.state_dict import leaves
 
 TIED = "tied_modules."
 Names = Mapping[str, Index | None]  # name -> shape, where it is known
@@ -64,7 +65,7 @@ def modules(files: Files, tensor: int, stages: Sequence[Said]) -> list[Module]:
                 f"holds layer {layer} of tensor-parallel rank {min(ranks)}, and not of {tensor}",
                 "copy the missing file here",
             )
-        file = torch_file.read(ranks[tensor])
+        file = torch_reader.read(ranks[tensor])
         tensors = _tensors(file, layer, named)
         owners = [n for n, said in enumerate(stages) if said.names.keys() & tensors.keys()]
         if not owners and at + 1 < len(stages) and _is_full(found[at], stages[at]):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from reshard import counts
 from reshard.box import Index
+from reshard.containers.torch_objects import TorchFile
+from reshard.containers.torch_reader import Alike
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
 from reshard.formats.deepspeed import flat, order, partitioned, swap, train, whole
@@ -23,9 +25,7 @@ from reshard.formats.deepspeed.states import (
     open_optimizer,
     under_own_names,
 )
-from reshard.formats.place import Place
-from reshard.formats.torch_file import Alike
-from reshard.formats.torch_objects import TorchFile
+from reshard.location import Place
 from reshard.manifest import (
     BUFFER,
     MASTER,

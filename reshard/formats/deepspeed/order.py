@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
 from reshard.formats.deepspeed import expert_names
-from reshard.formats.training import Group, Trained, Training
+from reshard.training.state import Group, Trained, Training
 
 _SUB_GROUP_SIZE = 10**9
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config takes

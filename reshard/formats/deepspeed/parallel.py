@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from reshard import counts
+from reshard.containers.torch_objects import is_zero
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed import layers, native, whole
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import Census, Files
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
-from reshard.formats.torch_objects import is_zero
-from reshard.formats.values import plain
 from reshard.manifest import WEIGHT_KINDS, Chunk, Manifest
 from reshard.model_parallel import combine
+from reshard.state_dict.plain_values import plain
 
 _INFO = "universal_checkpoint_info"
 

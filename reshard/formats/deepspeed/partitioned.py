@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers.torch_objects import Tensor
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed.flat import scalars, slots_of
 from reshard.formats.deepspeed.states import (
@@ -23,7 +24,6 @@ from reshard.formats.deepspeed.states import (
     agree,
     piece_of,
 )
-from reshard.formats.torch_objects import Tensor
 from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import MASTER, PARAM, Entry
 

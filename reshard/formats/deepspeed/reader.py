@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.formats.deepspeed import directory
-from reshard.formats.place import Place
+from reshard.location import Place
 from reshard.manifest import Manifest
 
 

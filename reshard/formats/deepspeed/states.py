@@ -9,14 +9,15 @@ from typing import Any
 
 from reshard import counts
 from reshard.box import Index
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.containers.torch_reader import Alike
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats import leaves, torch_file
 from reshard.formats.deepspeed import kinds
-from reshard.formats.torch_file import Alike
-from reshard.formats.torch_objects import Tensor, TorchFile
 from reshard.manifest import BUFFER, PARAM, Entry
 from reshard.schema import expect
+from reshard.state_dict import leaves
 
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
 
@@ -183,7 +184,7 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     Raises:
         CorruptError: it is not what its name says.
     """
-    file = torch_file.read(path, builders=BUILDERS, alike=alike)
+    file = torch_reader.read(path, builders=BUILDERS, alike=alike)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
     expect(path, file.root, kinds.MODEL_STATES if alike is None else kinds.OTHER_MODEL_STATES)
@@ -243,7 +244,7 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
     Raises:
         CorruptError: it is none.
     """
-    file = torch_file.read(path, builders=BUILDERS)
+    file = torch_reader.read(path, builders=BUILDERS)
     inner = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
     if not isinstance(inner, dict):
         raise CorruptError(

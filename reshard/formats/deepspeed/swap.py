@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from reshard import dtypes
+from reshard.containers.torch_objects import Tensor
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
 from reshard.formats.deepspeed.partitioned import Swapped, piece_numel, sub_group_state
 from reshard.formats.deepspeed.states import OptimizerStates, Piece, Shapes
-from reshard.formats.place import Place
-from reshard.formats.torch_objects import Tensor
+from reshard.location import Place
 from reshard.manifest import MASTER
 
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")

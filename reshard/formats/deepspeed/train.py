@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reshard.formats import objects
+from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.formats.deepspeed.states import (
     MIXED,
     ModelStates,
@@ -15,10 +15,10 @@ from reshard.formats.deepspeed.states import (
     agree,
     each,
 )
-from reshard.formats.torch_objects import Tensor, TorchFile
-from reshard.formats.values import plain
 from reshard.manifest import ParamGroup, TrainState
+from reshard.pickles import objects
 from reshard.pickles.values import Call
+from reshard.state_dict.plain_values import plain
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
 _ENGINE_KEYS = frozenset(

@@ -16,8 +16,10 @@ from typing import Any
 
 from reshard import dtypes
 from reshard.box import Index, whole
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.containers.torch_reader import Alike
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats import torch_file
 from reshard.formats.deepspeed import order, partitioned, train
 from reshard.formats.deepspeed.kinds import UNIVERSAL_OPTIMIZER
 from reshard.formats.deepspeed.states import (
@@ -30,9 +32,7 @@ from reshard.formats.deepspeed.states import (
     whole_entry,
 )
 from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
-from reshard.formats.place import Place
-from reshard.formats.torch_file import Alike
-from reshard.formats.torch_objects import Tensor, TorchFile
+from reshard.location import Place
 from reshard.manifest import (
     BUFFER,
     MASTER,
@@ -163,7 +163,7 @@ def _values(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tenso
     if not any(path.name == "fp32.pt" for path in paths):
         raise IncompleteError(folder, "has no fp32.pt", "the conversion was interrupted: repeat it")
     for path in paths:
-        file = torch_file.read(path, builders=BUILDERS, alike=alike)
+        file = torch_reader.read(path, builders=BUILDERS, alike=alike)
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
         is_count = path.stem == "step" and type(value) in (int, float)
         if not isinstance(value, Tensor) and not is_count:
@@ -218,7 +218,7 @@ def _optimizer_root(place: Place, files: dict[str, TorchFile]) -> dict[str, Any]
     path = place.folders["zero"].files.get("optimizer_state.pt")
     if path is None:
         return {}
-    file = torch_file.read(path, builders=BUILDERS)
+    file = torch_reader.read(path, builders=BUILDERS)
     files[file.path] = file
     expect(path, file.root, UNIVERSAL_OPTIMIZER)
     root: dict[str, Any] = file.root

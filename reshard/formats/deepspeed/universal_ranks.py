@@ -16,9 +16,9 @@ from reshard.box import Index, whole
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
-from reshard.formats.values import plain
 from reshard.manifest import Entry
 from reshard.model_parallel.shards import Split, shared
+from reshard.state_dict.plain_values import plain
 
 _INFO = "universal_checkpoint_info"
 

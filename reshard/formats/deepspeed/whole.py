@@ -4,7 +4,7 @@ fp32: torch's own optimizer dict. bf16 and fp16 (DeepSpeed 0.19.8 ``runtime/fp16
 unfused_optimizer.py``, ``fused_optimizer.py``): fp32 copies a group, whole (``fp32_groups``) or
 flat (``fp32_groups_flat``), and a state by index over the groups.
 
-No file names the indices: `state_dict.order` does where it can, otherwise the optimizer is left out
+No file names the indices: `optimizer_names` does where it can, otherwise the optimizer is left out
 and the reader says so.
 """
 
@@ -15,13 +15,13 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index, whole
+from reshard.containers.torch_objects import Tensor
 from reshard.errors import CorruptError
 from reshard.formats.deepspeed import expert_names, fused, train
 from reshard.formats.deepspeed.flat import left_out, slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
-from reshard.formats.state_dict.order import AmbiguousError, Sign, name_groups
-from reshard.formats.torch_objects import Tensor
 from reshard.manifest import MASTER, Entry, ParamGroup, TrainState, contiguous
+from reshard.state_dict.optimizer_names import AmbiguousError, Sign, name_groups
 
 
 def state_of(
@@ -92,7 +92,7 @@ def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[
     """The fqn of each member of every group: as named there, else as `name_groups`.
 
     Raises:
-        AmbiguousError: see `order.name_groups`.
+        AmbiguousError: see `optimizer_names.name_groups`.
     """
     named = _named(model, candidates)
     if named:

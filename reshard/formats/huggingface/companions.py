@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.containers.json_files import json_object
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.formats.json_files import json_object
 from reshard.manifest import Entry
 
 _COMPANIONS = re.compile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from reshard.formats.place import Place
+from reshard.location import Place
 
 NAME = "huggingface"
 INDEX = "model.safetensors.index.json"

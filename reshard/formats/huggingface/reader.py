@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from reshard.containers import safetensors
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -18,7 +19,6 @@ from reshard.errors import (
     UsageError,
 )
 from reshard.files import read_small_file
-from reshard.formats import safetensors
 from reshard.formats.huggingface.directory import (
     NAME,
     index_of,
@@ -26,7 +26,7 @@ from reshard.formats.huggingface.directory import (
     is_whole_set,
     weights_beside,
 )
-from reshard.formats.place import Place
+from reshard.location import Place
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -157,11 +157,11 @@ def _read_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
 
 
 def _read_torch_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
-    from reshard.formats import torch_file
-    from reshard.formats.state_dict import parts, tree
+    from reshard.containers import torch_reader
+    from reshard.state_dict import sections, tree
 
-    file = torch_file.read(path)
-    state = parts.find(tree.of_file(file), str(path)).model
+    file = torch_reader.read(path)
+    state = sections.find(tree.of_file(file), str(path)).model
     held = [
         Entry(name, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
         for name, leaf in state.items()

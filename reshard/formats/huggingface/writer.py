@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
+from reshard.containers import safetensors
+from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
-from reshard.formats import safetensors
 from reshard.formats.huggingface.directory import INDEX
-from reshard.formats.json_files import json_text
 from reshard.manifest import Entry, OutputFile, Skeleton
 
 METADATA = {"format": "pt"}

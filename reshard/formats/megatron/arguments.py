@@ -14,9 +14,9 @@ from typing import Any
 
 from reshard import counts
 from reshard.errors import CorruptError
-from reshard.formats.values import plain
 from reshard.pickles.values import Call, Global
 from reshard.schema import INTEGER, expect, fields, maybe, sequence
+from reshard.state_dict.plain_values import plain
 
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reshard.errors import IncompleteError, StaleError, UsageError
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.place import Place
+from reshard.location import Place
 from reshard.units import some
 
 NAME = "megatron"

@@ -23,9 +23,9 @@ from typing import Any
 
 from reshard import counts
 from reshard.box import Box
+from reshard.containers import torch_reader
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats import torch_file
-from reshard.formats.dcp import directory as dcp
+from reshard.formats.dcp import reader as dcp
 from reshard.formats.megatron import (
     arguments,
     directory,
@@ -39,9 +39,7 @@ from reshard.formats.megatron import (
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.optimizer import Held
-from reshard.formats.place import Place
-from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.tree import Logical
+from reshard.location import Place
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -55,6 +53,8 @@ from reshard.manifest import (
 from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
+from reshard.state_dict import tree
+from reshard.state_dict.tree import Logical
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -163,7 +163,7 @@ def _common(
     """What all ranks share: arguments, counters, param groups. Its file, and its globals."""
     path = place.files.get(directory.COMMON)
     if path is not None:
-        file = torch_file.read(path)
+        file = torch_reader.read(path)
         root = tree.of_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is no dict")

@@ -16,10 +16,10 @@ from reshard.formats.megatron import buckets, directory, grid, grouped, model, o
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
-from reshard.formats.state_dict.tree import Logical
 from reshard.layout.partition import Member
 from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
+from reshard.state_dict.tree import Logical
 
 CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
 _BUCKET = re.compile(

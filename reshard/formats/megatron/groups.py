@@ -18,8 +18,8 @@ from typing import Any
 from reshard.box import Index
 from reshard.formats.megatron import grouped, names
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.values import plain
 from reshard.model_parallel.rules import Table
+from reshard.state_dict.plain_values import plain
 
 _NOT_HYPER = ("params", "param_names", "step")
 _QK = ("q_layernorm.", "k_layernorm.")

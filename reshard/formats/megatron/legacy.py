@@ -17,8 +17,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
-from reshard.formats.place import Place
-from reshard.formats.state_dict.tree import logical
+from reshard.location import Place
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -32,6 +31,7 @@ from reshard.manifest import (
 from reshard.model_parallel.rules import Table
 from reshard.paths import as_path
 from reshard.pickles import trust
+from reshard.state_dict.tree import logical
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 

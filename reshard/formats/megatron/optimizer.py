@@ -17,18 +17,18 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers.torch_objects import number_at
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
-from reshard.formats.state_dict.order import AmbiguousError, name_groups
-from reshard.formats.state_dict.tree import Logical, logical
-from reshard.formats.torch_objects import number_at
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
+from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
+from reshard.state_dict.tree import Logical, logical
 
 _STATE = fields(
     state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence(COUNT))))

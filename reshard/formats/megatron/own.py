@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.formats.megatron import names
-from reshard.formats.state_dict.tree import logical
 from reshard.manifest import Manifest
 from reshard.pickles.values import Call
+from reshard.state_dict.tree import logical
 
 _KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
 RNG = "rng_state"

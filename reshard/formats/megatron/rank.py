@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import TorchFile
 from reshard.errors import CorruptError
-from reshard.formats import leaves, torch_file
 from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER, model_file
-from reshard.formats.place import Place
-from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.tree import Logical, logical
-from reshard.formats.torch_objects import TorchFile
+from reshard.location import Place
 from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
+from reshard.state_dict import leaves, tree
+from reshard.state_dict.tree import Logical, logical
 
 _OLD_VERSION = 0.0  # of files that say none
 _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
@@ -94,7 +94,7 @@ def open_rank(folder: Place) -> RankFile:
         IncompleteError: the file with the weights is missing.
         CorruptError: a file is truncated or altered.
     """
-    file = torch_file.read(model_file(folder))
+    file = torch_reader.read(model_file(folder))
     root = tree.of_file(file)
     if not isinstance(root, dict):
         raise CorruptError(file.path, "is no checkpoint of Megatron: it is no dict")
@@ -102,13 +102,13 @@ def open_rank(folder: Place) -> RankFile:
     args = arguments.of(root.get("args"), file.path)
     if OPTIMIZER not in folder.files:
         return RankFile(file.path, root, args, files=(file,))
-    flat = torch_file.read(folder.files[OPTIMIZER])
+    flat = torch_reader.read(folder.files[OPTIMIZER])
     return RankFile(file.path, root, args, tree.of_file(flat), (file, flat))
 
 
 def open_args(path: Path) -> Arguments:
     """The arguments alone."""
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     root = file.root if isinstance(file.root, dict) else {}
     return arguments.of(root.get("args"), file.path)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard.formats.megatron import directory, dist, legacy
-from reshard.formats.place import Place
+from reshard.location import Place
 from reshard.manifest import Manifest
 from reshard.model_parallel.rules import Table, builtin
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats import objects
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizer import Optimizer
-from reshard.formats.place import Place
-from reshard.formats.values import plain
+from reshard.location import Place
 from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
+from reshard.pickles import objects
+from reshard.state_dict.plain_values import plain
 
 _READ = frozenset(
     """

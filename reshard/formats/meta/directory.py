@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.formats.place import Place
+from reshard.location import Place
 
 NAME = "meta"
 PARAMS = "params.json"

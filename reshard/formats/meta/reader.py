@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers import torch_reader
+from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats import leaves, torch_file
-from reshard.formats.json_files import json_object
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
-from reshard.formats.place import Place, missing_ranks
-from reshard.formats.state_dict import tree
+from reshard.location import Place, missing_ranks
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -30,6 +29,7 @@ from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.schema import COUNT, INTEGER, NUMBER, expect, fields, maybe
+from reshard.state_dict import leaves, tree
 
 _NORM = "norm.weight"
 _GATE = "layers.0.feed_forward.w1.weight"
@@ -87,7 +87,7 @@ def read(place: Place, table: Table | None = None) -> Manifest:
 
 
 def _read_rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Manifest:
-    file = torch_file.read(path)
+    file = torch_reader.read(path)
     state = tree.of_file(file)
     unread = leaves.opaque(path, state) if isinstance(state, dict) else {}
     entries = [

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.json_files import json_text
+from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UsageError
-from reshard.formats import skeletons, torch_writer
-from reshard.formats.json_files import json_text
 from reshard.formats.meta.directory import EMBEDDING, PARAMS
-from reshard.formats.torch_writer import Part, Slot, Storage
-from reshard.formats.training import Training
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import Split, blocks
 from reshard.model_parallel.traits import Traits
+from reshard.training.state import Training
 
 _LARGE = 100_000  # rows: from Llama 3 on the embedding is cut along rows, before along columns
 

@@ -9,10 +9,10 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import MODEL_CONFIG
 from reshard.formats.nanotron.layout import Layout
-from reshard.formats.state_dict import written
-from reshard.formats.training import Training
 from reshard.manifest import PARAM
 from reshard.model_parallel.sizes import Sizes, of_mesh
+from reshard.state_dict import torch_state_dict
+from reshard.training.state import Training
 
 _TO = "--to nanotron"
 _SHOWN = 3
@@ -150,9 +150,9 @@ def _check_optimizer(state: Training, found: Layout) -> None:
         )
     for trained in state.groups:
         for member in trained.members:
-            written.check_slots(state, trained, member)
+            torch_state_dict.check_slots(state, trained, member)
     for group in (group for stage in found.stages for group in stage.groups):
-        if not written.is_faithful(group.hyper):
+        if not torch_state_dict.is_faithful(group.hyper):
             raise UnsupportedError(
                 path, "a param group has settings that are not plain values", alone
             )

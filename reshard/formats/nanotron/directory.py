@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reshard.box import index_of
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.place import Place
+from reshard.location import Place
 
 NAME = "nanotron"
 METADATA = "checkpoint_metadata.json"

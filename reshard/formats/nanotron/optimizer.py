@@ -14,15 +14,15 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers import torch_objects, torch_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats import torch_file, torch_objects
 from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
-from reshard.formats.torch_objects import Tensor, TorchFile
-from reshard.formats.values import plain
 from reshard.manifest import MASTER, Chunk, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
+from reshard.state_dict.plain_values import plain
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 _STEP = "step"
@@ -71,7 +71,7 @@ def read(census: Census, parts: PartTable, pool: SourceFiles) -> Optimizer:
     found = Optimizer()
     chunks: dict[Key, tuple[Entry, list[Chunk]]] = {}
     for rank in census.optimizer:
-        file = torch_file.read(rank.path)
+        file = torch_reader.read(rank.path)
         found.files.append(file)
         names = _check_names(file)
         for fqn, kind, tensor in _iterate_tensors(file, names):

@@ -8,18 +8,17 @@ from math import prod
 from typing import Any
 
 from reshard import counts
+from reshard.containers import safetensors, torch_reader
+from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
-from reshard.formats import safetensors, torch_file
-from reshard.formats.json_files import json_object
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, Census, beside
 from reshard.formats.nanotron.layout import Cut, Layout
 from reshard.formats.nanotron.optimizer import Optimizer
 from reshard.formats.nanotron.slices import Placed
 from reshard.formats.nanotron.stages import Stage
-from reshard.formats.place import Place
-from reshard.formats.values import plain
+from reshard.location import Place
 from reshard.manifest import (
     PARAM,
     Chunk,
@@ -33,6 +32,7 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.pickles import trust
+from reshard.state_dict.plain_values import plain
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
@@ -57,7 +57,7 @@ def read(place: Place) -> Manifest:
     files |= {file.path: file.source() for file in found.files}
     about = _read_json(census.place, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
-    opened = [torch_file.read(path) for path in census.schedulers]
+    opened = [torch_reader.read(path) for path in census.schedulers]
     stage_list = _build_stages(found, [plain(file.root) for file in opened])
     whole = stages.join_stages(stage_list)
     order, ordered = _sort_weights(weights, stage_list, whole)

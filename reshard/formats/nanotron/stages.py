@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.groups import PER_GROUP
 from reshard.formats.nanotron import costs
 from reshard.join import join_groups
 from reshard.manifest import ParamGroup
+from reshard.training.param_groups import PER_GROUP
 
 _INSIDE = ".pp_block."
 _GroupIndex = tuple[int, int]  # (stage, number of a group there)

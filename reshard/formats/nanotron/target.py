@@ -16,18 +16,18 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers import safetensors, skeletons, torch_writer
+from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32, DType
-from reshard.formats import safetensors, skeletons, torch_writer
 from reshard.formats.nanotron import choice, slices
 from reshard.formats.nanotron.choice import Wanted
 from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
 from reshard.formats.nanotron.layout import Layout
 from reshard.formats.nanotron.optimizer import piece
 from reshard.formats.nanotron.slices import Placed
-from reshard.formats.state_dict import written
-from reshard.formats.torch_writer import Part, Slot, Storage
-from reshard.formats.training import Trained, Training, Weight
 from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton, contiguous
+from reshard.state_dict import torch_state_dict
+from reshard.training.state import Trained, Training, Weight
 
 
 def lay_out(state: Training, wanted: Wanted) -> Skeleton:
@@ -51,7 +51,7 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
 def notes(state: Training) -> Iterator[str]:
     """Yield what is not copied."""
     train = state.manifest.train
-    for name in (*written.dropped(train), *train.client.keys() & train.objects.keys()):
+    for name in (*torch_state_dict.dropped(train), *train.client.keys() & train.objects.keys()):
         yield f"not carried: {name}"
     for name in choice.layout_of(state).beside:
         why = " (nanotron does not load it either)" if name == "random" else ""
@@ -125,7 +125,7 @@ class _Run:
         """Yield the scheduler of each stage, for each of its ranks."""
         for stage, _, _, at in self._iterate_writers():
             scheduler = self._known.stages[stage].scheduler
-            if scheduler is not None and written.is_faithful(scheduler):
+            if scheduler is not None and torch_state_dict.is_faithful(scheduler):
                 yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
 
     def descriptions(self) -> Iterator[Skeleton]:

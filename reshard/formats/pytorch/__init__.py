@@ -1,7 +1,7 @@
 """What PyTorch-native training leaves in a directory: DCP, rank files, whole files, in any mixture.
 
 Accelerate, HF Trainer, Lightning, verl, torchtitan, FairScale and plain scripts differ in how they
-name these parts; what is in them is told by its form (`state_dict.parts`).
+name these parts; what is in them is told by its form (`state_dict.sections`).
 
     names       which files are parts
     directory   whether there are any

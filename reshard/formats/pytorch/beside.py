@@ -9,17 +9,18 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
+from reshard.containers import torch_reader
+from reshard.containers.json_files import json_object
+from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError
-from reshard.formats import kept, torch_file, trainer_run
 from reshard.formats.huggingface.companions import is_model_config
-from reshard.formats.json_files import json_object
-from reshard.formats.place import Place
-from reshard.formats.state_dict import tree
-from reshard.formats.torch_saves import is_torch_file
-from reshard.formats.values import plain
+from reshard.location import Place
 from reshard.manifest import Manifest
 from reshard.model import ModelHint
 from reshard.pickles import trust
+from reshard.state_dict import tree
+from reshard.state_dict.plain_values import plain
+from reshard.training import copied_files, trainer_run
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 TRAINER_STATE = "trainer_state.json"
@@ -52,7 +53,7 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
         }
         if not trainer and not held:
             continue
-        opened = {kind: torch_file.read(path) for kind, path in held.items()}
+        opened = {kind: torch_reader.read(path) for kind, path in held.items()}
         values = {kind: plain(tree.of_file(file)) for kind, file in opened.items()}
         train = manifest.train
         unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
@@ -77,9 +78,9 @@ def with_kept_files(manifest: Manifest, place: Place) -> Manifest:
     Raises:
         CorruptError: one of them is damaged.
     """
-    files = kept.find(place)
-    opened = {name: torch_file.read(path) for name, path in files.items()}
-    shown = {Path(name).stem: file for name, file in opened.items() if kept.is_own(name)}
+    files = copied_files.find(place)
+    opened = {name: torch_reader.read(path) for name, path in files.items()}
+    shown = {Path(name).stem: file for name, file in opened.items() if copied_files.is_own(name)}
     unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
     train = manifest.train
     values = {stem: plain(tree.of_file(file)) for stem, file in shown.items()}

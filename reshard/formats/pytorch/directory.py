@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from reshard.containers.torch_detect import is_torch_file
 from reshard.formats.dcp import names as dcp
-from reshard.formats.place import Place
 from reshard.formats.pytorch import names
-from reshard.formats.torch_saves import is_torch_file
+from reshard.location import Place
 
 NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")

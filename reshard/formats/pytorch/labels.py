@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from reshard.formats import trainer_run
 from reshard.formats.dcp import names as dcp
-from reshard.formats.place import Place
 from reshard.formats.pytorch import names
 from reshard.formats.pytorch.beside import TRAINER_STATE
 from reshard.formats.pytorch.directory import NAME
-from reshard.formats.state_dict.found import Found
-from reshard.formats.trainer_run import Run
+from reshard.location import Place
+from reshard.state_dict.found import Found
+from reshard.training import trainer_run
+from reshard.training.trainer_run import Run
 
 _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole files too
 _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")

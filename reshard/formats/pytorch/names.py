@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from reshard.containers.torch_detect import SUFFIXES, is_torch_file
 from reshard.errors import CorruptError
-from reshard.formats.place import Place
-from reshard.formats.torch_saves import SUFFIXES, is_torch_file
+from reshard.location import Place
 
 # Between these words and the suffix stands the rank.
 _SUFFIX = "|".join(map(re.escape, SUFFIXES))

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import TorchFile
 from reshard.errors import IncompleteError, StaleError
-from reshard.formats import torch_file
-from reshard.formats.place import missing_ranks
 from reshard.formats.pytorch.names import RANK, is_of_rank
-from reshard.formats.state_dict import tree
-from reshard.formats.state_dict.found import Found
-from reshard.formats.torch_objects import TorchFile
+from reshard.location import missing_ranks
+from reshard.state_dict import tree
+from reshard.state_dict.found import Found
 
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
@@ -34,7 +34,7 @@ class Ranks:
         Raises:
             CorruptError: a file is damaged.
         """
-        opened = {rank: torch_file.read(path) for rank, path in sorted(files.items())}
+        opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
         return cls(opened, {rank: tree.of_file(file, rank) for rank, file in opened.items()})
 
     def only(self, ranks: Container[int]) -> Ranks:
@@ -68,7 +68,7 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
     found = [match for name in files if (match := _NUMBERED.fullmatch(name))]
     if not found or any(map(is_of_rank, files)):
         return False
-    names = torch_file.read(files[found[0].string]).globals
+    names = torch_reader.read(files[found[0].string]).globals
     return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
 
 

@@ -9,20 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.formats import huggingface, kept, run, trainer_run
-from reshard.formats.dcp import directory, hf_shards
+from reshard.formats import huggingface, run
+from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.dcp import names as dcp
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.formats.place import Place
 from reshard.formats.pytorch import beside, labels, names
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
 from reshard.formats.pytorch.ranks import Ranks, families_of
-from reshard.formats.state_dict import assemble, parts
-from reshard.formats.state_dict.found import Found
-from reshard.formats.state_dict.tree import Logical
 from reshard.join import join
+from reshard.location import Place
 from reshard.manifest import Manifest, Origin
 from reshard.model import ModelHint
+from reshard.state_dict import assemble, sections
+from reshard.state_dict.found import Found
+from reshard.state_dict.tree import Logical
+from reshard.training import copied_files, trainer_run
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _LATEST, _SEVERAL = "latest", 2
@@ -106,7 +107,9 @@ def _by_stage(
     Returns:
         Also the key, without the name of a file whose tree stands for the whole.
     """
-    parts_of_model = (item for item in names.torch_files(place).items() if not kept.is_own(item[0]))
+    parts_of_model = (
+        item for item in names.torch_files(place).items() if not copied_files.is_own(item[0])
+    )
     grouped = families_of(dict(parts_of_model))
     families = {stem: Ranks.open(held) for stem, held in grouped.items()}
     keyed = f"{key or ''}."
@@ -153,7 +156,7 @@ def _is_checkpoint(family: Ranks) -> bool:
     """Whether a file has a model and, beside it, an optimizer or the step that it is of."""
     for root in family.trees.values():
         with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or no telling which
-            held = parts.find(root, "")
+            held = sections.find(root, "")
             return bool(held.optimizers) or held.step is not None
     return False
 
@@ -173,7 +176,7 @@ def _stages(families: Iterable[Ranks], key: str | None) -> list[set[int]]:
         if len(family.files) > 1:
             for rank, root in family.trees.items():
                 with contextlib.suppress(UnrecognisedError, UsageError):  # no model is in this file
-                    names.setdefault(rank, set()).update(parts.find(root, "", key).model)
+                    names.setdefault(rank, set()).update(sections.find(root, "", key).model)
     ranks: dict[frozenset[str], set[int]] = {}
     for rank, held in names.items():
         ranks.setdefault(frozenset(held), set()).add(rank)
@@ -203,12 +206,12 @@ def _collected(place: Place, families: dict[str, Ranks], warnings: list[str]) ->
     """One tree of all parts, each under the name of its file or folder."""
     found = Found({}, str(place), {})
     if dcp.detect(place):
-        _take(found, None, directory.read(place))
+        _take(found, None, reader.read(place))
     if any(map(dcp.is_hf_shard, place.files)):
         _take(found, None, hf_shards.read(place))
     for name, folder in place.folders.items():
         if is_dcp_part(name, folder):
-            _take(found, name, directory.read(folder))
+            _take(found, name, reader.read(folder))
     weights = _weights_beside(place)
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reshard.formats import trainer_run
-from reshard.formats.skeletons import Laid
+from reshard.containers.skeletons import Laid
 from reshard.formats.targets import model_parallel
 from reshard.formats.targets.request import Request
-from reshard.formats.training import Training
+from reshard.training import trainer_run
+from reshard.training.state import Training
 
 PARALLEL = ("tp", "pp", "ep", "dp")  # choices that only targets of model parallelism heed
 _OF_MEGATRON = (

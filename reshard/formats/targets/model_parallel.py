@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from reshard.containers.skeletons import Laid
 from reshard.errors import IncompleteError, UsageError
-from reshard.formats.skeletons import Laid
 from reshard.formats.targets.request import Request
-from reshard.formats.training import Training
+from reshard.training.state import Training
 
 
 def of_deepspeed(state: Training, asked: Request) -> Laid:

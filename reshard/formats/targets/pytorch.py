@@ -6,21 +6,24 @@ from collections.abc import Container
 from dataclasses import replace
 from pathlib import Path
 
+from reshard.containers import skeletons
+from reshard.containers.skeletons import Laid
 from reshard.errors import UsageError
-from reshard.formats import accelerate, hf_trainer, kept, schedules, skeletons
 from reshard.formats.colossalai import target as colossalai
-from reshard.formats.dcp import target as dcp
-from reshard.formats.skeletons import Laid
-from reshard.formats.state_dict import flat_target, written
-from reshard.formats.state_dict import target as state_dict
-from reshard.formats.state_dict.mesh import Grid
+from reshard.formats.dcp import writer as dcp
+from reshard.formats.fsdp import flat_files
+from reshard.formats.fsdp import rank_files as state_dict
 from reshard.formats.targets.model_parallel import of_deepspeed
 from reshard.formats.targets.request import Request
-from reshard.formats.trainer_run import Run
-from reshard.formats.training import Training, setup_lost
+from reshard.formats.trainers import accelerate, hf_trainer
+from reshard.layout.mesh import Grid
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
+from reshard.state_dict import torch_state_dict
+from reshard.training import copied_files, schedules
+from reshard.training.state import Training, setup_lost
+from reshard.training.trainer_run import Run
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
 
@@ -29,7 +32,7 @@ def of_dcp(state: Training, asked: Request) -> Laid:
     """A DCP directory, which any number of ranks reads.
 
     Raises:
-        ReshardError: as `dcp.target.lay_out`.
+        ReshardError: as `dcp.writer.lay_out`.
     """
     made = dcp.lay_out(
         state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
@@ -63,7 +66,7 @@ def of_ranks(state: Training, asked: Request) -> Laid:
     """A file of DTensors a rank; the optimizer of such a source calls its parameters as before.
 
     Raises:
-        ReshardError: as `state_dict.target.fsdp2`.
+        ReshardError: as `fsdp.rank_files.fsdp2`.
     """
     source, naming = state.manifest, state_dict.PAIR
     if source.origin.format == "fsdp" and source.keyed == "fqn":
@@ -145,7 +148,7 @@ def of_torch(state: Training, asked: Request) -> Laid:
     """One file with torch.optim's own state.
 
     Raises:
-        ReshardError: as `state_dict.target.plain`.
+        ReshardError: as `fsdp.rank_files.plain`.
     """
     made = state_dict.plain(
         state,
@@ -171,7 +174,7 @@ def _of_trainer(state: Training, asked: Request, run: Run) -> Skeleton:
     whole = run.is_whole(asked.world_size)
     if form == "local" and run.settings["strategy"] == "fsdp":
         compute = run.compute if run.settings["fsdp_use_orig_params"] else None
-        return flat_target.fsdp1_local(
+        return flat_files.fsdp1_local(
             state,
             _wrapped(asked, "--state-dict-type local"),
             ranks=asked.world_size,
@@ -244,7 +247,7 @@ def _local(state: Training, asked: Request) -> Skeleton:
             "FSDP 1 cannot load such files, its own among them",
             "write --state-dict-type sharded or full, which load with use_orig_params as well",
         )
-    return flat_target.fsdp1_local(
+    return flat_files.fsdp1_local(
         state,
         _wrapped(asked, "--state-dict-type local"),
         ranks=asked.world_size,
@@ -287,7 +290,7 @@ def _verl_ranks(state: Training, asked: Request) -> Skeleton:
 
 
 def _flat_ranks(state: Training, asked: Request) -> Skeleton:
-    return flat_target.fsdp1_sharded(
+    return flat_files.fsdp1_sharded(
         state,
         _wrapped(asked, "--fsdp-version 1"),
         _grid(state_dict.VERL, asked),
@@ -360,11 +363,11 @@ def _notes(state: Training, *held: str, copied: Container[str] = ()) -> tuple[st
     told = {Path(name).stem for name in files} if held else set[str]()
     lost = [
         f"not carried: {name}"
-        for name in written.dropped(train, held or None)
+        for name in torch_state_dict.dropped(train, held or None)
         if name not in copied and name not in told
     ]
-    lost += kept.consequences(files)
-    derived = written.derived(train) if not held or "scaler" in held else []
+    lost += copied_files.consequences(files)
+    derived = torch_state_dict.derived(train) if not held or "scaler" in held else []
     return (*derived, *lost, *setup_lost(state))
 
 
@@ -375,7 +378,7 @@ def _of_tensor_plan(state: Training, asked: Request) -> tuple[str, ...]:
 
 
 def _cuts(state: Training, model: ModelShapes | None, grid: Grid, tensor: Plan) -> str:
-    weights = written.weights(state, divided=state_dict.is_divided(state, model))
+    weights = torch_state_dict.weights(state, divided=state_dict.is_divided(state, model))
     touched = state_dict.tensor_cuts(grid, tensor, weights)
     parameters = {value.owner for value in weights.values() if value.divided}
     cut = sum(each is not None for each in touched.values())

@@ -11,11 +11,11 @@ from reshard.model_parallel.sizes import ONE, Sizes
 if TYPE_CHECKING:  # each is of some targets only
     from reshard.formats.deepspeed.write.grid import Wanted as GridWanted
     from reshard.formats.megatron.target.choice import Wanted
-    from reshard.formats.state_dict.mesh import Grid
-    from reshard.formats.trainer_run import Run
+    from reshard.layout.mesh import Grid
     from reshard.layout.tensor_parallel import Plan
     from reshard.model import ModelShapes
     from reshard.model_parallel.described import Described
+    from reshard.training.trainer_run import Run
 
 StateDictType = Literal["full", "local", "sharded", "unsharded"]
 STATE_DICT_TYPES = get_args(StateDictType)

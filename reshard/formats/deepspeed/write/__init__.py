@@ -32,9 +32,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from reshard.containers import skeletons
+from reshard.containers.skeletons import Laid
 from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats import skeletons
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write import (
     expert_files,
@@ -48,9 +49,8 @@ from reshard.formats.deepspeed.write import grid as grids
 from reshard.formats.deepspeed.write.choice import Choice, choose, precision_of
 from reshard.formats.deepspeed.write.grid import Grid, ModelRank, Wanted
 from reshard.formats.deepspeed.write.marks import Marks
-from reshard.formats.skeletons import Laid
-from reshard.formats.training import Training
 from reshard.manifest import Skeleton
+from reshard.training.state import Training
 
 
 def lay_out(

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats import objects
-from reshard.formats.training import Training
-from reshard.formats.values import is_plain
 from reshard.model_parallel.sizes import Sizes
+from reshard.pickles import objects
+from reshard.state_dict.plain_values import is_plain
+from reshard.training.state import Training
 
 _RESERVED = frozenset(  # DeepSpeed's own keys in the model states
     """

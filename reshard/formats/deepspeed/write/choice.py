@@ -8,10 +8,13 @@ from typing import Any
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import loss_scale
 from reshard.formats.deepspeed import expert_ranks, order
 from reshard.formats.deepspeed.write import carried, scaling
-from reshard.formats.training import (
+from reshard.manifest import Entry
+from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.stamps import Stamp
+from reshard.training import loss_scale
+from reshard.training.state import (
     Group,
     Trained,
     Training,
@@ -20,9 +23,6 @@ from reshard.formats.training import (
     refuse_odd_slots,
     refuse_without_optimizer,
 )
-from reshard.manifest import Entry
-from reshard.model_parallel.sizes import ONE, Sizes
-from reshard.stamps import Stamp
 
 _SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
 _LISTED = 4

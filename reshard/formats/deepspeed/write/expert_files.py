@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from reshard.formats import skeletons, torch_writer
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import whole_tensor
 from reshard.formats.deepspeed.write import files, whole
 from reshard.formats.deepspeed.write.choice import Choice, choose, precision_of
 from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
-from reshard.formats.torch_writer import whole_tensor
-from reshard.formats.training import Training
 from reshard.manifest import Skeleton
+from reshard.training.state import Training
 
 
 def laid(

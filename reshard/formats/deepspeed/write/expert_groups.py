@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import expert_names
-from reshard.formats.training import Group, Trained, Training
+from reshard.training.state import Group, Trained, Training
 
 _LARGEST = 178_956_971  # max_group_size: elements that a rank has of one group
 Sizes = Mapping[str, int]

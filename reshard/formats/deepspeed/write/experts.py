@@ -16,8 +16,8 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_names, expert_ranks, order
 from reshard.formats.deepspeed.write import expert_groups
 from reshard.formats.deepspeed.write.grid import Wanted
-from reshard.formats.training import Training, changed
 from reshard.manifest import Entry, Skeleton
+from reshard.training.state import Training, changed
 
 _PARTITIONED = 3  # the stage that cuts parameters
 

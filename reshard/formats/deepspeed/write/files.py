@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import BFLOAT16
-from reshard.formats import skeletons, torch_writer
 from reshard.formats.deepspeed.write import flat, partitioned
 from reshard.formats.deepspeed.write import model_states as module
 from reshard.formats.deepspeed.write.choice import Choice

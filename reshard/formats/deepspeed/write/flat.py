@@ -16,6 +16,7 @@ from itertools import accumulate
 from math import gcd, prod
 from typing import Any
 
+from reshard.containers.torch_writer import Slot
 from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.objects import (
@@ -35,9 +36,8 @@ from reshard.formats.deepspeed.write.slots import (
     slot_named,
     step_of,
 )
-from reshard.formats.torch_writer import Slot
-from reshard.formats.training import Group, Trained
 from reshard.pickles.values import Call
+from reshard.training.state import Group, Trained
 
 ALIGNMENT = 2  # nccl_start_alignment_factor
 _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins

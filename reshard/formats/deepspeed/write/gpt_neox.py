@@ -12,13 +12,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from reshard.formats import skeletons
+from reshard.containers import skeletons
 from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.write import carried
 from reshard.formats.deepspeed.write.pipeline import layers_of
-from reshard.formats.training import Training
 from reshard.manifest import Skeleton
 from reshard.model_parallel.sizes import Sizes
+from reshard.training.state import Training
 
 _ARGS, _RANKS = "args", "model_parallel_size"
 _UNIT = "make_vocab_size_divisible_by"

@@ -17,13 +17,13 @@ from reshard.formats.deepspeed import order
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write.pipeline import Layer, layers_of, stages
-from reshard.formats.training import Group, Training, changed, refuse_odd_slots
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.moves import Move, moved
 from reshard.model_parallel.rules import FORM
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.training.state import Group, Training, changed, refuse_odd_slots
 
 _INFO = "universal_checkpoint_info"
 _ANY_SIZE = (

@@ -13,11 +13,11 @@ from typing import Any
 from reshard.box import Index
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.write.grid import Wanted
-from reshard.formats.training import Training
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.vocabulary import first_rows
 from reshard.pickles.values import Call
+from reshard.training.state import Training
 
 _INFO = "universal_checkpoint_info"
 _SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"

@@ -9,13 +9,13 @@ from collections import OrderedDict
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers.torch_writer import Slot, Storage, whole_tensor
 from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.write import carried, whole
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
 from reshard.formats.deepspeed.write.partitioned import fragment
 from reshard.formats.deepspeed.write.pipeline import Layer
-from reshard.formats.torch_writer import Slot, Storage, whole_tensor
 from reshard.pickles.values import Call
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.box import Index
-from reshard.formats.torch_writer import Slot, number
+from reshard.containers.torch_writer import Slot, number
 from reshard.pickles.values import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.objects import scaler, stage_enum, step
@@ -24,10 +25,9 @@ from reshard.formats.deepspeed.write.slots import (
     slot_named,
     step_of,
 )
-from reshard.formats.torch_writer import Slot, Storage
-from reshard.formats.training import Group, Trained
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
+from reshard.training.state import Group, Trained
 
 _Pieces = tuple[list[Piece], int]  # of one sub-group, and the elements that they take
 

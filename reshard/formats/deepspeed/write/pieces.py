@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from reshard.box import Box, run_boxes
+from reshard.containers.torch_writer import Part, Storage
 from reshard.dtypes import DType
-from reshard.formats.torch_writer import Part, Storage
-from reshard.formats.training import Trained
 from reshard.manifest import Entry
+from reshard.training.state import Trained
 
 Value = Callable[[Trained], Entry | None]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.dtypes import FLOAT16, FLOAT32
-from reshard.formats import loss_scale
 from reshard.formats.deepspeed.write import universal
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.flat import ALIGNMENT
 from reshard.formats.deepspeed.write.objects import deepspeeds_own
-from reshard.formats.training import loose_lost
+from reshard.training import loss_scale
+from reshard.training.state import loose_lost
 from reshard.units import some
 
 _LISTED = 4

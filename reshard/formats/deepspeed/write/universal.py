@@ -24,18 +24,18 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UnsafeError
-from reshard.formats import skeletons, torch_writer
 from reshard.formats.deepspeed.write import model_states
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.marks import Marks
 from reshard.formats.deepspeed.write.objects import WRITTEN_AS, scaler, step
 from reshard.formats.deepspeed.write.pieces import run_of
 from reshard.formats.deepspeed.write.slots import dtype_of, master_dtype, names_of, step_of
-from reshard.formats.torch_writer import Slot, Storage
-from reshard.formats.training import Group, Trained
 from reshard.manifest import Entry, Skeleton
+from reshard.training.state import Group, Trained
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL3 = f"zero_pp_rank_0_{_MODEL}"

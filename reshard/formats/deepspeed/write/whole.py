@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from reshard.containers.torch_writer import Slot, whole_tensor
 from reshard.dtypes import FLOAT32, DType
 from reshard.formats.deepspeed import expert_names
 from reshard.formats.deepspeed.write import scaling
@@ -24,9 +25,8 @@ from reshard.formats.deepspeed.write.slots import (
     slot_named,
     step_of,
 )
-from reshard.formats.state_dict import order, written
-from reshard.formats.torch_writer import Slot, whole_tensor
-from reshard.formats.training import Group, Trained
+from reshard.state_dict import optimizer_names, torch_state_dict
+from reshard.training.state import Group, Trained
 
 _CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer asks for a value
 
@@ -60,7 +60,7 @@ def _by_parameter(choice: Choice) -> dict[str, Any]:
         (group.hyper, [(member.fqn, _state(member, group)) for member in group.members])
         for group in choice.groups
     )
-    return written.listed(groups, named=not _are_told(choice))
+    return torch_state_dict.listed(groups, named=not _are_told(choice))
 
 
 def _state(member: Trained, group: Group) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _are_told(choice: Choice) -> bool:
     }
     experts = {fqn for fqn in candidates if expert_names.parse(fqn)}
     return all(
-        order.tell(
+        optimizer_names.tell(
             {fqn: shape for fqn, shape in candidates.items() if (fqn in experts) == of_experts},
             [g for g in choice.groups if expert_names.is_of_experts(g.hyper) == of_experts],
         )

@@ -13,12 +13,12 @@ dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 
 from __future__ import annotations
 
-from reshard.formats import skeletons
+from reshard.containers import skeletons
+from reshard.containers.skeletons import Laid
 from reshard.formats.megatron import NAME
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
-from reshard.formats.skeletons import Laid
-from reshard.formats.training import Training, loose_lost, setup_lost
 from reshard.model_parallel.described import Described
+from reshard.training.state import Training, loose_lost, setup_lost
 
 __all__ = ["Wanted", "lay_out"]
 

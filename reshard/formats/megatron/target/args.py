@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.values import is_plain
 from reshard.model_parallel.sizes import Sizes
+from reshard.state_dict.plain_values import is_plain
 
 
 def adapted(

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.containers import torch_writer
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
-from reshard.formats import rng, torch_writer
 from reshard.formats.megatron import names, own
 from reshard.formats.megatron.own import Own, Place
 from reshard.formats.megatron.target.ranks import Local
-from reshard.formats.rng import RankRng
-from reshard.formats.state_dict.tree import logical
 from reshard.manifest import Entry, Manifest
 from reshard.model_parallel.sizes import Sizes, of_mesh
+from reshard.state_dict.tree import logical
+from reshard.training import rng
+from reshard.training.rng import RankRng
 
 KIND = "_extra_state"  # of their entries
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.containers.torch_writer import number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats import loss_scale
 from reshard.formats.megatron import names
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups, scheduler
@@ -16,21 +16,21 @@ from reshard.formats.megatron.target.carried import Carried
 from reshard.formats.megatron.target.groups import Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
 from reshard.formats.megatron.words import Adam, Form, Impl
-from reshard.formats.torch_writer import number
-from reshard.formats.training import (
-    Training,
-    Weight,
-    dtype_of_most,
-    refuse_odd_slots,
-    refuse_without_optimizer,
-)
-from reshard.formats.values import is_plain
 from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.described import Described
 from reshard.model_parallel.rules import Table
 from reshard.model_parallel.sizes import Sizes
+from reshard.state_dict.plain_values import is_plain
+from reshard.training import loss_scale
+from reshard.training.state import (
+    Training,
+    Weight,
+    dtype_of_most,
+    refuse_odd_slots,
+    refuse_without_optimizer,
+)
 
 _HYSTERESIS = 2  # Megatron-LM's default of --hysteresis
 _MOMENTS = {"exp_avg", "exp_avg_sq"}

@@ -21,22 +21,22 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index, intersect, whole
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import Slot
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
-from reshard.formats import skeletons, torch_writer
-from reshard.formats.dcp import target as dcp
+from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.target import chain
 from reshard.formats.megatron.target.carried import KIND
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Known
-from reshard.formats.objects import NAMESPACE
-from reshard.formats.state_dict.written import Value
-from reshard.formats.torch_writer import Slot
 from reshard.manifest import Chunk, Entry, Key, Skeleton
 from reshard.model_parallel import moves
+from reshard.pickles.objects import NAMESPACE
 from reshard.pickles.values import Call
+from reshard.state_dict.torch_state_dict import Value
 
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")

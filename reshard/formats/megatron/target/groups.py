@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.megatron.words import Adam
-from reshard.formats.training import Group, Trained, Training
+from reshard.training.state import Group, Trained, Training
 from reshard.units import some
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")

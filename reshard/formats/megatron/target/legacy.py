@@ -12,8 +12,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32
-from reshard.formats import skeletons, torch_writer
 from reshard.formats.megatron import arguments
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, buckets, end_to_end
@@ -22,10 +23,9 @@ from reshard.formats.megatron.target import chain
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Local, Rank, ranks
-from reshard.formats.objects import NAMESPACE
-from reshard.formats.torch_writer import Part, Slot, Storage
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.sizes import Sizes
+from reshard.pickles.objects import NAMESPACE
 from reshard.pickles.values import Call, Global
 
 CHECKPOINT_VERSION = 3.0

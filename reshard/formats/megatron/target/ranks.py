@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from reshard.box import Box, Index, intersect, whole
+from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import names, order
 from reshard.formats.megatron.share import Model, Share, Spot, experts_of
-from reshard.formats.torch_writer import Part, Slot, Storage
-from reshard.formats.training import Training, Weight
 from reshard.manifest import Entry
 from reshard.model_parallel import shards, stages
 from reshard.model_parallel.rules import Found, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
+from reshard.training.state import Training, Weight
 
 HEAD = names.OUTPUT
 

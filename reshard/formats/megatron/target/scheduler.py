@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.formats.training import Training
+from reshard.training.state import Training
 
 
 def of(state: Training) -> tuple[dict[str, Any], list[str]]:

@@ -1,0 +1,222 @@
+"""numpy arrays and bare storages in the pickles of ``torch.save``, read as the tensors they are.
+
+An array's elements lie in the pickle itself: raw in protocol 3 and later, as text in protocol 2,
+which ``torch.save`` uses (see `reshard.escaped`). Its dtype is a call of its own.
+
+Sources: numpy 2.3 ``numpy/_core/src/multiarray/methods.c`` (``array_reduce``,
+``array_reduce_ex_picklebuffer``), ``descriptor.c`` (``arraydescr_reduce``), ``scalartypes.c.src``
+(``gentype_reduce``).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import Any
+
+from reshard import dtypes, escaped
+from reshard.box import Index, as_index, row_major
+from reshard.containers.torch_objects import Storage, Tensor
+from reshard.dtypes import DType
+from reshard.errors import CorruptError
+from reshard.pickles.unpickle import Unpickled
+from reshard.pickles.values import Call, Global, Located
+
+_CORES = ("numpy.core", "numpy._core")  # before numpy 2, and since
+_ARRAYS = frozenset(f"{core}.multiarray._reconstruct" for core in _CORES)
+_SCALARS = frozenset(f"{core}.multiarray.scalar" for core in _CORES)
+_BUFFERS = frozenset(f"{core}.numeric._frombuffer" for core in _CORES)
+NAMES = _ARRAYS | _SCALARS | _BUFFERS
+_TWISTER = "MT19937"  # first of the tuple that ``numpy.random.get_state`` gives
+_DTYPES: Mapping[str, DType] = {  # numpy's kind and size
+    "f2": dtypes.FLOAT16,
+    "f4": dtypes.FLOAT32,
+    "f8": dtypes.FLOAT64,
+    "b1": dtypes.BY_NAME["bool"],
+    **{f"i{n}": dtypes.BY_NAME[f"int{8 * n}"] for n in (1, 2, 4, 8)},
+    **{f"u{n}": dtypes.BY_NAME[f"uint{8 * n}"] for n in (1, 2, 4, 8)},
+    "c8": dtypes.BY_NAME["complex64"],
+    "c16": dtypes.BY_NAME["complex128"],
+}
+_KINDS = {"O": "object", "V": "structured", "U": "text", "S": "bytes", "M": "date", "m": "time"}
+_NUMBERS = "efdbhilqBHILQ?"
+
+
+def are_in(pickle: Unpickled, storages: Iterable[Storage]) -> bool:
+    """Return whether a pickle holds arrays, or storages that no tensor is a view of."""
+    return not NAMES.isdisjoint(pickle.globals) or not all(s.is_viewed for s in storages)
+
+
+def obstacle(value: Any) -> str:
+    """Return why an object is an array that cannot be read; empty for any other object."""
+    if not isinstance(value, Call) or value.name not in NAMES:
+        masked = isinstance(value, Call) and value.name.startswith("numpy.ma.")
+        return "a masked numpy array" if masked else ""
+    try:
+        _parts(value)
+    except ValueError as error:
+        return str(error)
+    return "a numpy array of unknown form"
+
+
+def settled(root: Any, file: str, start: int) -> Any:
+    """Return a saved object in which every array and bare storage is a `Tensor`.
+
+    What cannot be read as a tensor stays as it is; `obstacle` says why. So do numpy's random
+    states, which are known by their form. A numpy scalar is a tensor among tensors, else a number.
+
+    Args:
+        start: byte of the file at which its pickle begins.
+
+    Raises:
+        CorruptError: the containers are nested without end.
+    """
+    try:
+        return _Settler(file, start).of(root)
+    except RecursionError as error:
+        raise CorruptError(file, "its containers are nested too deep") from error
+
+
+class _Settler:
+    """Copies containers, each once, with arrays made tensors."""
+
+    def __init__(self, file: str, start: int) -> None:
+        self._file, self._start = file, start
+        self._done: dict[int, Any] = {}
+        self._shared: Counter[int] = Counter()  # arrays whose text lies at a byte
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, (dict, list, tuple)):
+            if id(value) not in self._done:
+                self._done[id(value)] = value  # a cycle ends here, as it is
+                self._done[id(value)] = self._container(value)
+            return self._done[id(value)]
+        if isinstance(value, Storage):
+            return Tensor(value, 0, (value.nbytes // value.dtype.itemsize,), (1,), value.dtype)
+        if isinstance(value, Call) and value.name in NAMES:
+            if id(value) not in self._done:
+                self._done[id(value)] = self._array(value)
+            return self._done[id(value)]
+        return value
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            made = {key: self.of(item) for key, item in value.items()}
+            return self._with_numbers(made)
+        if isinstance(value, tuple) and value[:1] == (_TWISTER,):
+            return value
+        items = self._with_numbers(dict(enumerate(map(self.of, value)))).values()
+        return list(items) if isinstance(value, list) else tuple(items)
+
+    def _with_numbers(self, held: dict[Any, Any]) -> dict[Any, Any]:
+        """Scalars as numbers, where no tensor that a scalar could belong to lies beside."""
+        among = any(isinstance(v, Tensor) and not _is_scalar(v) for v in held.values())
+        if among or not any(map(_is_scalar, held.values())):
+            return held
+        return {key: v.value if isinstance(v, _Scalar) else v for key, v in held.items()}
+
+    def _array(self, call: Call) -> Any:
+        try:
+            dtype, shape, strides, data = _parts(call)
+            storage = self._storage(dtype, data)
+        except ValueError:
+            return call
+        if call.name in _SCALARS:
+            return _Scalar(storage, 0, shape, strides, dtype, _number(dtype, data))
+        return Tensor(storage, 0, shape, strides, dtype)
+
+    def _storage(self, dtype: DType, data: bytes) -> Storage:
+        if not data:
+            return Storage(self._file, "numpy", dtype, 0, self._start)
+        if not isinstance(data, Located):
+            raise ValueError("a numpy array whose bytes have no place in the file")  # noqa: TRY004
+        at, key = self._start + data.at, f"numpy {data.at}"
+        if data.text_nbytes is None:
+            return Storage(self._file, key, dtype, len(data), at)
+        self._shared[at] += 1
+        number = self._shared[at] - 1
+        place = escaped.Escaped(self._file, at, data.text_nbytes, len(data), number)
+        return Storage(escaped.name(place), key, dtype, len(data), 0)
+
+
+class _Scalar(Tensor):
+    """A numpy scalar: a tensor of no dims, and the number that it is."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, *tensor: Any) -> None:
+        *parts, self.value = tensor
+        super().__init__(*parts)
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _Scalar)
+
+
+def _number(dtype: DType, data: bytes) -> Any:
+    """What Python has for a numpy scalar; a complex one is a complex."""
+    if dtype.family == "complex":
+        return complex(*struct.unpack("<2f" if dtype.itemsize == 8 else "<2d", data))
+    codes = (code for code in _NUMBERS if _code_fits(code, dtype))
+    return struct.unpack(f"<{next(codes)}", data)[0]
+
+
+def _code_fits(code: str, dtype: DType) -> bool:
+    """Whether a code of `struct` is of a dtype."""
+    if struct.calcsize(f"<{code}") != dtype.itemsize:
+        return False
+    if dtype.family in ("float", "bool"):
+        return code in ("efd" if dtype.family == "float" else "?")
+    return code in ("BHILQ" if dtype.name.startswith("u") else "bhilq")
+
+
+def _parts(call: Call) -> tuple[DType, Index, Index, bytes]:
+    """Dtype, shape, strides in elements, and data of an array or a scalar.
+
+    Raises:
+        ValueError: it is one that no tensor can be, or none; the message says what it is.
+    """
+    shape: Any
+    try:
+        if call.name in _SCALARS:
+            (dtype, data), shape, by_columns = call.args, (), False
+        elif call.name in _BUFFERS:
+            data, dtype, shape, order = call.args
+            by_columns = order == "F"
+        else:
+            _of_ndarray(call.args[0])
+            _version, shape, dtype, by_columns, data = call.state or (1, (0,), None, False, b"")
+        found = _dtype(dtype)
+        shape = as_index(shape)
+    except (TypeError, IndexError, OverflowError) as error:
+        raise ValueError(f"a numpy array of unknown form ({error})") from error
+    if not isinstance(data, bytes) or len(data) != prod(shape) * found.itemsize:
+        raise ValueError(f"a numpy array of {found} {shape} with other data")
+    return found, shape, _strides(shape, by_columns=bool(by_columns)), data
+
+
+def _of_ndarray(kind: Any) -> None:
+    if not isinstance(kind, Global) or kind.name != "numpy.ndarray":
+        raise ValueError(f"a numpy array of the class {getattr(kind, 'name', kind)}")
+
+
+def _dtype(call: Any) -> DType:
+    """What ``numpy.dtype('f4')`` with its state, which has the order of bytes, is to torch."""
+    if not isinstance(call, Call) or call.name != "numpy.dtype" or not call.args:
+        raise ValueError("a numpy array of unknown dtype")
+    kind = call.args[0]
+    order = call.state[1] if isinstance(call.state, tuple) and len(call.state) > 1 else "|"
+    if not isinstance(kind, str) or kind not in _DTYPES:
+        letter = kind[:1] if isinstance(kind, str) else ""
+        raise ValueError(f"a numpy array of {_KINDS.get(letter, 'unknown')} dtype ({kind})")
+    if order == ">":
+        raise ValueError(f"a big-endian numpy array (>{kind})")
+    return _DTYPES[kind]
+
+
+def _strides(shape: Index, *, by_columns: bool) -> Index:
+    if not by_columns:
+        return row_major(shape)
+    return row_major(shape[::-1])[::-1]

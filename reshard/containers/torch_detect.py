@@ -1,0 +1,20 @@
+"""Which files ``torch.save`` wrote, told by their names and first bytes; `torch_reader` reads them.
+
+Source: torch 2.13 ``torch/serialization.py`` (MAGIC_NUMBER).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+SUFFIXES = (".pt", ".bin", ".pth", ".ckpt", ".pkl", ".tar")  # that such files have
+PLAIN_SUFFIXES = (".pt", ".bin", ".pth")  # those that weights alone are given
+ZIP = b"PK\x03\x04"
+LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether the first bytes are those of ``torch.save`` (zip, or the old stream's magic)."""
+    with path.open("rb") as file:
+        head = file.read(16)
+    return head.startswith((ZIP, LEGACY))

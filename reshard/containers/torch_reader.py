@@ -1,0 +1,178 @@
+"""Files that ``torch.save`` wrote: the zip archive (torch >= 1.6) and the stream before it.
+
+Reads the pickle and the directory, never tensor data. The result is the saved object with every
+tensor replaced by a `Tensor` that says where its elements lie.
+
+Sources: torch 2.13 ``torch/serialization.py`` (``_save``),
+``caffe2/serialize/inline_container.cc`` (records; CRC 0 everywhere when written under
+``set_crc32_options(False)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard import stamps
+from reshard.containers import numpy_arrays
+from reshard.containers.torch_detect import LEGACY, ZIP
+from reshard.containers.torch_objects import (
+    MAX_PICKLE,
+    TORCH_BUILDERS,
+    Storage,
+    Storages,
+    Tensor,
+    TorchFile,
+)
+from reshard.containers.torch_stream import read_stream
+from reshard.containers.zip_reader import Member, read_directory
+from reshard.errors import CorruptError, UnsupportedError
+from reshard.files import Section, SourceFiles, size_of
+from reshard.manifest import Record
+from reshard.pickles.unpickle import Unpickled, loads
+from reshard.pickles.values import Builder
+
+
+def read(
+    path: str | Path,
+    *,
+    builders: Mapping[str, Builder] | None = None,
+    alike: Alike | None = None,
+) -> TorchFile:
+    """Read the structure of one file.
+
+    Args:
+        builders: extra globals that become values (see `unpickle.loads`).
+        alike: what the files before it held, of which many may hold the same.
+
+    Raises:
+        CorruptError: truncated, altered, or not a ``torch.save`` file.
+        UnsupportedError: its tensors are big-endian.
+    """
+    path = str(path)
+    size = size_of(path)
+    with SourceFiles() as files:
+        head = files.read(path, 0, min(size, 16))
+        if head.startswith(ZIP):
+            archive = Section(files, path, 0, size)
+            return read_archive(archive, builders=builders, alike=alike)
+        if head.startswith(LEGACY):
+            return read_stream(path, size, files, builders or {})
+    raise CorruptError(
+        path,
+        f"is not a file of torch.save: it starts with {head[:8]!r}"
+        + ("" if size else " (the file is empty)"),
+        "it is truncated, or of another kind: fetch it again",
+    )
+
+
+class Alike:
+    """Pickles that many files hold, of ranks or of parameters of one shape: each is parsed once.
+
+    Of those with tensors that have elements, whose places are each file's own, only the simplest
+    are kept: a tensor, or a dict of tensors and plain values.
+    """
+
+    _MOST = 16  # devices of a node, shapes of a model
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, tuple[Unpickled, tuple[Storage, ...]]] = {}
+
+    def parsed(
+        self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
+    ) -> tuple[Unpickled, tuple[Storage, ...]]:
+        """What a pickle holds, not to be changed; and its storages, without their places.
+
+        Args:
+            start: byte of the file at which the pickle begins.
+        """
+        if data in self._seen:
+            done, held = self._seen[data]
+            own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in held}
+            return replace(done, value=_with_storages(done.value, own)), tuple(own.values())
+        storages = Storages(path)
+        done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
+        found = tuple(storages.by_key.values())
+        if numpy_arrays.are_in(done, found):
+            return replace(done, value=numpy_arrays.settled(done.value, path, start)), found
+        bare = not any(storage.nbytes for storage in found)
+        if len(self._seen) < self._MOST and (bare or _is_simple(done.value)):
+            self._seen[data] = done, found
+        return done, found
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether it is a tensor, or a dict of tensors and plain values."""
+    values = value.values() if isinstance(value, dict) else (value,)
+    return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
+
+
+def _with_storages(value: Any, own: Mapping[int, Storage]) -> Any:
+    """A simple value with tensors on other storages, by the identity of theirs; else the same."""
+    if not _is_simple(value):
+        return value
+    if isinstance(value, dict):
+        return {key: _with_storages(each, own) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        return replace(value, storage=own[id(value.storage)])
+    return value
+
+
+def read_archive(
+    archive: Section,
+    *,
+    builders: Mapping[str, Builder] | None = None,
+    alike: Alike | None = None,
+) -> TorchFile:
+    """Read the structure of one zip archive, which may lie inside a larger file.
+
+    Storages' offsets count from the start of that file.
+
+    Raises:
+        CorruptError, UnsupportedError: as `read`.
+    """
+    path = archive.path
+    members = read_directory(archive)
+    pickles = [name for name in members if name.rsplit("/", 1)[-1] == "data.pkl"]
+    if len(pickles) != 1:
+        raise CorruptError(path, f"a zip archive with {len(pickles)} data.pkl, expected one")
+    root = pickles[0].removesuffix("data.pkl")
+    checked = members.get(f"{root}version", members[pickles[0]]).crc32 != 0
+    if members.get(f"{root}byteorder"):
+        order = members[f"{root}byteorder"].read(archive, checked=checked)
+        if order != b"little":
+            raise UnsupportedError(path, f"holds {order!r}-endian tensors")
+    if members[pickles[0]].nbytes > MAX_PICKLE:
+        raise CorruptError(path, f"its pickle claims {members[pickles[0]].nbytes} bytes")
+    member = members[pickles[0]]
+    data = member.read(archive, checked=checked)
+    start = archive.start + member.data_offset(archive)
+    done, storages = (alike or Alike()).parsed(data, path, builders or {}, start)
+    value, stamp = stamps.take(done.value, done.stamp, path)
+    file = TorchFile(
+        path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp
+    )
+    held = (members.get(f"{root}data/{storage.key}") for storage in storages)
+    archive.expect(member.header for member in held if member)
+    for storage in storages:
+        _place(file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked)
+    return file
+
+
+def _place(
+    file: TorchFile, storage: Storage, member: Member | None, archive: Section, *, checked: bool
+) -> None:
+    """Where a storage lies, and with which CRC."""
+    key = storage.key
+    if member is None or member.nbytes != storage.nbytes:
+        raise CorruptError(
+            file.path,
+            f"storage {key} is {storage.nbytes} bytes in the pickle, "
+            + (f"{member.nbytes} in the archive" if member else "absent from the archive"),
+            "the file is damaged or was repacked: fetch it again",
+        )
+    storage.byte_offset = archive.start + member.data_offset(archive)
+    crc = member.crc32 if checked else None
+    file.records[key] = Record(storage.byte_offset, storage.nbytes, crc, member.name)

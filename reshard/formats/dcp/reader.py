@@ -1,0 +1,200 @@
+"""A DCP directory as one tree: the state dict as it was before it was flattened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from reshard import counts
+from reshard.errors import CorruptError, IncompleteError
+from reshard.files import SourceFiles
+from reshard.formats.dcp import metadata
+from reshard.formats.dcp.flattened import restored
+from reshard.formats.dcp.items import Items
+from reshard.formats.dcp.metadata import Metadata
+from reshard.formats.dcp.names import METADATA
+from reshard.location import Place, missing_ranks
+from reshard.manifest import Chunk
+from reshard.state_dict import tree
+from reshard.state_dict.found import Found
+from reshard.state_dict.tree import Logical
+
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
+_OPTIMIZER_KEY = re.compile(rf"({'|'.join(_OPTIMIZERS)})\.(?=(?:state|param_groups)\.)")
+_LISTED = 4
+_DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+def read(place: Place) -> Found:
+    """The tree of one directory.
+
+    Raises:
+        IncompleteError: ``.metadata`` or a data file is missing.
+        CorruptError: files contradict each other.
+        UnsafeError: the metadata name a file outside the directory.
+    """
+    about, found = _stored(place)
+    return replace(found, root=_nested(place, about, found.root))
+
+
+def read_flat(place: Place) -> Found:
+    """The same, each tensor and object under its own key, for one who knows what keys mean.
+
+    Raises:
+        ReshardError: as `read`.
+    """
+    _, found = _stored(place)
+    return found
+
+
+def _stored(place: Place) -> tuple[Metadata, Found]:
+    about = metadata.read(_metadata_files(place))
+    objects = {key: block for key, block in about.objects.items() if block is not None}
+    with SourceFiles() as pool:
+        items = Items(pool)
+        leaves: dict[str, Any] = {}
+        for key, stored in about.tensors.items():
+            held = [
+                items.chunk(_data(place, block.file), block, stored.dtype)
+                for block in stored.blocks
+            ]
+            chunks = tuple(each for each in held if isinstance(each, Chunk))
+            if len(chunks) < len(held):
+                leaves[key] = next(each for each in held if not isinstance(each, Chunk))
+                continue
+            leaf = Logical(stored.dtype, stored.shape, chunks)
+            shape = about.shapes.get(key)
+            leaves[key] = leaf if shape is None else restored(place, key, leaf, shape)
+        for key, block in objects.items():
+            leaves[key] = tree.of_file(items.object(_data(place, block.file), block))
+    used = {block.file for stored in about.tensors.values() for block in stored.blocks}
+    used |= {block.file for block in objects.values()}
+    found = Found(
+        root=leaves,
+        where=str(place),
+        files=items.sources(),
+        world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
+        globals=items.globals | about.globals,
+        plain_is_buffer=False,
+        notes=_stale(place, used),
+    )
+    return about, found
+
+
+def _stale(place: Place, used: set[str]) -> list[str]:
+    """What lies beside the save and does not belong to it."""
+    rest = [
+        name
+        for name, path in place.files.items()
+        if name.endswith(".distcp") and name not in used and path.stat().st_size
+    ]  # a rank that had nothing to save leaves an empty file
+    shown = ", ".join(rest[:_LISTED])
+    return [f"files of another save lie beside this one: {shown}"] if rest else []
+
+
+def _metadata_files(place: Place) -> list[Path]:
+    if METADATA in place.files:
+        return [place.files[METADATA]]
+    ranks = {
+        int(match[1]): path
+        for name, path in place.files.items()
+        if (match := _RANK_METADATA.fullmatch(name))
+    }
+    if not ranks:
+        raise IncompleteError(
+            place,
+            "holds .distcp files and no .metadata, which DCP writes last: the save was interrupted,"
+            " or the file lies on another node",
+            "copy .metadata here from the node of rank 0 (it is a hidden file), or give that"
+            " node's directory as a second source",
+        )
+    writers = {int(match[1]) for name in place.files if (match := _DATA.fullmatch(name))}
+    missing = missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
+    if missing:
+        raise IncompleteError(
+            place,
+            f"holds metadata of rank {max(ranks)}, but not of rank {missing[0]}",
+            "copy it here (a node-local disk may still hold it), or give that node's directory as a"
+            " second source",
+        )
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def _data(place: Place, name: str) -> Path:
+    path = place.files.get(name) or place.nested(name)
+    if path is None:
+        raise IncompleteError(
+            place,
+            f"{name} is missing",
+            "copy it here (a node-local disk may still hold it), or give that node's directory as a"
+            " second source",
+        )
+    return path
+
+
+def _nested(place: Place, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    """The state dict as it was, and in its order: joined keys can collide, the paths cannot."""
+    root: dict[Any, Any] = {}
+    paths = _of_flat(about.paths) or about.paths
+    for key in sorted(leaves, key=_positions(about, leaves).__getitem__):
+        if paths and key not in paths:
+            raise CorruptError(
+                place, f"announces {key!r} and does not say where in the state dict it stood"
+            )
+        *parents, last = paths.get(key) or _guessed(key)
+        node = root
+        for part in parents:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise CorruptError(place, f"{key!r} lies inside of a tensor")
+        if last in node:
+            raise CorruptError(place, f"{key!r} is stored twice")
+        node[last] = leaves[key]
+    return root
+
+
+def _positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
+    """Where a key stood in the state dict: paths are in its order, tensors in that of the ranks."""
+    return {key: n for n, key in enumerate(dict.fromkeys([*about.paths, *leaves]))}
+
+
+def _of_flat(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
+    """The paths of a state dict that its program flattened itself; None where it did not.
+
+    Else the moments, ``optimizer.state.<fqn>.<slot>``, would be weights of that name.
+    ``model.<fqn>`` is the weight that the optimizer calls ``<fqn>``, where it does.
+    """
+    matches = {key: _OPTIMIZER_KEY.match(key) for key, path in paths.items() if len(path) == 1}
+    found = {key: (match[1], key[match.end() :]) for key, match in matches.items() if match}
+    if not found or len(matches) < len(paths):
+        return None
+    trained = {
+        rest.removeprefix("state.").rpartition(".")[0]
+        for _, rest in found.values()
+        if rest.startswith("state.")
+    }
+    tops = tuple(f"{t}." for t in _MODELS if all(f"{t}.{fqn}" in paths for fqn in trained))
+    of_model = {key: tuple(key.split(".", 1)) for key in paths if key.startswith(tops)}
+    return {**paths, **of_model, **found}
+
+
+def _guessed(key: str) -> tuple[Any, ...]:
+    """The path of a key of which no planner kept one: it stands for itself, but for the usual tops.
+
+    ``optim.state.<fqn>.<slot>``, ``optim.param_groups.0.lr``, ``model.<fqn>``.
+    """
+    top, _, rest = key.partition(".")
+    if not rest or top not in (*_MODELS, *_OPTIMIZERS):
+        return (key,)
+    part, _, below = rest.partition(".")
+    fqn, _, leaf = below.rpartition(".")
+    if part == "state" and fqn:
+        return (top, part, fqn, leaf)
+    if part == "param_groups" and fqn:
+        number = counts.natural(fqn)
+        return (top, rest) if number is None else (top, part, number, leaf)
+    return (top, rest)

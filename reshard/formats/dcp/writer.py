@@ -1,0 +1,348 @@
+"""Lay out a DCP directory: a ``.metadata`` and one ``__R_0.distcp`` a shard.
+
+Each item is a complete ``torch.save`` archive, as ``FileSystemWriter`` makes them, with two
+differences: items begin at multiples of 64 bytes, so that tensors do too, and ``.metadata`` neither
+says where the directory lay nor is written in protocol 4.
+
+Sources: torch 2.13 ``distributed/checkpoint/{metadata,filesystem,default_planner,_traverse}.py``,
+``distributed/checkpoint/planner_helpers.py`` (which blocks a DTensor has).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from reshard.box import Box, Index, whole
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.containers.zip_writer import ALIGNMENT
+from reshard.dtypes import DType
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.fsdp.rank_files import accelerate_beside
+from reshard.layout.partition import equal_piece
+from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.pickles.canonical import Canonical
+from reshard.pickles.pickler import Pickler
+from reshard.pickles.values import Call, Global
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.torch_state_dict import Value
+from reshard.training.state import Training
+
+_VERSION = "1.0.0"
+_DCP = "torch.distributed.checkpoint"
+_METADATA = f"{_DCP}.metadata"
+_Path = tuple[Any, ...]  # str and int
+
+
+def lay_out(
+    state: Training,
+    *,
+    shards: int,
+    weights_only: bool = False,
+    model_key: str | None = "model",
+    optimizer_key: str | None = "optim",
+    directory: str = "",
+    dtype: DType | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Skeleton:
+    """One DCP directory of a training state.
+
+    Args:
+        shards: data files; each tensor is cut along its first dim as FSDP 2 cuts it.
+        model_key, optimizer_key: the names at the top; None leaves that part out.
+        directory: where below the destination.
+        dtype: of the parameters; None keeps each in that of its master, of which PyTorch's sharded
+            training has no other copy.
+        extra: plain values beside them; by default the scheduler, the step and what the
+            application kept, as far as the source's values are known (`torch_state_dict.carried`).
+
+    Raises:
+        IncompleteError: the source lacks what the optimizer needs.
+        UsageError: no shards, or nothing to write.
+    """
+    if shards < 1:
+        raise UsageError(f"{shards} shards", "at least one is needed")
+    root: dict[str, Any] = {}
+    if model_key is not None:
+        root[model_key] = torch_state_dict.weights(state, dtype=dtype)
+    if optimizer_key is not None and not weights_only:
+        root[optimizer_key] = torch_state_dict.optimizer(state, "fqn")
+    if not root:
+        raise UsageError("no model_key", "neither weights nor optimizer are to be written")
+    beside = torch_state_dict.carried(state.manifest.train) if extra is None else extra
+    root.update((name, value) for name, value in beside.items() if name not in root)
+    return lay_out_state(root, shards=shards, directory=directory)
+
+
+def fsdp(
+    state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
+) -> Skeleton:
+    """The two directories of FSDP's ``SHARDED_STATE_DICT`` under Accelerate's names."""
+    weights = lay_out(
+        state,
+        shards=shards,
+        optimizer_key=None,
+        directory="pytorch_model_fsdp_0",
+        dtype=dtype,
+        extra={},
+    )
+    if weights_only:
+        return weights
+    moments = lay_out(
+        state,
+        shards=shards,
+        model_key=None,
+        optimizer_key="optimizer",
+        directory="optimizer_0",
+        extra={},
+    )
+    return skeletons.joined([weights, moments])
+
+
+def accelerate(
+    state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
+) -> Skeleton:
+    """What Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
+
+    There are as many ranks as shards.
+    """
+    parts = [fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
+    if not weights_only:
+        parts += accelerate_beside(state, shards)
+    return skeletons.joined(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An object that is stored as one, whatever it holds: tensors are `Slot`."""
+
+    value: Any
+
+
+def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") -> Skeleton:
+    """The directory of any nested state dict with a `Value` for each tensor.
+
+    Raises:
+        UnsupportedError: two of its keys are the same once joined.
+    """
+    prefix = f"{directory}/" if directory else ""
+    forms = _Forms()
+    files = [_DataFile(prefix, f"__{rank}_0.distcp", forms) for rank in range(shards)]
+    about = _About()
+    for path, value in flattened(Canonical().of(root)):
+        key = ".".join(map(str, path))
+        if key in about.paths:
+            raise UnsupportedError(key, "is the joined name of two values, which DCP cannot keep")
+        about.paths[key] = path
+        if isinstance(value, Value):
+            _add_tensor(about, files, key, value)
+        else:
+            held = value.value if isinstance(value, Whole) else value
+            about.add_object(key, files[0], files[0].add_object(held))
+    pickle = about.pickled(f"{prefix}.metadata")
+    made = [file.finished() for file in files if file.at]
+    return skeletons.joined([*made, skeletons.of_bytes(f"{prefix}.metadata", pickle)])
+
+
+def flattened(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+    """Leaves with their paths, as ``flatten_state_dict`` makes them.
+
+    Dicts always; a list only where it holds dicts or tensors. An empty dict is lost.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from flattened(item, (*path, str(key)))
+    elif isinstance(value, list) and any(map(_is_nest, value)):
+        for number, item in enumerate(value):
+            yield from flattened(item, (*path, number))
+    else:
+        yield path, value
+
+
+def _is_nest(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_nest, value))
+    return isinstance(value, (Mapping, Value))
+
+
+def blocks(value: Value, shards: int) -> list[tuple[int, Box]]:
+    """(shard, block) of a tensor; an empty block at a place where another is stands not twice.
+
+    >>> from reshard import dtypes
+    >>> [(r, b.origin, b.shape) for r, b in blocks(Value(dtypes.UINT8, (3,), divided=True), 4)]
+    [(0, (0,), (1,)), (1, (1,), (1,)), (2, (2,), (1,)), (3, (3,), (0,))]
+    """
+    if not value.divided or not value.shape:
+        return [(0, whole(value.shape))]
+    found: dict[Index, tuple[int, Box]] = {}
+    zeros = (0,) * (len(value.shape) - 1)
+    for rank in range(shards):
+        start, stop = equal_piece(value.shape[0], shards, rank)
+        box = Box((start, *zeros), (stop - start, *value.shape[1:]))
+        found.setdefault(box.origin, (rank, box))
+    return list(found.values())
+
+
+def _add_tensor(about: _About, files: Sequence[_DataFile], key: str, value: Value) -> None:
+    placed = [(rank, box, files[rank].add(value, box)) for rank, box in blocks(value, len(files))]
+    about.add_tensor(key, value, [(files[rank], box, place) for rank, box, place in placed])
+
+
+# The data files
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """An item of a dtype and shape as it would stand at the beginning of a file."""
+
+    skeleton: Skeleton
+    chunk: Chunk | None  # where its elements lie, if it has any
+
+
+class _Forms(dict[tuple[DType, Index], _Form]):
+    """Items of equal form, which are laid out once."""
+
+    def __missing__(self, key: tuple[DType, Index]) -> _Form:
+        dtype, shape = key
+        box = whole(shape)
+        parts = (Part("", "", shape, box),) if box.volume else ()
+        made = torch_writer.lay_out_object("", Slot(Storage(dtype, box.volume, parts), shape))
+        chunk = made.entries[0].chunks[0] if made.entries else None
+        return self.setdefault(key, _Form(made, chunk))
+
+
+_Place = tuple[int, int]  # byte offset, nbytes
+
+
+@dataclass(slots=True)
+class _DataFile:
+    """One ``.distcp`` file that grows by an item at a time."""
+
+    prefix: str
+    name: str  # in .metadata
+    forms: _Forms
+    at: int = 0
+    literals: list[tuple[int, bytes]] = field(default_factory=list)
+    checksums: list[StoredChecksum] = field(default_factory=list)
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    chunks: dict[Key, list[Chunk]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Below the destination."""
+        return self.prefix + self.name
+
+    def add(self, value: Value, box: Box) -> _Place:
+        """A block of a tensor."""
+        if value.entry is None:
+            slot = Slot(Storage(value.dtype, box.volume, data=value.data), box.shape)
+            return self._append(torch_writer.lay_out_object(self.path, slot, in_stream=True))
+        form = self.forms[value.dtype, box.shape]
+        start, nbytes = self._append(form.skeleton)
+        if form.chunk is not None:
+            entry, at = value.entry, start + form.chunk.byte_offset
+            chunk = Chunk(box, self.path, at, form.chunk.byte_strides, value.dtype)
+            empty = Entry(entry.fqn, entry.kind, value.dtype, entry.shape, ())
+            self.entries.setdefault(entry.key, empty)
+            self.chunks.setdefault(entry.key, []).append(chunk)
+        return start, nbytes
+
+    def add_object(self, value: Any) -> _Place:
+        """A pickled object."""
+        item = torch_writer.lay_out_object(self.path, value, in_stream=True)
+        start, nbytes = self._append(item)
+        for entry in item.entries:
+            moved = (replace(c, byte_offset=c.byte_offset + start) for c in entry.chunks)
+            self.entries.setdefault(entry.key, replace(entry, chunks=()))
+            self.chunks.setdefault(entry.key, []).extend(moved)
+        return start, nbytes
+
+    def finished(self) -> Skeleton:
+        """The file."""
+        entries = tuple(
+            Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(self.chunks[key]))
+            for key, e in self.entries.items()
+        )
+        file = OutputFile(self.path, self.at, tuple(self.literals))
+        return Skeleton((file,), entries, tuple(self.checksums))
+
+    def _append(self, item: Skeleton) -> _Place:
+        """Put an archive behind the others, at a multiple of its own alignment."""
+        (file,) = item.files
+        start = self.at + -self.at % ALIGNMENT
+        self.literals += skeletons.shifted_literals(file, start)
+        self.checksums += skeletons.shifted_checksums(item, self.path, start)
+        self.at = start + file.nbytes
+        return start, file.nbytes
+
+
+# .metadata
+
+
+@dataclass(slots=True)
+class _About:
+    """What ``.metadata`` says, as it grows."""
+
+    paths: dict[str, _Path] = field(default_factory=dict)
+    announced: dict[str, Call] = field(default_factory=dict)
+    stored: dict[Call, Call] = field(default_factory=dict)
+    properties: dict[DType, Call] = field(default_factory=dict)
+    sizes: dict[Index, Call] = field(default_factory=dict)
+
+    def add_object(self, key: str, file: _DataFile, place: _Place) -> None:
+        """A pickled object."""
+        self.announced[key] = _object("BytesStorageMetadata")
+        self._store({"fqn": key, "index": None}, file, place)
+
+    def add_tensor(
+        self, key: str, value: Value, placed: Sequence[tuple[_DataFile, Box, _Place]]
+    ) -> None:
+        """A tensor and its blocks."""
+        chunks = []
+        for number, (file, box, place) in enumerate(placed):
+            origin = self._size(box.origin)
+            sizes = {"offsets": origin, "sizes": self._size(box.shape)}
+            chunks.append(_object("ChunkStorageMetadata", sizes))
+            self._store({"fqn": key, "index": number, "offset": origin}, file, place)
+        state = {
+            "properties": self._properties(value.dtype),
+            "size": self._size(value.shape),
+            "chunks": chunks,
+        }
+        self.announced[key] = _object("TensorStorageMetadata", state)
+
+    def pickled(self, where: str) -> bytes:
+        """The file's content."""
+        state = {
+            "state_dict_metadata": self.announced,
+            "planner_data": self.paths,
+            "storage_data": self.stored,
+            "storage_meta": None,
+            "version": _VERSION,
+        }
+        pickler = Pickler(where)
+        root = _object("Metadata", state)
+        pickler.write(root)
+        return pickler.finish()
+
+    def _store(self, index: dict[str, Any], file: _DataFile, place: _Place) -> None:
+        info = {"relative_path": file.name, "offset": place[0], "length": place[1]}
+        made = Call(f"{_DCP}.filesystem._StorageInfo", (), info)
+        self.stored[_object("MetadataIndex", index)] = made
+
+    def _size(self, index: Index) -> Call:
+        return self.sizes.setdefault(index, Call("torch.Size", (index,)))
+
+    def _properties(self, dtype: DType) -> Call:
+        if dtype not in self.properties:
+            layout = Call("torch.serialization._get_layout", ("torch.strided",))
+            memory = Call(f"{_METADATA}._MEM_FORMAT_ENCODING", (0,))
+            state = (Global(f"torch.{dtype.name}"), layout, False, memory, False)
+            self.properties[dtype] = Call(f"{_METADATA}.TensorProperties", (), state)
+        return self.properties[dtype]
+
+
+def _object(name: str, state: Any = None) -> Call:
+    return Call(f"{_METADATA}.{name}", (), state)

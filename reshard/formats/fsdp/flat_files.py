@@ -1,0 +1,172 @@
+"""Lay out the files of ranks under FSDP 1: flat parameters, and each rank's raw optimizer.
+
+    fsdp1_local     LOCAL_STATE_DICT and the optimizer of ``use_orig_params=False``
+    fsdp1_sharded   SHARDED_STATE_DICT with a device mesh, and the optimizer of either form
+
+Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (``_local_post_state_dict_hook``,
+``_local_pre_load_state_dict_hook``), ``_flat_param.py`` (``_get_shard``: the padding); verl 0.9
+``utils/checkpoint/fsdp_checkpoint_manager.py``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from reshard.containers import skeletons, torch_writer
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.fsdp.flat_optimizers import FlatOptimizer, OrigOptimizer
+from reshard.formats.fsdp.flat_units import Flat, flats_of
+from reshard.formats.fsdp.rank_files import (
+    PAIR,
+    VERL,
+    Naming,
+    Sharder,
+    accelerate_beside,
+    beside,
+    is_divided,
+    placed,
+    whole_slot,
+)
+from reshard.layout.mesh import Grid, Placing
+from reshard.manifest import Skeleton
+from reshard.model import ModelShapes
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.torch_state_dict import Value
+from reshard.training.state import Training
+
+
+def fsdp1_local(
+    state: Training,
+    model: ModelShapes,
+    *,
+    ranks: int,
+    naming: Naming = PAIR,
+    sharded: bool = True,
+    compute: DType | None = None,
+    weights_only: bool = False,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """Lay out LOCAL_STATE_DICT and the raw optimizer of each rank.
+
+    Args:
+        model: what was wrapped, with its units.
+        sharded: False for NO_SHARD, where each rank has whole tensors; one rank always has.
+        compute: as in `fsdp1_sharded`. FSDP 1 itself does not load what it writes with
+            ``use_orig_params=True``; our trainer copies it into the live shards.
+
+    Raises:
+        IncompleteError: the source lacks a parameter of the model, or a part of the optimizer.
+        UnsupportedError: a unit that cannot be one flat parameter: its members are in several
+            groups, or some of them are not trained.
+        UsageError: the model has not what the source has, or was not told how it was wrapped.
+    """
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks", "at least one is needed")
+    flats = flats_of(state, model, dtype)
+    buffers = _buffers(state, model)
+    raw = None if weights_only else _raw(state, model, flats, compute)
+
+    pieces = ranks if sharded else 1
+
+    def rank_files(rank: int) -> Iterator[Skeleton]:
+        weights: OrderedDict[str, Any] = OrderedDict()
+        if pieces == 1:
+            held = torch_state_dict.weights(state, dtype=dtype)
+            weights.update((name, whole_slot(value)) for name, value in held.items())
+        else:
+            weights.update(_pieces(flats, model, compute, rank, pieces))
+            weights.update((name, whole_slot(value)) for name, value in buffers.items())
+        moments = None if raw is None else raw.of(rank if pieces > 1 else 0, pieces)
+        yield from _files(state, naming, weights, moments, rank, ranks)
+        yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
+
+    files = [file for rank in range(ranks) for file in rank_files(rank)]
+    if naming.accelerate and not weights_only:
+        files += accelerate_beside(state, ranks)
+    return skeletons.joined(files)
+
+
+def fsdp1_sharded(
+    state: Training,
+    model: ModelShapes,
+    grid: Grid,
+    *,
+    naming: Naming = VERL,
+    compute: DType | None = None,
+    weights_only: bool = False,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """DTensors of each rank and its raw optimizer, as verl keeps them.
+
+    Args:
+        compute: with ``use_orig_params=True``, the dtype of the forward pass
+            (``MixedPrecision.param_dtype``, else the parameters' own); None writes what
+            ``use_orig_params=False`` has.
+
+    Raises:
+        IncompleteError, UnsupportedError, UsageError: as `fsdp1_local`.
+    """
+    if len(grid.sizes) > 1:
+        raise UnsupportedError(f"a mesh of {grid}", "is not written for FSDP 1")
+    placing, ranks = Placing(grid), grid.world
+    flats = flats_of(state, model, dtype)
+    held = OrderedDict(
+        torch_state_dict.weights(state, dtype=dtype, divided=is_divided(state, model))
+    )
+    raw = None if weights_only else _raw(state, model, flats, compute)
+
+    def rank_files(rank: int) -> Iterator[Skeleton]:
+        moments = None if raw is None else raw.of(rank, ranks)
+        yield from _files(state, naming, Sharder(placing, rank).of(held), moments, rank, ranks)
+        yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
+
+    return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))
+
+
+def _raw(
+    state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType | None
+) -> FlatOptimizer | OrigOptimizer:
+    """Return the raw optimizer of either setting of ``use_orig_params``."""
+    if compute is None:
+        return FlatOptimizer(state, flats)
+    return OrigOptimizer(state, model, flats, compute)
+
+
+def _pieces(
+    flats: Sequence[Flat], model: ModelShapes, compute: DType | None, rank: int, ranks: int
+) -> dict[str, Any]:
+    """Return a rank's pieces of flat parameters, after its views of them where there are any."""
+    if compute is None:
+        return {flat.key: flat.shard(rank, ranks) for flat in flats}
+    made = {flat.key: flat.views(compute, rank, ranks) for flat in flats}
+    views = {fqn: view for _, found in made.values() for fqn, view in found.items()}
+    held = {name: views[name] for name in model.parameters if name in views}
+    held |= {alias: held[kept] for alias, kept in model.tied.items() if kept in held}
+    return {**held, **{key: piece for key, (piece, _) in made.items()}}
+
+
+def _files(
+    state: Training,
+    naming: Naming,
+    weights: Any,
+    moments: Any,
+    rank: int,
+    ranks: int,
+) -> Iterator[Skeleton]:
+    names = [name.format(rank=rank, world=ranks) for name in (naming.model, naming.optimizer)]
+    for name, root in placed(names, weights, moments).items():
+        yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, ranks))
+
+
+def _buffers(state: Training, model: ModelShapes) -> dict[str, Value]:
+    every = torch_state_dict.weights(state)
+    names = [*model.buffers, *(a for a, first in model.tied.items() if first in model.buffers)]
+    missing = [name for name in model.buffers if name not in every]
+    if missing:
+        raise IncompleteError(
+            state.manifest.origin.path, f"has no {missing[0]!r}, which {model.source} has"
+        )
+    return {name: every[model.tied.get(name, name)] for name in names}

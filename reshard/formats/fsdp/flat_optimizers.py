@@ -1,0 +1,200 @@
+"""Each rank's raw optimizer under FSDP 1: of flat parameters, or of the original ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.containers.torch_writer import Slot, Storage
+from reshard.dtypes import DType
+from reshard.errors import UnsupportedError
+from reshard.formats.fsdp.flat_units import Flat, run
+from reshard.formats.fsdp.rank_files import whole_slot
+from reshard.layout.partition import equal_piece
+from reshard.manifest import Entry
+from reshard.model import ModelShapes
+from reshard.state_dict import nested_slots, torch_state_dict
+from reshard.training.state import Trained, Training, refuse_odd_slots
+
+
+def _optimizer(state: Training) -> dict[str, Any]:
+    """The optimizer by names, where flat parameters have a place for all of it."""
+    why = "it has no place in a flat parameter"
+    refuse_odd_slots(state, why, "write DCP or whole files")
+    return torch_state_dict.optimizer(state, "fqn")  # refuses what is missing
+
+
+@dataclass(frozen=True, slots=True)
+class _FlatState:
+    """The optimizer's state of one flat parameter; without any it was never stepped.
+
+    Args:
+        loose: what is neither tensor nor step.
+    """
+
+    flat: Flat
+    slots: Mapping[str, tuple[DType, tuple[tuple[int, Entry], ...]]] = field(default_factory=dict)
+    step: float | None = None
+    loose: Mapping[str, Any] = field(default_factory=dict)
+
+    def values(self, rank: int, ranks: int) -> dict[str, Any]:
+        """A rank's pieces, padded with zeros to equal length."""
+        start, stop = equal_piece(self.flat.numel, ranks, rank)
+        size = -(-self.flat.numel // ranks)
+        made = _counted(self.step, self.slots)
+        for name, (dtype, entries) in self.slots.items():
+            storage = Storage(dtype, size, tuple(run(entries, start, stop)))
+            made[name] = Slot(storage, (size,))
+        return nested_slots.restored({**made, **self.loose})
+
+
+_FlatGroup = tuple[dict[str, Any], list[_FlatState]]
+
+
+def _flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
+    """Hyper-parameters and flat parameters of each group, in the model's order."""
+    optimizer = _optimizer(state)
+    group_of = {
+        member.fqn: (number, member)
+        for number, group in enumerate(state.groups)
+        for member in group.members
+    }
+    groups: list[_FlatGroup] = [
+        ({name: value for name, value in group.items() if name != "params"}, [])
+        for group in optimizer["param_groups"]
+    ]
+    for flat in flats:
+        found = [group_of.get(weight.fqn) for _, weight in flat.members]
+        owned = [each for each in found if each is not None]
+        if not owned:
+            continue
+        numbers = {number for number, _ in owned}
+        if len(numbers) > 1 or len(owned) < len(found):
+            _refuse_unit(flat, found)
+        (number,) = numbers
+        members = [member for _, member in owned]
+        groups[number][1].append(_flat_state(state, flat, members))
+    return groups
+
+
+def _refuse_unit(flat: Flat, found: Sequence[tuple[int, Trained] | None]) -> None:
+    numbers = [None if each is None else each[0] for each in found]
+    at = next(i for i, number in enumerate(numbers) if number != numbers[0])
+    first, other = (flat.members[i][1].fqn for i in (0, at))
+    raise UnsupportedError(
+        flat.unit.prefix or "the root's flat parameter",
+        f"{first!r} and {other!r} would be one parameter of the optimizer, and are in different"
+        " groups or not both trained",
+        "write DCP or whole files, or wrap them apart",
+    )
+
+
+def _flat_state(state: Training, flat: Flat, members: Sequence[Trained]) -> _FlatState:
+    held = {member.fqn: torch_state_dict.loose(state, member) for member in members}
+    stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
+    if not stepped:
+        return _FlatState(flat)
+    first = stepped[0]
+    unit = flat.unit.prefix or "the root's flat parameter"
+    steps = {member.step for member in stepped}
+    if len(steps) > 1:
+        raise UnsupportedError(
+            unit,
+            f"its members were stepped {sorted(map(str, steps))} times: one parameter has one step",
+            "write DCP or whole files",
+        )
+    for name in dict.fromkeys(name for member in stepped for name in held[member.fqn]):
+        values = [held[member.fqn].get(name) for member in stepped]
+        if any(value != values[0] for value in values):
+            raise UnsupportedError(
+                unit,
+                f"the optimizer keeps another {name} of each of its members, and one parameter has"
+                " one",
+                "write DCP or whole files",
+            )
+    slots = {}
+    for name in dict.fromkeys(name for member in stepped for name in member.slots):
+        entries = []
+        for (start, _), member in zip(flat.members, members, strict=True):
+            entry = member.slots.get(name)
+            if entry is not None:  # else never stepped: zero, as FSDP 1 itself has it
+                entries.append((start, entry))
+        widest = max((entry.dtype for _, entry in entries), key=lambda dtype: dtype.itemsize)
+        slots[name] = (widest, tuple(entries))
+    return _FlatState(flat, slots, first.step, held[first.fqn])
+
+
+class FlatOptimizer:
+    """``use_orig_params=False``: flat parameters, numbered through the groups."""
+
+    def __init__(self, state: Training, flats: Sequence[Flat]) -> None:
+        self._groups = _flat_groups(state, flats)
+
+    def of(self, rank: int, ranks: int) -> dict[str, Any]:
+        """One rank's."""
+        groups = (
+            (hyper, [(each.flat.key, each.values(rank, ranks)) for each in held])
+            for hyper, held in self._groups
+        )
+        return torch_state_dict.listed(groups, named=False)
+
+
+class OrigOptimizer:
+    """``use_orig_params=True``: what each rank has of each parameter, numbered as in the model."""
+
+    def __init__(
+        self, state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType
+    ) -> None:
+        self._state = state
+        self._flats = flats
+        self._compute = compute
+        self._unsure = torch_state_dict.is_unsure(state)
+        self._groups = [
+            (torch_state_dict.hyper(state, group), held)
+            for group, held in zip(
+                state.groups, torch_state_dict.numbered(state, "index", model), strict=True
+            )
+        ]
+        _optimizer(state)  # refuses what has no place
+
+    def of(self, rank: int, ranks: int) -> dict[str, Any]:
+        """One rank's; a parameter of which it has no element is listed and has no state."""
+        runs = self._runs(rank, ranks)
+        groups = (
+            (hyper, [(each.fqn, self._slices(each, runs[each.fqn], ranks)) for each in members])
+            for hyper, members in self._groups
+        )
+        return torch_state_dict.listed(groups, named=self._unsure)
+
+    def _slices(self, member: Trained, span: tuple[int, int], ranks: int) -> dict[str, Any]:
+        """Return a rank's slices; one rank has whole ones, since FSDP 1 is NO_SHARD there."""
+        start, stop = span
+        if start >= stop:
+            return {}
+        made = _counted(member.step, member.slots)
+        for name, entry in member.slots.items():
+            parts = tuple(run([(0, entry)], start, stop))
+            shape = entry.shape if ranks == 1 else (stop - start,)
+            made[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
+        return nested_slots.restored({**made, **torch_state_dict.loose(self._state, member)})
+
+    def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
+        """Which elements of each parameter lie on a rank."""
+        found = {}
+        for flat in self._flats:
+            starts, total = flat.aligned(self._compute, ranks)
+            low, high = equal_piece(total, ranks, rank)
+            for _, weight in flat.members:
+                start = starts[weight.fqn]
+                stop = start + weight.value.numel
+                found[weight.fqn] = (max(low, start) - start, min(high, stop) - start)
+        return found
+
+
+def _counted(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
+    """The step, as the optimizer counts it."""
+    if step is None:
+        return {}
+    counter = torch_state_dict.counter(step, slots)
+    return {"step": counter if isinstance(counter, int) else whole_slot(counter)}

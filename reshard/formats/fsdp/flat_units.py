@@ -1,0 +1,159 @@
+"""The flat parameters that FSDP 1 will have: what of a training state lies where in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.box import flat_span, run_boxes
+from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.layout import flat_param
+from reshard.layout.partition import equal_piece
+from reshard.manifest import Entry
+from reshard.model import ModelShapes, Unit
+from reshard.pickles.values import Call
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.sharded_writer import sharded_tensor
+from reshard.training.state import Training, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """One flat parameter: its members, each with its first element."""
+
+    unit: Unit
+    members: tuple[tuple[int, Weight], ...]
+    numel: int
+    dtype: DType
+
+    @property
+    def key(self) -> str:
+        """Its name in the model's state dict."""
+        return f"{self.unit.prefix}._flat_param" if self.unit.prefix else "_flat_param"
+
+    def aligned(self, compute: DType, ranks: int) -> tuple[dict[str, int], int]:
+        """Return each member's first element, and the size, with ``use_orig_params=True``.
+
+        Args:
+            compute: the dtype of the forward pass, by which members are aligned.
+        """
+        dtype = self.dtype if self.unit.full_precision else compute
+        return flat_param.place_members(
+            [(weight.fqn, weight.shape) for _, weight in self.members],
+            aligned_to=flat_param.alignment(dtype),
+            ranks=ranks,
+        )
+
+    def views(self, compute: DType, rank: int, ranks: int) -> tuple[Call, dict[str, Slot]]:
+        """Return a rank's piece with ``use_orig_params=True``, and the members' slices of it.
+
+        Padding counts as elements of the flat parameter, and a slice is a view of the piece: torch
+        2.13 ``_flat_param.py`` (``_use_sharded_views``).
+        """
+        starts, numel = self.aligned(compute, ranks)
+        pieces = [equal_piece(numel, ranks, each) for each in range(ranks)]
+        low, high = pieces[rank]
+        entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
+        storage = Storage(self.dtype, high - low, tuple(run(entries, low, high)))
+        found = {}
+        for name, (at, entry) in zip(self.unit.members, entries, strict=True):
+            start, stop = max(at, low), min(at + entry.numel, high)
+            found[name] = (
+                Slot(storage, (stop - start,), offset=start - low)
+                if start < stop
+                else Slot(Storage(self.dtype, 0), (0,))
+            )
+        local = Slot(storage, (high - low,))
+        return sharded_tensor(self.dtype, numel, local, rank, pieces), found
+
+    def shard(self, rank: int, ranks: int) -> Call:
+        """A rank's piece of it, without padding."""
+        pieces = [equal_piece(self.numel, ranks, each) for each in range(ranks)]
+        start, stop = pieces[rank]
+        entries = [(at, weight.value) for at, weight in self.members]
+        storage = Storage(self.dtype, stop - start, tuple(run(entries, start, stop)))
+        local = Slot(storage, (stop - start,)) if start < stop else None
+        return sharded_tensor(self.dtype, self.numel, local, rank, pieces)
+
+
+def run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator[Part]:
+    """What fills the run ``[start, stop)`` of a flat tensor of entries at their first elements."""
+    for at, entry in entries:
+        first, last = max(at, start), min(at + entry.numel, stop)
+        for box in run_boxes(entry.shape, first - at, last - at):
+            offset = flat_span(box, entry.shape)[0] + at - start
+            yield Part(entry.kind, entry.fqn, entry.shape, box, offset)
+
+
+def flats_of(state: Training, model: ModelShapes, dtype: DType | None) -> list[Flat]:
+    """One a unit of the model, in its order.
+
+    Args:
+        dtype: of the parameters; None keeps each in that of its master.
+
+    Raises:
+        IncompleteError: the source lacks a parameter of the model.
+        UsageError: the model has not what the source has, or was not told how it was wrapped.
+        UnsupportedError: the members of a unit have dtypes that no one holds.
+    """
+    if not model.units:
+        raise UsageError(
+            model.source, "does not say how FSDP wrapped it", "give --wrap as the run will have it"
+        )
+    weights = {weight.fqn: weight for weight in state.weights}
+    flats = []
+    for unit in model.units:
+        held = [_of_model(state, weights, model, fqn) for fqn in unit.members]
+        starts, numel = flat_param.place_members(
+            [(fqn, weight.shape) for fqn, weight in zip(unit.members, held, strict=True)],
+            aligned_to=1,
+            ranks=1,
+        )
+        members = tuple(zip((starts[fqn] for fqn in unit.members), held, strict=True))
+        flats.append(Flat(unit, members, numel, _widest(held, dtype)))
+    _refuse_foreign(state, model)
+    return flats
+
+
+def _of_model(
+    state: Training, weights: Mapping[str, Weight], model: ModelShapes, fqn: str
+) -> Weight:
+    """The source's weight for one of the model's parameters, under any of its names."""
+    aliases = (alias for alias, first in model.tied.items() if first == fqn)
+    names = [fqn, *aliases]
+    names += [kept for alias, kept in state.manifest.tied.items() if alias in names]
+    found = next((weights[name] for name in names if name in weights), None)
+    if found is None:
+        raise IncompleteError(
+            state.manifest.origin.path, f"has no {fqn!r}, which {model.source} has"
+        )
+    if found.shape != model.parameters[fqn]:
+        raise UsageError(
+            model.source,
+            f"{fqn!r} is {model.parameters[fqn]} in it, {found.shape} in the checkpoint",
+        )
+    return found
+
+
+def _widest(held: Sequence[Weight], dtype: DType | None) -> DType:
+    """The dtype of a flat parameter, which holds that of each of its members."""
+    dtypes = [torch_state_dict.weight_dtype(weight, dtype) for weight in held]
+    widest = max(dtypes, key=lambda each: each.itemsize)
+    other = next((d for d in dtypes if d != widest and d.itemsize == widest.itemsize), None)
+    strange = next((d for d in dtypes if d.family != "float"), None)
+    if len(set(dtypes)) > 1 and (other or strange):
+        raise UnsupportedError(
+            held[0].fqn, f"is {dtypes[0]}, others of its unit are {other or strange}"
+        )
+    return widest
+
+
+def _refuse_foreign(state: Training, model: ModelShapes) -> None:
+    """A weight that the model has not would be lost."""
+    known = model.parameters.keys() | model.buffers.keys() | model.tied.keys()
+    for weight in state.weights:
+        aliases = {alias for alias, kept in state.manifest.tied.items() if kept == weight.fqn}
+        if not known & {weight.fqn, *aliases}:
+            raise UsageError(model.source, f"has no {weight.fqn!r}, which the checkpoint holds")

@@ -1,0 +1,421 @@
+"""Lay out PyTorch's own files of one training state: a file a rank, or whole files.
+
+    fsdp2          DTensors: ``model.state_dict()`` and an optimizer's, of each rank; FSDP 1's
+                   SHARDED_STATE_DICT with a device mesh is the same, the optimizer by fqn
+    fsdp1_full     FULL_STATE_DICT of FSDP 1: whole tensors, the optimizer by fqn
+    plain          one file, whole tensors, the optimizer by index, as every script without sharding
+
+FSDP 1's flat parameters are `flat_files`'s.
+
+Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py``, ``_optim_utils.py``; Accelerate 1.15
+``utils/fsdp_utils.py`` and ``utils/constants.py``; verl 0.9
+``utils/checkpoint/fsdp_checkpoint_manager.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from reshard.box import Box, Index, whole
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.layout.mesh import Grid, Placing
+from reshard.layout.partition import Cut
+from reshard.layout.tensor_parallel import Plan, cuts
+from reshard.manifest import Keyed, Skeleton
+from reshard.model import ModelShapes
+from reshard.pickles.canonical import Canonical
+from reshard.state_dict import nested_slots, torch_state_dict
+from reshard.state_dict.sections import ACCUMULATED, TRAIN_STATE
+from reshard.state_dict.sharded_writer import DTensors
+from reshard.state_dict.torch_state_dict import Value
+from reshard.training import copied_files, rng, schedules
+from reshard.training.state import Training, Weight
+
+_SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """How the files of each rank are called, with ``{rank}`` and ``{world}``.
+
+    Args:
+        optimizer: the same as ``model`` where both stand in one file, under two keys.
+        extra: a file for the scheduler, of each rank; empty for none.
+        beside: a file for whatever else travels, of rank 0; empty for none.
+        about: a file that says how many ranks there were; empty for none.
+        accelerate: whether Accelerate reads them.
+        keyed: how the optimizer names its parameters.
+        meshes: the names of the axes of a mesh that is known to be read, the usual first; empty
+            for any.
+    """
+
+    model: str
+    optimizer: str
+    keyed: Keyed = "index"
+    extra: str = ""
+    beside: str = ""
+    about: str = ""
+    meshes: tuple[tuple[str, ...], ...] = ()
+    accelerate: bool = False
+
+    def pairs(self, ranks: int) -> Iterator[tuple[str, str]]:
+        """Yield the names of each rank's two files."""
+        for rank in range(ranks):
+            model, optimizer = (
+                name.format(rank=rank, world=ranks) for name in (self.model, self.optimizer)
+            )
+            yield model, optimizer
+
+
+PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
+ONE = Naming("rank{rank}.pt", "rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
+VERL = Naming(
+    "model_world_size_{world}_rank_{rank}.pt",
+    "optim_world_size_{world}_rank_{rank}.pt",
+    extra="extra_state_world_size_{world}_rank_{rank}.pt",
+    about="fsdp_config.json",
+    meshes=(("fsdp",), ("ddp", "fsdp")),  # create_device_mesh
+)
+ACCELERATE = Naming(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=False
+    "pytorch_model_fsdp_0_rank{rank}.bin",
+    "optimizer_0_rank{rank}.bin",
+    keyed="fqn",
+    accelerate=True,
+)
+LOCAL = Naming(  # the same of LOCAL_STATE_DICT
+    "pytorch_model_fsdp_rank{rank}.bin",
+    "optimizer_0_rank{rank}.bin",
+    accelerate=True,
+)
+TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # of ours, which wants nothing beside them
+TRAINER_LOCAL = replace(LOCAL, accelerate=False)
+_KEYS = ("model", "optimizer")
+_SCHEDULER = "scheduler.bin"
+_SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
+
+
+# FSDP 2
+
+
+def fsdp2(
+    state: Training,
+    grid: Grid,
+    *,
+    naming: Naming = PAIR,
+    whole_weights: bool = False,
+    tensor: Plan | None = None,
+    weights_only: bool = False,
+    model: ModelShapes | None = None,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """A file a rank of DTensors, as ``fully_shard`` after ``parallelize_module`` has them.
+
+    Args:
+        grid: the device mesh of the training to come, which must have its names and device.
+        whole_weights: each rank has whole weights, and shards of the optimizer's state: FSDP 1's
+            NO_SHARD with ``use_orig_params=False``.
+        tensor: how a tensor-parallel axis of the mesh cuts the parameters.
+        model: says which weights are buffers, where the source does not.
+        dtype: of the parameters; None keeps each in that of its master.
+
+    Raises:
+        IncompleteError: the source lacks what the optimizer needs, or does not tell buffers.
+        UnsupportedError: a slot that has another shape than its parameter; a packed weight.
+        UsageError: the plan does not fit the parameters.
+    """
+    held = torch_state_dict.weights(state, dtype=dtype, divided=is_divided(state, model))
+    placing = Placing(grid, tensor_cuts(grid, tensor, held))
+    moments = None if weights_only else torch_state_dict.optimizer(state, naming.keyed, model)
+    _refuse_factored(moments)
+
+    def rank_files(rank: int) -> Iterator[Skeleton]:
+        weights: OrderedDict[str, Any] = OrderedDict(held)
+        if whole_weights:
+            uncut = Wholes()
+            weights = OrderedDict((name, uncut(value)) for name, value in held.items())
+        names = [
+            name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
+        ]
+        for name, root in placed(names, weights, moments).items():
+            stamp = state.stamp(name, rank, grid.world)
+            yield torch_writer.lay_out_object(name, Sharder(placing, rank).of(root), stamp=stamp)
+        yield from beside(state, naming, rank, grid.world, version=2, weights_only=weights_only)
+
+    files = [file for rank in range(grid.world) for file in rank_files(rank)]
+    if naming.accelerate and not weights_only:
+        files += accelerate_beside(state, grid.world)
+    return skeletons.joined(files)
+
+
+def tensor_cuts(
+    grid: Grid, plan: Plan | None, weights: Mapping[str, Value]
+) -> dict[str, Cut | None]:
+    """How the tensor-parallel axis, if there is one, cuts each parameter that it touches.
+
+    Args:
+        weights: as `torch_state_dict.weights` gives them; the names of one tensor have one value.
+
+    Raises:
+        UsageError, UnsupportedError: as `tensor_parallel.cuts`; there is no plan.
+    """
+    if "tensor" not in grid.roles:
+        return {}
+    if plan is None:
+        raise UsageError(
+            f"a mesh of {grid}",
+            "nothing says how tensor parallelism cuts the parameters",
+            "give --tp-plan FILE, or say which model it is: --model config.json|DIR|module:factory",
+        )
+    names: dict[str, list[str]] = {}
+    for name, value in weights.items():
+        if value.divided:
+            names.setdefault(value.owner, []).append(name)
+    return cuts(plan, [(held, weights[held[0]].shape) for held in names.values()])
+
+
+def placed(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
+    """What stands in which file."""
+    model, optimizer = names
+    weights, moments = Canonical().of((weights, moments))
+    if model == optimizer:
+        both = zip(_KEYS, (weights, moments), strict=True)
+        return {model: {key: value for key, value in both if value is not None}}
+    return {model: weights} if moments is None else {model: weights, optimizer: moments}
+
+
+def beside(
+    state: Training, naming: Naming, rank: int, world: int, *, version: int, weights_only: bool
+) -> Iterator[Skeleton]:
+    """What is kept beside both."""
+    carried = {} if weights_only else torch_state_dict.carried(state.manifest.train)
+    if naming.beside and carried and rank == 0:
+        stamp = state.stamp(naming.beside, rank, world)
+        yield torch_writer.lay_out_object(naming.beside, carried, stamp=stamp)
+    if naming.extra and not weights_only:
+        name = naming.extra.format(rank=rank, world=world)
+        held = {"lr_scheduler": carried.get("scheduler")}
+        yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, world))
+    if naming.about and rank == 0:
+        text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
+        yield skeletons.of_bytes(naming.about, text.encode())
+
+
+def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
+    """What Accelerate's ``load_state`` wants beside weights and optimizer.
+
+    It finds its count of steps among each rank's random states; where those are of ranks that are
+    gone, it goes on without them (``load_accelerator_state``).
+    """
+    beside, factor = (
+        torch_state_dict.carried(state.manifest.train),
+        schedules.factor(state.manifest, ranks),
+    )
+    files = dict(state.manifest.train.kept_files)
+    if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
+        files.pop(_SCHEDULER, None)  # the lists in it are of the source's groups
+        own = schedules.scaled(beside["scheduler"], factor).state
+        yield torch_writer.lay_out_object(_SCHEDULER, own)
+    for name, path in files.items():
+        scaled = (
+            None if factor == 1 or copied_files.is_own(name) else schedules.of_file(path, factor)
+        )
+        if scaled is None:
+            yield copied_files.lay_out(name, path)
+        else:
+            yield torch_writer.lay_out_object(name, scaled.state)
+    if "scaler" in beside:
+        yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
+    count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
+    counted = {} if count is None else {"step": count}
+    for rank in range(ranks):
+        states = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
+        if counted or states:
+            name, held = f"random_states_{rank}.pkl", {**counted, **states}
+            yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, ranks))
+
+
+def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
+    for fqn, slots in (moments or {"state": {}})["state"].items():
+        for name, value in nested_slots.flattened(
+            slots, lambda leaf: isinstance(leaf, Value)
+        ).items():
+            if isinstance(value, Value) and not value.divided and value.shape:
+                raise UnsupportedError(
+                    str(fqn),
+                    f"its {name} has shape {value.shape}, which no rank file of FSDP has been seen"
+                    " to hold",
+                    "write DCP instead, or the weights alone with --weights-only",
+                )
+
+
+def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight], bool]:
+    """Whether a weight is a parameter, which is cut, or a buffer, which is whole on every rank."""
+    owned = {member.fqn for group in state.groups for member in group.members}
+    owned |= state.manifest.frozen
+    told = any(weight.is_buffer for weight in state.weights)
+    told = told or state.manifest.origin.format.startswith("deepspeed")
+    by_rows = cache(lambda: _is_sharded_by_rows(state))  # few sources leave it open
+
+    def divided(weight: Weight) -> bool:
+        if not weight.shape or weight.is_buffer:
+            return False
+        if model is not None:
+            return _is_parameter(model, weight.fqn)
+        if told or weight.fqn in owned or len(_boxes(weight)) > 1:  # FSDP shards parameters alone
+            return True
+        if weight.shape[0] > 1 and by_rows():  # a parameter would lie on several ranks
+            return False
+        if weight.dtype.family not in ("float", "float8"):
+            return False
+        if state.groups:
+            raise IncompleteError(
+                state.manifest.origin.path,
+                f"does not say whether {weight.fqn!r} is a parameter or a buffer: no optimizer has"
+                " it, and ranks hold the one in shards, the other whole",
+                _SAY_MODEL,
+            )
+        return True
+
+    return divided
+
+
+def _boxes(weight: Weight) -> set[Box]:
+    """Return the blocks in which the source's ranks held a weight."""
+    return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
+
+
+def _is_sharded_by_rows(state: Training) -> bool:
+    """Whether the source's ranks held weights in shards, all of them cut along dim 0 as FSDP does.
+
+    A tensor-parallel run cuts others along dim 1, and leaves parameters whole.
+    """
+    if state.manifest.origin.format not in _SHARDED:
+        return False
+    cut = [(weight, boxes) for weight in state.weights if len(boxes := _boxes(weight)) > 1]
+    return bool(cut) and all(
+        box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes
+    )
+
+
+def _is_parameter(model: ModelShapes, fqn: str) -> bool:
+    first = model.tied.get(fqn, fqn)
+    if first not in model.parameters and first not in model.buffers:
+        raise UsageError(model.source, f"has no {fqn!r}, which the checkpoint holds")
+    return first in model.parameters
+
+
+class Sharder:
+    """One file's tree with its `Value` leaves as that rank saves them."""
+
+    def __init__(self, placing: Placing, rank: int) -> None:
+        self._placing, self._rank = placing, rank
+        self._dtensors = DTensors(placing.grid, rank)
+        self._made: dict[int, Any] = {}  # the names of one tensor share it
+        self._shapes: dict[Index, Index] = {}
+
+    def of(self, value: Any) -> Any:
+        """The tree, or one leaf of it."""
+        if isinstance(value, Value):
+            if id(value) not in self._made:
+                self._made[id(value)] = self._tensor(value)
+            return self._made[id(value)]
+        if isinstance(value, (dict, OrderedDict)):
+            return type(value)((key, self.of(item)) for key, item in value.items())
+        return [self.of(item) for item in value] if isinstance(value, list) else value
+
+    def _tensor(self, value: Value) -> Any:
+        placed = self._placing.of(value.owner)
+        if not value.divided or not placed.axes:
+            return whole_slot(value)
+        box = self._placing.grid.box(value.shape, placed, self._rank)
+        local = Slot(Storage(value.dtype, box.volume, _part(value, box)), box.shape)
+        shape = self._shapes.setdefault(value.shape, value.shape)
+        return self._dtensors.make(shape, value.dtype, placed, local)
+
+
+def _part(value: Value, box: Box) -> tuple[Part, ...]:
+    """What fills a block of a tensor; nothing where it is empty."""
+    if value.entry is None or not box.volume:
+        return ()
+    return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
+
+
+def whole_slot(value: Value) -> Slot:
+    """A tensor that is stored whole."""
+    storage = Storage(value.dtype, value.numel, _part(value, whole(value.shape)), value.data)
+    return Slot(storage, value.shape)
+
+
+class Wholes:
+    """One file's tree with its `Value` leaves stored whole."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Slot] = {}
+
+    def __call__(self, value: Any) -> Slot | None:
+        """The slot of a `Value`, the same each time; None for all else."""
+        if not isinstance(value, Value):
+            return None
+        if id(value) not in self._made:
+            self._made[id(value)] = whole_slot(value)
+        return self._made[id(value)]
+
+
+# Whole files
+
+
+def fsdp1_full(
+    state: Training,
+    *,
+    names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
+    rank: int = 0,
+    ranks: int,
+    accelerate: bool = False,
+    weights_only: bool = False,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """FULL_STATE_DICT of FSDP 1, under Accelerate's names: whole tensors, all by fqn.
+
+    Args:
+        rank: which one the files state as the one that saved them.
+        accelerate: whether there is what Accelerate wants beside them.
+    """
+    weights = OrderedDict(torch_state_dict.weights(state, dtype=dtype))
+    moments = None if weights_only else torch_state_dict.optimizer(state, "fqn")
+    files = placed(names, weights, moments)
+    made = [
+        torch_writer.lay_out_object(
+            name, root, slot_of=Wholes(), stamp=state.stamp(name, rank, ranks)
+        )
+        for name, root in files.items()
+    ]
+    if accelerate and not weights_only:
+        made += accelerate_beside(state, ranks)
+    return skeletons.joined(made)
+
+
+def plain(
+    state: Training,
+    *,
+    name: str = "checkpoint.pt",
+    weights_only: bool = False,
+    model: ModelShapes | None = None,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """One file as a script without sharding saves it: the optimizer is ``torch.optim``'s own."""
+    root: dict[str, Any] = {"model": OrderedDict(torch_state_dict.weights(state, dtype=dtype))}
+    if not weights_only:
+        several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
+        root["optimizer"] = torch_state_dict.optimizer(state, "index", model, named=several)
+        beside = torch_state_dict.carried(state.manifest.train)
+        root.update((key, value) for key, value in beside.items() if key not in root)
+    stamp = state.stamp(name, 0, 1)
+    return torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=stamp)

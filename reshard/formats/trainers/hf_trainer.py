@@ -1,0 +1,179 @@
+"""Lay out a run directory of the transformers Trainer: a ``checkpoint-N`` that it resumes from.
+
+    unsharded        one process or DDP: ``model.safetensors``, ``optimizer.pt`` by index
+    sharded, full    FSDP: Accelerate's files
+    DeepSpeed        its native directory, ``latest`` and ``global_stepN/``
+
+Beside each: ``scheduler.pt``, without which the Trainer passes the optimizer by in silence, random
+states, and ``trainer_state.json``.
+
+Source: transformers 5.23 ``trainer.py`` (``_load_optimizer_and_scheduler``, ``_load_rng_state``,
+``_init_training_state``), ``trainer_callback.py`` (``TrainerState``), ``trainer_utils.py``
+(``compare_trainer_and_checkpoint_args``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from reshard.containers import skeletons, torch_writer
+from reshard.containers.json_files import json_text
+from reshard.dtypes import DType
+from reshard.formats.fsdp.rank_files import Wholes
+from reshard.formats.huggingface import writer
+from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE
+from reshard.manifest import Skeleton
+from reshard.model import ModelShapes
+from reshard.pickles.canonical import Canonical
+from reshard.state_dict import torch_state_dict
+from reshard.training import rng, trainer_run
+from reshard.training.state import Training
+
+_SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it
+_GROUPS = 2  # `Trainer.create_optimizer`
+_EVERY = 500  # steps: what TrainingArguments has for logging, evaluation and saving
+_CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trainer_utils.py
+_MICRO = "train_micro_batch_size_per_gpu"
+
+
+def directory(state: Training) -> str:
+    """``checkpoint-N``."""
+    return f"checkpoint-{state.step()}"
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a directory's name is one that the Trainer gives to a checkpoint."""
+    return _CHECKPOINT.fullmatch(name) is not None
+
+
+def run(
+    state: Training, held: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
+) -> Skeleton:
+    """The run directory around one form of weights and optimizer."""
+    beside = () if weights_only else _beside(state, ranks, deepspeed=deepspeed)
+    parts = [held, *beside]
+    return skeletons.moved(skeletons.joined(parts), directory(state))
+
+
+def unsharded(
+    state: Training,
+    *,
+    ranks: int = 1,
+    weights_only: bool = False,
+    model: ModelShapes | None = None,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """Weights in safetensors, and ``torch.optim``'s own state, with names beside its numbers."""
+    tensors = [
+        (weight.value, torch_state_dict.weight_dtype(weight, dtype)) for weight in state.weights
+    ]
+    weights = writer.lay_out(
+        tensors, max_shard_bytes=_SHARD_BYTES, texts={}, metadata=writer.METADATA
+    )
+    if weights_only:
+        return weights
+    root = Canonical().of(torch_state_dict.optimizer(state, "index", model, named=True))
+    stamp = state.stamp("optimizer.pt", 0, ranks)
+    moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=Wholes(), stamp=stamp)
+    return skeletons.joined([weights, moments])
+
+
+def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
+    if not (deepspeed and _is_deepspeeds(_carried(state))):
+        yield torch_writer.lay_out_object("scheduler.pt", scheduler(state))
+    for rank, kept in enumerate(state.rng):
+        name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
+        held, stamp = rng.written(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
+        yield torch_writer.lay_out_object(name, held, stamp=stamp)
+    before = state.manifest.train.opaque.get(BATCH_BEFORE)
+    if before:
+        yield skeletons.of_bytes(BATCH_BEFORE, json_text(before))
+    if _lacks_account(state):
+        text = json_text(_progress(state))
+        yield skeletons.of_bytes("trainer_state.json", text)
+
+
+def scheduler(state: Training) -> Any:
+    """The source's, if it is one of torch's; else a ``LambdaLR`` at the same step.
+
+    That keeps the rates with which the run to come makes it.
+    """
+    found = _carried(state)
+    if _is_torchs(found):
+        return found
+    return {
+        "last_epoch": state.step(),
+        "_step_count": state.step() + 1,
+        "_last_lr": [group.hyper.get("lr") for group in state.groups],
+        "lr_lambdas": [None] * len(state.groups),
+    }
+
+
+def _carried(state: Training) -> Any:
+    return torch_state_dict.carried(state.manifest.train).get("scheduler")
+
+
+def _is_torchs(found: Any) -> bool:
+    return isinstance(found, dict) and "last_epoch" in found
+
+
+def _is_deepspeeds(found: Any) -> bool:
+    """Of DeepSpeed's own schedulers, which its model states hold."""
+    return isinstance(found, dict) and "last_batch_iteration" in found
+
+
+def _progress(state: Training) -> dict[str, Any]:
+    """A ``trainer_state.json``; the Trainer counts on from its step, and obeys its intervals."""
+    return {
+        "epoch": 0,
+        "global_step": state.step(),
+        "logging_steps": _EVERY,
+        "eval_steps": _EVERY,
+        "save_steps": _EVERY,
+        BATCH: _micro_batch(state),
+        "log_history": [],
+        "stateful_callbacks": {},
+    }
+
+
+def _lacks_account(state: Training) -> bool:
+    """Return whether the source has no account of HF Trainer that goes along."""
+    account = state.manifest.train.trainer_state
+    return account is None or trainer_run.is_document(account)
+
+
+def _micro_batch(state: Training) -> int:
+    run = trainer_run.read(state.manifest.train.trainer_state, state.manifest.origin.path)
+    if run is not None:
+        return int(run.settings["micro_batch"])
+    config = state.manifest.train.config
+    found = config.get(_MICRO) if isinstance(config, dict) else None
+    return found if type(found) is int else 1
+
+
+def notes(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
+    """What is derived beside weights and optimizer."""
+    if weights_only:
+        return
+    found = _carried(state)
+    if not deepspeed and len(state.groups) != _GROUPS:
+        yield (
+            f"the Trainer's own optimizer has {_GROUPS} param groups (weight decay and none), here"
+            f" are {len(state.groups)}: --param-groups splits them"
+        )
+    if _is_torchs(found):
+        if found["last_epoch"] != state.step():
+            yield f"the scheduler has counted {found['last_epoch']} at step {state.step()}"
+    elif not (deepspeed and _is_deepspeeds(found)):
+        yield (
+            f"scheduler.pt is made: a LambdaLR at step {state.step()} (the Trainer loads no"
+            " optimizer without one)"
+        )
+    if _lacks_account(state):
+        yield (
+            f"trainer_state.json is made: step {state.step()}, {BATCH}"
+            f" {_micro_batch(state)}, and the steps between logs, evaluations and saves, which the"
+            f" Trainer takes from it: {_EVERY}"
+        )

@@ -1,0 +1,22 @@
+"""State dicts of torch: those of all ranks read as one tree, and built again to be written.
+
+Reading, shared by every format whose files hold nested state dicts:
+
+    tree               one nested value from all ranks' files, every tensor a list of chunks
+    found              such a tree and where it was read
+    sharded_reader     DTensor and ShardedTensor, as ``torch.save`` pickles them
+    flat_params        flat parameters of FSDP 1 and FairScale
+    sections           which part of the tree is the model, an optimizer, a scheduler ...
+    optimizer_state    optimizer state dicts in every keying; nested_slots: tensors nested in them
+    optimizer_names    names for optimizers that number their parameters
+    optimizer_layouts  how an optimizer's tensors are stored: whole, in runs, in flat units
+    model_optimizers   which of several optimizers belong to the model
+    leaves             values of a model's state dict that are no tensors
+    plain_values       values of a pickle as JSON
+    assemble           the sections as a manifest
+
+Writing:
+
+    torch_state_dict   state dicts as torch builds them, before any tensor is sharded
+    sharded_writer     DTensor and ShardedTensor for their pickles
+"""

@@ -1,0 +1,71 @@
+"""A parameter's state that is nested: its tensors as slots with joined names, and back.
+
+bitsandbytes keeps all tensors of a parameter in a dict of its own
+(``__bnb_optimizer_quant_state__``), Shampoo and SOAP keep lists of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from reshard.state_dict.tree import as_list
+
+JOINT = "/"
+_DEEPEST = 8
+
+
+def flattened(
+    state: Mapping[str, Any], is_tensor: Callable[[Any], bool], deepest: int = _DEEPEST
+) -> dict[str, Any]:
+    """The state without dicts and lists that hold tensors.
+
+    >>> flattened({"step": 3, "GG": [b"t", None]}, lambda value: isinstance(value, bytes))
+    {'step': 3, 'GG/0': b't', 'GG/1': None}
+    """
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        parts = _parts(value) if deepest else None
+        held = flattened(parts, is_tensor, deepest - 1) if parts else {}
+        if any(map(is_tensor, held.values())):
+            found.update((f"{name}{JOINT}{key}", item) for key, item in held.items())
+        else:
+            found[name] = value
+    return found
+
+
+def restored(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with its dicts and lists.
+
+    >>> restored({"step": 3, "GG/1": "t", "GG/0": None})
+    {'step': 3, 'GG': [None, 't']}
+    """
+    root: dict[str, Any] = {}
+    for name, value in state.items():
+        *above, last = name.split(JOINT) if is_nested(name) else [name]
+        place = root
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return {name: _with_lists(value) for name, value in root.items()}
+
+
+def is_nested(name: object) -> bool:
+    """Whether a slot's name is one that `flattened` joined."""
+    return isinstance(name, str) and JOINT in name
+
+
+def _parts(value: Any) -> Mapping[str, Any] | None:
+    """What a container holds, by name or position; None where no name could tell it again."""
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return None if any(key.isdecimal() or JOINT in key for key in value) else value
+    items = None if isinstance(value, tuple) else as_list(value)
+    return None if items is None else {str(at): item for at, item in enumerate(items)}
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    held = {name: _with_lists(item) for name, item in value.items()}
+    order = [str(at) for at in range(len(held))]
+    return [held[at] for at in order] if held and held.keys() == set(order) else held

@@ -1,0 +1,145 @@
+"""Names for optimizers that number their parameters instead of naming them.
+
+The numbers count the parameters of the param groups in the order in which the user gave them,
+which for nearly everybody is the model's. The files say no more, so every answer is held against
+what they do say (shape or size of each state), and where more than one fits there is none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.training.state import Group
+
+Sign = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
+Groups = Sequence[Sequence[Sign]]
+Named = list[list[str | None]]
+
+
+class AmbiguousError(Exception):
+    """What is known of the parameters does not say which of them the numbers mean."""
+
+    def __init__(
+        self,
+        fqns: Sequence[str],
+        why: str = "look alike and stand in several groups, or are frozen, buffers or never stepped"
+        " in part",
+    ) -> None:
+        shown = ", ".join(fqns[:3]) + (" ..." if len(fqns) > 3 else "")
+        super().__init__(f"these parameters {why}: {shown}")
+
+
+def name_groups(candidates: Mapping[str, Sign], groups: Groups, *, ordered: bool = True) -> Named:
+    """The fqn of each member of each group; None for one without state that has no name either.
+
+    Args:
+        candidates: every parameter of the model; frozen ones and buffers may be among them.
+        groups: what is known of each member, in order.
+        ordered: whether both are in the model's order. Where they are not (safetensors sorts its
+            tensors), only what looks like nothing else gets a name.
+
+    Raises:
+        AmbiguousError: more than one assignment of the members with state fits, or none.
+    """
+    if not ordered:
+        _refuse_alike(candidates, groups)
+    elif len(groups) == 1:
+        if len(groups[0]) == len(candidates):
+            pairs = zip(groups[0], candidates.values(), strict=True)
+            if all(sign in (None, held) for sign, held in pairs):
+                return [list(candidates)]
+        found = _only_subsequence(candidates, groups[0])
+        if found:
+            return [[*found]]
+    return _by_sign(candidates, groups)
+
+
+def tell(candidates: Mapping[str, Sign], groups: Sequence[Group]) -> bool:
+    """Whether `name_groups` finds the members of the groups, so that no name need be written."""
+    shapes = [
+        [member.weight.shape if member.slots else None for member in group.members]
+        for group in groups
+    ]
+    try:
+        found = name_groups(candidates, shapes)
+    except AmbiguousError:
+        return False
+    return found == [group.fqns for group in groups]
+
+
+def _refuse_alike(candidates: Mapping[str, Sign], groups: Groups) -> None:
+    counts = Counter(candidates.values())
+    stated = {sign for group in groups for sign in group if sign is not None}
+    alike = [fqn for fqn, sign in candidates.items() if sign in stated and counts[sign] > 1]
+    if alike:
+        raise AmbiguousError(alike, "look alike, and the file does not keep the model's order")
+
+
+def _only_subsequence(candidates: Mapping[str, Sign], group: Sequence[Sign]) -> list[str] | None:
+    """The names, where the group fits into the model's order in exactly one way."""
+    order = list(candidates.items())
+    first = _leftmost(order, group)
+    last = _leftmost(order[::-1], group[::-1])
+    return first if first and last and first == last[::-1] else None
+
+
+def _leftmost(order: Sequence[tuple[str, Sign]], group: Sequence[Sign]) -> list[str] | None:
+    found: list[str] = []
+    at = 0
+    for sign in group:
+        while at < len(order) and sign not in (None, order[at][1]):
+            at += 1
+        if at == len(order):
+            return None
+        found.append(order[at][0])
+        at += 1
+    return found
+
+
+def _by_sign(candidates: Mapping[str, Sign], groups: Groups) -> Named:
+    """Parameters that look alike all stand in one group, and none of them elsewhere."""
+    alike: dict[Sign, list[str]] = defaultdict(list)
+    for fqn, sign in candidates.items():
+        alike[sign].append(fqn)
+    counts = [Counter(group) for group in groups]
+    for sign in set().union(*counts) - {None}:
+        holders = [count[sign] for count in counts if count[sign]]
+        if holders != [len(alike[sign])]:
+            raise AmbiguousError(alike[sign] or [f"none is of {sign}"])
+    orders = {sign: iter(fqns) for sign, fqns in alike.items()}
+    named = [[None if s is None else next(orders[s]) for s in group] for group in groups]
+    _refuse_other_order(candidates, alike, named)
+    _name_stateless(named, list(candidates))
+    return named
+
+
+def _refuse_other_order(
+    candidates: Mapping[str, Sign], alike: Mapping[Sign, Sequence[str]], groups: Named
+) -> None:
+    """Within a group, parameters stand in the model's order, or what looks alike has no name."""
+    position = {fqn: index for index, fqn in enumerate(candidates)}
+    for group in groups:
+        names = [fqn for fqn in group if fqn is not None]
+        twins = [fqn for fqn in names if len(alike[candidates[fqn]]) > 1]
+        if twins and names != sorted(names, key=position.__getitem__):
+            raise AmbiguousError(twins, "look alike, and their group has an order of its own")
+
+
+def _name_stateless(groups: Named, order: list[str]) -> None:
+    """Name members without state where the names around them in their group leave one choice."""
+    position = {fqn: index for index, fqn in enumerate(order)}
+    free = set(order) - {fqn for group in groups for fqn in group}
+    for group in groups:
+        known = [-1 if fqn is None else position[fqn] for fqn in group]
+        for index, fqn in enumerate(group):
+            if fqn is not None:
+                continue
+            low = max(known[:index], default=-1)
+            high = next((p for p in known[index:] if p >= 0), len(order))
+            between = [name for name in order[low + 1 : high] if name in free]
+            if len(between) == 1:
+                group[index] = between[0]
+                free.discard(between[0])

@@ -1,0 +1,331 @@
+"""Optimizer state dicts in every keying: by fqn or by index, nested or flattened.
+
+Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/_optim_utils.py``
+(full, sharded and raw forms), ``distributed/checkpoint/state_dict.py``
+(``flatten_optimizer_state_dict``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from reshard import counts
+from reshard.box import Index
+from reshard.containers.torch_objects import number_at
+from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.files import SourceFiles
+from reshard.manifest import Entry, Keyed, ParamGroup
+from reshard.state_dict import nested_slots
+from reshard.state_dict.optimizer_layouts import (
+    Parameters,
+    Slots,
+    Whole,
+    identify,
+    shape_of,
+    tensors_of,
+)
+from reshard.state_dict.optimizer_names import AmbiguousError
+from reshard.state_dict.plain_values import plain
+from reshard.state_dict.tree import MIXED, Local, Logical, as_list, is_tensor, logical
+
+_STATE, _GROUPS = "state", "param_groups"
+_MEMBERS = ("params", "param_names")
+_LARGEST = 1e300
+_FAIRSCALE = "param_id_map"  # fairscale's consolidated form numbers parameters by unit
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """What one optimizer state dict says, by fqn."""
+
+    entries: list[Entry] = field(default_factory=list)
+    steps: dict[str, float] = field(default_factory=dict)
+    step_files: dict[str, str] = field(default_factory=dict)  # fqn -> file of the step, if one
+    groups: list[ParamGroup] = field(default_factory=list)
+    other: dict[str, Any] = field(default_factory=dict)  # fqn -> state that is no tensor
+    notes: list[str] = field(default_factory=list)
+    unnamed_optimizers: tuple[str, ...] = ()  # other optimizers whose states nothing names
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value has the form of an optimizer's state dict."""
+    if not isinstance(value, dict) or not value:
+        return False
+    if _GROUPS in value and isinstance(value.get(_STATE, {}), dict):
+        groups = as_list(value[_GROUPS])
+        return groups is not None and all(isinstance(group, dict) for group in groups)
+    return all(
+        isinstance(key, str) and key.startswith((f"{_STATE}.", f"{_GROUPS}.")) for key in value
+    )
+
+
+def shapes_by_fqn(value: Any) -> dict[str, Index]:
+    """The shapes of the parameters that an optimizer names, as far as it has state for them.
+
+    In the order of its param groups, which is that of the parameters in their flat unit.
+    """
+    state, groups = _normal(value)
+    order = [key for group in groups for key in _members(group)]
+    shapes = {}
+    for key in dict.fromkeys([*order, *state]):
+        sign = shape_of(state.get(key, {}))
+        if isinstance(key, str) and not key.isdecimal() and sign:
+            shapes[key] = sign
+    return shapes
+
+
+def is_numbered(value: Any) -> bool:
+    """Whether an optimizer numbers its parameters and keeps no names beside."""
+    state, groups = _normal(value)
+    keys = [key for group in groups for key in _members(group)] or list(state)
+    return any(isinstance(key, int) for key in keys) and not _names_in(groups)
+
+
+def keyed(values: Iterable[Any]) -> Keyed | None:
+    """Return how optimizers call their parameters; None where there are none, or they differ."""
+    kinds: set[Keyed] = set()
+    for value in values:
+        state, groups = _normal(value)
+        keys = [key for group in groups for key in _members(group)] or list(state)
+        kinds.update("index" if isinstance(key, int) else "fqn" for key in keys)
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def has_state(value: Any) -> bool:
+    """Whether an optimizer has made an update, of which it keeps anything."""
+    return any(map(tensors_of, _normal(value)[0].values()))
+
+
+def names_in(value: Any) -> set[str]:
+    """The fqns that an optimizer names itself."""
+    state, groups = _normal(value)
+    keys = {key for group in groups for key in _members(group)} | state.keys()
+    return {key for key in keys if isinstance(key, str)} | set(_names_in(groups).values())
+
+
+def read(value: Any, known: Parameters, pool: SourceFiles) -> Optimizer:
+    """Every slot, step and group of one optimizer.
+
+    What cannot be named is left out and noted; it is never guessed.
+
+    Raises:
+        CorruptError: slots that contradict one another.
+    """
+    state, groups = _normal(value)
+    groups = groups if _GROUPS in value else _alike(groups, pool)
+    if _FAIRSCALE in value:
+        known = replace(known, ordered=False)
+    found = Optimizer()
+    keys = [key for group in groups for key in _members(group)] or list(state)
+    if all(isinstance(key, str) and not key.isdecimal() for key in [*keys, *state]):
+        owned = _add(found, state, {key: key for key in [*keys, *state]}, Whole(known), pool)
+    else:
+        owned = _add_numbered(found, state, groups, known, pool)
+    unnamed = 0
+    listed = set(keys)
+    if len(groups) == 1 and (lost := [key for key in owned if key not in listed]):
+        groups = [{**groups[0], "params": [*_members(groups[0]), *lost]}]
+        found.notes.append(
+            f"{len(lost)} parameters with state are not listed in the only param group (DCP keeps"
+            " one pipeline stage's list): they are taken to be in it"
+        )
+    for group in groups:
+        members = [owned.get(key, ()) for key in _members(group)]
+        unnamed += members.count(())
+        fqns = tuple(fqn for names in members for fqn in names)
+        found.groups.append(ParamGroup(_hyper(group, pool), fqns))
+    if unnamed and owned:
+        found.notes.append(
+            f"{unnamed} parameters without state (never stepped) cannot be named by their index:"
+            " they are in no param group here"
+        )
+    return found
+
+
+def _normal(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
+    """State by key and the list of groups, whatever the form; indices are ints."""
+    if _GROUPS in value:
+        state = {
+            _key(key): nested_slots.flattened(slots, is_tensor)
+            for key, slots in value.get(_STATE, {}).items()
+            if isinstance(slots, dict)
+        }
+        groups = [
+            {**group, "params": [_key(key) for key in as_list(group.get("params")) or ()]}
+            for group in as_list(value.get(_GROUPS)) or ()
+        ]
+        return state, groups
+    return _unflattened(value)
+
+
+def _key(key: Any) -> Any:
+    """DCP turns an index into text. What is neither index nor name stands for nothing."""
+    if isinstance(key, str):
+        number = counts.natural(key)
+        return key if number is None else number
+    return key if type(key) is int else shown(key)
+
+
+def _unflattened(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
+    """flatten_optimizer_state_dict: ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper>``.
+
+    Each parameter is a group of its own.
+    """
+    state: dict[Any, Slots] = {}
+    hypers: dict[str, dict[str, Any]] = {}
+    for key, item in value.items():
+        part, _, rest = key.partition(".")
+        if part != _STATE:
+            fqn, _, name = rest.rpartition(".")
+            hypers.setdefault(fqn, {})[name] = item
+    for key, item in value.items():
+        part, _, rest = key.partition(".")
+        if part == _STATE:
+            fqn, name = _owner(rest, hypers)
+            state.setdefault(fqn, {}).update(nested_slots.flattened({name: item}, is_tensor))
+    return state, [{**hyper, "params": [fqn]} for fqn, hyper in hypers.items()]
+
+
+def _alike(groups: Sequence[dict[str, Any]], pool: SourceFiles) -> list[dict[str, Any]]:
+    """Parameters with the same hyper-parameters as one group."""
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for group in groups:
+        hyper = _hyper(group, pool)
+        same = next((held for held, others in found if others == hyper), None)
+        if same is None:
+            found.append(({**group, "params": _members(group)}, hyper))
+        else:
+            same["params"] += _members(group)
+    return [held for held, _ in found]
+
+
+def _owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
+    """The parameter and the slot of ``<fqn>.<slot>``; what a slot nests adds names of its own."""
+    fqn, _, name = rest.rpartition(".")
+    above, below = fqn, name
+    while above:
+        if above in fqns:
+            return above, below
+        above, _, part = above.rpartition(".")
+        below = f"{part}{nested_slots.JOINT}{below}"
+    return fqn, name
+
+
+def _members(group: Mapping[str, Any]) -> list[Any]:
+    return list(group.get("params") or ())
+
+
+def _hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
+    """A group's hyper-parameters; a learning rate may be a tensor."""
+    hyper = {}
+    for name, value in group.items():
+        if name not in _MEMBERS:
+            number = _number(value, pool) if is_tensor(value) else None
+            hyper[str(name)] = plain(value) if number is None else number
+    return hyper
+
+
+def _number(value: Any, pool: SourceFiles) -> float | None:
+    """The value of a counter, a plain number or a tensor of one element."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value if abs(value) < _LARGEST else None
+    tensor = logical(value)
+    if tensor is None or prod(tensor.shape) != 1 or not tensor.chunks:
+        return None
+    with contextlib.suppress(UnsupportedError):  # a dtype that no counter has
+        return float(number_at(pool, tensor.chunks[0]))
+    return None
+
+
+def _step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
+    """The step, which all ranks must agree on.
+
+    Raises:
+        CorruptError: they do not.
+    """
+    if not isinstance(value, Local):
+        return _number(value, pool)
+    held = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
+    try:
+        counted = {chunk.file: number_at(pool, chunk) for chunk in held}
+    except UnsupportedError:  # a dtype that no counter has
+        return None
+    if not counted:
+        return None
+    first, step = next(iter(counted.items()))
+    for file, other in counted.items():
+        if other != step:
+            raise CorruptError(
+                file, f"the optimizer's step of {fqn!r} is {other}, but {step} in {first}", MIXED
+            )
+    return float(step)
+
+
+def _add(
+    found: Optimizer,
+    state: Mapping[Any, Slots],
+    names: Mapping[Any, Any],
+    form: Whole,
+    pool: SourceFiles,
+) -> dict[Any, tuple[str, ...]]:
+    """Every state that has a name, as its form has it; the parameters under each key."""
+    for key, slots in state.items():
+        owner = names.get(key)
+        if owner is not None:
+            for name, value in tensors_of(slots).items():
+                found.entries += form.entries(owner, name, value)
+            _add_loose(found, form.fqns(owner), slots, pool)
+    return {key: tuple(form.fqns(owner)) for key, owner in names.items() if owner is not None}
+
+
+def _add_loose(found: Optimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles) -> None:
+    """The step, and what is neither tensor nor step."""
+    step = _step(fqns[0] if fqns else "", slots.get("step"), pool)
+    other = {k: plain(v) for k, v in slots.items() if k != "step" and not is_tensor(v)}
+    for fqn in fqns:
+        if step is not None:
+            found.steps[fqn] = step
+            if isinstance(stored := slots.get("step"), Logical):
+                found.step_files[fqn] = stored.chunks[0].file
+        if other:
+            found.other[fqn] = other
+
+
+def _add_numbered(
+    found: Optimizer,
+    state: Mapping[Any, Slots],
+    groups: Sequence[Mapping[str, Any]],
+    known: Parameters,
+    pool: SourceFiles,
+) -> dict[Any, tuple[str, ...]]:
+    """States under an index; the parameters that each index means."""
+    stored = _names_in(groups)
+    if stored:
+        known = replace(
+            known, shapes={n: s for n, s in known.shapes.items() if n in stored.values()}
+        )
+    try:
+        members = [_members(group) for group in groups] or [list(state)]
+        form, names = identify(state, members, known, stored)
+    except AmbiguousError as reason:
+        found.notes.append(
+            f"the optimizer is stored by index, and {reason}; it is left out (--model"
+            " config.json|DIR|module:factory says which parameters there are)"
+        )
+        return {}
+    return _add(found, state, names, form, pool)
+
+
+def _names_in(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+    """Index -> name, where the optimizer was made of named parameters (torch >= 2.6)."""
+    names: dict[Any, str] = {}
+    for group in groups:
+        given = as_list(group.get("param_names"))
+        if not given or len(given) != len(_members(group)):
+            return {}
+        names.update(zip(_members(group), map(str, given), strict=True))
+    return names

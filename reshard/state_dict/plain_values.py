@@ -1,0 +1,109 @@
+"""Plain values from a checkpoint: what prints, and what is a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.containers.torch_objects import Tensor
+from reshard.pickles.values import Call, Global
+from reshard.state_dict.tree import Local, Logical
+
+_MAX_DEPTH = 100
+_LONG = 64  # letters
+_COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
+_MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
+
+
+def plain(value: Any) -> Any:
+    """A value that prints and serialises as JSON; what is neither is described, not lost."""
+    return _Plain().of(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether neither a value nor one within it stands for a tensor, an object or bytes.
+
+    Those are the descriptions that `plain` makes.
+    """
+    if isinstance(value, dict):
+        return not is_description(value) and all(map(is_plain, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(is_plain, value))
+
+
+def is_description(value: dict[Any, Any]) -> bool:
+    """Return whether a dict is what `plain` makes of a tensor, an object or bytes."""
+    return value.keys() == {"tensor", "shape"} or "class" in value or _is_count(value)
+
+
+def _is_count(value: dict[Any, Any]) -> bool:
+    """Whether a dict stands for a part that is no more than counted (see `_named`)."""
+    return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
+
+
+class _Plain:
+    """Converts one value; beyond a number of parts they are no more than counted."""
+
+    def __init__(self) -> None:
+        self._parts = 0
+        self._inside: set[int] = set()  # what is being converted: it may refer to itself
+        self._long: set[int] = set()  # texts that stand somewhere; one may stand in many places
+
+    def of(self, value: Any) -> Any:
+        """The value, or a short description where it is too large, too deep or within itself."""
+        self._parts += 1
+        if isinstance(value, str) and len(value) > _LONG:
+            return self._text(value)
+        if not isinstance(value, (Call, dict, list, tuple, set, frozenset)):
+            return _scalar(value)
+        if self._parts > _MAX_PARTS or len(self._inside) > _MAX_DEPTH or id(value) in self._inside:
+            return _named(value)
+        self._inside.add(id(value))
+        try:
+            return self._container(value)
+        finally:
+            self._inside.discard(id(value))
+
+    def _text(self, value: str) -> Any:
+        """A long text counts as parts wherever it stands again."""
+        if id(value) in self._long:
+            self._parts += len(value) // _LONG
+            return _named(value) if self._parts > _MAX_PARTS else value
+        self._long.add(id(value))
+        return value
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, Call):
+            return self._call(value)
+        if isinstance(value, dict):
+            return {str(key): self.of(item) for key, item in value.items()}
+        items = [self.of(item) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+
+    def _call(self, value: Call) -> dict[str, Any]:
+        shown: dict[str, Any] = {"class": value.name}
+        for key, part in (
+            ("args", value.args),
+            ("state", value.state),
+            ("items", value.items),
+            ("elements", value.elements),
+        ):
+            if part:
+                shown[key] = self.of(part)
+        return shown
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, Global):
+        return value.name
+    if isinstance(value, (Tensor, Logical)):
+        return {"tensor": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, Local):
+        first = next(iter(value.pieces.values()))
+        return {"tensor": str(first.dtype), "shape": list(first.box.shape)}
+    return {"bytes": len(value)} if isinstance(value, bytes) else value
+
+
+def _named(value: Any) -> dict[str, Any]:
+    """What stands for a part that is not shown."""
+    if isinstance(value, Call):
+        return {"class": value.name}
+    return {type(value).__name__: len(value)}

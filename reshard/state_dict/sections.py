@@ -1,0 +1,245 @@
+"""Which part of a saved tree is the model, which an optimizer, and what the rest is.
+
+Frameworks agree on the forms of these parts and not on their names, so a part is told by its form;
+names decide only between several models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from reshard.errors import UnrecognisedError, UsageError
+from reshard.state_dict import leaves
+from reshard.state_dict import tree as trees
+from reshard.state_dict.optimizer_state import is_optimizer
+from reshard.state_dict.tree import Logical, as_list, dotted, is_tensor, tensors, walk
+
+Path = tuple[Any, ...]
+
+# DeepSpeed module; Lightning state_dict; torchtitan, Accelerate, verl and most trainers model.
+NESTS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
+_DEPTH = 3
+_WITH_LOOSE = 2  # one model, and the top level
+_NO_FLOATS = ("int", "bool")
+_LOOSE = 100  # times as many elements has the model
+_NEVER_A_MODEL = re.compile(r"rng|random_states?|sampler|data_?loader|sched|scaler", re.IGNORECASE)
+RNG = re.compile(r"rng|random|generator", re.IGNORECASE)
+_NAMED = {
+    "scheduler": re.compile(r"(lr_?)?sched(uler)?s?(_state)?|lr_scheduler_state_dict"),
+    "scaler": re.compile(r"(grad_?|loss_?)?scaler(_state)?|amp|native_amp_scaling_state"),
+    "rng": re.compile(r"rng(_states?)?|random_states?(_\d+)?|rng_state_\d+"),
+    "step": re.compile(r"(global_?)?(steps?|iterations?|iter)"),
+    "samples": re.compile(r"global_samples"),  # these two as DeepSpeed calls them
+    "skipped_steps": re.compile(r"skipped_steps"),
+}
+TRAIN_STATE = "train_state"  # the file in which reshard puts what is neither model nor optimizer
+# In `TrainState.opaque`: what Accelerate 1.15 (``accelerator.py``, ``_do_sync``) saves as its step,
+# among the random states: calls of ``accumulate`` in this epoch, 0 where a program makes none.
+ACCUMULATED = "accelerate's micro batches"
+
+
+@dataclass(slots=True)
+class Parts:
+    """A tree taken apart."""
+
+    model: dict[str, Any]
+    model_path: Path
+    optimizers: dict[Path, Any]
+    scheduler: Any = None
+    scaler: Any = None
+    rng: Any = None
+    step: int | None = None
+    accumulated: int | None = None  # Accelerate's count of micro batches
+    samples: int | None = None
+    skipped_steps: int | None = None
+    client: dict[str, Any] = field(default_factory=dict)  # everything else, by dotted path
+    other_models: list[str] = field(default_factory=list)
+    unread: dict[str, str] = field(default_factory=dict)  # of the model's dict: name -> what it is
+
+
+def find(tree: Any, where: str, key: str | None = None) -> Parts:
+    """Take a tree apart.
+
+    Args:
+        key: the path of the model, dotted, where the user chose one.
+
+    Raises:
+        UnrecognisedError: no model in it, or several and no telling which.
+        UnsupportedError: a weight that is no plain tensor.
+        IncompleteError: weights in lists or dicts of the state dict, which nothing reads.
+        UsageError: there is none at ``key``.
+    """
+    optimizers = _find_optimizers(tree)
+    models = _models(tree, optimizers)
+    path = _at(tree, where, key, models) if key is not None else _choose(where, models, optimizers)
+    item = _item(tree, path)
+    model = models.get(path) or tensors(item)
+    parts = Parts(model, path, optimizers)
+    parts.other_models = [dotted(other) or "the top level" for other in models if other != path]
+    parts.unread = _opaque(item, where, path, {*optimizers, *models})
+    _sort_rest(parts, tree, models)
+    return parts
+
+
+def _opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
+    """What the model's own dict holds beside tensors, which nothing else reads.
+
+    At the top level that is the rest of the checkpoint, too: it has names of its own.
+    """
+    if not isinstance(item, dict):
+        return {}
+    known = {key for key in item if any(at[: len(path) + 1] == (*path, key) for at in read)}
+    known |= {key for key in item if _kind((key,)) or _NEVER_A_MODEL.search(str(key))}
+    prefix = f"{dotted(path)}." if path else ""
+    held = leaves.opaque(where, item, known, prefix=prefix)
+    return held if path else {}
+
+
+def _find_optimizers(tree: Any) -> dict[Path, Any]:
+    """Every optimizer's state dict, by path."""
+    found: dict[Path, Any] = {}
+    for path, node in walk(tree, _DEPTH):
+        if is_optimizer(node) and not any(path[: len(p)] == p for p in found):
+            found[path] = node
+    return found
+
+
+def _models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, Any]]:
+    """Every dict with tensors that no optimizer and no generator's state is."""
+    found = {}
+    for path, node in walk(tree, _DEPTH):
+        inside = any(path[: len(p)] == p for p in optimizers)
+        named = any(isinstance(part, str) and _NEVER_A_MODEL.search(part) for part in path)
+        if not inside and not named and (held := tensors(node)):
+            held = {k: v for k, v in held.items() if not _NEVER_A_MODEL.fullmatch(k)}
+            if held:
+                found[path] = held
+    # States of generators are bytes, and metrics single values; a model is that if nothing else is.
+    # A dict of a script's own may hold both, so one tensor must be of floats and of many elements.
+    floats = {p: held for p, held in found.items() if any(map(_is_float, held.values()))}
+    large = {
+        path: held
+        for path, held in floats.items()
+        if any(_is_float(leaf) and _numel(leaf) > 1 for leaf in held.values())
+    }
+    return large or floats or found
+
+
+def _choose(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
+    preferred = [path for path in models if path and NESTS.fullmatch(str(path[-1]))]
+    spread = [path for path, held in models.items() if trees.is_spread(held)]
+    for candidates in (spread, preferred, list(models)):  # a copy may lie beside rank files
+        if len(candidates) == 1:
+            return candidates[0]
+    sizes = {path: sum(map(_numel, held.values())) for path, held in models.items()}
+    largest = max(sizes, key=lambda path: sizes[path], default=())
+    if not preferred and () in sizes and (not largest or _is_loose(sizes, largest)):
+        return largest
+    names = [dotted(path) or "the top level" for path in models]
+    if names:
+        key = next(dotted(path) for path in models if path)
+        raise UnrecognisedError(
+            where,
+            f"holds state dicts under {', '.join(names[:8])}" + (" ..." if len(names) > 8 else ""),
+            f"choose with --key {key}",
+        )
+    only = "an optimizer but no weights" if optimizers else "no state dict"
+    raise UnrecognisedError(where, f"holds {only}")
+
+
+def _is_loose(sizes: Mapping[Path, int], largest: Path) -> bool:
+    """Whether the tensors at the top are odd values beside one model (a metric, a counter)."""
+    return len(sizes) == _WITH_LOOSE and sizes[()] * _LOOSE < sizes[largest]
+
+
+def _is_float(leaf: Any) -> bool:
+    if isinstance(leaf, Logical):
+        return leaf.dtype.family not in _NO_FLOATS
+    return any(chunk.dtype.family not in _NO_FLOATS for chunk in leaf.pieces.values())
+
+
+def _numel(leaf: Any) -> int:
+    if isinstance(leaf, Logical):
+        return prod(leaf.shape)
+    return int(sum(chunk.box.volume for chunk in leaf.pieces.values()))
+
+
+def _at(tree: Any, where: str, key: str, models: Mapping[Path, Any]) -> Path:
+    by_name = {dotted(path): path for path in models}
+    if key in by_name:
+        return by_name[key]
+    path: Path = ()
+    node = tree
+    for part in key.split("."):
+        keys = {str(k): k for k in node} if isinstance(node, dict) else {}
+        if part not in keys:
+            choices = ", ".join(keys) or "nothing"
+            raise UsageError(
+                f"--key {key}", f"{where} has no {part!r} there; it has {choices[:200]}"
+            )
+        path, node = (*path, keys[part]), node[keys[part]]
+    if not tensors(node):
+        raise UsageError(f"--key {key}", f"in {where} this is not a state dict")
+    return path
+
+
+def number_of(path: Path) -> int:
+    """Which of several a part is: ``optimizer_1``, ``pytorch_model_fsdp_1``; 0 without a number."""
+    found = (re.search(r"_(\d+)$", str(part)) for part in path)
+    return next((int(match[1]) for match in found if match), 0)
+
+
+def _item(tree: Any, path: Path) -> Any:
+    for part in path:
+        tree = tree[part] if isinstance(tree, dict) else (as_list(tree) or [])[part]
+    return tree
+
+
+def _sort_rest(parts: Parts, tree: Any, models: Mapping[Path, Any]) -> None:
+    """Everything beside the model and the optimizers, by the name it has in its dict."""
+    taken = {*parts.optimizers, *models}
+    waiting: list[tuple[Path, Any]] = [((), tree)]
+    while waiting:
+        path, node = waiting.pop(0)
+        for key, value in node.items() if isinstance(node, dict) else ():
+            at = (*path, key)
+            if is_tensor(value) and str(key) in models.get(path, ()):
+                continue
+            if at in taken:
+                continue
+            inside = any(t[: len(at)] == at for t in taken)
+            if inside or (len(at) == 1 and _kind(at) is None and _has_named(value)):
+                waiting.append((at, value))
+            else:
+                _sort_one(parts, at, value)
+
+
+def _kind(path: Path) -> str | None:
+    """What the name of a part says it is."""
+    name = str(path[-1])
+    return next((kind for kind, pattern in _NAMED.items() if pattern.fullmatch(name)), None)
+
+
+def _has_named(value: Any) -> bool:
+    """Whether a dict holds parts that have names: Lightning's ``meta``, torchtitan's state."""
+    return isinstance(value, dict) and any(_kind((key,)) for key in value)
+
+
+def _sort_one(parts: Parts, path: Path, value: Any) -> None:
+    kind = _kind(path)
+    if kind == "step" and type(value) is int:
+        parts.step = value if parts.step is None else max(parts.step, value)
+    elif kind in ("samples", "skipped_steps") and type(value) is int:
+        setattr(parts, kind, value)
+    elif kind == "rng" and isinstance(value, dict) and type(value.get("step")) is int:
+        parts.accumulated = value["step"]
+        parts.rng = {name: state for name, state in value.items() if name != "step"} or None
+    elif kind in ("scheduler", "scaler", "rng") and value:
+        setattr(parts, kind, value)
+    else:
+        own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
+        parts.client[dotted(own)] = value

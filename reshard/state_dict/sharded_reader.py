@@ -1,0 +1,166 @@
+"""ShardedTensor and DTensor as ``torch.save`` pickles them: which box of which tensor a rank has.
+
+Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__``),
+``distributed/_shard/metadata.py``, ``distributed/tensor/_api.py``, ``_dtensor_spec.py``,
+``placement_types.py``, ``distributed/device_mesh.py`` (``_layout`` since 2.10, ``mesh`` before).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from reshard.box import Box, Index, as_index
+from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, named_dtype
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, UnsupportedError, shown
+from reshard.layout.partition import Cut, mesh_box
+from reshard.manifest import Chunk
+from reshard.pickles.values import Call
+
+_SHARDED_TENSOR = "ShardedTensor"
+_DTENSOR = "DTensor"
+_NEWER = "it was saved by a torch that reshard does not know yet: save it with DCP instead"
+
+Described = tuple[DType, Index, tuple[Chunk, ...]]
+
+
+def describe(file: TorchFile, call: Call) -> Described | None:
+    """Dtype, global shape and this rank's chunks; None where the call is no sharded tensor.
+
+    Nor is one, here, whose elements a class computes from others.
+
+    Raises:
+        UnsupportedError: a tensor that cannot be described: sparse, quantised, partial ...
+        CorruptError: a shard that does not fit what is said of it.
+    """
+    kind = call.name.rsplit(".", 1)[-1]
+    if kind not in (_SHARDED_TENSOR, _DTENSOR) or not call.name.startswith("torch.distributed."):
+        if call.name.startswith(("torch._utils.", "torch._tensor.")):
+            raise UnsupportedError(file.path, f"holds a tensor made by {call.name}, no plain one")
+        return None
+    if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
+        return None
+    try:
+        dtype, shape = named_dtype(call.args[1], file.path), as_index(call.args[2])
+        if kind == _DTENSOR:
+            return dtype, shape, tuple(_dtensor(file, call, shape, dtype))
+        return dtype, shape, tuple(_shards(file, call, shape, dtype))
+    except (
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise UnsupportedError(
+            file.path, f"holds a {kind} of unknown form ({type(error).__name__}: {error})", _NEWER
+        ) from error
+
+
+def _placed(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
+    if not isinstance(tensor, Tensor):
+        raise TypeError("a shard that is no tensor")
+    if (tensor.shape, tensor.dtype) != (box.shape, dtype):
+        raise CorruptError(
+            file.path,
+            f"a shard of {tensor.dtype} {tensor.shape} is said to be {dtype} {box.origin}+"
+            f"{box.shape}",
+            "the file was altered: fetch it again",
+        )
+    return replace(tensor.chunk, box=box)
+
+
+def _shards(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
+    """ShardedTensor: the rank's own shards, none on a rank without rows."""
+    local_shards = call.state[0]
+    found = []
+    for shard in local_shards:
+        about = shard.get("metadata")
+        origin = as_index(about.get("shard_offsets"), len(shape))
+        box = Box(origin, as_index(about.get("shard_sizes"), len(shape)))
+        found.append(_placed(file, shard.get("tensor"), box, dtype))
+    return found
+
+
+def _dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
+    spec = call.get("_spec")
+    mesh = spec.get("mesh")
+    placements = [_cut(file, placement) for placement in spec.get("placements")]
+    coordinate = mesh.get("_coordinate_on_dim")
+    if coordinate is None:  # this rank is not in the tensor's mesh
+        return []
+    if not all(type(at) is int for at in coordinate):
+        raise TypeError(f"{shown(coordinate)} is no place in a mesh")
+    sizes = _mesh_sizes(mesh)
+    if not len(sizes) == len(placements) == len(coordinate):
+        raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")
+    if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
+        raise CorruptError(
+            file.path,
+            f"a DTensor's rank stands at {coordinate} of a mesh of {sizes}",
+            "the file was altered: fetch it again",
+        )
+    box = mesh_box(shape, placements, sizes, coordinate, _shard_order(spec, placements))
+    if box is None:
+        raise UnsupportedError(
+            file.path,
+            f"holds a DTensor whose strided shards are no blocks: {placements} on a mesh {sizes}",
+            "save it with DCP, or gather it before saving",
+        )
+    chunk = _placed(file, call.get("_local_tensor"), box, dtype)
+    return [chunk] if box.volume or not prod(shape) else []
+
+
+def _cut(file: TorchFile, placement: Call) -> Cut | None:
+    kind = placement.name.rsplit(".", 1)[-1]
+    if kind == "Replicate":
+        return None
+    if kind == "Shard":
+        return Cut(_number(placement, "dim", 0))
+    if kind == "_StridedShard":
+        return Cut(_number(placement, "dim", 0), _number(placement, "split_factor", 1))
+    raise UnsupportedError(
+        file.path, f"holds a DTensor placed as {kind}", "its value is not in any one rank's file"
+    )
+
+
+def _number(placement: Call, name: str, position: int) -> int:
+    """A placement's field: an attribute, or an argument where it is pickled by its constructor."""
+    value = placement.get(name)
+    if value is None:
+        value = placement.items.get(name)
+    return int(placement.args[position] if value is None else value)
+
+
+def _mesh_sizes(mesh: Call) -> Sequence[int]:
+    layout = mesh.get("_layout")
+    if layout is None:
+        return as_index(mesh.get("mesh").shape)
+    axes = layout.get("axes")
+    if axes is None:
+        return as_index(map(_numel, layout.get("shape")))
+    return as_index(_numel(axis.get("shape")) for axis in axes)
+
+
+def _numel(extent: Any) -> int:
+    """The size of a mesh axis, which may be several axes made one."""
+    return prod(as_index(extent)) if isinstance(extent, (tuple, list)) else extent
+
+
+def _shard_order(spec: Call, placements: Sequence[Cut | None]) -> dict[int, Sequence[int]] | None:
+    """The order that the spec states; split factors state it where there are any."""
+    entries = spec.get("shard_order")
+    if not entries or any(cut and cut.split_factor > 1 for cut in placements):
+        return None
+    order: dict[int, Sequence[int]] = {}
+    for entry in entries:
+        dim, axes = (
+            (entry.get("tensor_dim"), entry.get("mesh_dims")) if entry.state else entry.args[-2:]
+        )
+        order[int(dim)] = tuple(map(int, axes))
+    return order

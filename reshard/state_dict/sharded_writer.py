@@ -1,0 +1,210 @@
+"""DTensor and ShardedTensor as ``torch.save`` pickles one rank's: what `sharded_reader` reads.
+
+Sources: torch 2.13 ``distributed/tensor/_api.py``, ``_dtensor_spec.py``, ``placement_types.py``,
+``distributed/device_mesh.py``, ``distributed/_mesh_layout.py``;
+``distributed/_shard/sharded_tensor/api.py`` (``__getstate__``), ``distributed/_shard/metadata.py``,
+``distributed/remote_device.py``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from reshard import dtypes
+from reshard.box import Index, row_major
+from reshard.containers.torch_writer import Slot, Storage
+from reshard.dtypes import DType
+from reshard.layout.mesh import Cuts, Grid, Placed
+from reshard.layout.partition import Cut
+from reshard.pickles.values import Call, Global
+
+_DTENSOR = "torch.distributed.tensor.DTensor"
+_PLACEMENTS = "torch.distributed.tensor.placement_types"
+_SPEC = "torch.distributed.tensor._dtensor_spec"
+_SHARDED = "torch.distributed._shard.sharded_tensor"
+_SHARDED_TENSOR = f"{_SHARDED}.api.ShardedTensor"
+_INT32 = dtypes.parse("int32")
+
+
+@dataclass(eq=False)
+class DTensors:
+    """Makes one rank's DTensors, which share their meshes; one for each file."""
+
+    grid: Grid
+    rank: int
+    _meshes: dict[Index, Call] = field(default_factory=dict)
+    _placements: dict[tuple[Cut | None, ...], tuple[tuple[Call, ...], tuple[Call, ...] | None]] = (
+        field(default_factory=dict)
+    )
+
+    def make(self, shape: Index, dtype: DType, placed: Placed, local: Slot) -> Call:
+        """A tensor of which this rank holds ``local``."""
+        strides = row_major(shape)
+        placements, order = self._placed(placed.cuts)
+        named = Global(f"torch.{dtype.name}")
+        meta = Call(f"{_SPEC}.TensorMeta", (Call("torch.Size", (shape,)), strides, named))
+        spec = {
+            "mesh": self._mesh(placed.axes),
+            "placements": placements,
+            "tensor_meta": meta,
+            "shard_order": order,
+            "use_strided_shard_as_shard_order": order is None,
+            "_hash": None,
+        }
+        state = (None, {"_local_tensor": local, "_spec": Call(f"{_SPEC}.DTensorSpec", (), spec)})
+        return Call(_DTENSOR, _wrapper(_DTENSOR, dtype, shape, "cpu", grad=False), state)
+
+    def _mesh(self, axes: Index) -> Call:
+        """The mesh of these axes: the root mesh, a slice of it, or one joined of slices."""
+        if axes not in self._meshes:
+            alone = len(axes) == len(self.grid.sizes) and not self._is_joined
+            self._meshes[axes] = self._root if alone else self._made(axes, self._root)
+        return self._meshes[axes]
+
+    @property
+    def _is_joined(self) -> bool:
+        """Whether ``fully_shard`` joins its own axes with those of tensor parallelism."""
+        return len(set(self.grid.roles) & {"shard", "tensor"}) > 1
+
+    @cached_property
+    def _root(self) -> Call:
+        return self._made(tuple(range(len(self.grid.sizes))), None)
+
+    @cached_property
+    def _ranks(self) -> Slot:
+        world = self.grid.world
+        data = struct.pack(f"<{world}i", *range(world))
+        return Slot(Storage(_INT32, world, data=data), (world,))
+
+    @cached_property
+    def _axes(self) -> tuple[Call, ...]:
+        sizes = self.grid.sizes
+        return tuple(
+            Call("torch.distributed._mesh_layout._FlatLayout", (), _flat_layout(size, step))
+            for size, step in zip(sizes, row_major(sizes), strict=True)
+        )
+
+    def _made(self, axes: Index, root: Call | None) -> Call:
+        grid = self.grid
+        at, groups = grid.coordinate(self.rank), grid.group_names(self.rank)
+        layout = {"axes": tuple(self._axes[axis] for axis in axes)}
+        state = {
+            "_device_type": grid.device,
+            "_layout": Call("torch.distributed._mesh_layout._MeshLayout", (), layout),
+            "_rank_map": self._ranks,
+            "_mesh_dim_names": grid.names and tuple(grid.names[axis] for axis in axes),
+            "_root_mesh": root,
+            "_flatten_rank_map": tuple(range(grid.world)),
+            "_thread_id": None,
+            "_flatten_mapping": {},
+            "_dim_group_names": [groups[axis] for axis in axes],
+            "_rank": self.rank,
+            "_coordinate_on_dim": tuple(at[axis] for axis in axes),
+            "_hash": None,
+        }
+        return Call("torch.distributed.device_mesh.DeviceMesh", (), state)
+
+    def _placed(
+        self, cuts: tuple[Cut | None, ...]
+    ) -> tuple[tuple[Call, ...], tuple[Call, ...] | None]:
+        """Placements, and the order of the cuts: per tensor dim the mesh axes, left to right.
+
+        Strided shards state their order by themselves.
+        """
+        if cuts not in self._placements:
+            order = None if any(cut and cut.split_factor > 1 for cut in cuts) else _order(cuts)
+            self._placements[cuts] = (tuple(map(_placement, cuts)), order)
+        return self._placements[cuts]
+
+
+def _flat_layout(size: int, step: int) -> dict[str, Index]:
+    return {"shape": (size,), "stride": (step,)} if size > 1 else {"shape": (), "stride": ()}
+
+
+def _order(cuts: Cuts) -> tuple[Call, ...]:
+    dims = sorted({cut.dim for cut in cuts if cut})
+    return tuple(Call(f"{_SPEC}.ShardOrderEntry", (dim, _axes_of(cuts, dim))) for dim in dims)
+
+
+def _axes_of(cuts: Cuts, dim: int) -> Index:
+    return tuple(axis for axis, cut in enumerate(cuts) if cut and cut.dim == dim)
+
+
+def _placement(cut: Cut | None) -> Call:
+    if cut is None:
+        return Call(f"{_PLACEMENTS}.Replicate", (), {})
+    if cut.split_factor > 1:
+        state = {"dim": cut.dim, "split_factor": cut.split_factor}
+        return Call(f"{_PLACEMENTS}._StridedShard", (), state)
+    return Call(f"{_PLACEMENTS}.Shard", (), {"dim": cut.dim})
+
+
+def _wrapper(
+    kind: str, dtype: DType, shape: Index, device: str, *, grad: bool
+) -> tuple[object, ...]:
+    """The arguments of ``_rebuild_wrapper_subclass``."""
+    made = (_layout(), Call("torch.device", (device,)))
+    return (Global(kind), Global(f"torch.{dtype.name}"), shape, row_major(shape), 0, *made, grad)
+
+
+def _layout() -> Call:
+    return Call("torch.serialization._get_layout", ("torch.strided",))
+
+
+def sharded_tensor(
+    dtype: DType, numel: int, local: Slot | None, rank: int, pieces: Sequence[tuple[int, int]]
+) -> Call:
+    """A 1-d tensor cut over all ranks, as FSDP 1's flat parameter is.
+
+    Args:
+        pieces: each rank's ``[start, stop)``.
+
+    A rank without elements has no shard, and none is told of it.
+    """
+    held = {number: piece for number, piece in enumerate(pieces) if piece[0] < piece[1]}
+    own = []
+    if local is not None and rank in held:
+        shard = (None, {"tensor": local, "metadata": _shard(rank, held[rank])})
+        own.append(Call(f"{_SHARDED}.shard.Shard", (), shard))
+    memory = Call(f"{_SHARDED}.metadata.MEM_FORMAT_ENCODING", (0,))
+    properties = (Global(f"torch.{dtype.name}"), _layout(), True, memory, False)
+    about = {
+        "shards_metadata": [_shard(number, piece) for number, piece in held.items()],
+        "size": Call("torch.Size", ((numel,),)),
+        "tensor_properties": Call(f"{_SHARDED}.metadata.TensorProperties", (), properties),
+    }
+    group = {
+        "local_rank": rank,
+        "global_rank": rank,
+        "local_world_size": len(pieces),
+        "global_world_size": len(pieces),
+    }
+    spec = {"dim": 0, "placements": [_device(number) for number in range(len(pieces))]}
+    sharding = "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"
+    state = (
+        own,
+        Call(f"{_SHARDED}.metadata.ShardedTensorMetadata", (), about),
+        Call(f"{_SHARDED_TENSOR}.ProcessGroupState", (), group),
+        Call(sharding, (), spec),
+        False,
+    )
+    args = _wrapper(_SHARDED_TENSOR, dtype, (numel,), "cpu", grad=True)
+    return Call(_SHARDED_TENSOR, args, state)
+
+
+def _shard(rank: int, piece: tuple[int, int]) -> Call:
+    start, stop = piece
+    state = {
+        "shard_offsets": [start],
+        "shard_sizes": [stop - start],
+        "placement": _device(rank),
+    }
+    return Call("torch.distributed._shard.metadata.ShardMetadata", (), (None, state))
+
+
+def _device(rank: int) -> Call:
+    state = {"_worker_name": None, "_rank": rank, "_device": Call("torch.device", ("cpu",))}
+    return Call("torch.distributed.remote_device._remote_device", (), state)

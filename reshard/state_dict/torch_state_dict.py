@@ -1,0 +1,391 @@
+"""State dicts as PyTorch would save them, with a `Value` for each tensor, before any is sharded.
+
+Parameters are written in the precision of their master: PyTorch's sharded training has no other
+copy of it. Optimizer state is keyed by fqn, as ``get_optimizer_state_dict`` has it, or numbered, as
+``Optimizer.state_dict`` has it: group by group, each in the model's order.
+
+Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``optim/adam.py`` (a group's keys),
+``distributed/checkpoint/state_dict.py``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from math import prod
+from typing import Any
+
+from reshard import dtypes
+from reshard.box import Index
+from reshard.containers.torch_writer import fp32
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.manifest import Entry, Keyed, Manifest, TrainState
+from reshard.model import ModelShapes
+from reshard.state_dict import nested_slots, optimizer_names
+from reshard.training import loss_scale
+from reshard.training.state import Group, Trained, Training, Weight, refuse_without_optimizer
+
+Listed = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
+
+_ADAM = {"exp_avg", "exp_avg_sq"}
+_AMSGRAD = "max_exp_avg_sq"
+_OF_ADAM = {"betas", "eps"}  # hyper-parameters
+# What torch's AdamW keeps in a group beside its numbers, where another library's Adam does not.
+_SWITCHES: dict[str, Any] = {
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+_STAND_INS = ("class", "tensor", "bytes")  # of what `plain_values.plain` could not keep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A tensor of a state dict.
+
+    Args:
+        entry: all of which it is; None where its content is ``data``, or zeros.
+        divided: whether sharded training cuts it; what is not is whole on every rank.
+        owner: the parameter that it is, or is a slot of.
+    """
+
+    dtype: DType
+    shape: Index
+    entry: Entry | None = None
+    data: bytes | None = None
+    divided: bool = False
+    owner: str = ""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+def counter(step: float, slots: Collection[str]) -> Value | int:
+    """A step as torch's optimizers count it; what others count in Python stays a number of it.
+
+    Args:
+        slots: of the parameter; an Adam's are taken for torch's, wherever they come from.
+    """
+    if isinstance(step, int) and not set(slots) >= _ADAM:
+        return step
+    return Value(dtypes.FLOAT32, (), data=fp32(step))
+
+
+def weights(
+    state: Training,
+    *,
+    dtype: DType | None = None,
+    divided: Callable[[Weight], bool] | None = None,
+) -> dict[str, Value]:
+    """The model's state dict; the names of one tensor have one `Value`.
+
+    Args:
+        dtype: of the parameters; None keeps each in that of its master.
+        divided: whether a weight is sharded; by default what is not known to be a buffer.
+    """
+    found: dict[str, Value] = {}
+    for weight in state.weights:
+        cut = divided(weight) if divided else not weight.is_buffer
+        found[weight.fqn] = Value(
+            weight_dtype(weight, dtype), weight.shape, weight.value, divided=cut, owner=weight.fqn
+        )
+    for alias, kept in state.manifest.tied.items():
+        if kept in found:
+            found.setdefault(alias, found[kept])
+    return found
+
+
+def weight_dtype(weight: Weight, dtype: DType | None) -> DType:
+    """What was asked for, of a float parameter; else the dtype of its value."""
+    own = weight.value.dtype
+    return own if dtype is None or weight.is_buffer or own.family != "float" else dtype
+
+
+def optimizer(
+    state: Training, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
+) -> dict[str, Any]:
+    """The optimizer's state dict.
+
+    Args:
+        model: says in which order its parameters are numbered.
+        named: whether names stand beside the numbers (``param_names``) also where they need not.
+
+    Raises:
+        IncompleteError: the source has no optimizer, or a part of it is missing, or nothing says
+            how its parameters are numbered.
+        UnsupportedError: it does what torch's does not.
+    """
+    refuse_without_optimizer(state)
+    groups = (
+        (hyper(state, group), [(member.fqn, _held(state, group, member)) for member in held])
+        for group, held in zip(state.groups, numbered(state, keyed, model), strict=True)
+    )
+    return listed(groups, keyed, named=named or is_unsure(state))
+
+
+def listed(groups: Iterable[Listed], keyed: Keyed = "index", *, named: bool) -> dict[str, Any]:
+    """A state dict as ``Optimizer.state_dict`` has it: numbers count through all groups.
+
+    Args:
+        groups: hyper-parameters, and of each parameter its name and state; nothing where it has
+            none.
+        named: whether names stand beside the numbers.
+    """
+    states: dict[Any, Mapping[str, Any]] = {}
+    made = []
+    numbers = count()
+    for hyper, members in groups:
+        keys: list[Any] = [fqn if keyed == "fqn" else next(numbers) for fqn, _ in members]
+        states.update((key, held) for key, (_, held) in zip(keys, members, strict=True) if held)
+        names = {"param_names": [fqn for fqn, _ in members]} if keyed == "index" and named else {}
+        made.append({**hyper, "params": keys, **names})
+    return {"state": states, "param_groups": made}
+
+
+def is_unsure(state: Training) -> bool:
+    """Whether a number says little by itself.
+
+    There are parameters that no group has, or like ones in several groups.
+    """
+    owned = {member.fqn for group in state.groups for member in group.members}
+    if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
+        return True
+    trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
+    return len(state.groups) > 1 and not optimizer_names.tell(trained, state.groups)
+
+
+def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[tuple[Trained, ...]]:
+    """The members of each group in the order in which their optimizer has them.
+
+    FSDP 1 names the parameters of a flat optimizer unit by unit, which is not the model's order; a
+    state under another parameter's number would be taken without a word where shapes agree.
+
+    Raises:
+        IncompleteError: they are to be numbered, and only a model could tell how.
+        UsageError: the model is another one.
+    """
+    groups = [group.members for group in state.groups]
+    if keyed == "fqn" or (state.manifest.keyed == "index" and not state.regrouped):
+        return groups  # the source numbers them, too: in the order in which its program does
+    place = {weight.fqn: at for at, weight in enumerate(state.weights)}
+    if model is not None:
+        place = _places(state, model)
+    ordered = [tuple(sorted(held, key=lambda member: place[member.fqn])) for held in groups]
+    is_told = model is not None or state.manifest.ordered_by_model
+    if not is_told and (ordered != groups or is_flat(state.manifest)):
+        raise IncompleteError(
+            state.manifest.origin.path,
+            "the optimizer is to be written by number, and no file says in which order the model"
+            " has its parameters: they stand in the order of FSDP's units, or of their names",
+            "say which model it is: --model config.json|DIR|module:factory",
+        )
+    return ordered
+
+
+def _places(state: Training, model: ModelShapes) -> dict[str, int]:
+    """Where in the model each trained parameter stands, under any of its names."""
+    at = {fqn: number for number, fqn in enumerate(model.parameters)}
+    at.update((alias, at[first]) for alias, first in model.tied.items() if first in at)
+    for alias, kept in state.manifest.tied.items():
+        if alias in at:
+            at[kept] = min(at[alias], at.get(kept, at[alias]))
+    for group in state.groups:
+        for member in group.members:
+            if member.fqn not in at:
+                raise UsageError(model.source, f"has no {member.fqn!r}, which the optimizer has")
+    return at
+
+
+def is_flat(manifest: Manifest) -> bool:
+    """Whether one stored buffer holds several parameters, end to end, as FSDP 1's units do."""
+    if manifest.origin.format.startswith(("deepspeed", "megatron")):
+        return False  # whose readers give the model's order
+    starts = {
+        path: [record.byte_offset for record in file.records]
+        for path, file in manifest.files.items()
+    }
+    owners: dict[tuple[str, int], tuple[str, int]] = {}
+    for entry in manifest.entries.values():
+        for chunk in entry.chunks:
+            if chunk.box.volume and starts.get(chunk.file):
+                record = bisect_right(starts[chunk.file], chunk.byte_offset)
+                held = entry.fqn, chunk.byte_offset
+                owner, at = owners.setdefault((chunk.file, record), held)
+                if owner != entry.fqn and at != chunk.byte_offset:  # no tensor that both share
+                    return True
+    return False
+
+
+def _held(state: Training, group: Group, member: Trained) -> dict[str, Any]:
+    """All state of one parameter, as its optimizer had it.
+
+    Raises:
+        UnsupportedError: a part of it is an object that cannot be written again.
+    """
+    return nested_slots.restored({**_slots(state, group, member), **loose(state, member)})
+
+
+def loose(state: Training, member: Trained) -> Mapping[str, Any]:
+    """What an optimizer keeps of a parameter that is neither tensor nor step.
+
+    Raises:
+        UnsupportedError: a part of it is an object that cannot be written again.
+    """
+    other: Mapping[str, Any] = state.manifest.train.non_tensor_state.get(member.fqn, {})
+    lost = [name for name, value in other.items() if not is_faithful(value)]
+    if lost:
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            f"keeps {lost[0]!r} of {member.fqn!r} as an object that can only be described",
+            "write the weights alone with --weights-only",
+        )
+    return other
+
+
+def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:
+    """Step and slots of one parameter; nothing where it was never stepped."""
+    slots: dict[str, Value | int] = {n: _slot(member, entry) for n, entry in member.slots.items()}
+    step = member.step
+    if member.slots:
+        check_slots(state, group, member)
+    elif not member.weight.value.numel and (names := expected_slots(group)):
+        empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
+        slots = {name: replace(empty) for name in names}
+        step = next((m.step for m in group.members if m.slots), None)
+    return slots if step is None else {"step": counter(step, slots), **slots}
+
+
+def _slot(member: Trained, entry: Entry) -> Value:
+    cut = entry.shape == member.weight.shape and not member.weight.is_buffer
+    cut = cut and bool(entry.shape)
+    return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
+
+
+def expected_slots(group: Group) -> tuple[str, ...]:
+    """The slots that members of a group have which have the shape of their parameter."""
+    names = (
+        name
+        for member in group.members
+        for name, entry in member.slots.items()
+        if entry.shape == member.weight.shape
+    )
+    return tuple(dict.fromkeys(names))
+
+
+def check_slots(state: Training, group: Group, member: Trained) -> None:
+    """Refuse half of an Adam's state.
+
+    Others share a name with it: Lion has an exp_avg alone, Adamax another beside, Adafactor an
+    exp_avg_sq of its vectors.
+
+    Raises:
+        IncompleteError: naming what is missing.
+    """
+    held = member.slots.keys()
+    adam = held >= _ADAM or (held <= {*_ADAM, _AMSGRAD} and group.hyper.keys() >= _OF_ADAM)
+    missing = sorted(_ADAM - held) if adam else []
+    if adam and member.step is None:
+        missing.append("step")
+    if missing:
+        raise IncompleteError(
+            state.manifest.origin.path,
+            f"has optimizer state of {member.fqn!r}, but no {missing[0]} of it",
+            "write the weights alone with --weights-only",
+        )
+
+
+def hyper(state: Training, group: Group) -> dict[str, Any]:
+    """A group's hyper-parameters under torch's names; an Adam's switches where it has none.
+
+    Raises:
+        IncompleteError: there is no learning rate.
+        UnsupportedError: an Adam without bias correction, which torch has not.
+    """
+    where, found = state.manifest.origin.path, dict(group.hyper)
+    if "lr" not in found:
+        raise IncompleteError(
+            where,
+            "does not keep the optimizer's hyper-parameters (lr, betas ...)",
+            "write the weights alone with --weights-only",
+        )
+    slots = {name for member in group.members for name in member.slots}
+    if slots >= _ADAM:
+        if found.pop("bias_correction", True) is False:
+            raise UnsupportedError(
+                where, "was trained by an Adam without bias correction, which torch has not"
+            )
+        if "foreach" not in found:  # torch's own have that; NAdam and RAdam not all the others
+            found.setdefault("amsgrad", _AMSGRAD in slots)
+            for name, value in _SWITCHES.items():
+                found.setdefault(name, value)
+    return found
+
+
+def carried(train: TrainState) -> dict[str, Any]:
+    """What else a checkpoint can hold: scheduler, scaler, step, the application's own values."""
+    extra = {
+        name: train.objects.get(name, value)
+        for name, value in train.client.items()
+        if name in train.objects or is_faithful(value)
+    }
+    counted = {
+        "step": train.step,
+        "global_samples": train.samples,
+        "skipped_steps": train.skipped_steps,
+    }
+    extra.update((name, count) for name, count in counted.items() if count is not None)
+    if train.scheduler is not None and is_faithful(train.scheduler):
+        extra["scheduler"] = train.scheduler
+    scaler = loss_scale.as_torch(train.scaler)
+    if scaler is not None:
+        extra["scaler"] = scaler
+    return extra
+
+
+def derived(train: TrainState) -> list[str]:
+    """What is carried in another form than the source's, to be told."""
+    scaler = loss_scale.as_torch(train.scaler)
+    if scaler is None or "cur_scale" not in train.scaler:
+        return []
+    hysteresis = train.scaler.get("delayed_shift", 1)
+    without = f", without its hysteresis of {hysteresis}" if hysteresis > 1 else ""
+    return [f"DeepSpeed's loss scaler as a GradScaler{without}"]
+
+
+def dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]:
+    """What of the train state a target of PyTorch's does not hold, to be told.
+
+    Args:
+        held: the names, among those of `carried`, that it has a place for; None for all.
+    """
+    lost = [
+        name
+        for name, value in train.client.items()
+        if name not in train.objects and not is_faithful(value)
+    ]
+    lost += [name for name in carried(train) if held is not None and name not in held]
+    if train.scheduler is not None and not is_faithful(train.scheduler):
+        lost.append("scheduler")
+    if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:
+        lost.append("loss scaler, which is not a dynamic one")
+    return lost
+
+
+def is_faithful(value: Any) -> bool:
+    """Whether a value is as saved: a manifest has texts for keys, and stand-ins for objects."""
+    if isinstance(value, Mapping):
+        return all(
+            key not in _STAND_INS and not key.lstrip("-").isdecimal() and is_faithful(item)
+            for key, item in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return all(map(is_faithful, value))
+    return value is None or isinstance(value, (bool, int, float, str))

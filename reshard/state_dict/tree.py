@@ -1,0 +1,249 @@
+"""Nested state from all ranks' files: dicts as saved, every tensor a description of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard.box import Index
+from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.dtypes import DType
+from reshard.errors import CorruptError, shown
+from reshard.manifest import Chunk
+from reshard.pickles.values import Call
+from reshard.state_dict import sharded_reader
+
+MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """A tensor of known global shape, and the chunks of it that the files hold."""
+
+    dtype: DType
+    shape: Index
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """Plain tensors under one key, by rank: copies of one tensor, or each rank's slice of it.
+
+    Nothing in the files says which; whoever knows the tensor's shape can tell.
+    """
+
+    pieces: Mapping[int, Chunk]
+
+    def shapes(self) -> set[Index]:
+        """The shapes that the ranks hold."""
+        return {chunk.box.shape for chunk in self.pieces.values()}
+
+    def copies(self) -> Logical | None:
+        """The one tensor of which every rank has a copy, if all look alike."""
+        first = next(iter(self.pieces.values()))
+        if any((c.box, c.dtype) != (first.box, first.dtype) for c in self.pieces.values()):
+            return None
+        return Logical(first.dtype, first.box.shape, tuple(self.pieces.values()))
+
+
+def logical(leaf: Any) -> Logical | None:
+    """The tensor that a leaf is, if its global shape is beyond doubt."""
+    return leaf.copies() if isinstance(leaf, Local) else leaf if isinstance(leaf, Logical) else None
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a leaf is a tensor of any kind."""
+    return isinstance(value, (Logical, Local))
+
+
+def of_file(file: TorchFile, rank: int = 0) -> Any:
+    """The object that one rank saved, with its tensors described.
+
+    Raises:
+        UnsupportedError: a tensor that is no plain strided one.
+        CorruptError: containers nested without end.
+    """
+    try:
+        return _converted(file.root, lambda value: _leaf(file, rank, value), {})
+    except RecursionError as error:
+        raise CorruptError(file.path, "its containers are nested too deep") from error
+
+
+def _leaf(file: TorchFile, rank: int, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Local({rank: value.chunk})
+    if isinstance(value, Call):
+        found = sharded_reader.describe(file, value)
+        return Logical(*found) if found else value
+    return value
+
+
+def _converted(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+    """A container's copy; one that is shared is converted once, whatever refers to it."""
+    if not isinstance(value, (dict, list, tuple)):
+        return leaf(value)
+    if id(value) not in done:
+        done[id(value)] = None  # a cycle ends here
+        if isinstance(value, dict):
+            made: Any = {key: _converted(item, leaf, done) for key, item in value.items()}
+        else:
+            made = type(value)(_converted(item, leaf, done) for item in value)
+        done[id(value)] = made
+    return done[id(value)]
+
+
+@dataclass(slots=True)
+class Joined:
+    """One tree of all ranks; ``differing`` are the paths at which plain values differ."""
+
+    root: Any
+    differing: list[tuple[Any, ...]]
+
+
+def join(trees: Sequence[Any], names: Sequence[str]) -> Joined:
+    """One tree of the trees that the ranks saved, in rank order.
+
+    Args:
+        names: each tree's file, for messages.
+
+    Raises:
+        CorruptError: ranks that disagree on a tensor's shape, dtype or kind.
+    """
+    joiner = _Joiner()
+    try:
+        root = joiner.join(list(zip(trees, names, strict=True)), ())
+    except RecursionError as error:
+        raise CorruptError(names[0], "its containers are nested too deep") from error
+    return Joined(root, joiner.differing)
+
+
+class _Joiner:
+    """Walks all ranks' trees at once; a container that is shared is joined once."""
+
+    def __init__(self) -> None:
+        self.differing: list[tuple[Any, ...]] = []
+        self._done: dict[tuple[int, ...], Any] = {}
+
+    def join(self, held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+        first = held[0][0]
+        if len(held) == 1:
+            return first
+        if isinstance(first, (dict, list, tuple)):
+            same = tuple(id(value) for value, _ in held)
+            if same not in self._done:
+                self._done[same] = None  # a cycle ends here
+                self._done[same] = self._containers(held, path)
+            return self._done[same]
+        if any(is_tensor(value) for value, _ in held):
+            return _joined_tensor(held, path)
+        if any(_differs(first, value) for value, _ in held[1:]):
+            self.differing.append(path)
+        return first
+
+    def _containers(self, held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+        first = held[0][0]
+        if isinstance(first, dict) and all(isinstance(value, dict) for value, _ in held):
+            keys = dict.fromkeys(key for value, _ in held for key in value)
+            return {
+                key: self.join([(v[key], name) for v, name in held if key in v], (*path, key))
+                for key in keys
+            }
+        if all(type(value) is type(first) and len(value) == len(first) for value, _ in held):
+            return type(first)(
+                self.join([(value[i], name) for value, name in held], (*path, i))
+                for i in range(len(first))
+            )
+        self.differing.append(path)
+        return first
+
+
+def _differs(a: Any, b: Any) -> bool:
+    """Whether two plain values differ; objects are compared by class only."""
+    if isinstance(a, Call) and isinstance(b, Call):
+        return a.name != b.name
+    return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - two nan are alike
+
+
+def _joined_tensor(held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+    first, first_name = next((value, name) for value, name in held if is_tensor(value))
+    chunks: list[Chunk] = []
+    pieces: dict[int, Chunk] = {}
+    for value, name in held:
+        same = type(value) is type(first)
+        if same and isinstance(first, Logical):
+            same = (value.shape, value.dtype) == (first.shape, first.dtype)
+        if not same:
+            raise CorruptError(
+                name,
+                f"{dotted(path)!r} is {_shown(value)}, but {_shown(first)} in {first_name}",
+                MIXED,
+            )
+        if isinstance(value, Logical):
+            chunks += value.chunks
+        else:
+            pieces.update(value.pieces)
+    if isinstance(first, Logical):
+        return replace(first, chunks=tuple(chunks))
+    return Local(pieces)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Logical):
+        return f"a sharded {value.dtype} {value.shape}"
+    if isinstance(value, Local):
+        return f"a plain tensor of {sorted(value.shapes())}"
+    return shown(value)
+
+
+def dotted(path: Sequence[Any]) -> str:
+    """A path as people write it."""
+    return ".".join(map(str, path))
+
+
+def tensors(tree: Any) -> dict[str, Any]:
+    """The tensors of one dict by name; nothing where it is none.
+
+    Raises:
+        CorruptError: two keys that are the same as text.
+    """
+    found: dict[str, Any] = {}
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if is_tensor(value):
+                if str(key) in found:
+                    raise CorruptError(str(key), "is the name of two tensors of one state dict")
+                found[str(key)] = value
+    return found
+
+
+def is_spread(state: Mapping[str, Any]) -> bool:
+    """Whether the tensors of a state dict lie in more than one file."""
+    files: set[str] = set()
+    for leaf in state.values():
+        chunks = leaf.chunks if isinstance(leaf, Logical) else leaf.pieces.values()
+        files.update(chunk.file for chunk in chunks)
+    return len(files) > 1
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """A list, also where it was saved as a dict of its positions (as DCP flattens it)."""
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
+        return [value[key] for key in sorted(value)]
+    return None
+
+
+def walk(tree: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every container down to a depth, the root first, each once, with its first path."""
+    seen: set[int] = set()
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
+    for path, node in waiting:
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield path, node
+        if len(path) < depth:
+            items = node.items() if isinstance(node, dict) else enumerate(as_list(node) or ())
+            waiting += [((*path, key), v) for key, v in items if isinstance(v, (dict, list, tuple))]

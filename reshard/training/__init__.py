@@ -1,0 +1,12 @@
+"""The training state that a checkpoint holds beside weights, independent of its format.
+
+state         the state that targets write: weights, optimizer groups and their members
+optimizers    the table of known optimizers: slots and step counters of each
+param_groups  param groups that the user gives
+fresh_adam    an Adam at step 0, for a source without an optimizer
+loss_scale    dynamic loss scalers of torch and DeepSpeed
+rng           random states of ranks
+schedules     learning-rate schedules for another number of ranks
+copied_files  files that are copied unchanged
+trainer_run   what a run of ``python -m trainer`` states in ``trainer_state.json``
+"""

@@ -1,0 +1,83 @@
+"""Files that only the framework that wrote them understands, copied as they are.
+
+Accelerate's ``load_state`` refuses a directory without the ``custom_checkpoint_N.pkl`` of every
+object that the program registers, and reads the states of samplers and stateful data loaders back
+whole. A copy of such a file is a tensor of its bytes: it moves under the same memory budget as
+weights, and the checksums that the file keeps are compared on the way.
+
+Source: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``, ``save_custom_state``) and
+``accelerator.py`` (``load_state``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from reshard.box import whole
+from reshard.containers.torch_detect import is_torch_file
+from reshard.dtypes import UINT8
+from reshard.files import size_of
+from reshard.location import Place
+from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, contiguous
+
+KIND = "file"  # of an entry that is all bytes of a file
+SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
+_OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
+_OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
+
+
+def find(place: Place) -> dict[str, str]:
+    """Return the files that Accelerate reads back whole, name -> path; schedulers are among them.
+
+    Nothing where the directory is not Accelerate's.
+    """
+    if not any(map(_OF_ACCELERATE.fullmatch, place.files)):
+        return {}
+    return {
+        name: str(path)
+        for name, path in place.files.items()
+        if (is_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
+    }
+
+
+def is_own(name: str) -> bool:
+    """Return whether nothing but Accelerate has a place for what the file of that name holds."""
+    return _OWN.fullmatch(name) is not None
+
+
+def entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
+    """Return the entries of the source that fill the copies in a skeleton."""
+    wanted = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
+    kept = manifest.train.kept_files
+    return [_entry(name, kept[name], size_of(kept[name])) for name in kept if name in wanted]
+
+
+def lay_out(name: str, path: str) -> Skeleton:
+    """Lay out a copy of a source file under the same name."""
+    size = size_of(path)
+    return Skeleton((OutputFile(name, size),), (_entry(name, name, size),))
+
+
+def consequences(kept: Mapping[str, str]) -> list[str]:
+    """Say what it means that a target has no place for the files."""
+    own = [name for name in kept if is_own(name)]
+    return [f"{name} was not copied: {_WHY[_stem(name)]}" for name in own]
+
+
+_WHY = {
+    "custom_checkpoint": "only Accelerate restores it; the objects that the program registers with"
+    " register_for_checkpointing start anew",
+    "sampler": "only Accelerate restores it; the sampler starts its order anew",
+    "dl_state_dict": "only Accelerate restores it; the data loader starts from the beginning",
+}
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"_\d+$", "", Path(name).stem)
+
+
+def _entry(name: str, file: str, size: int) -> Entry:
+    chunk = contiguous(file, 0, UINT8, whole((size,)), (size,))
+    return Entry(name, KIND, UINT8, (size,), (chunk,))

@@ -1,0 +1,78 @@
+"""An Adam that begins, for a source without an optimizer: moments of zeros, at step 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+from reshard.dtypes import DType
+from reshard.errors import UnsupportedError, UsageError
+from reshard.manifest import Entry
+from reshard.training.param_groups import Made
+from reshard.training.state import Group, Trained, Training, Weight
+
+InitOptimizer = Literal["none", "zeros"]
+
+# torch 2.13 optim/adamw.py, AdamW.__init__; the learning rate is nobody's to choose.
+_ADAMW: dict[str, Any] = {
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "amsgrad": False,
+}
+
+
+def begun(state: Training, dtype: DType) -> Made:
+    """The state with an Adam as it is before its first update: moments of zeros, step 0.
+
+    Its slots are entries without chunks, which `Training.made` lists: nothing stores them, and what
+    no chunk fills in a file is zero.
+
+    Args:
+        dtype: of the moments: that of the weights which the optimizer updates.
+
+    Raises:
+        UsageError: nothing gives a learning rate.
+        UnsupportedError: the source's optimizer is no Adam.
+    """
+    groups = tuple(_fresh(state, number, group, dtype) for number, group in enumerate(state.groups))
+    count = sum(len(group.members) for group in groups)
+    names = dict.fromkeys(name for group in groups for m in group.members for name in m.slots)
+    notes = [f"Adam at step 0 for {count} parameters: {', '.join(names)} are zero ({dtype})"]
+    own = dict.fromkeys(key for group in state.groups for key in _ADAMW if key not in group.hyper)
+    if own:
+        said = ", ".join(f"{key} {_ADAMW[key]}" for key in own)
+        notes.append(f"hyper-parameters that nothing gives are torch.optim.AdamW's own: {said}")
+    return replace(state, groups=groups), notes
+
+
+def _fresh(state: Training, number: int, group: Group, dtype: DType) -> Group:
+    if "lr" not in group.hyper:
+        raise UsageError(
+            "--init-optimizer zeros",
+            f"group {number} has no learning rate, neither in {state.manifest.origin.path} nor"
+            " given",
+            'give it: --param-groups FILE with [{"lr": 1e-4, "weight_decay": 0.1}], or a group a'
+            " line with match",
+        )
+    if "momentum" in group.hyper or ("betas" not in group.hyper and _was_stepped(group)):
+        raise UnsupportedError(
+            state.manifest.origin.path,
+            "was trained by another optimizer than Adam, which --init-optimizer zeros would begin",
+            "write the weights alone with --init-optimizer none",
+        )
+    hyper = {**group.hyper, **{k: v for k, v in _ADAMW.items() if k not in group.hyper}}
+    names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(hyper["amsgrad"])
+    members = tuple(
+        Trained(m.weight, {name: _zeros(m.weight, name, dtype) for name in names}, 0.0)
+        for m in group.members
+    )
+    return Group(hyper, members)
+
+
+def _was_stepped(group: Group) -> bool:
+    return any(member.slots for member in group.members)
+
+
+def _zeros(weight: Weight, slot: str, dtype: DType) -> Entry:
+    return Entry(weight.fqn, slot, dtype, weight.shape, ())

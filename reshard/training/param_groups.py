@@ -1,0 +1,307 @@
+"""Param groups that a user gives: read, matched with the parameters, and told.
+
+A file of groups is a list of JSON objects, one a group, in the optimizer's order::
+
+    [{"match": "norm|bias", "weight_decay": 0.0}, {"weight_decay": 0.1, "lr": 3e-4}]
+
+``match`` is a regular expression or several, searched in names; ``fqns`` are names. A group with
+neither takes what no other does. ``"frozen": true`` lists what is in no group. All other keys are
+the group's hyper-parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import UsageError
+from reshard.keys import compile_patterns
+from reshard.training.state import Group, Trained, Training
+from reshard.units import some
+
+PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
+_OWN_KEYS = ("match", "fqns", "frozen")
+_NOT_HYPER = ("params", "param_names")
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One group as the user describes it.
+
+    Args:
+        match: searched in names.
+        frozen: whether what it takes is in no group.
+    """
+
+    match: tuple[re.Pattern[str], ...]
+    fqns: tuple[str, ...]
+    frozen: bool
+    hyper: Mapping[str, Any]
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether it takes what no other does."""
+        return not self.match and not self.fqns
+
+    def takes(self, fqn: str) -> bool:
+        """Whether one of its expressions finds a name."""
+        return any(pattern.search(fqn) for pattern in self.match)
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A file of groups."""
+
+    path: Path
+    rules: tuple[Rule, ...]
+
+
+Made = tuple[Training, list[str]]  # a state with something derived, and what to say of it
+ONE = Rules(Path(), (Rule((), (), frozen=False, hyper={}),))  # a group of everything
+
+
+# The file
+
+
+def read(path: Path) -> Rules:
+    """The groups of a JSON file.
+
+    Raises:
+        UsageError: it cannot be read, or is not a list of groups.
+    """
+    try:
+        listed = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(_option(path), f"is no JSON file: {error}") from error
+    if not isinstance(listed, list) or not listed:
+        raise UsageError(_option(path), "must be a list of groups, each a JSON object")
+    rules = tuple(_rule(path, number, group) for number, group in enumerate(listed))
+    if sum(rule.is_rest for rule in rules) > 1:
+        raise UsageError(
+            _option(path),
+            "has several groups without match and fqns",
+            "one group at most can take what no other does",
+        )
+    return Rules(path, rules)
+
+
+def _rule(path: Path, number: int, group: Any) -> Rule:
+    where = f"{_option(path)}: group {number}"
+    if not isinstance(group, dict):
+        raise UsageError(where, "is no JSON object")
+    for key in _NOT_HYPER:
+        if key in group:
+            raise UsageError(where, f"has {key!r}", "name its parameters with match or fqns")
+    frozen = group.get("frozen", False)
+    hyper = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in group.items()
+        if key not in _OWN_KEYS
+    }
+    if not isinstance(frozen, bool) or (frozen and hyper):
+        raise UsageError(
+            where, "is frozen and has hyper-parameters" if frozen is True else "has no such frozen"
+        )
+    return Rule(
+        tuple(compile_patterns(_texts(where, "match", group.get("match", [])), where)),
+        _texts(where, "fqns", group.get("fqns", [])),
+        frozen,
+        hyper,
+    )
+
+
+def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise UsageError(where, f"has a {key} that is neither a text nor a list of them")
+    return tuple(found)
+
+
+def _option(path: Path) -> str:
+    return f"--param-groups {path}"
+
+
+# Groups made anew
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A parameter, and the index of the source's group that it is in."""
+
+    member: Trained
+    source: int | None
+
+
+def regrouped(state: Training, given: Rules) -> Made:
+    """The state with the groups of a file, each in the order of the weights.
+
+    Hyper-parameters that a group does not give are those of its members' groups in the source.
+
+    Raises:
+        UsageError: a parameter is in no group or in two, a group takes none, a name is unknown, or
+            a hyper-parameter is not given that differs between the source's groups.
+    """
+    held = _parameters(state)
+    taken = _assigned(given, held, state.manifest.tied)
+    place = {weight.fqn: number for number, weight in enumerate(state.weights)}
+    made, origins = [], []
+    for number, rule in enumerate(given.rules):
+        members = sorted(taken[number], key=lambda fqn: place[fqn])
+        if rule.frozen:
+            continue
+        sources = sorted({n for fqn in members if (n := held[fqn].source) is not None})
+        hyper = _hyper(f"{_option(given.path)}: group {number}", rule, state, sources)
+        made.append(Group(hyper, tuple(held[fqn].member for fqn in members)))
+        origins.append(sources)
+    frozen = [f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]]
+    notes = [f"param groups of {' + '.join(str(len(g.members)) for g in made)} parameters"]
+    notes = notes if given is not ONE else []
+    if frozen:
+        notes.append(f"in no param group, as {given.path} says: {_some(frozen)}")
+    lost = sorted(fqn for fqn in frozen if held[fqn].member.slots)
+    if lost:
+        raise UsageError(_option(given.path), f"freezes {_some(lost)}, which has optimizer state")
+    scheduler, said = _scheduler(state, origins, made)
+    train = replace(state.manifest.train, scheduler=scheduler)
+    manifest = replace(
+        state.manifest, train=train, frozen=state.manifest.frozen | frozenset(frozen)
+    )
+    regrouped = replace(state, manifest=manifest, groups=tuple(made), regrouped=True)
+    return regrouped, [*notes, *said]
+
+
+def _parameters(state: Training) -> dict[str, _Held]:
+    """What the source's groups hold; where it has none, every parameter that is not frozen."""
+    if state.groups:
+        return {
+            member.fqn: _Held(member, number)
+            for number, group in enumerate(state.groups)
+            for member in group.members
+        }
+    return {
+        weight.fqn: _Held(Trained(weight, {}, None), None)
+        for weight in state.weights
+        if weight.is_float and weight.fqn not in state.manifest.frozen
+    }
+
+
+def _assigned(given: Rules, held: Mapping[str, _Held], tied: Mapping[str, str]) -> list[list[str]]:
+    """The names that each rule takes."""
+    owners: dict[str, list[int]] = {fqn: [] for fqn in held}
+    for number, rule in enumerate(given.rules):
+        names = [tied.get(fqn, fqn) for fqn in rule.fqns]
+        unknown = [fqn for fqn in names if fqn not in held]
+        if unknown:
+            raise UsageError(
+                f"{_option(given.path)}: group {number}",
+                f"names {_some(unknown)}, which is no trained parameter of the source",
+            )
+        for fqn, numbers in owners.items():
+            if fqn in names or rule.takes(fqn):
+                numbers.append(number)
+    rest = next((number for number, rule in enumerate(given.rules) if rule.is_rest), None)
+    for numbers in owners.values():
+        if not numbers and rest is not None:
+            numbers.append(rest)
+    _refuse_unassigned(given, owners)
+    taken: list[list[str]] = [[] for _ in given.rules]
+    for fqn, (number,) in owners.items():
+        taken[number].append(fqn)
+    for number, fqns in enumerate(taken):
+        if not fqns:
+            raise UsageError(
+                f"{_option(given.path)}: group {number}",
+                "takes no parameter",
+                f"the names are like {_some(list(held))}",
+            )
+    return taken
+
+
+def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> None:
+    none = [fqn for fqn, numbers in owners.items() if not numbers]
+    if none:
+        raise UsageError(
+            _option(given.path),
+            f"gives no group to {_some(none)}",
+            'a group without match takes the rest; {"match": ..., "frozen": true} is no group',
+        )
+    twice = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
+    if twice:
+        numbers = " and ".join(map(str, next(iter(twice.values()))))
+        raise UsageError(
+            _option(given.path), f"gives several groups (e.g. {numbers}) to {_some(list(twice))}"
+        )
+
+
+def _hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]) -> dict[str, Any]:
+    """What a rule gives, and the rest of what its source groups agree on."""
+    before = [state.groups[number].hyper for number in sources]
+    keys = dict.fromkeys(key for hyper in before for key in hyper if key not in rule.hyper)
+    found = {}
+    for key in keys:
+        values = {repr(_plain(hyper.get(key))): hyper.get(key) for hyper in before}
+        if len(values) > 1:
+            raise UsageError(
+                where,
+                f"does not give {key}, which is {' or '.join(values)} in the source's groups",
+                f"add {key!r} to the group",
+            )
+        (found[key],) = values.values()
+    return {**found, **rule.hyper}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _scheduler(
+    state: Training, origins: Sequence[Sequence[int]], made: Sequence[Group]
+) -> tuple[Any, list[str]]:
+    """A torch scheduler keeps lists with a value a group: they follow the groups.
+
+    Raises:
+        UsageError: a new group's members had different values.
+    """
+    scheduler = state.manifest.train.scheduler
+    schedulers = scheduler if isinstance(scheduler, list) else [scheduler]
+    if not any(isinstance(one, dict) and one.keys() & set(PER_GROUP) for one in schedulers):
+        return scheduler, []
+    adapted = [_follow(state, one, origins) for one in schedulers]
+    notes = ["the scheduler's lists of a value a group follow the groups"]
+    notes += [
+        f"group {number} is given lr {group.hyper['lr']}, its scheduler begins from"
+        f" {group.hyper['initial_lr']}: the next step goes by the scheduler"
+        for number, group in enumerate(made)
+        if group.hyper.get("initial_lr", group.hyper.get("lr")) != group.hyper.get("lr")
+        and all(state.groups[n].hyper.get("lr") != group.hyper["lr"] for n in origins[number])
+    ]
+    return adapted if isinstance(scheduler, list) else adapted[0], notes
+
+
+def _follow(state: Training, scheduler: Any, origins: Sequence[Sequence[int]]) -> Any:
+    if not isinstance(scheduler, dict):
+        return scheduler
+    changed = dict(scheduler)
+    for key in PER_GROUP:
+        values = scheduler.get(key)
+        if not isinstance(values, list) or len(values) != len(state.groups):
+            continue
+        changed[key] = []
+        for number, sources in enumerate(origins):
+            if any(values[n] != values[sources[0]] for n in sources):
+                raise UsageError(
+                    f"group {number}",
+                    f"joins parameters whose scheduler has different {key}",
+                    "keep the source's groups apart",
+                )
+            changed[key].append(values[sources[0]])
+    return changed
+
+
+def _some(fqns: Iterable[str]) -> str:
+    return some([repr(fqn) for fqn in fqns], _SHOWN)

@@ -1,0 +1,263 @@
+"""The random states of ranks: read from the files that keep them, made anew, written again.
+
+Accelerate and HF Trainer save a file a rank: Python's Mersenne Twister, numpy's, torch's on the CPU
+and those of devices. The states are taken apart into numbers and bytes, so that no object of a
+source's pickle passes into an output.
+
+Sources: Accelerate 1.15 ``checkpointing.py`` (``save_accelerator_state``), transformers 5.23
+``trainer.py`` (``_save_rng_state``), numpy 2 ``ndarray.__reduce__``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.containers.torch_writer import AS_WRITTEN, Slot, Storage
+from reshard.dtypes import UINT8
+from reshard.errors import CorruptError, UnsafeError, UnsupportedError
+from reshard.files import SourceFiles
+from reshard.manifest import Chunk, SourceFile
+from reshard.paths import as_path
+from reshard.pickles import trust
+from reshard.pickles.values import Call, Global
+
+Policy = Literal["keep", "derive", "drop"]
+
+_WORDS = 624  # of a Mersenne Twister, 32 bits each; Python keeps its position behind them
+_MAX_BYTES = 1 << 20  # of one generator's state; torch's on the CPU has 5056
+_DEVICES = ("cuda", "xpu", "npu", "hpu", "mlu", "musa", "sdaa")
+_RECONSTRUCT = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The keys of one library's file; ``device`` with the device's name in it."""
+
+    python: str
+    numpy: str
+    cpu: str
+    device: str
+
+
+ACCELERATE = Dialect(
+    "random_state", "numpy_random_seed", "torch_manual_seed", "torch_{}_manual_seed"
+)
+HF_TRAINER = Dialect("python", "numpy", "cpu", "{}")
+MEGATRON = Dialect("random_rng_state", "np_rng_state", "torch_rng_state", "{}_rng_state")
+
+
+@dataclass(frozen=True, slots=True)
+class Twister:
+    """A Mersenne Twister: 624 words, the position, and the Gaussian that is kept for later."""
+
+    words: tuple[int, ...]
+    position: int
+    has_gauss: bool
+    gauss: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankRng:
+    """The generators of one rank.
+
+    Args:
+        cpu: torch's on the CPU, its bytes.
+        devices: name -> the bytes of each device's generator, or of the one that the rank used.
+    """
+
+    python: Twister
+    numpy: Twister
+    cpu: bytes
+    devices: Mapping[str, tuple[bytes, ...] | bytes] = field(default_factory=dict)
+
+
+# Reading
+
+
+def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
+    """The states in some files.
+
+    Raises:
+        CorruptError: a file holds something else.
+        UnsafeError: its pickle names classes that nobody knows.
+        UnsupportedError: generators of another kind.
+    """
+    with SourceFiles() as pool:
+        return tuple(
+            _read(torch_reader.read(as_path(path), builders=AS_WRITTEN), pool) for path in paths
+        )
+
+
+def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
+    """Describe the files of random states, with what they state about themselves.
+
+    Raises:
+        CorruptError: a file is damaged.
+    """
+    return {path: torch_reader.read(as_path(path), builders=AS_WRITTEN).source() for path in paths}
+
+
+def has_states(path: str) -> bool:
+    """Whether a file holds more than a step, as those do that were written without states."""
+    return _dialect(torch_reader.read(as_path(path), builders=AS_WRITTEN)) is not None
+
+
+def _dialect(file: TorchFile) -> Dialect | None:
+    root = file.root if isinstance(file.root, dict) else {}
+    return next((d for d in (ACCELERATE, HF_TRAINER) if d.cpu in root and d.python in root), None)
+
+
+def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
+    dialect, unknown = _dialect(file), trust.unknown(file.globals)
+    if unknown:
+        raise UnsafeError(file.path, f"its pickle names {unknown[0]}", "leave it out: --rng drop")
+    if dialect is None:
+        raise CorruptError(file.path, "holds no random states", "leave them out: --rng drop")
+    devices: dict[str, tuple[bytes, ...] | bytes] = {}
+    for name in _DEVICES:
+        held = file.root.get(dialect.device.format(name))
+        if isinstance(held, (list, tuple)):
+            devices[name] = tuple(_bytes(file, value, pool) for value in held)
+        elif held is not None:
+            devices[name] = _bytes(file, held, pool)
+    return RankRng(
+        python_of(file.path, file.root[dialect.python]),
+        numpy_of(file.path, file.root.get(dialect.numpy)),
+        _bytes(file, file.root[dialect.cpu], pool),
+        devices,
+    )
+
+
+def _bytes(file: TorchFile, value: Any, pool: SourceFiles) -> bytes:
+    return bytes_of(file.path, value.chunk if isinstance(value, Tensor) else None, pool)
+
+
+def bytes_of(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
+    """The state of a generator of torch's; None is something that is no tensor.
+
+    Raises:
+        UnsupportedError: it is no vector of bytes.
+    """
+    if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
+        raise _strange(where, "a generator of torch's that is no vector of bytes")
+    if chunk.box.volume > _MAX_BYTES:
+        raise _strange(where, f"a generator of {chunk.box.volume} bytes")
+    buffer = bytearray(chunk.box.volume)
+    pool.read_into(chunk.file, chunk.byte_offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def python_of(where: str, value: Any) -> Twister:
+    """What ``random.getstate`` gives: 3, the words and the position, a Gaussian or None.
+
+    Raises:
+        UnsupportedError: it is another state.
+    """
+    match value:
+        case (3, [*numbers], (float() | None) as gauss):
+            if len(numbers) == _WORDS + 1 and _are_words(numbers):
+                return Twister(tuple(numbers[:-1]), numbers[-1], gauss is not None, gauss or 0.0)
+    raise _strange(where, "a state of Python's generator that is none")
+
+
+def numpy_of(where: str, value: Any) -> Twister:
+    """What ``numpy.random.get_state`` gives, its words an array of uint32.
+
+    Raises:
+        UnsupportedError: it is the state of another generator.
+    """
+    match value:
+        case (
+            "MT19937",
+            Call(state=(1, (n,), dtype, _, bytes(raw))) as array,
+            int(at),
+            has,
+            float() | int() as gauss,
+        ):
+            little = isinstance(dtype, Call) and dtype.args[:1] == ("u4",)
+            little = little and isinstance(dtype.state, tuple) and "<" in dtype.state[:2]
+            if array.name in _RECONSTRUCT and little and n == _WORDS and len(raw) == 4 * n:
+                return Twister(struct.unpack(f"<{n}I", raw), at, bool(has), float(gauss))
+    raise _strange(where, "a state of numpy's generator that is no MT19937")
+
+
+def _are_words(numbers: Sequence[Any]) -> bool:
+    return all(type(number) is int and 0 <= number < 1 << 32 for number in numbers)
+
+
+def _strange(where: str, what: str) -> UnsupportedError:
+    return UnsupportedError(where, f"holds {what}", "leave random states out: --rng drop")
+
+
+# Making
+
+
+def derived(first: RankRng, ranks: int) -> tuple[RankRng, ...]:
+    """New generators for any number of ranks, from the state of the source's first rank.
+
+    The seed of rank ``r`` is the first 8 bytes of the SHA-256 of torch's CPU state of the source's
+    rank 0 followed by ``r`` in 8 bytes, all little-endian. All three generators are seeded with it
+    (numpy with its lower 32 bits). Generators of devices are not made.
+    """
+    return tuple(_seeded(seed_of(first, rank)) for rank in range(ranks))
+
+
+def seed_of(first: RankRng, rank: int) -> int:
+    """The 64-bit seed of a rank; see `derived`."""
+    digest = hashlib.sha256(first.cpu + rank.to_bytes(8, "little")).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _seeded(seed: int) -> RankRng:
+    import random
+
+    import numpy as np
+    import torch
+
+    _, words, _ = random.Random(seed).getstate()  # noqa: S311 - no secret
+    python = Twister(words[:-1], words[-1], has_gauss=False, gauss=0.0)
+    state: Any = np.random.RandomState(seed % (1 << 32)).get_state(legacy=False)
+    key = tuple(map(int, state["state"]["key"]))
+    numpy = Twister(key, int(state["state"]["pos"]), has_gauss=False, gauss=0.0)
+    made = torch.Generator().manual_seed(seed).get_state()
+    return RankRng(python, numpy, made.numpy().tobytes())
+
+
+# Writing
+
+
+def written(state: RankRng, dialect: Dialect) -> dict[str, Any]:
+    """What a library's file of one rank holds, for `torch_writer.lay_out_object`."""
+    return dict(_written(state, dialect))
+
+
+def _written(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]]:
+    python, numpy = state.python, state.numpy
+    gauss = python.gauss if python.has_gauss else None
+    yield dialect.python, (3, (*python.words, python.position), gauss)
+    yield (
+        dialect.numpy,
+        ("MT19937", _array(numpy.words), numpy.position, int(numpy.has_gauss), numpy.gauss),
+    )
+    yield dialect.cpu, tensor(state.cpu)
+    for name, held in state.devices.items():
+        made = tensor(held) if isinstance(held, bytes) else [tensor(each) for each in held]
+        yield dialect.device.format(name), made
+
+
+def _array(words: Sequence[int]) -> Call:
+    """A numpy array of uint32, as numpy reduces it."""
+    dtype = Call("numpy.dtype", ("u4", False, True), (3, "<", None, None, None, -1, -1, 0))
+    state = (1, (len(words),), dtype, False, struct.pack(f"<{len(words)}I", *words))
+    return Call(_RECONSTRUCT[0], (Global("numpy.ndarray"), (0,), b"b"), state)
+
+
+def tensor(raw: bytes) -> Slot:
+    """A vector of bytes."""
+    return Slot(Storage(UINT8, len(raw), data=raw), (len(raw),))

@@ -1,0 +1,228 @@
+"""Learning-rate schedules that count several steps per update: their states for another run.
+
+Accelerate steps a prepared scheduler once per process and update (``AcceleratedScheduler.step``
+with ``split_batches=False``, its default), so the counters and the lengths in a scheduler's state
+are in units of updates times processes. A state that continues at another number of processes has
+all of them multiplied by the same factor: the schedule stays the same function of the updates.
+
+Sources: Accelerate 1.15 ``scheduler.py``; torch 2.13 ``optim/lr_scheduler.py``, whose
+``load_state_dict`` takes lengths (``T_max``, ``step_size`` ...) from the state, not the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from reshard.containers import torch_reader
+from reshard.containers.torch_objects import Tensor
+from reshard.containers.torch_writer import AS_WRITTEN
+from reshard.manifest import Manifest, TrainState
+from reshard.pickles.values import Call
+from reshard.training.copied_files import SCHEDULER
+
+_COUNTER = "collections.Counter"  # of MultiStepLR's milestones
+_INNER = "_schedulers"  # of SequentialLR and ChainedScheduler
+_STEPS = "last_epoch"
+_WHOLE = ("step_size", "total_iters", "patience")  # exact only where they stay whole numbers
+
+
+def steps_per_update(train: TrainState, processes: int) -> int | None:
+    """Return how many steps the scheduler makes for one update of the optimizer.
+
+    The optimizer's own count of updates is the evidence. One process cannot tell the two rules
+    apart: there the answer is 1, whatever ``split_batches`` was.
+
+    Returns:
+        ``processes``, 1, or None where the counters agree with neither.
+    """
+    held = train.scheduler
+    steps = held.get(_STEPS) if isinstance(held, Mapping) else None
+    updates = max(train.optimizer_step.values(), default=None)
+    if type(steps) is not int or updates is None:
+        return None
+    return next((each for each in (processes, 1) if steps == each * updates), None)
+
+
+def factor(manifest: Manifest, processes: int) -> Fraction:
+    """Return by what Accelerate's scheduler states are multiplied for another number of processes.
+
+    1 where they are not stepped once per process, or where the counters do not tell.
+    """
+    before = manifest.origin.world
+    if not manifest.train.kept_files:  # not Accelerate's
+        return Fraction(1)
+    counted = steps_per_update(manifest.train, before)
+    return Fraction(processes, before) if counted == before else Fraction(1)
+
+
+def of_file(path: str, factor: Fraction) -> Scaled | None:
+    """Return the scheduler state in a file in new units; None where it is no torch scheduler's."""
+    root = torch_reader.read(path, builders=AS_WRITTEN).root
+    if not isinstance(root, dict) or _STEPS not in root or not _is_writable(root):
+        return None
+    return scaled(root, factor)
+
+
+def notes(manifest: Manifest, processes: int) -> Iterator[str]:
+    """Say what became of Accelerate's schedulers, and what the program must set."""
+    before, train = manifest.origin.world, manifest.train
+    files = {name: path for name, path in train.kept_files.items() if SCHEDULER.fullmatch(name)}
+    if before == processes or not files:
+        return
+    by = factor(manifest, processes)
+    if by == 1:
+        counted = steps_per_update(train, before)
+        if counted is None:
+            yield _UNTOLD.format(", ".join(files), before)
+        return
+    for name, path in files.items():
+        yield from _told(name, of_file(path, by), before, processes)
+    yield _LENGTHS.format(processes, float(by))
+    if before == 1:
+        yield _SPLIT.format(", ".join(files))
+
+
+_UNTOLD = (
+    "{}: copied as saved. Its counter fits neither one step per update nor one per process ({}):"
+    " check the learning rate after the first update"
+)
+_LENGTHS = (
+    "Accelerate steps the scheduler {} times per update now (once per process): lengths that the"
+    " program passes to its scheduler (warmup steps, total steps) must count so too."
+    " num_training_steps * accelerator.num_processes does; multiply constants by {:g}"
+)
+_SPLIT = (
+    "if the program sets split_batches=True or steps the scheduler itself, copy {} from the source:"
+    " one process does not tell"
+)
+
+
+def _told(name: str, made: Scaled | None, before: int, processes: int) -> Iterator[str]:
+    """Say what was changed in one file."""
+    if made is None:
+        yield f"{name} is no state of a torch scheduler: copied as saved for {before} processes"
+        return
+    changes = ", ".join(made.changes)
+    yield f"{name}: {changes} (counted for {processes} processes instead of {before})"
+    for text in made.inexact:
+        yield f"{name}: {text}; it is rounded up, and the learning rate changes at other updates"
+
+
+def _is_writable(value: Any) -> bool:
+    """Return whether a state has no tensors, which lie in the source."""
+    if isinstance(value, Mapping):
+        return all(map(_is_writable, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_writable, value))
+    return not isinstance(value, Tensor)
+
+
+@dataclass(slots=True)
+class Scaled:
+    """A scheduler's state in new units.
+
+    Args:
+        state: the state.
+        changes: what became what, by name.
+        inexact: lengths that are whole numbers and have no whole equivalent, in words.
+    """
+
+    state: Any
+    changes: list[str] = field(default_factory=list)
+    inexact: list[str] = field(default_factory=list)
+
+
+def scaled(state: Mapping[str, Any], factor: Fraction) -> Scaled:
+    """Multiply every counter and every length of a torch scheduler's state by a factor.
+
+    A length that ends a phase is rounded up: the phase then ends at the same update, because
+    ``ceil(ceil(b * M / N) / M) == ceil(b / N)``. Periods (``step_size``), slopes (``total_iters``)
+    and patience can become inexact.
+    """
+    found = Scaled({})
+    for key, value in state.items():
+        new = _new_value(key, value, state, factor, found)
+        found.state[key] = new
+        if new != value and isinstance(new, (int, float)) and not key.startswith("_"):
+            found.changes.append(f"{key} {value} -> {new}")
+    return found
+
+
+def _new_value(
+    key: str, value: Any, state: Mapping[str, Any], factor: Fraction, found: Scaled
+) -> Any:
+    rule = _RULES.get(key)
+    if key == _INNER and isinstance(value, list):
+        inner = [scaled(each, factor) if isinstance(each, dict) else Scaled(each) for each in value]
+        found.inexact += [text for each in inner for text in each.inexact]
+        return [each.state for each in inner]
+    if key == "gamma" and _decays_every_step(state):
+        return float(value) ** float(1 / factor)
+    if rule is None or value is None:
+        return value
+    if key in _WHOLE and "factor" not in state and (value * factor).denominator != 1:
+        found.inexact.append(f"{key} {value} x {factor} is not a whole number")
+    return rule(value, factor)
+
+
+def _decays_every_step(state: Mapping[str, Any]) -> bool:
+    """Return whether ``gamma`` is a factor of every step: of ExponentialLR, a mode of CyclicLR."""
+    by_step = state.get("scale_mode", "iterations") == "iterations"  # of CyclicLR
+    return by_step and not {"step_size", "milestones"} & state.keys()
+
+
+def _count(value: Any, factor: Fraction) -> Any:
+    """Scale a whole number, rounding up; a negative counter means that nothing has begun."""
+    return ceil(value * factor) if isinstance(value, int) and value > 0 else value
+
+
+def _calls(value: Any, factor: Fraction) -> Any:
+    """Scale ``_step_count``, which starts at 1: ``__init__`` makes the first call."""
+    return 1 + (value - 1) * factor.numerator // factor.denominator if value else value
+
+
+def _length(value: Any, factor: Fraction) -> Any:
+    """Scale a length that formulas divide by: whole where it can be."""
+    new = Fraction(value) * factor
+    return int(new) if new.denominator == 1 and isinstance(value, int) else float(new)
+
+
+def _milestones(value: Any, factor: Fraction) -> Any:
+    if isinstance(value, list):
+        return [_count(each, factor) for each in value]
+    if isinstance(value, Call) and value.name == _COUNTER and value.args:
+        merged: dict[int, int] = {}
+        for at, times in value.args[0].items():
+            merged[_count(at, factor)] = merged.get(_count(at, factor), 0) + times
+        return Call(_COUNTER, (merged,))
+    return value
+
+
+def _phases(value: Any, factor: Fraction) -> Any:
+    """Scale OneCycleLR's phases, whose ends are numbers of steps."""
+    return [{**each, "end_step": _length(each["end_step"], factor)} for each in value]
+
+
+_RULES: dict[str, Callable[[Any, Fraction], Any]] = {
+    _STEPS: _count,
+    "_step_count": _calls,
+    "step_size": _count,
+    "milestones": _milestones,
+    "_milestones": _milestones,
+    "total_iters": _count,
+    "patience": _count,
+    "cooldown": _count,
+    "num_bad_epochs": _count,
+    "cooldown_counter": _count,
+    "T_max": _length,
+    "T_0": _length,
+    "T_i": _length,
+    "T_cur": _length,
+    "total_size": _length,
+    "total_steps": _length,
+    "_schedule_phases": _phases,
+}

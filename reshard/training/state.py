@@ -1,0 +1,328 @@
+"""A training state as targets write it: what the module holds, what the optimizer holds, in order.
+
+Readers yield entries; a target needs to know of each weight which entry is its most precise value,
+in which dtype it was trained, and which optimizer state belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard import dtypes
+from reshard.box import Index
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError
+from reshard.manifest import (
+    BUFFER,
+    MASTER,
+    PARAM,
+    WEIGHT_KINDS,
+    Entry,
+    Key,
+    Manifest,
+    index_entries,
+)
+from reshard.stamps import Save, Stamp
+from reshard.training import optimizers
+from reshard.training.rng import RankRng
+from reshard.units import some
+
+_SAMPLERS = ("data_sampler", "random_ltd")  # of DeepSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of the module's state dict.
+
+    Args:
+        value: the entry that fills it: the fp32 master where there is one, else as trained.
+        dtype: in the module.
+        is_buffer: whether it is known to be no parameter.
+    """
+
+    fqn: str
+    shape: Index
+    value: Entry
+    dtype: DType
+    is_buffer: bool
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it may be a parameter: in any model that trains the others are buffers."""
+        return not self.is_buffer and self.dtype.family == "float"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One parameter of an optimizer's group; ``slots`` is empty where it was never stepped."""
+
+    weight: Weight
+    slots: Mapping[str, Entry]
+    step: float | None
+
+    @property
+    def fqn(self) -> str:
+        """Its name."""
+        return self.weight.fqn
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One param group: hyper-parameters, and its parameters in flat order."""
+
+    hyper: Mapping[str, Any]
+    members: tuple[Trained, ...]
+
+    @property
+    def fqns(self) -> list[str]:
+        """The names of its parameters."""
+        return [member.fqn for member in self.members]
+
+
+def slot_names(members: Iterable[Trained]) -> tuple[str, ...]:
+    """Return the slots that any member has, in order of first appearance."""
+    return tuple(dict.fromkeys(name for member in members for name in member.slots))
+
+
+def scalar_names(members: Sequence[Trained]) -> frozenset[str]:
+    """Return the slots that are one 0-d value of each member that has them."""
+    found: dict[str, set[tuple[Index, Index]]] = {}
+    for member in members:
+        for name, entry in member.slots.items():
+            found.setdefault(name, set()).add((entry.shape, member.weight.shape))
+    return frozenset(name for name, shapes in found.items() if optimizers.is_scalar(name, shapes))
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Everything that a target can write."""
+
+    manifest: Manifest
+    weights: tuple[Weight, ...]  # in state-dict order, aliases of tied weights not among them
+    groups: tuple[Group, ...]
+    rng: tuple[RankRng, ...] = ()  # of each rank to come; none where they are not carried
+    regrouped: bool = False  # the groups are not the source's: each is in the order of the weights
+    save: Save | None = None  # what the files to come are stamped with
+
+    @property
+    def made(self) -> frozenset[Key]:
+        """The slots that the source does not hold: zeros, which no chunk fills."""
+        return frozenset(
+            entry.key
+            for group in self.groups
+            for member in group.members
+            for entry in member.slots.values()
+            if not entry.chunks
+        )
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of the optimizer's slots, in order of first appearance."""
+        return slot_names(member for group in self.groups for member in group.members)
+
+    @property
+    def scalars(self) -> frozenset[str]:
+        """The slots that are one 0-d value of each parameter."""
+        return scalar_names([member for group in self.groups for member in group.members])
+
+    def stored(self, weight: Weight, recast: DType | None) -> tuple[Entry, DType]:
+        """What fills the module's copy of a weight, and its dtype there.
+
+        The copy that the source has in that dtype, else its most precise value.
+
+        Args:
+            recast: what parameters become; None: each as it was trained.
+        """
+        dtype = recast if recast and weight.is_float else weight.dtype
+        copy = self.manifest.entries.get((PARAM, weight.fqn))
+        return (copy if copy and copy.dtype == dtype else weight.value), dtype
+
+    def stamp(self, file: str, rank: int, ranks: int) -> Stamp | None:
+        """Return the stamp of a file of one rank, where files are stamped."""
+        return self.save.stamp(file, rank, ranks) if self.save else None
+
+    def step(self) -> int:
+        """How many updates the run has made: the engine's counter, else the optimizer's."""
+        train = self.manifest.train
+        return (
+            train.step
+            if train.step is not None
+            else int(max(train.optimizer_step.values(), default=0))
+        )
+
+
+def training(manifest: Manifest, *, weights_only: bool = False) -> Training:
+    """The training state of a manifest whose names have been edited.
+
+    Raises:
+        IncompleteError: it has an optimizer whose parameters are not known, or state of a parameter
+            that is in no group; a conversion would lose it.
+    """
+    masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
+    stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
+    weights = {
+        fqn: _weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
+        for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
+    }
+    groups = () if weights_only else _groups(manifest, weights)
+    return Training(manifest, tuple(weights.values()), groups)
+
+
+def _weight(manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | None) -> Weight:
+    value = master or stored
+    if value is None:  # the caller lists what is one or the other
+        raise AssertionError(fqn)
+    dtype = manifest.trained_dtypes.get(fqn)
+    if dtype is None and stored is not None:
+        dtype = stored.dtype
+    if dtype is None and manifest.origin.precision:
+        dtype = dtypes.parse(manifest.origin.precision)
+    is_buffer = stored is not None and stored.kind == BUFFER
+    return Weight(fqn, value.shape, value, dtype or value.dtype, is_buffer)
+
+
+def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, ...]:
+    slots: dict[str, dict[str, Entry]] = {}
+    for entry in manifest.entries.values():
+        if entry.kind not in WEIGHT_KINDS:
+            slots.setdefault(entry.fqn, {})[entry.kind] = entry
+    train = manifest.train
+    groups = tuple(
+        Group(
+            group.hyper,
+            tuple(
+                Trained(weights[fqn], slots.get(fqn, {}), train.optimizer_step.get(fqn))
+                for fqn in group.fqns
+                if fqn in weights
+            ),
+        )
+        for group in train.param_groups
+    )
+    owned = {member.fqn for group in groups for member in group.members}
+    lost = sorted(slots.keys() - owned)
+    if lost:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"has optimizer state of {some([repr(fqn) for fqn in lost], 1)}, which is in no"
+            " parameter group",
+            "convert the weights alone with --weights-only",
+        )
+    return groups
+
+
+def changed(state: Training, change: Callable[[Entry], Entry | None]) -> Training:
+    """The state with every entry changed, by name or shape; None leaves its tensor out."""
+    weights: dict[str, Weight] = {}
+    for weight in state.weights:
+        value = change(weight.value)
+        if value is not None:
+            weights[weight.fqn] = replace(weight, fqn=value.fqn, value=value, shape=value.shape)
+
+    def member(of: Trained) -> Trained:
+        slots = {slot: change(entry) for slot, entry in of.slots.items()}
+        kept = {slot: entry for slot, entry in slots.items() if entry is not None}
+        return replace(of, weight=weights[of.fqn], slots=kept)
+
+    groups = tuple(
+        replace(group, members=tuple(member(m) for m in group.members if m.fqn in weights))
+        for group in state.groups
+    )
+    manifest = state.manifest
+    entries = (change(entry) for entry in manifest.entries.values() if entry.fqn in weights)
+    manifest = replace(
+        manifest,
+        entries=index_entries(entry for entry in entries if entry is not None),
+        frozen=frozenset(weights[fqn].fqn for fqn in manifest.frozen if fqn in weights),
+        tied={a: weights[kept].fqn for a, kept in manifest.tied.items() if kept in weights},
+    )
+    return replace(state, manifest=manifest, weights=tuple(weights.values()), groups=groups)
+
+
+def dtype_of_most(weights: Iterable[Weight]) -> DType:
+    """The dtype of most elements in the module."""
+    sizes: Counter[DType] = Counter()
+    for weight in weights:
+        sizes[weight.dtype] += weight.value.numel
+    return max(sizes, key=lambda dtype: sizes[dtype], default=dtypes.FLOAT32)
+
+
+def refuse_without_optimizer(state: Training) -> None:
+    """Refuse to leave an optimizer out in silence.
+
+    Raises:
+        IncompleteError: the source has none.
+    """
+    unnamed_optimizers = state.manifest.unnamed_optimizers
+    if not unnamed_optimizers and any(group.members for group in state.groups):
+        return
+    if unnamed_optimizers or state.groups:
+        which = (
+            f"an optimizer ({some(unnamed_optimizers, 1)})"
+            if unnamed_optimizers
+            else "an optimizer"
+        )
+        raise IncompleteError(
+            state.manifest.origin.path,
+            f"holds {which}, and nothing that says which parameters its states are of",
+            "say which model it is with --model config.json|DIR|module:factory, or leave the"
+            " optimizer out: --init-optimizer none",
+        )
+    raise IncompleteError(
+        state.manifest.origin.path,
+        "holds no optimizer whose parameters are known",
+        "write the weights alone with --init-optimizer none, or with an Adam that begins:"
+        " --init-optimizer zeros --param-groups FILE",
+    )
+
+
+def loose_lost(state: Training) -> list[str]:
+    """What to say where an optimizer's state has no place for what is neither tensor nor step."""
+    held = state.manifest.train.non_tensor_state.values()
+    names = dict.fromkeys(name for values in held for name in values)
+    return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
+
+
+def setup_lost(state: Training) -> list[str]:
+    """What to say where a layout has no place for how a run was set up; nothing of weights alone.
+
+    DeepSpeed and Megatron keep that in their checkpoints, where it is easily taken for state: the
+    run that goes on under another framework would no longer clip gradients, for example.
+    """
+    train, form = state.manifest.train, state.manifest.origin.format
+    if not state.groups:
+        return []
+    samplers = [name for name in _SAMPLERS if train.opaque.get(name)]
+    said = [f"not carried: {name}, which says where in its data the run is" for name in samplers]
+    if not isinstance(train.config, Mapping) or not train.config:
+        return said
+    named = train.config.get("gradient_clipping", train.config.get("clip_grad"))
+    clip = named if train.clip is None else train.clip
+    clips = isinstance(clip, (int, float)) and clip > 0
+    does = f", which clips gradients to a norm of {clip:g}: the new one must, too" if clips else ""
+    return [*said, f"not carried: the configuration of the {form} run{does}"]
+
+
+def refuse_odd_slots(
+    state: Training, why: str, remedy: str = "", *, placed: Collection[str] = ()
+) -> None:
+    """Refuse optimizer state that is not by element, as a factored one, where it has no place.
+
+    Args:
+        why: what the layout has no place for, or cannot know.
+        placed: slots that it has a place for all the same.
+
+    Raises:
+        UnsupportedError: naming the first slot whose shape is not its parameter's.
+    """
+    for member in (member for group in state.groups for member in group.members):
+        for slot, entry in member.slots.items():
+            if entry.shape != member.weight.shape and slot not in placed:
+                raise UnsupportedError(
+                    state.manifest.origin.path,
+                    f"the {slot} of {member.fqn!r} has shape {entry.shape}, the parameter"
+                    f" {member.weight.shape}: {why}",
+                    remedy,
+                )

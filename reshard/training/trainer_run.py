@@ -1,0 +1,193 @@
+"""Read what a run of ``python -m trainer`` says of itself in its ``trainer_state.json``.
+
+The trainer writes DeepSpeed's, Accelerate's and Megatron-LM's files. This document beside them is
+what makes them a run of the trainer: it has ``format``, ``progress``, ``settings`` and
+``world_size``, where the file that HF Trainer calls by the same name has ``global_step``.
+
+Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/settings.py`` (the settings),
+``trainer/engines/sharded.py`` (``data_axes``: the mesh).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from reshard.containers import skeletons
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.manifest import Skeleton, TrainState
+from reshard.model.wrap import OWN_LAYERS
+from reshard.schema import COUNT, TEXT, a, expect, record, sequence
+
+NAME = "trainer"
+_FSDP = ("fsdp", "fsdp2")
+_PARTS = ("format", "progress", "settings")
+_PROGRESS = record(step=COUNT, skipped=COUNT, samples=COUNT)
+_SETTINGS = record(
+    strategy=TEXT,
+    precision=TEXT,
+    state_dict_type=TEXT,
+    sharded_files=TEXT,
+    global_batch=COUNT,
+    micro_batch=COUNT,
+    fsdp_sharding_strategy=TEXT,
+    fsdp_hybrid_size=COUNT,
+    fsdp_auto_wrap_policy=TEXT,
+    fsdp_transformer_layer_cls_to_wrap=sequence(TEXT),
+    fsdp_min_num_params=COUNT,
+    fsdp_use_orig_params=a("true or false", lambda value: isinstance(value, bool)),
+)
+_AXES = ("tp", "pp", "ep")
+_OF_A_START = frozenset(
+    "steps nproc device threads timeout accumulation nvme_path save save_every overwrite keep"
+    " resume tag log progress wall_clock_breakdown parameter_hash save_16bit_model".split()
+)
+_OF_THE_RANKS = frozenset(
+    "strategy engine reduction tp pp ep pp_schedule reduce_bucket_size sub_group_size"
+    " persistence_threshold offload_optimizer offload_param state_dict_type sharded_files".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One document of the trainer, held to its kinds."""
+
+    document: Mapping[str, Any]
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the run."""
+        settings: Mapping[str, Any] = self.document["settings"]
+        return settings
+
+    @property
+    def progress(self) -> Mapping[str, int]:
+        """``step``, ``skipped`` and ``samples``."""
+        progress: Mapping[str, int] = self.document["progress"]
+        return progress
+
+    @property
+    def tag(self) -> str:
+        """The name of the checkpoint's directory in the run directory."""
+        return f"global_step{self.progress['step']}"
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor, pipeline or expert parallelism cuts the model."""
+        return self.model_parallel > 1
+
+    @property
+    def model_parallel(self) -> int:
+        """How many ranks hold one copy of the model; older documents have no such settings."""
+        tensor, pipeline, expert = (int(self.settings.get(axis, 1)) for axis in _AXES)
+        return tensor * pipeline * expert
+
+    @property
+    def has_own_layout(self) -> bool:
+        """Whether its files are of PyTorch's forms; ddp and ZeRO have DeepSpeed's."""
+        return self.is_cut or str(self.settings["strategy"]) in _FSDP
+
+    @property
+    def form(self) -> Literal["full", "local", "sharded"]:
+        """The state dict type to write; no file a rank of a cut model, which DCP fits at any cut.
+
+        (The stages and shards that ranks would have are not known here.)
+        """
+        saved = self.settings["state_dict_type"]
+        if saved == "full" or (saved == "local" and not self.is_cut):
+            return "full" if saved == "full" else "local"
+        return "sharded"
+
+    @property
+    def has_rank_files(self) -> bool:
+        """Whether it has a file a rank, and goes on with such files."""
+        if self.is_cut or self.settings["state_dict_type"] != "sharded":
+            return False
+        return bool(self.settings["sharded_files"] == "rank")
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether ranks hold slices of FSDP 1's flat parameters."""
+        wanted = ("fsdp", "local")
+        return (self.settings["strategy"], self.settings["state_dict_type"]) == wanted
+
+    @property
+    def wrap(self) -> str:
+        """How FSDP wraps the model, in the words of ``--wrap``."""
+        settings = self.settings
+        policy = settings["fsdp_auto_wrap_policy"]
+        if policy == "SIZE_BASED_WRAP":
+            return f"size={settings['fsdp_min_num_params']}"
+        if policy == "NO_WRAP":
+            return "none"
+        return ",".join(settings["fsdp_transformer_layer_cls_to_wrap"]) or OWN_LAYERS
+
+    @property
+    def compute(self) -> DType:
+        """The dtype of the forward pass: FSDP aligns parameters in a flat one by it."""
+        return {"fp32": FLOAT32, "fp16": FLOAT16}.get(self.settings["precision"], BFLOAT16)
+
+    def is_whole(self, ranks: int) -> bool:
+        """Return whether each of so many ranks holds the model uncut, as FSDP 1's NO_SHARD does."""
+        unsharded = ranks == 1 or self.settings["fsdp_sharding_strategy"] == "NO_SHARD"
+        return unsharded and bool(self.settings["strategy"] == "fsdp")
+
+    def mesh(self, ranks: int) -> dict[str, int]:
+        """The axes of the device mesh that the trainer makes for so many data-parallel ranks."""
+        settings = self.settings
+        if "HYBRID" not in settings["fsdp_sharding_strategy"] or ranks == 1:
+            return {"shard": ranks}
+        half = ranks // 2 if ranks % 2 == 0 and ranks > 2 else ranks
+        size = settings["fsdp_hybrid_size"] or half
+        return {"replicate": ranks // size, "shard": size}
+
+    def resized(self, ranks: int, **settings: str) -> dict[str, Any]:
+        """The document of the same run on so many ranks, with some settings changed."""
+        changed = {"world_size": ranks, "settings": {**self.settings, **settings}}
+        return {**self.document, **changed}
+
+    def directory(self, checkpoint: Skeleton) -> Skeleton:
+        """The run directory around a checkpoint: its tag, and ``latest``."""
+        pointer = skeletons.of_bytes("latest", self.tag.encode())
+        return skeletons.joined([pointer, skeletons.moved(checkpoint, self.tag)])
+
+    def counted(self, train: TrainState) -> TrainState:
+        """Return the train state with the counters of the document."""
+        progress = self.progress
+        return replace(
+            train,
+            step=progress["step"],
+            skipped_steps=progress["skipped"],
+            samples=progress["samples"],
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What describes the training and not how one start of it was spread over ranks."""
+        settings = {
+            f"settings.{name}": value
+            for name, value in self.settings.items()
+            if name not in _OF_A_START | _OF_THE_RANKS and not name.startswith("fsdp_")
+        }
+        parts = {name: self.document.get(name) for name in ("progress", "scaler", "text")}
+        return {**parts, **settings}
+
+
+def is_document(value: Mapping[str, Any] | None) -> bool:
+    """Whether a ``trainer_state.json`` is the trainer's, and not one of HF Trainer."""
+    return value is not None and all(name in value for name in _PARTS)
+
+
+def read(value: Mapping[str, Any] | None, where: object) -> Run | None:
+    """Return the run that a ``trainer_state.json`` describes; None where it is HF Trainer's.
+
+    Raises:
+        CorruptError: it is the trainer's, and a value in it is of another kind.
+    """
+    if value is None or not is_document(value):
+        return None
+    expect(where, value["progress"], _PROGRESS, "progress")
+    expect(where, value["settings"], _SETTINGS, "settings")
+    for axis in _AXES:
+        expect(where, value["settings"].get(axis, 1), COUNT, f"settings.{axis}")
+    return Run(value)
