@@ -755,7 +755,7 @@ def test_torch_writer_needs_no_torch(tmp_path):
     import sys
 
     probe = (
-        "import sys; from reshard.formats import torch_writer;"
+        "import sys; from reshard.containers import torch_writer;"
         "torch_writer.lay_out('x.pt', []);"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     )
