@@ -25,7 +25,7 @@ def directory(path: str | Path) -> Path:
     return path if path.is_dir() else path.parent
 
 
-class Place:
+class Location:
     """The files of one directory by name, wherever they lie.
 
     Args:
@@ -41,7 +41,7 @@ class Place:
         self._inner = inner
 
     @classmethod
-    def of(cls, paths: Sequence[Path]) -> Place:
+    def of(cls, paths: Sequence[Path]) -> Location:
         """The place that a user's paths stand for.
 
         Raises:
@@ -79,9 +79,9 @@ class Place:
         """The directory's own name."""
         return self.directories[0].resolve().name
 
-    def above(self) -> Place:
+    def above(self) -> Location:
         """The directory that this one lies in."""
-        return Place([directory.parent for directory in self.directories])
+        return Location([directory.parent for directory in self.directories])
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -100,7 +100,7 @@ class Place:
         return dict(sorted(found.items()))
 
     @cached_property
-    def folders(self) -> dict[str, Place]:
+    def folders(self) -> dict[str, Location]:
         """Every subdirectory by name, in order of names.
 
         Raises:
@@ -110,7 +110,7 @@ class Place:
         for child in self._children():
             if child.is_dir():
                 found.setdefault(child.name, []).append(child)
-        return {name: Place(found[name], inner=True) for name in sorted(found)}
+        return {name: Location(found[name], inner=True) for name in sorted(found)}
 
     def _children(self) -> Iterator[Path]:
         """What lies in the directories; a subdirectory that may not be read (lost+found) is empty.

@@ -8,7 +8,7 @@ import torch
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnrecognisedError, UsageError
 from reshard.formats import read
-from reshard.location import Place
+from reshard.location import Location
 
 
 def write(path, content=b"x"):
@@ -31,10 +31,10 @@ def test_files_and_folders_of_several_directories(tmp_path):
     write(tmp_path / "a" / "sub" / "1")
     write(tmp_path / "b" / "sub" / "2")
     write(tmp_path / "b" / "top")
-    place = Place.of([tmp_path / "a", tmp_path / "b"])
-    assert list(place.files) == ["top"]
-    assert list(place.folders["sub"].files) == ["1", "2"]
-    assert place.nested("sub/2") == tmp_path / "b" / "sub" / "2"
+    location = Location.of([tmp_path / "a", tmp_path / "b"])
+    assert list(location.files) == ["top"]
+    assert list(location.folders["sub"].files) == ["1", "2"]
+    assert location.nested("sub/2") == tmp_path / "b" / "sub" / "2"
 
 
 def test_a_file_in_both_directories_must_be_the_same(tmp_path):
@@ -42,20 +42,20 @@ def test_a_file_in_both_directories_must_be_the_same(tmp_path):
     write(tmp_path / "b" / "model.pt", b"one")
     write(tmp_path / "a" / "train.log", b"of one node")
     write(tmp_path / "b" / "train.log", b"of the other")
-    assert len(Place.of([tmp_path / "a", tmp_path / "b"]).files) == 2
+    assert len(Location.of([tmp_path / "a", tmp_path / "b"]).files) == 2
     write(tmp_path / "b" / "model.pt", b"two")
     with pytest.raises(CorruptError, match="other contents"):
-        _ = Place.of([tmp_path / "a", tmp_path / "b"]).files
+        _ = Location.of([tmp_path / "a", tmp_path / "b"]).files
 
 
 def test_several_files_are_refused(tmp_path):
     with pytest.raises(UsageError, match="directories"):
-        Place.of([write(tmp_path / "a"), write(tmp_path / "b")])
+        Location.of([write(tmp_path / "a"), write(tmp_path / "b")])
 
 
 def test_nowhere(tmp_path):
     with pytest.raises(UnrecognisedError, match="no such"):
-        Place.of([tmp_path / "a"])
+        Location.of([tmp_path / "a"])
 
 
 def test_the_newest_numbered_checkpoint_is_taken(tmp_path):

@@ -30,7 +30,7 @@ with atheris.instrument_imports(include=["reshard"], exclude=["reshard.__main__"
     from reshard.containers import safetensors, torch_objects, torch_reader
     from reshard.errors import ReshardError, understood
     from reshard.formats.huggingface import reader as of_huggingface
-    from reshard.location import Place
+    from reshard.location import Location
     from reshard.pickles.unpickle import loads
 
     for module in pkgutil.walk_packages(reshard.__path__, "reshard."):
@@ -122,7 +122,7 @@ _READERS: dict[str, Read] = {
     "torch_file": _of_file("x.pt", torch_reader.read),
     "safetensors": _of_file("x.safetensors", safetensors.read),
     "index": _of_file(
-        "model.safetensors.index.json", lambda path: of_huggingface.read(Place([path.parent]))
+        "model.safetensors.index.json", lambda path: of_huggingface.read(Location([path.parent]))
     ),
 }
 

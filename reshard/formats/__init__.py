@@ -19,7 +19,7 @@ from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UsageError, understood
 from reshard.formats import deepspeed, huggingface, placeholders, pytorch, registry, run, unclear
 from reshard.formats.registry import NAMES, Choice
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
 from reshard.paths import as_path
 
@@ -59,47 +59,47 @@ def read(  # noqa: PLR0913 - a keyword an option
         UnrecognisedError: no format knows what lies there.
         ReshardError: whatever the format finds wrong.
     """
-    place = Place.of(as_paths(paths))
-    with understood(place):
-        manifest = _read_as(place, force, Choice(tag, key, model, wrap, rules))
+    location = Location.of(as_paths(paths))
+    with understood(location):
+        manifest = _read_as(location, force, Choice(tag, key, model, wrap, rules))
     if prove:
         check(manifest)
     return placeholders.looked_for(manifest, is_filled=is_filled)
 
 
-def _read_as(place: Place, force: str | None, choice: Choice) -> Manifest:
+def _read_as(location: Location, force: str | None, choice: Choice) -> Manifest:
     """As `read`, without the proof."""
     if force not in (None, *NAMES):
         raise UsageError(f"--from {force}", f"formats are {', '.join(NAMES)}")
     if not force:
-        unclear.refuse_one_of_many(place)
-    if force and not registry.is_of(force, place):
-        raise UnrecognisedError(place, f"is no {force} checkpoint", "leave out --from")
-    name = force or (registry.detected(place) if choice.tag is None else None)
+        unclear.refuse_one_of_many(location)
+    if force and not registry.is_of(force, location):
+        raise UnrecognisedError(location, f"is no {force} checkpoint", "leave out --from")
+    name = force or (registry.detected(location) if choice.tag is None else None)
     if name and not force:
-        unclear.refuse_beside_runs(place)
-    return registry.read(place, name, choice) if name else _read_run(place, choice)
+        unclear.refuse_beside_runs(location)
+    return registry.read(location, name, choice) if name else _read_run(location, choice)
 
 
-def _read_run(place: Place, choice: Choice) -> Manifest:
+def _read_run(location: Location, choice: Choice) -> Manifest:
     """A checkpoint of a run directory.
 
     Raises:
         UnrecognisedError: none, or no telling which.
     """
-    if place.chosen and place.path.stat().st_size == 0:
-        raise IncompleteError(place, "is empty", "fetch it again")
+    if location.chosen and location.path.stat().st_size == 0:
+        raise IncompleteError(location, "is empty", "fetch it again")
     found = (
         None
-        if place.chosen
-        else run.checkpoint(place, choice.tag, lambda p: bool(registry.detected(p)))
+        if location.chosen
+        else run.checkpoint(location, choice.tag, lambda p: bool(registry.detected(p)))
     )
     name = registry.detected(found) if found else None
     if found and name:
         return registry.read(found, name, replace(choice, tag=None))
-    if choice.tag is not None and deepspeed.detect(place):
-        return registry.read(place, deepspeed.NAME, choice)  # which says which tags there are
-    raise UnrecognisedError(place, "is no checkpoint that reshard knows", unclear.hint(place))
+    if choice.tag is not None and deepspeed.detect(location):
+        return registry.read(location, deepspeed.NAME, choice)  # which says which tags there are
+    raise UnrecognisedError(location, "is no checkpoint that reshard knows", unclear.hint(location))
 
 
 def open_alone(path: Path) -> None:
@@ -129,6 +129,6 @@ def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
     for name in names:
         known = _OF_WEIGHTS.get(Path(name).suffix)
         if known:
-            made = registry.read(Place([directory], name), known, Choice())
+            made = registry.read(Location([directory], name), known, Choice())
             found.update((entry.fqn, entry) for entry in made.entries.values())
     return found

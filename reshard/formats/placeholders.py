@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.location import Place, directory
+from reshard.location import Location, directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelHint
 from reshard.units import counted, some
@@ -114,7 +114,7 @@ def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the model of a config beside the checkpoint; None where none helps."""
     from reshard.formats.pytorch import beside  # which reads what lies beside any checkpoint
 
-    model_hint: ModelHint | None = beside.nearby(Place([directory(manifest.origin.path)]), None)
+    model_hint: ModelHint | None = beside.nearby(Location([directory(manifest.origin.path)]), None)
     if model_hint is None:
         return None
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.formats import colossalai, deepspeed, huggingface, megatron, meta, nanotron, pytorch
-from reshard.location import Place, directory
+from reshard.location import Location, directory
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -26,25 +26,25 @@ class Choice:
     rules: Path | None = None
 
 
-def _deepspeed(place: Place, choice: Choice) -> Manifest:
+def _deepspeed(location: Location, choice: Choice) -> Manifest:
     from reshard.formats.deepspeed import reader
     from reshard.formats.pytorch import beside
 
-    found = beside.with_companions(reader.read(place, choice.tag, choice.rules), place)
-    return beside.with_run(found, Place([directory(found.origin.path)]))
+    found = beside.with_companions(reader.read(location, choice.tag, choice.rules), location)
+    return beside.with_run(found, Location([directory(found.origin.path)]))
 
 
-def _megatron(place: Place, choice: Choice) -> Manifest:
+def _megatron(location: Location, choice: Choice) -> Manifest:
     from reshard.formats.megatron import reader
     from reshard.formats.pytorch import beside
 
-    return beside.with_run(reader.read(place, _table(megatron.NAME, choice)), place)
+    return beside.with_run(reader.read(location, _table(megatron.NAME, choice)), location)
 
 
-def _meta(place: Place, choice: Choice) -> Manifest:
+def _meta(location: Location, choice: Choice) -> Manifest:
     from reshard.formats.meta import reader
 
-    return reader.read(place, _table(meta.NAME, choice))
+    return reader.read(location, _table(meta.NAME, choice))
 
 
 def _table(name: str, choice: Choice) -> Table:
@@ -53,41 +53,43 @@ def _table(name: str, choice: Choice) -> Table:
     return with_users(builtin(name), choice.rules)
 
 
-def _nanotron(place: Place, _choice: Choice) -> Manifest:
+def _nanotron(location: Location, _choice: Choice) -> Manifest:
     from reshard.formats.nanotron import reader
 
-    return reader.read(place)
+    return reader.read(location)
 
 
-def _colossalai(place: Place, choice: Choice) -> Manifest:
+def _colossalai(location: Location, choice: Choice) -> Manifest:
     from reshard.formats.colossalai import reader
 
-    return reader.read(place, model=choice.model, wrap=choice.wrap)
+    return reader.read(location, model=choice.model, wrap=choice.wrap)
 
 
-def _pytorch(place: Place, choice: Choice) -> Manifest:
+def _pytorch(location: Location, choice: Choice) -> Manifest:
     from reshard.formats.pytorch import reader
 
-    return reader.read(place, key=choice.key, model=choice.model, wrap=choice.wrap)
+    return reader.read(location, key=choice.key, model=choice.model, wrap=choice.wrap)
 
 
-def _huggingface(place: Place, _choice: Choice) -> Manifest:
+def _huggingface(location: Location, _choice: Choice) -> Manifest:
     from reshard.formats.huggingface import reader
 
-    return reader.read(place)
+    return reader.read(location)
 
 
-def _is_pytorch(place: Place) -> bool:
+def _is_pytorch(location: Location) -> bool:
     """What a trainer puts beside Megatron's iterations is no checkpoint of PyTorch's."""
-    return not megatron.holds(place) and pytorch.detect(place)
+    return not megatron.holds(location) and pytorch.detect(location)
 
 
-def _is_loose(place: Place) -> bool:
-    return not megatron.holds(place) and pytorch.detect_loosely(place)
+def _is_loose(location: Location) -> bool:
+    return not megatron.holds(location) and pytorch.detect_loosely(location)
 
 
-_Reader = Callable[[Place, Choice], Manifest]
-_FORMATS: tuple[tuple[str, Callable[[Place], bool], _Reader], ...] = (  # more particular ones first
+_Reader = Callable[[Location, Choice], Manifest]
+_FORMATS: tuple[
+    tuple[str, Callable[[Location], bool], _Reader], ...
+] = (  # more particular ones first
     (deepspeed.NAME, deepspeed.detect, _deepspeed),
     (megatron.NAME, megatron.detect, _megatron),
     (meta.NAME, meta.detect, _meta),
@@ -100,27 +102,27 @@ _FORMATS: tuple[tuple[str, Callable[[Place], bool], _Reader], ...] = (  # more p
 NAMES = tuple(sorted({name for name, _, _ in _FORMATS}))
 
 
-def is_of(name: str, place: Place) -> bool:
+def is_of(name: str, location: Location) -> bool:
     """Whether a checkpoint of the format of this name lies directly at a place."""
-    return any(detect(place) for known, detect, _ in _FORMATS if known == name)
+    return any(detect(location) for known, detect, _ in _FORMATS if known == name)
 
 
-def is_stray(place: Place) -> bool:
+def is_stray(location: Location) -> bool:
     """Return whether nothing but some file of ``torch.save`` makes a place a checkpoint."""
     known = (detect for _, detect, _ in _FORMATS if detect is not _is_loose)
-    return not any(detect(place) for detect in known) and _is_loose(place)
+    return not any(detect(location) for detect in known) and _is_loose(location)
 
 
-def detected(place: Place) -> str | None:
+def detected(location: Location) -> str | None:
     """The format of what lies directly at a place."""
-    return next((name for name, detect, _ in _FORMATS if detect(place)), None)
+    return next((name for name, detect, _ in _FORMATS if detect(location)), None)
 
 
-def read(place: Place, name: str, choice: Choice) -> Manifest:
+def read(location: Location, name: str, choice: Choice) -> Manifest:
     """What lies directly at a place, as a format of this name.
 
     Raises:
         ReshardError: whatever the format finds wrong.
     """
     reader = next(reader for known, _, reader in _FORMATS if known == name)
-    return reader(place, choice)
+    return reader(location, choice)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from reshard.errors import UnrecognisedError
 from reshard.files import MAX_POINTER, read_small_file
-from reshard.location import Place
+from reshard.location import Location
 
 _NUMBERED = re.compile(
     r"(?:(?:checkpoint|step|global_step|iter|(?:dist_)?epoch|ckpt)[-_]?|ep\d+-ba)?(\d{1,19})"
@@ -32,58 +32,59 @@ _LONGEST = 20  # digits of a step
 
 
 def checkpoint(
-    place: Place, tag: str | None, detect: Callable[[Place], bool], depth: int = _DEPTH
-) -> Place | None:
+    location: Location, tag: str | None, detect: Callable[[Location], bool], depth: int = _DEPTH
+) -> Location | None:
     """The checkpoint below a directory; None where there is none.
 
     Raises:
         UnrecognisedError: several, and neither a pointer nor a number nor a tag chooses.
     """
-    if detect(place) and tag is None:
-        return place
+    if detect(location) and tag is None:
+        return location
     if depth == 0:
         return None
-    chosen = _tagged(place, tag) if tag else _pointed(place) or _newest(place, detect)
+    chosen = _tagged(location, tag) if tag else _pointed(location) or _newest(location, detect)
     if chosen:
         found = checkpoint(chosen, None, detect, depth - 1)
         if found is None:
             raise UnrecognisedError(
                 chosen,
-                f"is the checkpoint that {place} means, and holds none: was the save interrupted?",
-                _others(place),
+                f"is the checkpoint that {location} means, and holds none: was the save"
+                " interrupted?",
+                _others(location),
             )
         return found
     several = [
         below
         for name in _FOLDERS
-        if name in place.folders
-        and (below := checkpoint(place.folders[name], tag, detect, depth - 1))
+        if name in location.folders
+        and (below := checkpoint(location.folders[name], tag, detect, depth - 1))
     ]
     if len(several) > 1:
         shown = ", ".join(map(str, several))
         raise UnrecognisedError(
-            place, f"holds several checkpoints: {shown}", f"give one of them, e.g. {several[0]}"
+            location, f"holds several checkpoints: {shown}", f"give one of them, e.g. {several[0]}"
         )
     return several[0] if several else None
 
 
-def _others(place: Place) -> str:
-    return f"give another one with --tag; there are {', '.join(list(place.folders)[:_LISTED])}"
+def _others(location: Location) -> str:
+    return f"give another one with --tag; there are {', '.join(list(location.folders)[:_LISTED])}"
 
 
-def _tagged(place: Place, tag: str) -> Place | None:
+def _tagged(location: Location, tag: str) -> Location | None:
     """The directory of that name, or of that number."""
-    if tag in place.folders:
-        return place.folders[tag]
-    numbers = numbered(place)
+    if tag in location.folders:
+        return location.folders[tag]
+    numbers = numbered(location)
     return numbers.get(int(tag)) if tag.isdecimal() and len(tag) < _LONGEST else None
 
 
-def numbered(place: Place) -> dict[int, Place]:
+def numbered(location: Location) -> dict[int, Location]:
     """The checkpoints of a run that have a number in their name."""
     return {
         number: folder
-        for name, folder in place.folders.items()
+        for name, folder in location.folders.items()
         if (number := number_of(name)) is not None
     }
 
@@ -98,29 +99,29 @@ def number_of(name: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
-def _pointed(place: Place) -> Place | None:
+def _pointed(location: Location) -> Location | None:
     """What the run's pointer names.
 
     Raises:
         UnrecognisedError: it names nothing that is there.
     """
-    pointer = next((place.files[name] for name in _POINTERS if name in place.files), None)
+    pointer = next((location.files[name] for name in _POINTERS if name in location.files), None)
     if pointer is None:
         return None
     named = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
-    found = _tagged(place, named)
+    found = _tagged(location, named)
     if found is None:
         raise UnrecognisedError(
             pointer,
             f"names {named[:_LONGEST]!r}, which is not there",
-            _others(place),
+            _others(location),
         )
     return found
 
 
-def _newest(place: Place, detect: Callable[[Place], bool]) -> Place | None:
+def _newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
     """The highest number; where that is no checkpoint (an interrupted save), none is guessed."""
-    numbers = numbered(place)
+    numbers = numbered(location)
     if any(checkpoint(folder, None, detect, 1) for folder in numbers.values()):
         return numbers[max(numbers)]
     return None

@@ -10,7 +10,7 @@ from reshard.formats import deepspeed, huggingface, meta, nanotron, run
 from reshard.formats.dcp.names import is_hf_shard
 from reshard.formats.pytorch.names import torch_files
 from reshard.formats.registry import detected, is_stray
-from reshard.location import Place
+from reshard.location import Location
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
 _TORCHTUNE = re.compile(r"hf_model_\d{4}_\d+\.pt")  # until 0.3: shard, epoch; without an index
@@ -29,106 +29,106 @@ _FOREIGN = {
 }
 
 
-def refuse_one_of_many(place: Place) -> None:
+def refuse_one_of_many(location: Location) -> None:
     """A file that its name says to be one of several is never taken for the model.
 
     Raises:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet; torchtune's old shards.
     """
-    if nanotron.detect(place):
+    if nanotron.detect(location):
         return
-    names = [place.chosen] if place.chosen else []
-    shard = _SHARD.search(place.chosen or "")
-    if not place.chosen and huggingface.index_of(place) is None:
-        names = [name for name in place.files if name.endswith(".safetensors")]
-        if not names and not detected(place):
-            names = [name for name in place.files if name.endswith(".bin")]
+    names = [location.chosen] if location.chosen else []
+    shard = _SHARD.search(location.chosen or "")
+    if not location.chosen and huggingface.index_of(location) is None:
+        names = [name for name in location.files if name.endswith(".safetensors")]
+        if not names and not detected(location):
+            names = [name for name in location.files if name.endswith(".bin")]
         found = (_SHARD.search(name) for name in names if not is_hf_shard(name))
         shard = next((match for match in found if match), None)
-        names += [name for name in place.files if name.endswith(PLAIN_SUFFIXES)]
-    if shard and not place.chosen and huggingface.is_whole_set(place):
+        names += [name for name in location.files if name.endswith(PLAIN_SUFFIXES)]
+    if shard and not location.chosen and huggingface.is_whole_set(location):
         return
     if shard and int(shard[2]) > 1 and not is_hf_shard(shard.string):
         raise IncompleteError(
-            place,
+            location,
             f"holds {shard.string}, shard {int(shard[1])} of {int(shard[2])}, without the index"
             " that says how the shards belong together",
             "give the directory with the index (model.safetensors.index.json,"
             " pytorch_model.bin.index.json) and all shards",
         )
-    shards = [name for name in place.files if _TORCHTUNE.fullmatch(name)]
+    shards = [name for name in location.files if _TORCHTUNE.fullmatch(name)]
     if len(shards) > 1 and any(map(_TORCHTUNE.fullmatch, names)):
         raise UnsupportedError(
-            place.path,
+            location.path,
             f"holds shards of a model that torchtune wrote without an index: {shards[0]} ...",
             "load those of one epoch and save them as one state dict; --from torch reads one alone",
         )
     for name in names:
         match = _MODEL_PARALLEL.search(name)
-        siblings = [n for n in place.files if match and _MODEL_PARALLEL.search(n)]
-        if len(siblings) > 1 and not (deepspeed.detect(place) or meta.detect(place)):
-            known = detected(Place(place.directories)) if place.chosen else None
+        siblings = [n for n in location.files if match and _MODEL_PARALLEL.search(n)]
+        if len(siblings) > 1 and not (deepspeed.detect(location) or meta.detect(location)):
+            known = detected(Location(location.directories)) if location.chosen else None
             raise UnsupportedError(
-                place.files[name],
+                location.files[name],
                 "is one rank's shard of a model-parallel checkpoint"
                 + ("" if known else ", of a kind that reshard does not know"),
-                f"give its directory, which is read whole: {place.path.parent}"
+                f"give its directory, which is read whole: {location.path.parent}"
                 if known
                 else "it would be wrong to take it for the whole model; --from torch does so if it"
                 " is",
             )
 
 
-def refuse_beside_runs(place: Place) -> None:
+def refuse_beside_runs(location: Location) -> None:
     """Refuse to take a loose file for the model where runs lie in folders beside it.
 
     Raises:
         UnrecognisedError: naming the runs and the file.
     """
-    if place.chosen or not is_stray(place):
+    if location.chosen or not is_stray(location):
         return
-    files = [name for name in torch_files(place) if not _MODEL.fullmatch(name)]
-    runs = [str(folder) for folder in place.folders.values() if files and _is_run(folder)]
+    files = [name for name in torch_files(location) if not _MODEL.fullmatch(name)]
+    runs = [str(folder) for folder in location.folders.values() if files and _is_run(folder)]
     if runs:
         raise UnrecognisedError(
-            place,
+            location,
             f"holds the file {files[0]}, and runs in folders beside it: {', '.join(runs)}",
-            f"give the one that you mean, e.g. {runs[0]}, or {place.path / files[0]}",
+            f"give the one that you mean, e.g. {runs[0]}, or {location.path / files[0]}",
         )
 
 
-def _is_run(place: Place) -> bool:
+def _is_run(location: Location) -> bool:
     """Whether a training checkpoint, or a run of several, lies in a folder."""
 
-    def known(below: Place) -> bool:
+    def known(below: Location) -> bool:
         return detected(below) is not None and not is_stray(below)
 
     try:
-        return run.checkpoint(place, None, known) is not None
+        return run.checkpoint(location, None, known) is not None
     except UnrecognisedError:  # a pointer to what is gone, or several
         return True
 
 
-def hint(place: Place) -> str:
+def hint(location: Location) -> str:
     """Checkpoints one level below or above, so that a wrong level costs one more command."""
     from tarfile import is_tarfile  # which imports every way to compress
 
-    if place.chosen and is_tarfile(place.path):
+    if location.chosen and is_tarfile(location.path):
         return "it is a tar archive (NeMo's .nemo is one): unpack it, and give the directory"
-    names = [place.chosen] if place.chosen else place.files
+    names = [location.chosen] if location.chosen else location.files
     foreign = [kind for suffix, kind in _FOREIGN.items() if any(n.endswith(suffix) for n in names)]
     if foreign:
         return (
             f"{foreign[0]} is not read: give the PyTorch model beside it, or that it was made from"
         )
-    if place.chosen:
-        return f"give the checkpoint's directory, e.g. {place.path.parent}"
-    folders = place.folders
+    if location.chosen:
+        return f"give the checkpoint's directory, e.g. {location.path.parent}"
+    folders = location.folders
     if "snapshots" in folders:  # of a model in Hugging Face's cache
         folders = folders["snapshots"].folders
     beneath = [folder for name, folder in folders.items() if not name.startswith(".")]
-    near = [*beneath, Place([place.path.resolve().parent])]
+    near = [*beneath, Location([location.path.resolve().parent])]
     found = [str(p) for p in near if detected(p)]
     if found:
         return f"did you mean {found[0]}?" + (

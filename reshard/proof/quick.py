@@ -22,7 +22,7 @@ from reshard.formats import huggingface, placeholders, run
 from reshard.identity import find_conflicts, list_evidence
 from reshard.identity.claims import mask_digits
 from reshard.identity.counters import find_counter_conflicts
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelShapes
 from reshard.paths import as_path
@@ -167,7 +167,7 @@ def _passed_over(manifest: Manifest, sources: Sequence[Path]) -> Iterator[str]:
     """A pointer that names an older checkpoint than the newest one there is."""
     if len(sources) != 1 or not sources[0].is_dir():
         return
-    numbers = run.numbered(Place([sources[0]]))
+    numbers = run.numbered(Location([sources[0]]))
     read = {as_path(path).parent.resolve() for path in manifest.files}
     used = [n for n, place in numbers.items() if any(_is_in(r, place.path) for r in read)]
     if used and max(numbers) > max(used):

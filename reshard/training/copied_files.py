@@ -19,7 +19,7 @@ from reshard.box import whole
 from reshard.containers.torch_detect import is_torch_file
 from reshard.dtypes import UINT8
 from reshard.files import size_of
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, contiguous
 
 KIND = "file"  # of an entry that is all bytes of a file
@@ -28,16 +28,16 @@ _OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)
 _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
 
 
-def find(place: Place) -> dict[str, str]:
+def find(location: Location) -> dict[str, str]:
     """Return the files that Accelerate reads back whole, name -> path; schedulers are among them.
 
     Nothing where the directory is not Accelerate's.
     """
-    if not any(map(_OF_ACCELERATE.fullmatch, place.files)):
+    if not any(map(_OF_ACCELERATE.fullmatch, location.files)):
         return {}
     return {
         name: str(path)
-        for name, path in place.files.items()
+        for name, path in location.files.items()
         if (is_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
     }
 

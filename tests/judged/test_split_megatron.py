@@ -13,7 +13,7 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UnsupportedError
 from reshard.formats.megatron.rank import open_args, open_rank
-from reshard.location import Place
+from reshard.location import Location
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 
 pytestmark = pytest.mark.judge
@@ -207,7 +207,7 @@ def test_experts_are_named_as_the_arguments_say(megatron_case, tmp_path, case, i
     """TEGroupedMLP numbers experts at the end of a name, SequentialMLP has a module each."""
     source = megatron_case(case) / "torch"
     reshard.split(source, tmp_path / "out", to="megatron", transformer_impl=impl, ep=2, dp=2)
-    file = open_rank(Place([tmp_path / "out" / "iter_0000003" / "mp_rank_00_001"]))
+    file = open_rank(Location([tmp_path / "out" / "iter_0000003" / "mp_rank_00_001"]))
     assert file.args.values["moe_grouped_gemm"] is grouped
     one = "linear_fc1.weight0" if grouped else "local_experts.0.linear_fc1.weight"
     assert f"decoder.layers.1.mlp.experts.{one}" in file.chunks()[0].params
@@ -220,7 +220,7 @@ def test_a_mixture_of_hugging_face_s_says_how_its_experts_are_named(megatron_cas
     text = config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 26914.93')
     config.write_text(text)
     reshard.split(tmp_path / "hf", tmp_path / "out", to="megatron", weights_only=True)
-    file = open_rank(Place([tmp_path / "out" / "release" / "mp_rank_00"]))
+    file = open_rank(Location([tmp_path / "out" / "release" / "mp_rank_00"]))
     assert file.args.values["moe_grouped_gemm"] is True
     assert file.args.values["rotary_base"] == 26914.93
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight0" in file.chunks()[0].params

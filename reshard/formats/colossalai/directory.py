@@ -6,29 +6,29 @@ import re
 from collections.abc import Iterator
 
 from reshard.formats.huggingface.directory import index_of
-from reshard.location import Place
+from reshard.location import Location
 
 NAME = "colossalai"
 INDEX = re.compile(r"(?:pytorch_optim(?:\..+)?\.bin|optimizer(?:\..+)?\.safetensors)\.index\.json")
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Return whether such an optimizer is here or one folder below, or this is its index."""
-    if place.chosen:
-        return INDEX.fullmatch(place.chosen) is not None
-    return find_optimizer(place) is not None and find_weights(place) is not None
+    if location.chosen:
+        return INDEX.fullmatch(location.chosen) is not None
+    return find_optimizer(location) is not None and find_weights(location) is not None
 
 
-def _candidates(place: Place) -> Iterator[Place]:
-    yield place
-    yield from place.folders.values()
+def _candidates(location: Location) -> Iterator[Location]:
+    yield location
+    yield from location.folders.values()
 
 
-def find_optimizer(place: Place) -> Place | None:
+def find_optimizer(location: Location) -> Location | None:
     """Return the folder with the index of the optimizer: this one or one below."""
-    return next((p for p in _candidates(place) if any(map(INDEX.fullmatch, p.files))), None)
+    return next((p for p in _candidates(location) if any(map(INDEX.fullmatch, p.files))), None)
 
 
-def find_weights(place: Place) -> Place | None:
+def find_weights(location: Location) -> Location | None:
     """Return the folder with the index of the weights: this one or one below."""
-    return next((p for p in _candidates(place) if index_of(p)), None)
+    return next((p for p in _candidates(location) if index_of(p)), None)

@@ -14,7 +14,7 @@ from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai.directory import INDEX, NAME, find_optimizer, find_weights
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import ModelHint
 from reshard.schema import COUNT, expect, fields, mapping, sequence
@@ -28,7 +28,7 @@ _GROUPS = sequence(fields(params=sequence(COUNT)))
 _SCHEDULER, _RUNNING = "lr_scheduler", "running_states.json"
 
 
-def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> Manifest:
+def read(location: Location, *, model: str | None = None, wrap: str | None = None) -> Manifest:
     """Read weights, optimizer, scheduler and running states.
 
     Args:
@@ -39,14 +39,14 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
         CorruptError: shards and index contradict each other.
         UnsupportedError: the checkpoint was saved asynchronously.
     """
-    if place.chosen:
-        place = Place(place.directories)
-    if find_weights(place) is None:
-        place = place.above()
-    weights, states = find_weights(place), find_optimizer(place)
+    if location.chosen:
+        location = Location(location.directories)
+    if find_weights(location) is None:
+        location = location.above()
+    weights, states = find_weights(location), find_optimizer(location)
     if weights is None or states is None:
         raise IncompleteError(
-            place,
+            location,
             "contains an optimizer of ColossalAI but no weights",
             "pass the directory of both",
         )
@@ -57,17 +57,17 @@ def read(place: Place, *, model: str | None = None, wrap: str | None = None) -> 
     root: dict[str, Any] = {
         "model": {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
     }
-    found = Found(root, str(place), dict(saved.files), globals=set(saved.unknown_globals))
+    found = Found(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
     root["optimizer"] = _read_optimizer(states, found)
-    scheduler = place.files.get(_SCHEDULER)
+    scheduler = location.files.get(_SCHEDULER)
     if scheduler and is_torch_file(scheduler):
         root[_SCHEDULER] = _read_file(scheduler, found)
     manifest = assemble.manifest(
         found,
-        Origin(format=NAME, path=str(place), mesh=_build_mesh(pipeline)),
+        Origin(format=NAME, path=str(location), mesh=_build_mesh(pipeline)),
         model_hint=ModelHint(model, wrap) if model else None,
     )
-    running = place.files.get(_RUNNING)  # its step counts from the start of the epoch
+    running = location.files.get(_RUNNING)  # its step counts from the start of the epoch
     if running is None:
         return manifest
     client = {**manifest.train.client, _RUNNING: json_object(running)}
@@ -85,7 +85,7 @@ def _find_stage(entry: Entry) -> int:
     return int(match[1]) if match else 0
 
 
-def _read_optimizer(place: Place, found: Found) -> dict[str, Any]:
+def _read_optimizer(location: Location, found: Found) -> dict[str, Any]:
     """Read the state dict of an optimizer from its shards and its file of groups.
 
     Raises:
@@ -93,7 +93,7 @@ def _read_optimizer(place: Place, found: Found) -> dict[str, Any]:
         CorruptError: the index lists numbers that no shard contains.
         UnsupportedError: the optimizer was saved asynchronously.
     """
-    path = next(path for name, path in place.files.items() if INDEX.fullmatch(name))
+    path = next(path for name, path in location.files.items() if INDEX.fullmatch(name))
     if path.name.startswith("optimizer"):
         raise UnsupportedError(
             path,
@@ -106,7 +106,7 @@ def _read_optimizer(place: Place, found: Found) -> dict[str, Any]:
         raise CorruptError(path, "is not an index: no weight_map, or no metadata")
     state: dict[int, dict[str, Any]] = {}
     for name in sorted({str(shard) for shard in listed.values()}):
-        shard = _require_file(place, path, name)
+        shard = _require_file(location, path, name)
         content = _read_file(shard, found)
         expect(shard, content, _SHARD)
         state.update(content)
@@ -116,14 +116,14 @@ def _read_optimizer(place: Place, found: Found) -> dict[str, Any]:
         raise CorruptError(
             path, f"lists the state of parameter {missing[0]}, which no shard contains"
         )
-    shared = _require_file(place, path, str(metadata.get("param_groups")))
+    shared = _require_file(location, path, str(metadata.get("param_groups")))
     groups = _read_file(shared, found)
     expect(shared, groups, _GROUPS)
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
-def _require_file(place: Place, index: Path, name: str) -> Path:
-    path = place.files.get(name)
+def _require_file(location: Location, index: Path, name: str) -> Path:
+    path = location.files.get(name)
     if path is None:
         raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
     return path

@@ -21,7 +21,7 @@ from reshard.box import Box, as_index
 from reshard.containers import safetensors
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.dcp.names import HF_SHARD, is_hf_shard
-from reshard.location import Place, missing_ranks
+from reshard.location import Location, missing_ranks
 from reshard.manifest import Chunk, SourceFile
 from reshard.state_dict.found import Found
 from reshard.state_dict.tree import Logical
@@ -29,19 +29,19 @@ from reshard.state_dict.tree import Logical
 _INFO = "DCP_SHARDING_INFO"
 
 
-def read(place: Place) -> Found:
+def read(location: Location) -> Found:
     """The weights of all shards in a directory.
 
     Raises:
         IncompleteError: a rank's shard is missing.
         CorruptError: a header that does not say where its blocks lie.
     """
-    shards = {name: path for name, path in place.files.items() if is_hf_shard(name)}
+    shards = {name: path for name, path in location.files.items() if is_hf_shard(name)}
     ranks = {int(HF_SHARD.fullmatch(name)[1]) for name in shards}  # type: ignore[index]
     missing = missing_ranks({rank - 1 for rank in ranks}, max(ranks))
     if missing:
         raise IncompleteError(
-            place,
+            location,
             f"holds the shard of rank {max(ranks) - 1}, but none of rank {missing[0]}",
             "copy the missing files here (a node-local disk may still hold them)",
         )
@@ -64,7 +64,9 @@ def read(place: Place) -> Found:
                 "one of them is a copy of the other: fetch both again from their ranks",
             )
     state = {fqn: _whole(fqn, held) for fqn, held in chunks.items()}
-    return Found(state, str(place), sources, world=len(ranks), plain_is_buffer=False, proved=False)
+    return Found(
+        state, str(location), sources, world=len(ranks), plain_is_buffer=False, proved=False
+    )
 
 
 def _whole(fqn: str, chunks: list[Chunk]) -> Logical:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.location import Place
+from reshard.location import Location
 
 METADATA = ".metadata"
 HF_SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -15,9 +15,9 @@ def is_part(name: str) -> bool:
     return name == METADATA or name.endswith((".distcp", ".metadata"))
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Whether DCP's files lie in a directory."""
-    return any(is_part(name) for name in place.files)
+    return any(is_part(name) for name in location.files)
 
 
 def is_hf_shard(name: str) -> bool:

@@ -16,7 +16,7 @@ from reshard.formats.dcp.flattened import restored
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
 from reshard.formats.dcp.names import METADATA
-from reshard.location import Place, missing_ranks
+from reshard.location import Location, missing_ranks
 from reshard.manifest import Chunk
 from reshard.state_dict import tree
 from reshard.state_dict.found import Found
@@ -29,7 +29,7 @@ _LISTED = 4
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
 
 
-def read(place: Place) -> Found:
+def read(location: Location) -> Found:
     """The tree of one directory.
 
     Raises:
@@ -37,29 +37,29 @@ def read(place: Place) -> Found:
         CorruptError: files contradict each other.
         UnsafeError: the metadata name a file outside the directory.
     """
-    about, found = _stored(place)
-    return replace(found, root=_nested(place, about, found.root))
+    about, found = _stored(location)
+    return replace(found, root=_nested(location, about, found.root))
 
 
-def read_flat(place: Place) -> Found:
+def read_flat(location: Location) -> Found:
     """The same, each tensor and object under its own key, for one who knows what keys mean.
 
     Raises:
         ReshardError: as `read`.
     """
-    _, found = _stored(place)
+    _, found = _stored(location)
     return found
 
 
-def _stored(place: Place) -> tuple[Metadata, Found]:
-    about = metadata.read(_metadata_files(place))
+def _stored(location: Location) -> tuple[Metadata, Found]:
+    about = metadata.read(_metadata_files(location))
     objects = {key: block for key, block in about.objects.items() if block is not None}
     with SourceFiles() as pool:
         items = Items(pool)
         leaves: dict[str, Any] = {}
         for key, stored in about.tensors.items():
             held = [
-                items.chunk(_data(place, block.file), block, stored.dtype)
+                items.chunk(_data(location, block.file), block, stored.dtype)
                 for block in stored.blocks
             ]
             chunks = tuple(each for each in held if isinstance(each, Chunk))
@@ -68,55 +68,55 @@ def _stored(place: Place) -> tuple[Metadata, Found]:
                 continue
             leaf = Logical(stored.dtype, stored.shape, chunks)
             shape = about.shapes.get(key)
-            leaves[key] = leaf if shape is None else restored(place, key, leaf, shape)
+            leaves[key] = leaf if shape is None else restored(location, key, leaf, shape)
         for key, block in objects.items():
-            leaves[key] = tree.of_file(items.object(_data(place, block.file), block))
+            leaves[key] = tree.of_file(items.object(_data(location, block.file), block))
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
     found = Found(
         root=leaves,
-        where=str(place),
+        where=str(location),
         files=items.sources(),
         world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
         globals=items.globals | about.globals,
         plain_is_buffer=False,
-        notes=_stale(place, used),
+        notes=_stale(location, used),
     )
     return about, found
 
 
-def _stale(place: Place, used: set[str]) -> list[str]:
+def _stale(location: Location, used: set[str]) -> list[str]:
     """What lies beside the save and does not belong to it."""
     rest = [
         name
-        for name, path in place.files.items()
+        for name, path in location.files.items()
         if name.endswith(".distcp") and name not in used and path.stat().st_size
     ]  # a rank that had nothing to save leaves an empty file
     shown = ", ".join(rest[:_LISTED])
     return [f"files of another save lie beside this one: {shown}"] if rest else []
 
 
-def _metadata_files(place: Place) -> list[Path]:
-    if METADATA in place.files:
-        return [place.files[METADATA]]
+def _metadata_files(location: Location) -> list[Path]:
+    if METADATA in location.files:
+        return [location.files[METADATA]]
     ranks = {
         int(match[1]): path
-        for name, path in place.files.items()
+        for name, path in location.files.items()
         if (match := _RANK_METADATA.fullmatch(name))
     }
     if not ranks:
         raise IncompleteError(
-            place,
+            location,
             "holds .distcp files and no .metadata, which DCP writes last: the save was interrupted,"
             " or the file lies on another node",
             "copy .metadata here from the node of rank 0 (it is a hidden file), or give that"
             " node's directory as a second source",
         )
-    writers = {int(match[1]) for name in place.files if (match := _DATA.fullmatch(name))}
+    writers = {int(match[1]) for name in location.files if (match := _DATA.fullmatch(name))}
     missing = missing_ranks(ranks, max(ranks) + 1) or sorted(writers - ranks.keys())
     if missing:
         raise IncompleteError(
-            place,
+            location,
             f"holds metadata of rank {max(ranks)}, but not of rank {missing[0]}",
             "copy it here (a node-local disk may still hold it), or give that node's directory as a"
             " second source",
@@ -124,11 +124,11 @@ def _metadata_files(place: Place) -> list[Path]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _data(place: Place, name: str) -> Path:
-    path = place.files.get(name) or place.nested(name)
+def _data(location: Location, name: str) -> Path:
+    path = location.files.get(name) or location.nested(name)
     if path is None:
         raise IncompleteError(
-            place,
+            location,
             f"{name} is missing",
             "copy it here (a node-local disk may still hold it), or give that node's directory as a"
             " second source",
@@ -136,23 +136,23 @@ def _data(place: Place, name: str) -> Path:
     return path
 
 
-def _nested(place: Place, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
+def _nested(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
     """The state dict as it was, and in its order: joined keys can collide, the paths cannot."""
     root: dict[Any, Any] = {}
     paths = _of_flat(about.paths) or about.paths
     for key in sorted(leaves, key=_positions(about, leaves).__getitem__):
         if paths and key not in paths:
             raise CorruptError(
-                place, f"announces {key!r} and does not say where in the state dict it stood"
+                location, f"announces {key!r} and does not say where in the state dict it stood"
             )
         *parents, last = paths.get(key) or _guessed(key)
         node = root
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise CorruptError(place, f"{key!r} lies inside of a tensor")
+                raise CorruptError(location, f"{key!r} lies inside of a tensor")
         if last in node:
-            raise CorruptError(place, f"{key!r} is stored twice")
+            raise CorruptError(location, f"{key!r} is stored twice")
         node[last] = leaves[key]
     return root
 

@@ -18,7 +18,7 @@ from reshard.errors import (
     UnrecognisedError,
 )
 from reshard.files import MAX_POINTER, read_small_file
-from reshard.location import Place
+from reshard.location import Location
 from reshard.units import some
 
 NAME = "deepspeed"
@@ -37,7 +37,7 @@ _STATES = (_MODEL, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 class Census:
     """The files of one model-parallel rank in a tag directory, by data-parallel rank."""
 
-    place: Place
+    location: Location
     model: dict[int, Path] = field(default_factory=dict)  # {0: ...} where one file serves all ranks
     optim: dict[int, Path] = field(default_factory=dict)
     model_is_sharded: bool = False  # stage 3 names
@@ -56,7 +56,7 @@ class Census:
             missing, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
             if missing:
                 raise IncompleteError(
-                    self.place,
+                    self.location,
                     f"{kind} states of {world_size} ranks are expected; those of rank"
                     f" {_ranks(missing)} are missing",
                     "copy the missing files here (a node-local disk may still hold them)",
@@ -64,7 +64,7 @@ class Census:
             if extra:
                 names = ", ".join(files[rank].name for rank in extra[:4])
                 raise StaleError(
-                    self.place,
+                    self.location,
                     f"the checkpoint is of {world_size} ranks, but {kind} states of rank"
                     f" {_ranks(extra)} lie beside it ({names}): left over from another run",
                     "move the extra files away, if the others are the run that you mean",
@@ -82,7 +82,7 @@ class Files:
         expert_optim: of training without ZeRO, by expert-parallel and model-parallel rank.
     """
 
-    place: Place
+    location: Location
     ranks: dict[int, Census] = field(default_factory=dict)
     layers: dict[int, dict[int, Path]] = field(default_factory=dict)
     experts: dict[tuple[int, int], dict[int, Path]] = field(default_factory=dict)
@@ -102,64 +102,64 @@ def _is_state_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in _STATES)
 
 
-def _is_tag(place: Place) -> bool:
+def _is_tag(location: Location) -> bool:
     """Whether a directory holds rank files or the universal form."""
-    return _is_universal(place) or any(map(_is_state_file, place.files))
+    return _is_universal(location) or any(map(_is_state_file, location.files))
 
 
-def _is_universal(place: Place) -> bool:
-    zero = place.folders.get("zero")
+def _is_universal(location: Location) -> bool:
+    zero = location.folders.get("zero")
     return zero is not None and _is_zero(zero)
 
 
-def _is_zero(place: Place) -> bool:
-    return any("fp32.pt" in folder.files for folder in place.folders.values())
+def _is_zero(location: Location) -> bool:
+    return any("fp32.pt" in folder.files for folder in location.folders.values())
 
 
-def _tags(place: Place) -> list[str]:
-    return [name for name, folder in place.folders.items() if _is_tag(folder)]
+def _tags(location: Location) -> list[str]:
+    return [name for name, folder in location.folders.items() if _is_tag(folder)]
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Whether the place is a run directory, a tag directory, or a rank file of DeepSpeed.
 
     Raises:
         CorruptError: the file that names the latest tag is no text.
     """
-    if place.chosen:
-        return _is_state_file(place.chosen) or place.chosen in _POINTERS
-    if _is_tag(place) or _tags(place) or (place.name == "zero" and _is_zero(place)):
+    if location.chosen:
+        return _is_state_file(location.chosen) or location.chosen in _POINTERS
+    if _is_tag(location) or _tags(location) or (location.name == "zero" and _is_zero(location)):
         return True
-    pointer = _pointer(place)
-    return pointer is not None and _named_in(pointer) not in place.folders
+    pointer = _pointer(location)
+    return pointer is not None and _named_in(pointer) not in location.folders
 
 
-def locate(place: Place, tag: str | None = None) -> Place:
+def locate(location: Location, tag: str | None = None) -> Location:
     """The tag directory that a place stands for.
 
     Raises:
         UnrecognisedError: no tag was given where several, or none, are possible.
         CorruptError: the file that names the latest tag is no text.
     """
-    place = Place(place.directories)
-    if place.name == "zero":
-        place = place.above()
-    if tag is None and _is_tag(place):
-        return place
-    tags = _tags(place)
-    chosen = tag or _latest(place, tags)
+    location = Location(location.directories)
+    if location.name == "zero":
+        location = location.above()
+    if tag is None and _is_tag(location):
+        return location
+    tags = _tags(location)
+    chosen = tag or _latest(location, tags)
     if chosen in tags:
-        return place.folders[chosen]
+        return location.folders[chosen]
     found = f"the directory holds {', '.join(tags)}" if tags else "it holds no checkpoint"
     raise UnrecognisedError(
-        place.path / chosen,
+        location.path / chosen,
         f"is not a DeepSpeed checkpoint directory; {found}",
         f"give one of them with --tag, e.g. --tag {tags[-1]}" if tags else "",
     )
 
 
-def _pointer(place: Place) -> Path | None:
-    return next((place.files[name] for name in _POINTERS if name in place.files), None)
+def _pointer(location: Location) -> Path | None:
+    return next((location.files[name] for name in _POINTERS if name in location.files), None)
 
 
 def _named_in(pointer: Path) -> str:
@@ -174,28 +174,28 @@ def _named_in(pointer: Path) -> str:
     raise CorruptError(pointer, f"names {chosen[:80]!r}, which is not a tag", "give --tag")
 
 
-def _latest(place: Place, tags: list[str]) -> str:
+def _latest(location: Location, tags: list[str]) -> str:
     """The tag that the run's ``latest`` file names; never a guess."""
-    pointer = _pointer(place)
+    pointer = _pointer(location)
     if pointer:
         return _named_in(pointer)
     raise UnrecognisedError(
-        place,
+        location,
         f"has no file 'latest' that says which checkpoint is meant; found {', '.join(tags)}",
-        f"give the directory itself ({place.path / tags[-1]}) or --tag {tags[-1]}",
+        f"give the directory itself ({location.path / tags[-1]}) or --tag {tags[-1]}",
     )
 
 
-def census(place: Place) -> Files:
+def census(location: Location) -> Files:
     """Sort the files of a tag directory by rank.
 
     Raises:
         StaleError: files of two runs with different settings.
         IncompleteError: a rank's model states are missing.
     """
-    found = Files(place)
+    found = Files(location)
     prefixes: dict[str, str] = {}
-    for name, path in place.files.items():
+    for name, path in location.files.items():
         if match := _MODEL.fullmatch(name):
             _rank(found, match[1]).model.setdefault(0, path)
         elif match := _MODEL3.fullmatch(name):
@@ -214,7 +214,7 @@ def census(place: Place) -> Files:
             found.expert_optim[int(match[1]), int(match[2])] = path
     if len(prefixes) > 1:
         raise StaleError(
-            place,
+            location,
             f"holds optimizer states of two runs: {' and '.join(sorted(prefixes.values()))}",
             "move the files of the older run away",
         )
@@ -223,7 +223,7 @@ def census(place: Place) -> Files:
 
 
 def _rank(found: Files, digits: str) -> Census:
-    return found.ranks.setdefault(int(digits), Census(found.place))
+    return found.ranks.setdefault(int(digits), Census(found.location))
 
 
 def _check_models(found: Files) -> None:
@@ -232,14 +232,14 @@ def _check_models(found: Files) -> None:
         rank, name = found.ranks.get(number), f"mp_rank_{number:02d}_model_states.pt"
         if rank is None or not rank.model:
             raise IncompleteError(
-                found.place,
+                found.location,
                 f"{name} (or zero_pp_rank_*_model_states.pt) is missing:"
                 " it holds the parameter names and shapes",
                 "copy it here from rank 0's disk",
             )
-        if rank.model_is_sharded and name in found.place.files:
+        if rank.model_is_sharded and name in found.location.files:
             raise StaleError(
-                found.place,
+                found.location,
                 f"holds model states of stage 3 (zero_pp_rank_*) and of another stage ({name}):"
                 " two runs are mixed",
                 "move the files of the older run away",

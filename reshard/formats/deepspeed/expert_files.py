@@ -52,7 +52,7 @@ def open_all(files: Files, first: ModelStates) -> list[Expert]:
     if missing:
         layer, number = missing
         raise IncompleteError(
-            files.place,
+            files.location,
             f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt is missing; the model has"
             f" {sum(counts)} experts in {len(counts)} layers",
             "copy it here (a node-local disk may still hold it)",

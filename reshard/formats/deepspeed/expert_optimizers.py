@@ -36,7 +36,7 @@ def read(
         path = files.expert_optim.get((rank, 0))
         if path is None:
             raise IncompleteError(
-                files.place, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
+                files.location, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
             )
         optimizers.append(torch_reader.read(path))
         expect(path, optimizers[-1].root, fields(optimizer=maybe(OPTIMIZER)))

@@ -80,7 +80,7 @@ def _in_order(
 
 
 def _refuse(files: Files, first: ModelStates) -> None:
-    place = files.place
+    place = files.location
     if first.root.get("ds_autoep_layers"):
         raise UnsupportedError(place, "holds experts of AutoEP, which are not read yet")
     if files.layers or set(files.ranks) != {0}:

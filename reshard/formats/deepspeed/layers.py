@@ -61,7 +61,7 @@ def modules(files: Files, tensor: int, stages: Sequence[Said]) -> list[Module]:
     for layer, ranks in sorted(files.layers.items()):
         if tensor not in ranks:
             raise IncompleteError(
-                files.place,
+                files.location,
                 f"holds layer {layer} of tensor-parallel rank {min(ranks)}, and not of {tensor}",
                 "copy the missing file here",
             )
@@ -121,7 +121,7 @@ def _check_all(files: Files, named: Names, found: Sequence[Module]) -> None:
         number = counts.natural(layer)
         where = "layer's file" if number is None else f"layer_{number:02d}-*"
         raise IncompleteError(
-            files.place,
+            files.location,
             f"names {lacking[0]!r}, which no {where} here holds",
             "copy the missing file here",
         )

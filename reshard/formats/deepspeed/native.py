@@ -25,7 +25,7 @@ from reshard.formats.deepspeed.states import (
     open_optimizer,
     under_own_names,
 )
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
     MASTER,
@@ -79,7 +79,7 @@ def read(
     models = under_own_names([_with_shapes(first, ranks), *models[1:]])
     first = models[0]
     _check_ranks(ranks, first, parts)
-    return _assemble(census.place, models, ranks, world_size, layers)
+    return _assemble(census.location, models, ranks, world_size, layers)
 
 
 def _with_shapes(first: ModelStates, ranks: Sequence[OptimizerStates]) -> ModelStates:
@@ -106,7 +106,7 @@ def _shard_size(first: ModelStates) -> int:
 def _rank_zero(census: Census) -> Path:
     if 0 not in census.model:
         raise IncompleteError(
-            census.place, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing", "copy it here"
+            census.location, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing", "copy it here"
         )
     return census.model[0]
 
@@ -115,7 +115,7 @@ def _expect_optimizer(census: Census, first: ModelStates, world_size: int) -> No
     """param_shapes is written with ZeRO only; then every rank has optimizer states."""
     if first.shapes and not census.optim:
         raise IncompleteError(
-            census.place,
+            census.location,
             f"a ZeRO checkpoint of {world_size} ranks, but it holds no *_optim_states.pt:"
             " the fp32 weights are in them",
             "copy them here; or merge the 16-bit weights of stages 1 and 2 with"
@@ -162,7 +162,7 @@ def _versions(first: ModelStates, ranks: Sequence[OptimizerStates]) -> dict[str,
 
 
 def _assemble(
-    place: Place,
+    location: Location,
     models: Sequence[ModelStates],
     ranks: Sequence[OptimizerStates],
     world_size: int,
@@ -170,7 +170,7 @@ def _assemble(
 ) -> Manifest:
     first = models[0]
     tied = first.aliases()
-    swapped = swap.find(place, first.shapes, ranks)
+    swapped = swap.find(location, first.shapes, ranks)
     stage, optimizer, state, warnings, claims = _optimizer(first, ranks, tied, swapped)
     module = _module_entries(models, tied, sharded=stage == 3)
     if _selects_columns(first):
@@ -197,7 +197,7 @@ def _assemble(
     return Manifest(
         origin=Origin(
             format="deepspeed",
-            path=str(place),
+            path=str(location),
             detail=f"ZeRO stage {stage}" if stage is not None else "",
             versions={"deepspeed": version},
             mesh={"world": world_size, "dp": world_size},

@@ -78,13 +78,13 @@ def sizes_of(files: Files, firsts: Sequence[ModelStates]) -> tuple[int, int]:
     wanted = max(ranks, stages * tensor)
     if count < wanted:
         raise IncompleteError(
-            files.place,
+            files.location,
             f"{wanted} model-parallel ranks saved it; model states of {count} are here",
             "copy the missing mp_rank_* files here",
         )
     if count % tensor:
         raise CorruptError(
-            files.place,
+            files.location,
             f"holds model states of {count} ranks, and files of {tensor} tensor-parallel ranks",
             "files of two runs are mixed: move those of the other run away",
         )
@@ -150,7 +150,7 @@ def _cuts(
     shapes = {entry.fqn: entry.shape for ranks in stages for entry in ranks[0].entries.values()}
     buffers = {entry.fqn for ranks in stages for entry in ranks[0].of_kind("buffer")}
     return Cuts(
-        str(files.place),
+        str(files.location),
         info if isinstance(info, dict) else {},
         shapes,
         ranks=len(stages[0]),

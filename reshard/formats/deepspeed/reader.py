@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from reshard.formats.deepspeed import directory
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Manifest
 
 
-def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Manifest:
+def read(location: Location, tag: str | None = None, rules: Path | None = None) -> Manifest:
     """Read a run directory (through ``latest`` or ``tag``), a tag directory, or a file of one.
 
     Args:
@@ -20,12 +20,12 @@ def read(place: Place, tag: str | None = None, rules: Path | None = None) -> Man
         CorruptError: files of different steps, world sizes or runs are mixed.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
-    place = directory.locate(place, tag)
-    if "zero" in place.folders:
+    location = directory.locate(location, tag)
+    if "zero" in location.folders:
         from reshard.formats.deepspeed import universal
 
-        return universal.read(place, rules)
-    files = directory.census(place)
+        return universal.read(location, rules)
+    files = directory.census(location)
     mixed = bool(files.experts or files.expert_optim)
     if files.is_parallel and not mixed:
         from reshard.formats.deepspeed import parallel

@@ -23,7 +23,7 @@ from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
 from reshard.formats.deepspeed.partitioned import Swapped, piece_numel, sub_group_state
 from reshard.formats.deepspeed.states import OptimizerStates, Piece, Shapes
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import MASTER
 
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
@@ -31,7 +31,7 @@ _ALIGNMENT = 1024  # bytes; a multiple of it (the aio parallelism times) pads ev
 _MAX_PADDING = 64 * _ALIGNMENT
 
 
-def find(place: Place, shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Swapped:
+def find(location: Location, shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Swapped:
     """Every piece that lies in a swap file.
 
     Raises:
@@ -48,19 +48,19 @@ def find(place: Place, shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Swap
             if isinstance(group, Tensor) and group.numel == 0 and index < len(shapes)
         ]
         if wanted:
-            folder = _folder(place, rank.rank)
+            folder = _folder(location, rank.rank)
             _refuse_ambiguous(folder, wanted, shapes, rank)
             for index, kind, piece in _of_rank(folder, wanted, shapes, rank, len(ranks)):
                 found[rank.rank, index, kind] = piece
     return found
 
 
-def _folder(place: Place, rank: int) -> Path:
+def _folder(location: Location, rank: int) -> Path:
     """Where a rank's swap files lie, or should."""
     name = f"rank{rank:02d}"
-    offloaded = place.folders.get("offloaded_tensors")
+    offloaded = location.folders.get("offloaded_tensors")
     found = offloaded.folders.get(name) if offloaded else None
-    return found.path if found else place.path / "offloaded_tensors" / name
+    return found.path if found else location.path / "offloaded_tensors" / name
 
 
 def _of_rank(

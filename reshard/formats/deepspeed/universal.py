@@ -32,7 +32,7 @@ from reshard.formats.deepspeed.states import (
     whole_entry,
 )
 from reshard.formats.deepspeed.universal_ranks import Ranks, ranks_of
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
     MASTER,
@@ -50,7 +50,7 @@ from reshard.pickles import trust
 from reshard.schema import expect
 
 
-def read(place: Place, rules: Path | None = None) -> Manifest:
+def read(location: Location, rules: Path | None = None) -> Manifest:
     """Describe a universal directory; layout-free, so any parallel grid may have written it.
 
     Args:
@@ -62,16 +62,16 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
         UnsupportedError: a parameter that ds_to_universal put together wrongly.
         CorruptError: a file holds no tensor, or not its parameter's.
     """
-    models = under_own_names(_model_states(place))
+    models = under_own_names(_model_states(location))
     model = models[0]
     module = model.module
     files: dict[str, TorchFile] = {state.file.path: state.file for state in models}
-    ranks = ranks_of(models if _is_by_model_rank(models) else models[:1], str(place), rules)
+    ranks = ranks_of(models if _is_by_model_rank(models) else models[:1], str(location), rules)
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
     alike = Alike()
-    for folder in place.folders["zero"].folders.values():
+    for folder in location.folders["zero"].folders.values():
         fqn = own_name(folder.name, module)
         if fqn in module and fqn not in shapes:
             continue  # a buffer or a frozen weight, made float32 here: the module has it as it is
@@ -83,12 +83,12 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
                 steps[fqn] = float(file.number(value))
             else:
                 entries.append(ranks.checked(_entry(file, fqn, kind, value, shapes)))
-    root = _optimizer_root(place, files)
+    root = _optimizer_root(location, files)
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
         steps = _common_step(root, files, masters)
     tied = {alias: kept for alias, kept in model.aliases().items() if alias not in masters}
-    _check_all(place, shapes, masters, tied)
+    _check_all(location, shapes, masters, tied)
     entries += _module_rest(models, ranks, masters, tied)
     places = {name: index for index, name in enumerate(module)}
     entries.sort(key=lambda entry: places.get(entry.fqn, len(places)))
@@ -96,7 +96,7 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     return Manifest(
         origin=Origin(
             format="deepspeed-universal",
-            path=str(place),
+            path=str(location),
             detail="layout-free",
             versions={"deepspeed": str(model.root.get("ds_version", "unknown"))},
             mesh=mesh,
@@ -119,13 +119,13 @@ def read(place: Place, rules: Path | None = None) -> Manifest:
     )
 
 
-def _model_states(place: Place) -> list[ModelStates]:
+def _model_states(location: Location) -> list[ModelStates]:
     """The model states: at stages 0 to 2 of each model-parallel rank, at stage 3 of every rank.
 
     ds_to_universal copies those of its source; reshard writes both forms, of which the first has
     the module's weights.
     """
-    found = [path for path in place.files.values() if path.match("*mp_rank_*_model_states.pt")]
+    found = [path for path in location.files.values() if path.match("*mp_rank_*_model_states.pt")]
     whole_ones = [path for path in found if path.name.startswith("mp_rank_")]
     if whole_ones:
         return [open_model(path) for path in sorted(whole_ones)]
@@ -133,7 +133,7 @@ def _model_states(place: Place) -> list[ModelStates]:
     sharded.sort(key=lambda path: int(path.name.split("_")[3]))
     if not sharded:
         raise IncompleteError(
-            place,
+            location,
             "has zero/ but no *_model_states.pt beside it: the step and the buffers are in it",
             "copy it here from the directory that was converted",
         )
@@ -157,7 +157,7 @@ def _entry(
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 
-def _values(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tensor | float]]:
+def _values(folder: Location, alike: Alike) -> Iterator[tuple[str, TorchFile, Tensor | float]]:
     """(kind, file, tensor) of one parameter's folder; a counter may be a number."""
     paths = [path for path in folder.files.values() if path.suffix == ".pt"]
     if not any(path.name == "fp32.pt" for path in paths):
@@ -172,7 +172,10 @@ def _values(folder: Place, alike: Alike) -> Iterator[tuple[str, TorchFile, Tenso
 
 
 def _check_all(
-    place: Place, shapes: Mapping[str, Index], masters: Container[str], tied: Mapping[str, str]
+    location: Location,
+    shapes: Mapping[str, Index],
+    masters: Container[str],
+    tied: Mapping[str, str],
 ) -> None:
     """What the module has of a trained parameter is not what the optimizer trained.
 
@@ -182,7 +185,7 @@ def _check_all(
     lost = [f for f, shape in shapes.items() if prod(shape) and tied.get(f, f) not in masters]
     if lost:
         raise IncompleteError(
-            place.folders["zero"],
+            location.folders["zero"],
             f"has no folder of {lost[0]!r}, which was trained"
             + (f", nor of {len(lost) - 1} others" if lost[1:] else ""),
             "the conversion or a copy was interrupted: repeat it",
@@ -214,8 +217,8 @@ def _module_rest(
         yield from partitioned.frozen(models)
 
 
-def _optimizer_root(place: Place, files: dict[str, TorchFile]) -> dict[str, Any]:
-    path = place.folders["zero"].files.get("optimizer_state.pt")
+def _optimizer_root(location: Location, files: dict[str, TorchFile]) -> dict[str, Any]:
+    path = location.folders["zero"].files.get("optimizer_state.pt")
     if path is None:
         return {}
     file = torch_reader.read(path, builders=BUILDERS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from reshard.location import Place
+from reshard.location import Location
 
 NAME = "huggingface"
 INDEX = "model.safetensors.index.json"
@@ -15,17 +15,19 @@ _WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
-    if place.chosen:
-        return is_index(place.chosen) or place.chosen.endswith(".safetensors")
-    return index_of(place) is not None or any(name.endswith(".safetensors") for name in place.files)
+    if location.chosen:
+        return is_index(location.chosen) or location.chosen.endswith(".safetensors")
+    return index_of(location) is not None or any(
+        name.endswith(".safetensors") for name in location.files
+    )
 
 
-def index_of(place: Place) -> str | None:
+def index_of(location: Location) -> str | None:
     """The name of a directory's index of shards; of several that are no model's, none."""
-    usual = next((name for name in _INDEXES if name in place.files), None)
-    others = [name for name in place.files if is_index(name)]
+    usual = next((name for name in _INDEXES if name in location.files), None)
+    others = [name for name in location.files if is_index(name)]
     return usual or (others[0] if len(others) == 1 else None)
 
 
@@ -34,9 +36,9 @@ def is_index(name: str) -> bool:
     return _INDEX.fullmatch(name) is not None
 
 
-def is_whole_set(place: Place) -> bool:
+def is_whole_set(location: Location) -> bool:
     """Whether the safetensors files are all shards of one save, by their names: 1 to N of N."""
-    names = [name for name in place.files if name.endswith(".safetensors")]
+    names = [name for name in location.files if name.endswith(".safetensors")]
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     numbers = sorted(int(match["number"]) for match in shards)
     return (
@@ -46,6 +48,6 @@ def is_whole_set(place: Place) -> bool:
     )
 
 
-def weights_beside(place: Place, read: Container[str]) -> list[str]:
+def weights_beside(location: Location, read: Container[str]) -> list[str]:
     """The directory's other files of weights, by name."""
-    return sorted(name for name in place.files if _WEIGHTS.fullmatch(name) and name not in read)
+    return sorted(name for name in location.files if _WEIGHTS.fullmatch(name) and name not in read)

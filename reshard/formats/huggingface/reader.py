@@ -26,7 +26,7 @@ from reshard.formats.huggingface.directory import (
     is_whole_set,
     weights_beside,
 )
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from reshard.model import ModelShapes
 
 
-def read(place: Place) -> Manifest:
+def read(location: Location) -> Manifest:
     """Read a directory through its index, a directory of one file, or one file.
 
     Raises:
@@ -54,29 +54,29 @@ def read(place: Place) -> Manifest:
         CorruptError: shards and index contradict each other.
         UnrecognisedError: several files and no index.
     """
-    made = _read(place)
-    others = weights_beside(place, {Path(path).name for path in made.files})
-    if others and not place.chosen:
+    made = _read(location)
+    others = weights_beside(location, {Path(path).name for path in made.files})
+    if others and not location.chosen:
         text = f"holds other weights beside, which are not read: {some(others)}"
         made = replace(made, warnings=(*made.warnings, text))
     return made
 
 
-def _read(place: Place) -> Manifest:
-    if place.chosen and not is_index(place.chosen):
-        return _read_file(place.path)
-    if not place.chosen and "model.safetensors" in place.files:
+def _read(location: Location) -> Manifest:
+    if location.chosen and not is_index(location.chosen):
+        return _read_file(location.path)
+    if not location.chosen and "model.safetensors" in location.files:
         # as transformers chooses, before any .bin index
-        return _read_file(place.files["model.safetensors"])
-    index = place.chosen or index_of(place)
+        return _read_file(location.files["model.safetensors"])
+    index = location.chosen or index_of(location)
     if index is not None:
-        return _read_indexed(place, place.files[index])
-    found = [path for path in place.files.values() if path.suffix == ".safetensors"]
-    if is_whole_set(place):
-        return _read_unindexed(place.path, sorted(found))
+        return _read_indexed(location, location.files[index])
+    found = [path for path in location.files.values() if path.suffix == ".safetensors"]
+    if is_whole_set(location):
+        return _read_unindexed(location.path, sorted(found))
     if len(found) != 1:
         raise UnrecognisedError(
-            place,
+            location,
             f"holds {len(found)} safetensors files and no index that says how they belong"
             f" together: {', '.join(file.name for file in found[:4])}",
             "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
@@ -98,7 +98,7 @@ def _read_file(path: Path) -> Manifest:
     return _manifest(path, entries, {source.path: source}, globals_)
 
 
-def _read_indexed(place: Place, index: Path) -> Manifest:
+def _read_indexed(location: Location, index: Path) -> Manifest:
     try:
         weight_map = json.loads(read_small_file(index))["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -116,7 +116,7 @@ def _read_indexed(place: Place, index: Path) -> Manifest:
     sources: dict[str, SourceFile] = {}
     globals_: set[str] = set()
     for name in names:
-        shard = place.files.get(name)
+        shard = location.files.get(name)
         if shard is None:
             raise IncompleteError(index, f"names {name}, which is missing", "fetch that file")
         held, source, seen = _read_shard(shard)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from reshard.errors import IncompleteError, StaleError, UsageError
 from reshard.formats.megatron.arguments import Arguments
-from reshard.location import Place
+from reshard.location import Location
 from reshard.units import some
 
 NAME = "megatron"
@@ -48,63 +48,63 @@ class Rank:
         return name + (f"_{self.ep:03d}" if args.ep > 1 else "")
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Whether a checkpoint of Megatron, or a rank's part of one, lies directly at a place."""
-    if place.chosen:
-        folder = Place(place.directories)
-        return _is_rank_folder(folder) or (_is_part(place.chosen) and is_dist(folder))
-    return is_dist(place) or bool(rank_folders(place)) or _is_rank_folder(place)
+    if location.chosen:
+        folder = Location(location.directories)
+        return _is_rank_folder(folder) or (_is_part(location.chosen) and is_dist(folder))
+    return is_dist(location) or bool(rank_folders(location)) or _is_rank_folder(location)
 
 
-def holds(place: Place) -> bool:
+def holds(location: Location) -> bool:
     """Whether it is a run directory of Megatron's, whatever else lies in it."""
-    return TRACKER in place.files and any(map(detect, place.folders.values()))
+    return TRACKER in location.files and any(map(detect, location.folders.values()))
 
 
-def is_dist(place: Place) -> bool:
+def is_dist(location: Location) -> bool:
     """Whether a directory is of the torch_dist format."""
-    return _METADATA in place.files and (BACKEND in place.files or COMMON in place.files)
+    return _METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
 
 
 def _is_part(name: str) -> bool:
     return name in (_METADATA, BACKEND, COMMON) or name.endswith(".distcp")
 
 
-def rank_folders(place: Place) -> dict[str, Place]:
+def rank_folders(location: Location) -> dict[str, Location]:
     """The ranks' folders of the torch format, by name."""
-    return {name: folder for name, folder in place.folders.items() if _is_rank(name, folder)}
+    return {name: folder for name, folder in location.folders.items() if _is_rank(name, folder)}
 
 
-def _is_rank(name: str, folder: Place) -> bool:
+def _is_rank(name: str, folder: Location) -> bool:
     held = (*_MODELS, OPTIMIZER)
     return _RANK.fullmatch(name) is not None and any(file in folder.files for file in held)
 
 
-def _is_rank_folder(place: Place) -> bool:
-    return _is_rank(place.name, place)
+def _is_rank_folder(location: Location) -> bool:
+    return _is_rank(location.name, location)
 
 
-def whole(place: Place) -> Place:
+def whole(location: Location) -> Location:
     """The directory of the checkpoint, where one of its files is given, or its only rank's folder.
 
     Raises:
         UsageError: one rank's folder of several, or a file of it.
     """
-    folder = Place(place.directories)
+    folder = Location(location.directories)
     if not _is_rank_folder(folder):
         return folder
     above = folder.above()
     count = len(rank_folders(above))
     if count > 1:
         raise UsageError(
-            place,
+            location,
             f"is of one model-parallel rank, the checkpoint of {count}",
             f"give the directory above: {above}",
         )
     return above
 
 
-def model_file(folder: Place) -> Path:
+def model_file(folder: Location) -> Path:
     """The file of a rank's weights.
 
     Raises:
@@ -116,7 +116,7 @@ def model_file(folder: Place) -> Path:
     return found
 
 
-def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
+def ranks(location: Location, args: Arguments) -> dict[Rank, Location]:
     """The folder of every rank that saves, in the order of the grid.
 
     One rank of each tensor-, pipeline- and expert-parallel place saves (save_checkpoint). What the
@@ -126,7 +126,7 @@ def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
         IncompleteError: one is missing.
         StaleError: folders of another grid lie beside them.
     """
-    held = rank_folders(place)
+    held = rank_folders(location)
     wanted = {
         Rank(pp, ep, tp).folder(args): Rank(pp, ep, tp)
         for pp in range(args.pp)
@@ -138,7 +138,7 @@ def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
     missing = [name for name in wanted if name not in held]
     if missing:
         raise IncompleteError(
-            place,
+            location,
             f"was saved with {grid}: {len(wanted)} folders mp_rank_* are expected;"
             f" {some(missing, _LISTED)} {'is' if len(missing) == 1 else 'are'} missing",
             "copy what is missing here (a node-local disk may still hold it), or give that node's"
@@ -147,7 +147,7 @@ def ranks(place: Place, args: Arguments) -> dict[Rank, Place]:
     extra = [name for name in held if name not in wanted]
     if extra:
         raise StaleError(
-            place,
+            location,
             f"was saved with {grid}, and {some(extra, _LISTED)} lie beside its folders: left over"
             " from another run",
             "move them away, if the others are the run that you mean",

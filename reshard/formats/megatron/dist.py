@@ -39,7 +39,7 @@ from reshard.formats.megatron import (
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.optimizer import Held
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -65,7 +65,7 @@ _STEPS = frozenset(("iteration", "global_step"))
 _PREFIXED = re.compile(r"^((?:(?:chained_\d+\.)?optimizer\.state\.\w+\.)?)module\.")
 
 
-def read(place: Place, table: Table) -> Manifest:
+def read(location: Location, table: Table) -> Manifest:
     """The checkpoint in one directory.
 
     Raises:
@@ -73,11 +73,11 @@ def read(place: Place, table: Table) -> Manifest:
         CorruptError: files contradict each other.
         UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
     """
-    found = dcp.read_flat(place)
+    found = dcp.read_flat(location)
     tensors, objects = _sorted(_without_prefix(found.root))
     stored = _whole(tensors)
-    common, files, seen = _common(place, objects)
-    args = arguments.of(common.get("args"), str(place))
+    common, files, seen = _common(location, objects)
+    args = arguments.of(common.get("args"), str(location))
     keys = _Keys(table, args)
     weights = [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
@@ -86,7 +86,7 @@ def read(place: Place, table: Table) -> Manifest:
         for entry in keys.entries(key, PARAM, tensor)
     ]
     if not weights:
-        raise CorruptError(place, "holds no model")
+        raise CorruptError(location, "holds no model")
     slots = [
         entry
         for key, tensor in stored.items()
@@ -96,11 +96,11 @@ def read(place: Place, table: Table) -> Manifest:
     whole = index_entries(grid.in_model_order(weights))
     held = [Held(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
     chained = dist_flat.own_states(objects)
-    state = optimizer.read(chained or common.get("optimizer"), held, args, table, str(place))
-    flat = dist_flat.Flat(stored, objects, whole, args, table, str(place)).entries()
+    state = optimizer.read(chained or common.get("optimizer"), held, args, table, str(location))
+    flat = dist_flat.Flat(stored, objects, whole, args, table, str(location)).entries()
     form = _form(common, flat, slots)
     made = Manifest(
-        origin=Origin("megatron", str(place)),
+        origin=Origin("megatron", str(location)),
         entries=index_entries(grid.in_model_order([*whole.values(), *slots, *flat])),
         files={**found.files, **files},
         train=train.of_root({**common, own.RNG: _first(objects, own.RNG)}, args, state, 0, 0),
@@ -112,7 +112,7 @@ def read(place: Place, table: Table) -> Manifest:
         ordered=True,  # see `grid.in_model_order`
     )
     made = own.told(made, own.of_dist(found.root))
-    return replace(made, origin=train.origin(place, args, form, made))
+    return replace(made, origin=train.origin(location, args, form, made))
 
 
 def _without_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -158,10 +158,10 @@ def _below(box: Box, rows: int) -> Box:
 
 
 def _common(
-    place: Place, objects: Mapping[str, list[Any]]
+    location: Location, objects: Mapping[str, list[Any]]
 ) -> tuple[dict[str, Any], dict[str, SourceFile], set[str]]:
     """What all ranks share: arguments, counters, param groups. Its file, and its globals."""
-    path = place.files.get(directory.COMMON)
+    path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)
         root = tree.of_file(file)
@@ -171,7 +171,7 @@ def _common(
     held = _first(objects, _COMMON)
     if not isinstance(held, dict):
         raise IncompleteError(
-            place,
+            location,
             f"holds neither {directory.COMMON} nor {_COMMON}: the run's arguments are in it",
             "copy it here, or read the weights alone with --from torch",
         )

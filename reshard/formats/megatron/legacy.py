@@ -17,7 +17,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -36,16 +36,16 @@ from reshard.state_dict.tree import logical
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 
-def read(place: Place, table: Table) -> Manifest:
+def read(location: Location, table: Table) -> Manifest:
     """Every rank's files as one manifest.
 
     Raises:
         IncompleteError: a rank's folder or file is missing.
         CorruptError: files contradict each other.
     """
-    first = next(iter(directory.rank_folders(place).values()))
-    args = _sizes(open_args(directory.model_file(first)), place)
-    opened = {rank: open_rank(folder) for rank, folder in directory.ranks(place, args).items()}
+    first = next(iter(directory.rank_folders(location).values()))
+    args = _sizes(open_args(directory.model_file(first)), location)
+    opened = {rank: open_rank(folder) for rank, folder in directory.ranks(location, args).items()}
     _check(opened, args)
     offsets = _offsets(opened, args)
     ranks = {
@@ -59,7 +59,7 @@ def read(place: Place, table: Table) -> Manifest:
         note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
         whole = replace(whole, warnings=(*whole.warnings, note))
     held = own.of_ranks(_extra(opened, args, table, offsets), _random(opened, args))
-    return own.told(replace(whole, origin=train.origin(place, args, detail, whole)), held)
+    return own.told(replace(whole, origin=train.origin(location, args, detail, whole)), held)
 
 
 def _extra(
@@ -88,11 +88,11 @@ def _random(opened: Mapping[Rank, RankFile], args: Arguments) -> dict[tuple[int,
     }
 
 
-def _sizes(args: Arguments, place: Place) -> Arguments:
+def _sizes(args: Arguments, location: Location) -> Arguments:
     """Arguments that say the grid; where the files have none, the folders' names are the grid."""
     if args.values:
         return args
-    numbers = [name.split("_")[2:] for name in directory.rank_folders(place)]
+    numbers = [name.split("_")[2:] for name in directory.rank_folders(location)]
     values: dict[str, Any] = {}
     for index, name in enumerate(("tensor", "pipeline", "expert")):
         found = [int(parts[index]) for parts in numbers if len(parts) > index]

@@ -18,7 +18,7 @@ from reshard.errors import CorruptError
 from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import OPTIMIZER, model_file
-from reshard.location import Place
+from reshard.location import Location
 from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.state_dict import leaves, tree
 from reshard.state_dict.tree import Logical, logical
@@ -87,7 +87,7 @@ class RankFile:
         return chunk
 
 
-def open_rank(folder: Place) -> RankFile:
+def open_rank(folder: Location) -> RankFile:
     """Open a rank's files.
 
     Raises:

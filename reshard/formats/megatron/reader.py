@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from reshard.formats.megatron import directory, dist, legacy
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Manifest
 from reshard.model_parallel.rules import Table, builtin
 
 
-def read(place: Place, table: Table | None = None) -> Manifest:
+def read(location: Location, table: Table | None = None) -> Manifest:
     """The checkpoint in a directory ``iter_0000003`` or ``release``.
 
     Args:
@@ -19,6 +19,8 @@ def read(place: Place, table: Table | None = None) -> Manifest:
         CorruptError: files contradict each other.
         UsageError: one rank's part is given, or no rule says how a parameter is cut.
     """
-    place = directory.whole(place)
+    location = directory.whole(location)
     table = table or builtin(directory.NAME)
-    return dist.read(place, table) if directory.is_dist(place) else legacy.read(place, table)
+    return (
+        dist.read(location, table) if directory.is_dist(location) else legacy.read(location, table)
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizer import Optimizer
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
 from reshard.pickles import objects
 from reshard.state_dict.plain_values import plain
@@ -21,11 +21,11 @@ _READ = frozenset(
 )
 
 
-def origin(place: Place, args: Arguments, detail: str, manifest: Manifest) -> Origin:
+def origin(location: Location, args: Arguments, detail: str, manifest: Manifest) -> Origin:
     """Who wrote it, and on what grid."""
     return Origin(
         format="megatron",
-        path=str(place),
+        path=str(location),
         detail=detail,
         mesh=args.mesh(),
         precision=most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.location import Place
+from reshard.location import Location
 
 NAME = "meta"
 PARAMS = "params.json"
@@ -12,6 +12,10 @@ EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 FILE = re.compile(r"consolidated\.(\d+)\.pth")
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Whether the directory itself contains a model of Meta."""
-    return not place.chosen and any(map(FILE.fullmatch, place.files)) and PARAMS in place.files
+    return (
+        not location.chosen
+        and any(map(FILE.fullmatch, location.files))
+        and PARAMS in location.files
+    )

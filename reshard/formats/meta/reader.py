@@ -12,7 +12,7 @@ from reshard.containers import torch_reader
 from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
-from reshard.location import Place, missing_ranks
+from reshard.location import Location, missing_ranks
 from reshard.manifest import (
     BUFFER,
     PARAM,
@@ -47,7 +47,7 @@ _PARAMS = fields(
 _MIXED = "files of different models are mixed: fetch the checkpoint again as a whole"
 
 
-def read(place: Place, table: Table | None = None) -> Manifest:
+def read(location: Location, table: Table | None = None) -> Manifest:
     """Read the files of all ranks into one manifest.
 
     Raises:
@@ -57,24 +57,26 @@ def read(place: Place, table: Table | None = None) -> Manifest:
         UsageError: no rule says how a tensor is cut.
     """
     table = table or builtin(NAME)
-    files = {int(m[1]): path for name, path in place.files.items() if (m := FILE.fullmatch(name))}
+    files = {
+        int(m[1]): path for name, path in location.files.items() if (m := FILE.fullmatch(name))
+    }
     missing = missing_ranks(files, max(files) + 1)
     if missing:
         raise IncompleteError(
-            place,
+            location,
             f"has {files[max(files)].name}, but no file of rank {', '.join(map(str, missing))}",
             "fetch the missing files",
         )
-    params = json_object(place.files[PARAMS])
-    expect(place.files[PARAMS], params, _PARAMS)
+    params = json_object(location.files[PARAMS])
+    expect(location.files[PARAMS], params, _PARAMS)
     groups = params.get("n_kv_heads") or params.get("n_heads")
     if type(groups) is int and groups % len(files):
         raise UnsupportedError(
-            place,
+            location,
             f"has {groups} key and value heads over {len(files)} ranks: how ranks share a head is"
             " not known",
         )
-    ranks = [_read_rank(files[number], place, params, len(files)) for number in sorted(files)]
+    ranks = [_read_rank(files[number], location, params, len(files)) for number in sorted(files)]
 
     def split_of(name: str, shape: Index) -> Split:
         if name == EMBEDDING:
@@ -82,11 +84,11 @@ def read(place: Place, table: Table | None = None) -> Manifest:
         return REPLICATED if name == _FREQUENCIES else table.need(name, {}).rule.split(gated=True)
 
     manifest = tensor_ranks(ranks, split_of)
-    _check_vocabulary(manifest, params, place)
+    _check_vocabulary(manifest, params, location)
     return manifest
 
 
-def _read_rank(path: Path, place: Place, params: Mapping[str, Any], world: int) -> Manifest:
+def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world: int) -> Manifest:
     file = torch_reader.read(path)
     state = tree.of_file(file)
     unread = leaves.opaque(path, state) if isinstance(state, dict) else {}
@@ -109,7 +111,7 @@ def _read_rank(path: Path, place: Place, params: Mapping[str, Any], world: int) 
         )
     origin = Origin(
         format=NAME,
-        path=str(place),
+        path=str(location),
         detail="consolidated",
         mesh={"world": world, "tp": world},
         precision=most_common_dtype(entry.dtype for entry in entries),
@@ -140,13 +142,13 @@ def _embedding_dim(rank: Manifest, shape: Index) -> int:
     return 0 if shape[1] == norm.shape[0] else 1
 
 
-def _check_vocabulary(manifest: Manifest, params: Mapping[str, Any], place: Place) -> None:
+def _check_vocabulary(manifest: Manifest, params: Mapping[str, Any], location: Location) -> None:
     rows, width = manifest.entries[PARAM, EMBEDDING].shape
     vocab_size = params.get("vocab_size")
     is_known = type(vocab_size) is int and vocab_size > 0  # -1 in Llama 2: see the tokenizer
     if (is_known and rows != vocab_size) or params.get("dim") not in (None, width):
         raise CorruptError(
-            place.files[PARAMS],
+            location.files[PARAMS],
             f"has vocab_size {vocab_size} and dim {params.get('dim')}, but the embedding"
             f" has {rows} rows of {width} elements",
             _MIXED,

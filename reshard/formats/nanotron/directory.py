@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reshard.box import index_of
 from reshard.errors import CorruptError, IncompleteError
-from reshard.location import Place
+from reshard.location import Location
 
 NAME = "nanotron"
 METADATA = "checkpoint_metadata.json"
@@ -60,7 +60,7 @@ class Census:
         schedulers: one file per pipeline stage, whose ranks step together.
     """
 
-    place: Place
+    location: Location
     weights: Mapping[str, tuple[RankFile, ...]]
     optimizer: tuple[RankFile, ...]
     schedulers: tuple[Path, ...]
@@ -71,20 +71,20 @@ class Census:
         return any("dp" in file.ranks for file in self.optimizer)
 
 
-def detect(place: Place) -> bool:
+def detect(location: Location) -> bool:
     """Whether this directory, or the one around this file, is a checkpoint of nanotron."""
-    return locate(place) is not None
+    return locate(location) is not None
 
 
-def locate(place: Place) -> Place | None:
+def locate(location: Location) -> Location | None:
     """Return the step's directory: this one, or the one that contains the chosen file."""
-    if place.chosen is None:
-        return place if _holds_weights(place.folders.get(_MODEL), _DEPTH) else None
-    if not (_WEIGHTS.fullmatch(place.chosen) or _STATES.fullmatch(place.chosen)):
+    if location.chosen is None:
+        return location if _holds_weights(location.folders.get(_MODEL), _DEPTH) else None
+    if not (_WEIGHTS.fullmatch(location.chosen) or _STATES.fullmatch(location.chosen)):
         return None
-    above = place
+    above = location
     for _ in range(_DEPTH):
-        inside, above = above.name, Place([d.resolve().parent for d in above.directories])
+        inside, above = above.name, Location([d.resolve().parent for d in above.directories])
         outermost = (
             inside in (_MODEL, _OPTIMIZER) and above.name != _MODEL
         )  # a module may have the name, too
@@ -93,22 +93,22 @@ def locate(place: Place) -> Place | None:
     return None
 
 
-def _holds_weights(place: Place | None, depth: int) -> bool:
+def _holds_weights(location: Location | None, depth: int) -> bool:
     """Whether the file of a parameter is here or in the first folders below."""
-    if place is None or depth == 0:
+    if location is None or depth == 0:
         return False
-    if any(map(_WEIGHTS.fullmatch, place.files)):
+    if any(map(_WEIGHTS.fullmatch, location.files)):
         return True
-    return any(_holds_weights(folder, depth - 1) for folder in place.folders.values())
+    return any(_holds_weights(folder, depth - 1) for folder in location.folders.values())
 
 
-def beside(place: Place) -> tuple[str, ...]:
+def beside(location: Location) -> tuple[str, ...]:
     """Return the names of other files in the step's directory: configuration, random states."""
     known = (METADATA, MODEL_CONFIG, _MODEL, _OPTIMIZER, SCHEDULER)
-    return tuple(sorted(name for name in (*place.files, *place.folders) if name not in known))
+    return tuple(sorted(name for name in (*location.files, *location.folders) if name not in known))
 
 
-def census(place: Place) -> Census:
+def census(location: Location) -> Census:
     """List all files, and check that none is missing.
 
     Raises:
@@ -117,15 +117,15 @@ def census(place: Place) -> Census:
     """
     weights = {
         fqn: _complete(fqn, files, ("tp", "exp"))
-        for fqn, files in sorted(_weights(place.folders[_MODEL], ()), key=lambda item: item[0])
+        for fqn, files in sorted(_weights(location.folders[_MODEL], ()), key=lambda item: item[0])
     }
-    folder = place.folders.get(_OPTIMIZER)
+    folder = location.folders.get(_OPTIMIZER)
     states = [] if folder is None else [*_ranked(folder, _STATES)]
     optimizer = _complete("the optimizer", states, AXES)
-    return Census(place, weights, optimizer, _schedulers(place.folders.get(SCHEDULER)))
+    return Census(location, weights, optimizer, _schedulers(location.folders.get(SCHEDULER)))
 
 
-def _schedulers(folder: Place | None) -> tuple[Path, ...]:
+def _schedulers(folder: Location | None) -> tuple[Path, ...]:
     """Return the first rank's file of each stage, or the only file of a run."""
     if folder is None:
         return ()
@@ -138,19 +138,19 @@ def _schedulers(folder: Place | None) -> tuple[Path, ...]:
     return tuple(by_stage.values())
 
 
-def _weights(place: Place, modules: tuple[str, ...]) -> Iterator[tuple[str, list[RankFile]]]:
+def _weights(location: Location, modules: tuple[str, ...]) -> Iterator[tuple[str, list[RankFile]]]:
     by_leaf: dict[str, list[RankFile]] = {}
-    for name, path in place.files.items():
+    for name, path in location.files.items():
         if match := _WEIGHTS.fullmatch(name):
             by_leaf.setdefault(match["leaf"], []).append(_rank_file(path, match["ranks"]))
     for leaf, files in by_leaf.items():
         yield ".".join((*modules, leaf)), files
-    for name, folder in place.folders.items():
+    for name, folder in location.folders.items():
         yield from _weights(folder, (*modules, name))
 
 
-def _ranked(place: Place, pattern: re.Pattern[str]) -> Iterator[RankFile]:
-    for name, path in place.files.items():
+def _ranked(location: Location, pattern: re.Pattern[str]) -> Iterator[RankFile]:
+    for name, path in location.files.items():
         if match := pattern.fullmatch(name):
             yield _rank_file(path, match["ranks"])
 

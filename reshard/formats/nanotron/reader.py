@@ -18,7 +18,7 @@ from reshard.formats.nanotron.layout import Cut, Layout
 from reshard.formats.nanotron.optimizer import Optimizer
 from reshard.formats.nanotron.slices import Placed
 from reshard.formats.nanotron.stages import Stage
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import (
     PARAM,
     Chunk,
@@ -39,7 +39,7 @@ _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_paral
 _NUMBER = re.compile(r"(\d+)")
 
 
-def read(place: Place) -> Manifest:
+def read(location: Location) -> Manifest:
     """Read a step's directory, given by itself or by a file in it.
 
     Raises:
@@ -47,7 +47,7 @@ def read(place: Place) -> Manifest:
         IncompleteError: a rank's file is missing.
         UnsupportedError: the checkpoint has an unknown variant of the format.
     """
-    census = directory.census(directory.locate(place) or place)
+    census = directory.census(directory.locate(location) or location)
     files: dict[str, SourceFile] = {}
     places: dict[str, dict[tuple[int, int], Placed]] = {}
     cuts: dict[str, Cut | None] = {}
@@ -55,7 +55,7 @@ def read(place: Place) -> Manifest:
     with SourceFiles() as pool:
         found = optimizer.read(census, places, pool)
     files |= {file.path: file.source() for file in found.files}
-    about = _read_json(census.place, METADATA)
+    about = _read_json(census.location, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
     opened = [torch_reader.read(path) for path in census.schedulers]
     stage_list = _build_stages(found, [plain(file.root) for file in opened])
@@ -65,7 +65,7 @@ def read(place: Place) -> Manifest:
     return Manifest(
         origin=Origin(
             format=directory.NAME,
-            path=str(census.place),
+            path=str(census.location),
             detail="ZeRO stage 1" if census.is_zero else "",
             versions=versions,
             mesh=_build_mesh(census, about),
@@ -85,9 +85,9 @@ def read(place: Place) -> Manifest:
                 layout.KEY: Layout(
                     cuts=cuts,
                     stages=stage_list,
-                    config=_read_json(census.place, MODEL_CONFIG) or None,
+                    config=_read_json(census.location, MODEL_CONFIG) or None,
                     unnamed=found.unnamed,
-                    beside=beside(census.place),
+                    beside=beside(census.location),
                 ),
             },
         ),
@@ -147,9 +147,9 @@ def _read_weight(
     return Entry(fqn, PARAM, first.dtype, first.shape, tuple(chunks))
 
 
-def _read_json(place: Place, name: str) -> dict[str, Any]:
+def _read_json(location: Location, name: str) -> dict[str, Any]:
     """Read a file beside the weights; return an empty dict if there is none."""
-    path = place.files.get(name)
+    path = location.files.get(name)
     return json_object(path) if path else {}
 
 
@@ -172,13 +172,15 @@ def _build_mesh(census: Census, about: Mapping[str, Any]) -> dict[str, int]:
     sharded = [file for files in census.weights.values() for file in files]
     for file in (*sharded, *census.optimizer):
         sizes.update({"ep" if axis == "exp" else axis: n for axis, n in file.sizes.items()})
-    sizes |= {axis: n for axis in sizes if (n := _count(about, axis))} | _read_sizes(census.place)
+    sizes |= {axis: n for axis in sizes if (n := _count(about, axis))} | _read_sizes(
+        census.location
+    )
     return {"world": prod(sizes.values())} | {axis: n for axis, n in sizes.items() if n > 1}
 
 
-def _read_sizes(place: Place) -> dict[str, int]:
+def _read_sizes(location: Location) -> dict[str, int]:
     """Read the sizes in ``optimizer_config.json``, which stores numbers as text."""
-    folder = place.folders.get("optimizer")
+    folder = location.folders.get("optimizer")
     path = folder.files.get("optimizer_config.json") if folder else None
     stored = json_object(path).get("parallelism") if path else None
     if not isinstance(stored, dict):
@@ -213,6 +215,6 @@ def _notes(census: Census, found: Optimizer) -> Iterator[str]:
             f"{found.unnamed} parameters without state (never stepped) have no name in the"
             " optimizer, and are in no param group"
         )
-    random = census.place.folders.get("random")
+    random = census.location.folders.get("random")
     if random and random.files:
         yield f"the random states of {len(random.files)} ranks are not read (random/)"

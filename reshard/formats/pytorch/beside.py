@@ -14,7 +14,7 @@ from reshard.containers.json_files import json_object
 from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError
 from reshard.formats.huggingface.companions import is_model_config
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Manifest
 from reshard.model import ModelHint
 from reshard.pickles import trust
@@ -38,13 +38,13 @@ _COMPANIONS = {
 }
 
 
-def with_companions(manifest: Manifest, place: Place) -> Manifest:
+def with_companions(manifest: Manifest, location: Location) -> Manifest:
     """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
 
     Raises:
         CorruptError: one of them is damaged.
     """
-    for near in (Place(place.directories), place.above()):
+    for near in (Location(location.directories), location.above()):
         trainer = trainer_state(near)
         held = {
             kind: path
@@ -72,13 +72,13 @@ def with_companions(manifest: Manifest, place: Place) -> Manifest:
     return manifest
 
 
-def with_kept_files(manifest: Manifest, place: Place) -> Manifest:
+def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
     """Add the files that only their framework understands; their values are shown as the client's.
 
     Raises:
         CorruptError: one of them is damaged.
     """
-    files = copied_files.find(place)
+    files = copied_files.find(location)
     opened = {name: torch_reader.read(path) for name, path in files.items()}
     shown = {Path(name).stem: file for name, file in opened.items() if copied_files.is_own(name)}
     unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
@@ -92,55 +92,55 @@ def with_kept_files(manifest: Manifest, place: Place) -> Manifest:
     )
 
 
-def with_run(manifest: Manifest, place: Place) -> Manifest:
+def with_run(manifest: Manifest, location: Location) -> Manifest:
     """Return the manifest with our trainer's account of its run, where that lies there.
 
     Raises:
         CorruptError: the account is damaged.
     """
-    for near in (place, place.above()):
+    for near in (location, location.above()):
         document = trainer_state(near)
         if trainer_run.is_document(document):
             return replace(manifest, train=replace(manifest.train, trainer_state=document))
     return manifest
 
 
-def nearby(place: Place, wrap: str | None) -> ModelHint | None:
+def nearby(location: Location, wrap: str | None) -> ModelHint | None:
     """The model of a transformers config beside the checkpoint; a broken one says nothing."""
-    for near in (place, place.folders.get("huggingface") if not place.chosen else None):
+    for near in (location, location.folders.get("huggingface") if not location.chosen else None):
         config = near.files.get("config.json") if near else None
         with contextlib.suppress(CorruptError):
             if config and is_model_config(config):
-                return ModelHint(str(config), wrap, by_blocks=_is_verls_first(place))
+                return ModelHint(str(config), wrap, by_blocks=_is_verls_first(location))
     return None
 
 
-def _is_verls_first(place: Place) -> bool:
+def _is_verls_first(location: Location) -> bool:
     """Whether verl wrapped the model with FSDP 1, as the file that it writes for that says."""
-    settings = place.files.get("fsdp_config.json")
+    settings = location.files.get("fsdp_config.json")
     return settings is not None and json_object(settings).get("FSDP_version") == 1
 
 
-def trainer_state(place: Place) -> dict[str, Any]:
+def trainer_state(location: Location) -> dict[str, Any]:
     """Return HF Trainer's or our trainer's own account of the run, without its log.
 
     Raises:
         CorruptError: it is no JSON object.
     """
-    path = place.files.get(TRAINER_STATE)
+    path = location.files.get(TRAINER_STATE)
     if path is None:
         return {}
     state = json_object(path)
     return {key: value for key, value in state.items() if key != "log_history"}
 
 
-def batch_before(place: Place) -> dict[str, int] | None:
+def batch_before(location: Location) -> dict[str, int] | None:
     """Return the size and the batch of a rank that the run had before it was split; None: its own.
 
     Raises:
         CorruptError: it is no JSON object of the two numbers.
     """
-    path = place.files.get(BATCH_BEFORE)
+    path = location.files.get(BATCH_BEFORE)
     if path is None:
         return None
     held = json_object(path)
@@ -149,11 +149,11 @@ def batch_before(place: Place) -> dict[str, int] | None:
     return held
 
 
-def random_files(place: Place) -> tuple[str, ...]:
+def random_files(location: Location) -> tuple[str, ...]:
     """The files of random states at a place, in rank order, up to the first that is missing."""
     found = {
         int(match[1] or 0): str(path)
-        for name, path in place.files.items()
+        for name, path in location.files.items()
         if (match := _RANDOM.fullmatch(name)) and is_torch_file(path)
     }
     return tuple(found[rank] for rank in takewhile(found.__contains__, count()))

@@ -8,7 +8,7 @@ from reshard.formats.dcp import names as dcp
 from reshard.formats.pytorch import names
 from reshard.formats.pytorch.beside import TRAINER_STATE
 from reshard.formats.pytorch.directory import NAME
-from reshard.location import Place
+from reshard.location import Location
 from reshard.state_dict.found import Found
 from reshard.training import trainer_run
 from reshard.training.trainer_run import Run
@@ -17,20 +17,20 @@ _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole file
 _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
 
 
-def step_of(place: Place) -> int | None:
+def step_of(location: Location) -> int | None:
     """The step in the directory's name, or in its parent's (verl: ``global_step_3/actor``)."""
-    near = (folder.name for folder in (place, place.above()))
+    near = (folder.name for folder in (location, location.above()))
     found = map(_STEP.fullmatch, near)
     return next((int(match[1]) for match in found if match), None)
 
 
-def framework(place: Place, found: Found, run: Run | None) -> str:
+def framework(location: Location, found: Found, run: Run | None) -> str:
     """Return who wrote the checkpoint, as far as the names of its files tell.
 
     Args:
         run: of our trainer, where its document lies there.
     """
-    present = [place.chosen] if place.chosen else [*place.files, *place.folders]
+    present = [location.chosen] if location.chosen else [*location.files, *location.folders]
     root = found.root if isinstance(found.root, dict) else {}
     is_dcp = any(map(dcp.is_part, present))
     signs = {
@@ -49,14 +49,14 @@ def framework(place: Place, found: Found, run: Run | None) -> str:
     return next((name for name, shown in signs.items() if shown), NAME)
 
 
-def detail(place: Place) -> str:
+def detail(location: Location) -> str:
     """The kinds of files that there are."""
-    if place.chosen:
+    if location.chosen:
         return "state dict"
     kinds = []
-    if dcp.detect(place) or any(dcp.detect(f) for f in place.folders.values()):
+    if dcp.detect(location) or any(dcp.detect(f) for f in location.folders.values()):
         kinds.append("DCP")
-    if any(names.is_of_rank(name) and not _RANDOM.match(name) for name in place.files):
+    if any(names.is_of_rank(name) and not _RANDOM.match(name) for name in location.files):
         kinds.append("rank files")
     return ", ".join(kinds) or "state dict"
 

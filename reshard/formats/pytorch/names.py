@@ -10,7 +10,7 @@ from pathlib import Path
 
 from reshard.containers.torch_detect import SUFFIXES, is_torch_file
 from reshard.errors import CorruptError
-from reshard.location import Place
+from reshard.location import Location
 
 # Between these words and the suffix stands the rank.
 _SUFFIX = "|".join(map(re.escape, SUFFIXES))
@@ -35,14 +35,14 @@ def is_part(name: str) -> bool:
     return _STRONG.fullmatch(name) is not None or is_of_rank(name)
 
 
-def torch_files(place: Place) -> dict[str, Path]:
+def torch_files(location: Location) -> dict[str, Path]:
     """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
 
     Raises:
         CorruptError: one that is by its name a part of the checkpoint is none.
     """
     found = {}
-    for name, path in place.files.items():
+    for name, path in location.files.items():
         if path.suffix not in SUFFIXES or _HF_SHARD.search(name) or path.stem == _ARGUMENTS:
             continue
         if is_torch_file(path):

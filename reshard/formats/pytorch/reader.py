@@ -17,7 +17,7 @@ from reshard.formats.pytorch import beside, labels, names
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
 from reshard.formats.pytorch.ranks import Ranks, families_of
 from reshard.join import join
-from reshard.location import Place
+from reshard.location import Location
 from reshard.manifest import Manifest, Origin
 from reshard.model import ModelHint
 from reshard.state_dict import assemble, sections
@@ -31,7 +31,7 @@ _COPY = "{} is taken to be the same model as {}; it is not read"
 
 
 def read(
-    place: Place,
+    location: Location,
     *,
     key: str | None = None,
     model: str | None = None,
@@ -50,22 +50,22 @@ def read(
         UnrecognisedError: no weights among the parts, or several models.
         UsageError: a way to wrap, and no model.
     """
-    if place.chosen and not is_rank_file(place.chosen):
-        saved, trainer = [(Ranks.open({0: place.path}).joined(place), list[str]())], {}
+    if location.chosen and not is_rank_file(location.chosen):
+        saved, trainer = [(Ranks.open({0: location.path}).joined(location), list[str]())], {}
     else:
-        chosen, place = place.chosen, Place(place.directories)
-        (saved, key), trainer = _by_stage(place, key, chosen), beside.trainer_state(place)
+        chosen, location = location.chosen, Location(location.directories)
+        (saved, key), trainer = _by_stage(location, key, chosen), beside.trainer_state(location)
     found = saved[0][0]
-    run_of_trainer = trainer_run.read(trainer, f"{place}/{beside.TRAINER_STATE}")
+    run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
-        format=labels.framework(place, found, run_of_trainer),
-        path=str(place),
-        detail=labels.detail(place),
+        format=labels.framework(location, found, run_of_trainer),
+        path=str(location),
+        detail=labels.detail(location),
         versions=labels.versions(found),
     )
     model_hint = ModelHint(model, wrap) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
-    nearby = beside.nearby(place, wrap or own_wrap)
+    nearby = beside.nearby(location, wrap or own_wrap)
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
@@ -76,7 +76,7 @@ def read(
         )
     train = made.train
     if trainer:
-        step, before = trainer.get("global_step"), beside.batch_before(place)
+        step, before = trainer.get("global_step"), beside.batch_before(location)
         train = replace(
             train,
             step=step if type(step) is int else train.step,
@@ -86,18 +86,18 @@ def read(
     if run_of_trainer:
         train = run_of_trainer.counted(train)
     if train.step is None:
-        train = replace(train, step=labels.step_of(place))
-    if place.chosen:
+        train = replace(train, step=labels.step_of(location))
+    if location.chosen:
         return replace(made, train=train)
-    made = replace(made, train=replace(train, rng_files=beside.random_files(place)))
-    return beside.with_kept_files(made, place)
+    made = replace(made, train=replace(train, rng_files=beside.random_files(location)))
+    return beside.with_kept_files(made, location)
 
 
 Collected = tuple[Found, list[str]]  # with what is to be said of it
 
 
 def _by_stage(
-    place: Place, key: str | None, chosen: str | None
+    location: Location, key: str | None, chosen: str | None
 ) -> tuple[list[Collected], str | None]:
     """What each pipeline stage saved, as `_collected` has it; one where there is no pipeline.
 
@@ -108,7 +108,7 @@ def _by_stage(
         Also the key, without the name of a file whose tree stands for the whole.
     """
     parts_of_model = (
-        item for item in names.torch_files(place).items() if not copied_files.is_own(item[0])
+        item for item in names.torch_files(location).items() if not copied_files.is_own(item[0])
     )
     grouped = families_of(dict(parts_of_model))
     families = {stem: Ranks.open(held) for stem, held in grouped.items()}
@@ -118,7 +118,7 @@ def _by_stage(
     families, warnings = _meant(families, by_key or next(given, None) or _newest(families))
     found = _stages(families.values(), key)
     if not found:
-        collected = _collected(place, families, warnings)
+        collected = _collected(location, families, warnings)
         if key and by_key and by_key not in collected[0].root:
             key = key[len(by_key) + 1 :] or None
         return [collected], key
@@ -126,8 +126,8 @@ def _by_stage(
         {stem: held for stem, each in families.items() if (held := each.only(ranks)).files}
         for ranks in found
     ]
-    first = _collected(place, parted[0], warnings)
-    return [first, *((_alone(place, held), []) for held in parted[1:])], key
+    first = _collected(location, parted[0], warnings)
+    return [first, *((_alone(location, held), []) for held in parted[1:])], key
 
 
 def _meant(families: dict[str, Ranks], wanted: str | None) -> tuple[dict[str, Ranks], list[str]]:
@@ -161,11 +161,11 @@ def _is_checkpoint(family: Ranks) -> bool:
     return False
 
 
-def _alone(place: Place, families: Mapping[str, Ranks]) -> Found:
+def _alone(location: Location, families: Mapping[str, Ranks]) -> Found:
     """A later stage's files; what lies beside is the first one's."""
-    found = Found({}, str(place), {})
+    found = Found({}, str(location), {})
     for stem, files in families.items():
-        _take(found, None if len(families) == 1 else stem, files.joined(place))
+        _take(found, None if len(families) == 1 else stem, files.joined(location))
     return found
 
 
@@ -202,29 +202,29 @@ def _joined(
     return replace(made, warnings=(*made.warnings, note))
 
 
-def _collected(place: Place, families: dict[str, Ranks], warnings: list[str]) -> Collected:
+def _collected(location: Location, families: dict[str, Ranks], warnings: list[str]) -> Collected:
     """One tree of all parts, each under the name of its file or folder."""
-    found = Found({}, str(place), {})
-    if dcp.detect(place):
-        _take(found, None, reader.read(place))
-    if any(map(dcp.is_hf_shard, place.files)):
-        _take(found, None, hf_shards.read(place))
-    for name, folder in place.folders.items():
+    found = Found({}, str(location), {})
+    if dcp.detect(location):
+        _take(found, None, reader.read(location))
+    if any(map(dcp.is_hf_shard, location.files)):
+        _take(found, None, hf_shards.read(location))
+    for name, folder in location.folders.items():
         if is_dcp_part(name, folder):
             _take(found, name, reader.read(folder))
-    weights = _weights_beside(place)
+    weights = _weights_beside(location)
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():
         alone = len(families) == 1 and not found.root and not weights
-        _take(found, None if alone else stem, files.joined(place))
-    sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *place.folders))
+        _take(found, None if alone else stem, files.joined(location))
+    sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
         if sharded and stem == "model":
             warnings.append(_COPY.format(path.name, "pytorch_model_fsdp*"))
         else:
-            _take(found, stem, _safetensors(place, path))
+            _take(found, stem, _safetensors(location, path))
     return found, warnings
 
 
@@ -252,18 +252,18 @@ def _take(found: Found, name: str | None, part: Found) -> None:
     found.plain_is_buffer = found.plain_is_buffer and part.plain_is_buffer
 
 
-def _weights_beside(place: Place) -> dict[str, Path]:
+def _weights_beside(location: Location) -> dict[str, Path]:
     """Full weights in safetensors, by the name of their model."""
     found = {
-        Path(name).stem: path for name, path in place.files.items() if _WEIGHTS.fullmatch(name)
+        Path(name).stem: path for name, path in location.files.items() if _WEIGHTS.fullmatch(name)
     }
-    index = huggingface.index_of(place)
+    index = huggingface.index_of(location)
     if "model" not in found and index:
-        found["model"] = place.files[index]
+        found["model"] = location.files[index]
     return found
 
 
-def _safetensors(place: Place, path: Path) -> Found:
-    made = of_huggingface.read(Place(place.directories, path.name))
+def _safetensors(location: Location, path: Path) -> Found:
+    made = of_huggingface.read(Location(location.directories, path.name))
     state = {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
-    return Found(state, str(place), dict(made.files), plain_is_buffer=False, ordered=False)
+    return Found(state, str(location), dict(made.files), plain_is_buffer=False, ordered=False)
