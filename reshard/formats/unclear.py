@@ -7,8 +7,8 @@ import re
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import deepspeed, huggingface, meta, nanotron, run
-from reshard.formats.dcp.names import is_hf_shard
-from reshard.formats.pytorch.names import torch_files
+from reshard.formats.dcp.directory import is_hf_shard
+from reshard.formats.pytorch.directory import torch_files
 from reshard.formats.registry import detected, is_stray
 from reshard.location import Location
 

@@ -3,7 +3,6 @@
 Reading, shared by every format whose files hold nested state dicts:
 
     tree               one nested value from all ranks' files, every tensor a list of chunks
-    found              such a tree and where it was read
     sharded_reader     DTensor and ShardedTensor, as ``torch.save`` pickles them
     flat_params        flat parameters of FSDP 1 and FairScale
     sections           which part of the tree is the model, an optimizer, a scheduler ...
@@ -19,4 +18,5 @@ Writing:
 
     torch_state_dict   state dicts as torch builds them, before any tensor is sharded
     sharded_writer     DTensor and ShardedTensor for their pickles
+    slots              the tensors of one rank's file
 """

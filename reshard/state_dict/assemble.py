@@ -34,10 +34,9 @@ from reshard.state_dict import (
     sections,
     tree,
 )
-from reshard.state_dict.found import Found
 from reshard.state_dict.optimizer_state import Optimizer
 from reshard.state_dict.plain_values import plain
-from reshard.state_dict.tree import Local, Logical, dotted, is_tensor, logical
+from reshard.state_dict.tree import Local, Logical, ParsedTree, dotted, is_tensor, logical
 
 _LISTED = 6
 _FAIRSCALE = "shard_metadata"
@@ -49,7 +48,7 @@ _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epo
 
 
 def manifest(
-    found: Found,
+    found: ParsedTree,
     origin: Origin,
     *,
     key: str | None = None,
@@ -173,7 +172,7 @@ def _counted(
     return step, {} if split.accumulated == step else {sections.ACCUMULATED: split.accumulated}
 
 
-def _refuse_mixed(found: Found) -> None:
+def _refuse_mixed(found: ParsedTree) -> None:
     """Ranks that counted other steps did not save together.
 
     Raises:
@@ -189,7 +188,7 @@ def _refuse_mixed(found: Found) -> None:
 
 
 def _model(
-    split: sections.Parts, found: Found, model_hint: ModelHint | None, nearby: ModelHint | None
+    split: sections.Parts, found: ParsedTree, model_hint: ModelHint | None, nearby: ModelHint | None
 ) -> tuple[ModelShapes | None, list[str]]:
     """The model that the user named, or the one beside where the files leave something open.
 
@@ -244,7 +243,7 @@ def _foreign(model: ModelShapes, state: Mapping[str, Any]) -> str:
 
 
 def _unflattened(
-    split: sections.Parts, found: Found, model: ModelShapes | None
+    split: sections.Parts, found: ParsedTree, model: ModelShapes | None
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
     """The model's state dict without flat parameters, and the units that it had."""
     beside = dotted((*split.model_path[:-1], _FAIRSCALE))
@@ -278,7 +277,7 @@ def _fairscale(
 
 
 def _weights(
-    state: Mapping[str, Any], found: Found, model: ModelShapes | None
+    state: Mapping[str, Any], found: ParsedTree, model: ModelShapes | None
 ) -> dict[str, Logical]:
     """Every tensor of the model's state dict with its global shape."""
     weights = {}
@@ -317,7 +316,7 @@ def _kinds(
     entries: Mapping[str, Entry],
     state: Mapping[str, Any],
     split: sections.Parts,
-    found: Found,
+    found: ParsedTree,
     model: ModelShapes | None,
 ) -> dict[str, Entry]:
     """Buffers told from parameters, where anything tells."""
@@ -353,7 +352,7 @@ def _unread(split: sections.Parts) -> dict[str, str]:
 
 
 def _notes(
-    split: sections.Parts, found: Found, read: Iterable[Optimizer], names: set[str]
+    split: sections.Parts, found: ParsedTree, read: Iterable[Optimizer], names: set[str]
 ) -> Iterable[str]:
     for one in read:
         yield from one.notes

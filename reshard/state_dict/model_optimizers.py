@@ -10,10 +10,9 @@ from reshard.files import SourceFiles
 from reshard.manifest import PARAM, Entry
 from reshard.model import ModelShapes
 from reshard.state_dict import flat_params, optimizer_state, sections
-from reshard.state_dict.found import Found
 from reshard.state_dict.optimizer_layouts import Parameters
 from reshard.state_dict.optimizer_state import Optimizer
-from reshard.state_dict.tree import dotted
+from reshard.state_dict.tree import ParsedTree, dotted
 
 
 def of_model(
@@ -21,7 +20,7 @@ def of_model(
     weights: dict[str, Entry],
     units: Sequence[flat_params.FlatUnit],
     model: ModelShapes | None,
-    found: Found,
+    found: ParsedTree,
     pool: SourceFiles,
 ) -> tuple[list[Optimizer], dict[str, Entry]]:
     """The model's optimizers, and the weights with those that turn out to be trained parameters.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Index
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
-from reshard.manifest import Chunk
+from reshard.manifest import Chunk, SourceFile
 from reshard.pickles.values import Call
 from reshard.state_dict import sharded_reader
 
@@ -45,6 +45,31 @@ class Local:
         if any((c.box, c.dtype) != (first.box, first.dtype) for c in self.pieces.values()):
             return None
         return Logical(first.dtype, first.box.shape, tuple(self.pieces.values()))
+
+
+@dataclass(slots=True)
+class ParsedTree:
+    """The tree of all ranks and what its format knows of the files, before any part is identified.
+
+    Args:
+        world: number of ranks that saved.
+        globals: names that the pickles refer to.
+        differing: paths at which plain values of the ranks differ.
+        plain_is_buffer: whether a plain tensor beside sharded ones is a buffer.
+        ordered: whether weights are in the model's order.
+        proved: whether the files state how large each tensor is.
+    """
+
+    root: Any
+    where: str
+    files: dict[str, SourceFile]
+    world: int = 1
+    globals: set[str] = field(default_factory=set)
+    differing: Sequence[tuple[Any, ...]] = ()
+    plain_is_buffer: bool = True
+    ordered: bool = True
+    proved: bool = True
+    notes: list[str] = field(default_factory=list)
 
 
 def logical(leaf: Any) -> Logical | None:

@@ -17,6 +17,7 @@ from reshard import model as models
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files, rank_files
+from reshard.formats.pytorch import writer
 from reshard.layout.mesh import Grid
 from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
@@ -163,7 +164,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
         for rank in worlds.run(world, worker.in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
-    made = split(place / "fsdp2" / "ranks", out / "plain", rank_files.plain)
+    made = split(place / "fsdp2" / "ranks", out / "plain", writer.plain)
     jobs = [
         ("plain", resumed, "plain", TWO, "plain", made, place / "fsdp2"),
         ("converted", worker.as_one_file, out / "3-dcp", place / "fsdp2"),
@@ -397,7 +398,7 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     refused(
         torch_made / "fsdp1_full/ckpt",
-        rank_files.plain,
+        writer.plain,
         IncompleteError,
         "order of FSDP's",
         "--model",
@@ -428,7 +429,7 @@ def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_ma
     made = split(
         torch_made / "fsdp1_local_flat" / "ckpt",
         tmp_path / "out",
-        lambda s: rank_files.plain(s, model=model),
+        lambda s: writer.plain(s, model=model),
         **said,
     )
     state = torch.load(made / "checkpoint.pt")

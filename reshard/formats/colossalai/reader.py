@@ -19,8 +19,7 @@ from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import ModelHint
 from reshard.schema import COUNT, expect, fields, mapping, sequence
 from reshard.state_dict import assemble, tree
-from reshard.state_dict.found import Found
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import Logical, ParsedTree
 
 _STAGE = re.compile(r"-stage-(\d+)-")
 _SHARD = mapping(COUNT, mapping())
@@ -57,7 +56,7 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     root: dict[str, Any] = {
         "model": {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
     }
-    found = Found(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
+    found = ParsedTree(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
     root["optimizer"] = _read_optimizer(states, found)
     scheduler = location.files.get(_SCHEDULER)
     if scheduler and is_torch_file(scheduler):
@@ -85,7 +84,7 @@ def _find_stage(entry: Entry) -> int:
     return int(match[1]) if match else 0
 
 
-def _read_optimizer(location: Location, found: Found) -> dict[str, Any]:
+def _read_optimizer(location: Location, found: ParsedTree) -> dict[str, Any]:
     """Read the state dict of an optimizer from its shards and its file of groups.
 
     Raises:
@@ -129,7 +128,7 @@ def _require_file(location: Location, index: Path, name: str) -> Path:
     return path
 
 
-def _read_file(path: Path, found: Found) -> Any:
+def _read_file(path: Path, found: ParsedTree) -> Any:
     file = torch_reader.read(path)
     found.files[file.path] = file.source()
     found.globals |= file.globals

@@ -19,10 +19,10 @@ from typing import Any
 
 from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
-from reshard.formats.fsdp.rank_files import Wholes
 from reshard.manifest import MASTER, Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.slots import Wholes
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training, setup_lost
 

@@ -1,6 +1,6 @@
 """Directories of ``torch.distributed.checkpoint`` (DCP).
 
-    names       which files are DCP's
+    directory   which files are DCP's
     metadata    ``.metadata``: which tensors there are, and where each block is stored
     archives    single-tensor ``torch.save`` archives, those of equal form parsed once
     items       what lies there: a ``torch.save`` archive or a safetensors stream a block

@@ -20,16 +20,15 @@ from typing import Any
 from reshard.box import Box, as_index
 from reshard.containers import safetensors
 from reshard.errors import CorruptError, IncompleteError
-from reshard.formats.dcp.names import HF_SHARD, is_hf_shard
+from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
 from reshard.location import Location, missing_ranks
 from reshard.manifest import Chunk, SourceFile
-from reshard.state_dict.found import Found
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import Logical, ParsedTree
 
 _INFO = "DCP_SHARDING_INFO"
 
 
-def read(location: Location) -> Found:
+def read(location: Location) -> ParsedTree:
     """The weights of all shards in a directory.
 
     Raises:
@@ -64,7 +63,7 @@ def read(location: Location) -> Found:
                 "one of them is a copy of the other: fetch both again from their ranks",
             )
     state = {fqn: _whole(fqn, held) for fqn, held in chunks.items()}
-    return Found(
+    return ParsedTree(
         state, str(location), sources, world=len(ranks), plain_is_buffer=False, proved=False
     )
 

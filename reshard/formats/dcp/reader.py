@@ -12,15 +12,14 @@ from reshard import counts
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
+from reshard.formats.dcp.directory import METADATA
 from reshard.formats.dcp.flattened import restored
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
-from reshard.formats.dcp.names import METADATA
 from reshard.location import Location, missing_ranks
 from reshard.manifest import Chunk
 from reshard.state_dict import tree
-from reshard.state_dict.found import Found
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import Logical, ParsedTree
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
@@ -29,7 +28,7 @@ _LISTED = 4
 _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
 
 
-def read(location: Location) -> Found:
+def read(location: Location) -> ParsedTree:
     """The tree of one directory.
 
     Raises:
@@ -41,7 +40,7 @@ def read(location: Location) -> Found:
     return replace(found, root=_nested(location, about, found.root))
 
 
-def read_flat(location: Location) -> Found:
+def read_flat(location: Location) -> ParsedTree:
     """The same, each tensor and object under its own key, for one who knows what keys mean.
 
     Raises:
@@ -51,7 +50,7 @@ def read_flat(location: Location) -> Found:
     return found
 
 
-def _stored(location: Location) -> tuple[Metadata, Found]:
+def _stored(location: Location) -> tuple[Metadata, ParsedTree]:
     about = metadata.read(_metadata_files(location))
     objects = {key: block for key, block in about.objects.items() if block is not None}
     with SourceFiles() as pool:
@@ -73,7 +72,7 @@ def _stored(location: Location) -> tuple[Metadata, Found]:
             leaves[key] = tree.of_file(items.object(_data(location, block.file), block))
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
-    found = Found(
+    found = ParsedTree(
         root=leaves,
         where=str(location),
         files=items.sources(),

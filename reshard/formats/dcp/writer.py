@@ -20,7 +20,7 @@ from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.fsdp.rank_files import accelerate_beside
+from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
 from reshard.pickles.canonical import Canonical
@@ -110,7 +110,7 @@ def accelerate(
     """
     parts = [fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
     if not weights_only:
-        parts += accelerate_beside(state, shards)
+        parts += lay_out_accelerate_extras(state, shards)
     return skeletons.joined(parts)
 
 

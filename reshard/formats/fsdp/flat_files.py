@@ -23,17 +23,16 @@ from reshard.formats.fsdp.rank_files import (
     PAIR,
     VERL,
     Naming,
-    Sharder,
-    accelerate_beside,
     beside,
     is_divided,
     placed,
-    whole_slot,
 )
+from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import Grid, Placing
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.slots import Sharder, whole_slot
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training
 
@@ -85,7 +84,7 @@ def fsdp1_local(
 
     files = [file for rank in range(ranks) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
-        files += accelerate_beside(state, ranks)
+        files += lay_out_accelerate_extras(state, ranks)
     return skeletons.joined(files)
 
 

@@ -10,11 +10,11 @@ from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.formats.fsdp.flat_units import Flat, run
-from reshard.formats.fsdp.rank_files import whole_slot
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, torch_state_dict
+from reshard.state_dict.slots import whole_slot
 from reshard.training.state import Trained, Training, refuse_odd_slots
 
 

@@ -1,9 +1,8 @@
-"""Lay out PyTorch's own files of one training state: a file a rank, or whole files.
+"""Lay out FSDP's files of one training state: one file for each rank, or whole files.
 
     fsdp2          DTensors: ``model.state_dict()`` and an optimizer's, of each rank; FSDP 1's
                    SHARDED_STATE_DICT with a device mesh is the same, the optimizer by fqn
     fsdp1_full     FULL_STATE_DICT of FSDP 1: whole tensors, the optimizer by fqn
-    plain          one file, whole tensors, the optimizer by index, as every script without sharding
 
 FSDP 1's flat parameters are `flat_files`'s.
 
@@ -21,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from reshard.box import Box, Index, whole
+from reshard.box import Box
 from reshard.containers import skeletons, torch_writer
-from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import Grid, Placing
 from reshard.layout.partition import Cut
 from reshard.layout.tensor_parallel import Plan, cuts
@@ -33,10 +32,9 @@ from reshard.manifest import Keyed, Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import nested_slots, torch_state_dict
-from reshard.state_dict.sections import ACCUMULATED, TRAIN_STATE
-from reshard.state_dict.sharded_writer import DTensors
+from reshard.state_dict.sections import TRAIN_STATE
+from reshard.state_dict.slots import Sharder, Wholes
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training import copied_files, rng, schedules
 from reshard.training.state import Training, Weight
 
 _SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
@@ -98,7 +96,6 @@ LOCAL = Naming(  # the same of LOCAL_STATE_DICT
 TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # of ours, which wants nothing beside them
 TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
-_SCHEDULER = "scheduler.bin"
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
 
 
@@ -151,7 +148,7 @@ def fsdp2(
 
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
-        files += accelerate_beside(state, grid.world)
+        files += lay_out_accelerate_extras(state, grid.world)
     return skeletons.joined(files)
 
 
@@ -206,40 +203,6 @@ def beside(
     if naming.about and rank == 0:
         text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
         yield skeletons.of_bytes(naming.about, text.encode())
-
-
-def accelerate_beside(state: Training, ranks: int) -> Iterator[Skeleton]:
-    """What Accelerate's ``load_state`` wants beside weights and optimizer.
-
-    It finds its count of steps among each rank's random states; where those are of ranks that are
-    gone, it goes on without them (``load_accelerator_state``).
-    """
-    beside, factor = (
-        torch_state_dict.carried(state.manifest.train),
-        schedules.factor(state.manifest, ranks),
-    )
-    files = dict(state.manifest.train.kept_files)
-    if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
-        files.pop(_SCHEDULER, None)  # the lists in it are of the source's groups
-        own = schedules.scaled(beside["scheduler"], factor).state
-        yield torch_writer.lay_out_object(_SCHEDULER, own)
-    for name, path in files.items():
-        scaled = (
-            None if factor == 1 or copied_files.is_own(name) else schedules.of_file(path, factor)
-        )
-        if scaled is None:
-            yield copied_files.lay_out(name, path)
-        else:
-            yield torch_writer.lay_out_object(name, scaled.state)
-    if "scaler" in beside:
-        yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
-    count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
-    counted = {} if count is None else {"step": count}
-    for rank in range(ranks):
-        states = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
-        if counted or states:
-            name, held = f"random_states_{rank}.pkl", {**counted, **states}
-            yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, ranks))
 
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
@@ -312,63 +275,6 @@ def _is_parameter(model: ModelShapes, fqn: str) -> bool:
     return first in model.parameters
 
 
-class Sharder:
-    """One file's tree with its `Value` leaves as that rank saves them."""
-
-    def __init__(self, placing: Placing, rank: int) -> None:
-        self._placing, self._rank = placing, rank
-        self._dtensors = DTensors(placing.grid, rank)
-        self._made: dict[int, Any] = {}  # the names of one tensor share it
-        self._shapes: dict[Index, Index] = {}
-
-    def of(self, value: Any) -> Any:
-        """The tree, or one leaf of it."""
-        if isinstance(value, Value):
-            if id(value) not in self._made:
-                self._made[id(value)] = self._tensor(value)
-            return self._made[id(value)]
-        if isinstance(value, (dict, OrderedDict)):
-            return type(value)((key, self.of(item)) for key, item in value.items())
-        return [self.of(item) for item in value] if isinstance(value, list) else value
-
-    def _tensor(self, value: Value) -> Any:
-        placed = self._placing.of(value.owner)
-        if not value.divided or not placed.axes:
-            return whole_slot(value)
-        box = self._placing.grid.box(value.shape, placed, self._rank)
-        local = Slot(Storage(value.dtype, box.volume, _part(value, box)), box.shape)
-        shape = self._shapes.setdefault(value.shape, value.shape)
-        return self._dtensors.make(shape, value.dtype, placed, local)
-
-
-def _part(value: Value, box: Box) -> tuple[Part, ...]:
-    """What fills a block of a tensor; nothing where it is empty."""
-    if value.entry is None or not box.volume:
-        return ()
-    return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
-
-
-def whole_slot(value: Value) -> Slot:
-    """A tensor that is stored whole."""
-    storage = Storage(value.dtype, value.numel, _part(value, whole(value.shape)), value.data)
-    return Slot(storage, value.shape)
-
-
-class Wholes:
-    """One file's tree with its `Value` leaves stored whole."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Slot] = {}
-
-    def __call__(self, value: Any) -> Slot | None:
-        """The slot of a `Value`, the same each time; None for all else."""
-        if not isinstance(value, Value):
-            return None
-        if id(value) not in self._made:
-            self._made[id(value)] = whole_slot(value)
-        return self._made[id(value)]
-
-
 # Whole files
 
 
@@ -398,24 +304,5 @@ def fsdp1_full(
         for name, root in files.items()
     ]
     if accelerate and not weights_only:
-        made += accelerate_beside(state, ranks)
+        made += lay_out_accelerate_extras(state, ranks)
     return skeletons.joined(made)
-
-
-def plain(
-    state: Training,
-    *,
-    name: str = "checkpoint.pt",
-    weights_only: bool = False,
-    model: ModelShapes | None = None,
-    dtype: DType | None = None,
-) -> Skeleton:
-    """One file as a script without sharding saves it: the optimizer is ``torch.optim``'s own."""
-    root: dict[str, Any] = {"model": OrderedDict(torch_state_dict.weights(state, dtype=dtype))}
-    if not weights_only:
-        several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
-        root["optimizer"] = torch_state_dict.optimizer(state, "index", model, named=several)
-        beside = torch_state_dict.carried(state.manifest.train)
-        root.update((key, value) for key, value in beside.items() if key not in root)
-    stamp = state.stamp(name, 0, 1)
-    return torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=stamp)

@@ -3,12 +3,12 @@
 Accelerate, HF Trainer, Lightning, verl, torchtitan, FairScale and plain scripts differ in how they
 name these parts; what is in them is told by its form (`state_dict.sections`).
 
-    names       which files are parts
-    directory   whether there are any
+    directory   which files are parts, and whether there are any
     ranks       the files that ranks saved, as one
     reader      every part at a place as one manifest
     beside      what lies beside: the trainer's state, scheduler, random states, a model's config
-    labels      what the parts' names say: who wrote them, at which step
+    provenance  what the parts' names say: who wrote them, at which step
+    writer      one file, as a script without sharding saves it
 
 Names: Accelerate 1.15 ``utils/constants.py`` and ``fsdp_utils.py``; transformers 5 ``trainer.py``;
 Lightning 2.6 ``strategies/fsdp.py`` (``meta.pt``); verl 0.9 ``fsdp_checkpoint_manager.py``;

@@ -1,16 +1,31 @@
-"""Whether parts of a training checkpoint lie in a directory, told by their names."""
+"""Which files and folders are parts of a training checkpoint, by their names.
+
+Libraries number the files of ranks in different ways; this module has what they have in common.
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from reshard.containers.torch_detect import is_torch_file
-from reshard.formats.dcp import names as dcp
-from reshard.formats.pytorch import names
+from reshard.containers.torch_detect import SUFFIXES, is_torch_file
+from reshard.errors import CorruptError
+from reshard.formats.dcp import directory as dcp
 from reshard.location import Location
 
 NAME = "torch"
 _FOLDER = re.compile(r"(pytorch_)?(model|optim(izer)?s?)(_fsdp)?(_\d+)?")
+# Between these words and the suffix stands the rank.
+_SUFFIX = "|".join(map(re.escape, SUFFIXES))
+RANK = re.compile(
+    rf"^(.*?(?:rank|shard|rng_state|random_states)[-_]?)(\d+)((?:\.\w+)*(?:{_SUFFIX}))$"
+)
+_STRONG = re.compile(  # beside a model, these make a directory a training checkpoint
+    r"optim(izer)?(_\d+)?\.(bin|pt|pth)|scheduler(_\d+)?\.(bin|pt)|trainer_state\.json"
+    r"|pytorch_model_fsdp(_\d+)?\.bin|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|scaler\.pt"
+)
+_HF_SHARD = re.compile(r"-\d+-of-\d+\.bin$")
+_ARGUMENTS = "training_args"
 
 
 def detect(location: Location) -> bool:
@@ -20,7 +35,7 @@ def detect(location: Location) -> bool:
     return (
         dcp.detect(location)
         or any(map(dcp.is_hf_shard, location.files))
-        or any(map(names.is_part, location.files))
+        or any(map(is_part, location.files))
         or any(is_dcp_part(name, folder) for name, folder in location.folders.items())
     )
 
@@ -33,14 +48,46 @@ def detect_loosely(location: Location) -> bool:
     """
     if location.chosen:
         return is_torch_file(location.path)
-    return bool(names.torch_files(location))
+    return bool(torch_files(location))
 
 
 def is_rank_file(name: str) -> bool:
     """Whether a file's name says that it is one rank's, or one of DCP's."""
-    return dcp.is_part(name) or dcp.is_hf_shard(name) or names.is_of_rank(name)
+    return dcp.is_part(name) or dcp.is_hf_shard(name) or is_of_rank(name)
 
 
 def is_dcp_part(name: str, folder: Location) -> bool:
     """Whether a folder holds a part that DCP wrote."""
     return _FOLDER.fullmatch(name) is not None and dcp.detect(folder)
+
+
+def is_of_rank(name: str) -> bool:
+    """Whether a file's name says which rank's it is."""
+    return RANK.fullmatch(name) is not None
+
+
+def is_part(name: str) -> bool:
+    """Whether a file's name says that it is a part of a training checkpoint."""
+    return _STRONG.fullmatch(name) is not None or is_of_rank(name)
+
+
+def torch_files(location: Location) -> dict[str, Path]:
+    """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
+
+    Raises:
+        CorruptError: one that is by its name a part of the checkpoint is none.
+    """
+    found = {}
+    for name, path in location.files.items():
+        if path.suffix not in SUFFIXES or _HF_SHARD.search(name) or path.stem == _ARGUMENTS:
+            continue
+        if is_torch_file(path):
+            found[name] = path
+        elif is_part(name):
+            size = path.stat().st_size
+            raise CorruptError(
+                path,
+                f"is no file of torch.save ({size} bytes)" if size else "is empty",
+                "fetch it again; a node-local disk may still hold it",
+            )
+    return found

@@ -11,10 +11,10 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.errors import IncompleteError, StaleError
-from reshard.formats.pytorch.names import RANK, is_of_rank
+from reshard.formats.pytorch.directory import RANK, is_of_rank
 from reshard.location import missing_ranks
 from reshard.state_dict import tree
-from reshard.state_dict.found import Found
+from reshard.state_dict.tree import ParsedTree
 
 _NUMBERED = re.compile(r"^(.*?)[-_.]?(\d+)((?:\.[a-z]+)+)$")
 _WORLD = re.compile(r"world_size_(\d+)")
@@ -42,7 +42,7 @@ class Ranks:
         held = {rank: file for rank, file in self.files.items() if rank in ranks}
         return Ranks(held, {rank: self.trees[rank] for rank in held})
 
-    def joined(self, place: object) -> Found:
+    def joined(self, place: object) -> ParsedTree:
         """One tree of all.
 
         Raises:
@@ -50,7 +50,7 @@ class Ranks:
         """
         opened = list(self.files.values())
         joined = tree.join([*self.trees.values()], [file.path for file in opened])
-        return Found(
+        return ParsedTree(
             root=joined.root,
             where=str(place),
             files={file.path: file.source() for file in opened},

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
 from reshard.formats import huggingface, run
+from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
-from reshard.formats.dcp import names as dcp
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.formats.pytorch import beside, labels, names
+from reshard.formats.pytorch import beside, directory, provenance
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
 from reshard.formats.pytorch.ranks import Ranks, families_of
 from reshard.join import join
@@ -21,8 +21,7 @@ from reshard.location import Location
 from reshard.manifest import Manifest, Origin
 from reshard.model import ModelHint
 from reshard.state_dict import assemble, sections
-from reshard.state_dict.found import Found
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import Logical, ParsedTree
 from reshard.training import copied_files, trainer_run
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
@@ -58,10 +57,10 @@ def read(
     found = saved[0][0]
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
-        format=labels.framework(location, found, run_of_trainer),
+        format=provenance.framework(location, found, run_of_trainer),
         path=str(location),
-        detail=labels.detail(location),
-        versions=labels.versions(found),
+        detail=provenance.detail(location),
+        versions=provenance.versions(found),
     )
     model_hint = ModelHint(model, wrap) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
@@ -86,14 +85,14 @@ def read(
     if run_of_trainer:
         train = run_of_trainer.counted(train)
     if train.step is None:
-        train = replace(train, step=labels.step_of(location))
+        train = replace(train, step=provenance.step_of(location))
     if location.chosen:
         return replace(made, train=train)
     made = replace(made, train=replace(train, rng_files=beside.random_files(location)))
     return beside.with_kept_files(made, location)
 
 
-Collected = tuple[Found, list[str]]  # with what is to be said of it
+Collected = tuple[ParsedTree, list[str]]  # with what is to be said of it
 
 
 def _by_stage(
@@ -108,7 +107,7 @@ def _by_stage(
         Also the key, without the name of a file whose tree stands for the whole.
     """
     parts_of_model = (
-        item for item in names.torch_files(location).items() if not copied_files.is_own(item[0])
+        item for item in directory.torch_files(location).items() if not copied_files.is_own(item[0])
     )
     grouped = families_of(dict(parts_of_model))
     families = {stem: Ranks.open(held) for stem, held in grouped.items()}
@@ -161,9 +160,9 @@ def _is_checkpoint(family: Ranks) -> bool:
     return False
 
 
-def _alone(location: Location, families: Mapping[str, Ranks]) -> Found:
+def _alone(location: Location, families: Mapping[str, Ranks]) -> ParsedTree:
     """A later stage's files; what lies beside is the first one's."""
-    found = Found({}, str(location), {})
+    found = ParsedTree({}, str(location), {})
     for stem, files in families.items():
         _take(found, None if len(families) == 1 else stem, files.joined(location))
     return found
@@ -204,7 +203,7 @@ def _joined(
 
 def _collected(location: Location, families: dict[str, Ranks], warnings: list[str]) -> Collected:
     """One tree of all parts, each under the name of its file or folder."""
-    found = Found({}, str(location), {})
+    found = ParsedTree({}, str(location), {})
     if dcp.detect(location):
         _take(found, None, reader.read(location))
     if any(map(dcp.is_hf_shard, location.files)):
@@ -228,7 +227,7 @@ def _collected(location: Location, families: dict[str, Ranks], warnings: list[st
     return found, warnings
 
 
-def _take(found: Found, name: str | None, part: Found) -> None:
+def _take(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
     """Add a part's tree to the whole, at the top where it has no name."""
     added = (
         part.root if name is None and isinstance(part.root, dict) else {name or "state": part.root}
@@ -263,7 +262,7 @@ def _weights_beside(location: Location) -> dict[str, Path]:
     return found
 
 
-def _safetensors(location: Location, path: Path) -> Found:
+def _safetensors(location: Location, path: Path) -> ParsedTree:
     made = of_huggingface.read(Location(location.directories, path.name))
     state = {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
-    return Found(state, str(location), dict(made.files), plain_is_buffer=False, ordered=False)
+    return ParsedTree(state, str(location), dict(made.files), plain_is_buffer=False, ordered=False)

@@ -13,6 +13,7 @@ from reshard.formats.colossalai import target as colossalai
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files
 from reshard.formats.fsdp import rank_files as state_dict
+from reshard.formats.pytorch import writer
 from reshard.formats.targets.model_parallel import of_deepspeed
 from reshard.formats.targets.request import Request
 from reshard.formats.trainers import accelerate, hf_trainer
@@ -148,9 +149,9 @@ def of_torch(state: Training, asked: Request) -> Laid:
     """One file with torch.optim's own state.
 
     Raises:
-        ReshardError: as `fsdp.rank_files.plain`.
+        ReshardError: as `pytorch.writer.plain`.
     """
-    made = state_dict.plain(
+    made = writer.plain(
         state,
         name=asked.file,
         model=asked.model,

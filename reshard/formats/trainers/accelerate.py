@@ -12,17 +12,22 @@ Source: Accelerate 1.15 ``accelerator.py`` (``prepare_model``, ``save_state``), 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
-from reshard.formats.fsdp.rank_files import Wholes, accelerate_beside
 from reshard.formats.huggingface import writer
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.sections import ACCUMULATED
+from reshard.state_dict.slots import Wholes
+from reshard.training import copied_files, rng, schedules
 from reshard.training.state import Training
 
 _WEIGHTS = "model.safetensors"
+_SCHEDULER = "scheduler.bin"
 
 
 def unsharded(
@@ -47,5 +52,39 @@ def unsharded(
         stamp = state.stamp("optimizer.bin", 0, ranks)
         made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=Wholes(), stamp=stamp)
         parts.append(made)
-        parts += accelerate_beside(state, ranks)
+        parts += lay_out_accelerate_extras(state, ranks)
     return skeletons.joined(parts)
+
+
+def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]:
+    """What Accelerate's ``load_state`` wants beside weights and optimizer.
+
+    It finds its count of steps among each rank's random states; where those are of ranks that are
+    gone, it goes on without them (``load_accelerator_state``).
+    """
+    beside, factor = (
+        torch_state_dict.carried(state.manifest.train),
+        schedules.factor(state.manifest, ranks),
+    )
+    files = dict(state.manifest.train.kept_files)
+    if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
+        files.pop(_SCHEDULER, None)  # the lists in it are of the source's groups
+        own = schedules.scaled(beside["scheduler"], factor).state
+        yield torch_writer.lay_out_object(_SCHEDULER, own)
+    for name, path in files.items():
+        scaled = (
+            None if factor == 1 or copied_files.is_own(name) else schedules.of_file(path, factor)
+        )
+        if scaled is None:
+            yield copied_files.lay_out(name, path)
+        else:
+            yield torch_writer.lay_out_object(name, scaled.state)
+    if "scaler" in beside:
+        yield torch_writer.lay_out_object("scaler.pt", beside["scaler"])
+    count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
+    counted = {} if count is None else {"step": count}
+    for rank in range(ranks):
+        states = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
+        if counted or states:
+            name, held = f"random_states_{rank}.pkl", {**counted, **states}
+            yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, ranks))

@@ -21,13 +21,13 @@ from typing import Any
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
-from reshard.formats.fsdp.rank_files import Wholes
 from reshard.formats.huggingface import writer
 from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import torch_state_dict
+from reshard.state_dict.slots import Wholes
 from reshard.training import rng, trainer_run
 from reshard.training.state import Training
 

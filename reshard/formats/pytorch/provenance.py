@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from reshard.formats.dcp import names as dcp
-from reshard.formats.pytorch import names
+from reshard.formats.dcp import directory as dcp
+from reshard.formats.pytorch import directory
 from reshard.formats.pytorch.beside import TRAINER_STATE
 from reshard.formats.pytorch.directory import NAME
 from reshard.location import Location
-from reshard.state_dict.found import Found
+from reshard.state_dict.tree import ParsedTree
 from reshard.training import trainer_run
 from reshard.training.trainer_run import Run
 
@@ -24,7 +24,7 @@ def step_of(location: Location) -> int | None:
     return next((int(match[1]) for match in found if match), None)
 
 
-def framework(location: Location, found: Found, run: Run | None) -> str:
+def framework(location: Location, found: ParsedTree, run: Run | None) -> str:
     """Return who wrote the checkpoint, as far as the names of its files tell.
 
     Args:
@@ -56,12 +56,12 @@ def detail(location: Location) -> str:
     kinds = []
     if dcp.detect(location) or any(dcp.detect(f) for f in location.folders.values()):
         kinds.append("DCP")
-    if any(names.is_of_rank(name) and not _RANDOM.match(name) for name in location.files):
+    if any(directory.is_of_rank(name) and not _RANDOM.match(name) for name in location.files):
         kinds.append("rank files")
     return ", ".join(kinds) or "state dict"
 
 
-def versions(found: Found) -> dict[str, str]:
+def versions(found: ParsedTree) -> dict[str, str]:
     """The libraries' versions, where a part says them."""
     root = found.root if isinstance(found.root, dict) else {}
     version = root.get("pytorch-lightning_version")

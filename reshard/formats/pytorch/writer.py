@@ -1,0 +1,33 @@
+"""Lay out one file as a script without sharding saves it: whole tensors, the optimizer by index."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from reshard.containers import torch_writer
+from reshard.dtypes import DType
+from reshard.manifest import Skeleton
+from reshard.model import ModelShapes
+from reshard.state_dict import torch_state_dict
+from reshard.state_dict.slots import Wholes
+from reshard.training.state import Training
+
+
+def plain(
+    state: Training,
+    *,
+    name: str = "checkpoint.pt",
+    weights_only: bool = False,
+    model: ModelShapes | None = None,
+    dtype: DType | None = None,
+) -> Skeleton:
+    """One file as a script without sharding saves it: the optimizer is ``torch.optim``'s own."""
+    root: dict[str, Any] = {"model": OrderedDict(torch_state_dict.weights(state, dtype=dtype))}
+    if not weights_only:
+        several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
+        root["optimizer"] = torch_state_dict.optimizer(state, "index", model, named=several)
+        beside = torch_state_dict.carried(state.manifest.train)
+        root.update((key, value) for key, value in beside.items() if key not in root)
+    stamp = state.stamp(name, 0, 1)
+    return torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=stamp)

@@ -1,0 +1,69 @@
+"""Turn the `Value` leaves of a state dict into the tensors of one rank's file."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from reshard.box import Box, Index, whole
+from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.layout.mesh import Placing
+from reshard.state_dict.sharded_writer import DTensors
+from reshard.state_dict.torch_state_dict import Value
+
+
+class Sharder:
+    """One file's tree with its `Value` leaves as that rank saves them."""
+
+    def __init__(self, placing: Placing, rank: int) -> None:
+        self._placing, self._rank = placing, rank
+        self._dtensors = DTensors(placing.grid, rank)
+        self._made: dict[int, Any] = {}  # the names of one tensor share it
+        self._shapes: dict[Index, Index] = {}
+
+    def of(self, value: Any) -> Any:
+        """The tree, or one leaf of it."""
+        if isinstance(value, Value):
+            if id(value) not in self._made:
+                self._made[id(value)] = self._tensor(value)
+            return self._made[id(value)]
+        if isinstance(value, (dict, OrderedDict)):
+            return type(value)((key, self.of(item)) for key, item in value.items())
+        return [self.of(item) for item in value] if isinstance(value, list) else value
+
+    def _tensor(self, value: Value) -> Any:
+        placed = self._placing.of(value.owner)
+        if not value.divided or not placed.axes:
+            return whole_slot(value)
+        box = self._placing.grid.box(value.shape, placed, self._rank)
+        local = Slot(Storage(value.dtype, box.volume, _part(value, box)), box.shape)
+        shape = self._shapes.setdefault(value.shape, value.shape)
+        return self._dtensors.make(shape, value.dtype, placed, local)
+
+
+def _part(value: Value, box: Box) -> tuple[Part, ...]:
+    """What fills a block of a tensor; nothing where it is empty."""
+    if value.entry is None or not box.volume:
+        return ()
+    return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
+
+
+def whole_slot(value: Value) -> Slot:
+    """A tensor that is stored whole."""
+    storage = Storage(value.dtype, value.numel, _part(value, whole(value.shape)), value.data)
+    return Slot(storage, value.shape)
+
+
+class Wholes:
+    """One file's tree with its `Value` leaves stored whole."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, Slot] = {}
+
+    def __call__(self, value: Any) -> Slot | None:
+        """The slot of a `Value`, the same each time; None for all else."""
+        if not isinstance(value, Value):
+            return None
+        if id(value) not in self._made:
+            self._made[id(value)] = whole_slot(value)
+        return self._made[id(value)]
