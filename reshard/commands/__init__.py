@@ -6,7 +6,6 @@ reading     what every command shares that reads tensors
 output      what every command shares that writes
 target      a target held to proof before a byte of it is written
 naming      other names for what is written, by a model's table
-companions  the small files beside weights: config, tokenizer, progress
 balance     what became of every value that was read
 lines, page
             a report in words, and as a page

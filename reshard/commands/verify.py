@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, keys, units
-from reshard.commands.companions import config_beside
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.page import check_page, write_page
@@ -25,6 +24,7 @@ from reshard.paths import as_path
 from reshard.proof import checks, deep, hashes, quick, scan
 from reshard.proof.checks import Check, not_applicable, not_run
 from reshard.proof.opening import opened
+from reshard.training.companion_files import config_beside
 from reshard.units import counted
 
 if TYPE_CHECKING:

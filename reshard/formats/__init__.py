@@ -5,6 +5,7 @@ Beside a folder a format:
     registry    by which names each format is known, and its reader
     unclear     what is no checkpoint by itself, and what to say of it
     run         which checkpoint of a run directory is meant
+    beside      what lies beside tensors: the state of the trainer, its scheduler, random states
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _real_in(manifest: Manifest) -> str:
 
 def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the model of a config beside the checkpoint; None where none helps."""
-    from reshard.formats.pytorch import beside  # which reads what lies beside any checkpoint
+    from reshard.formats import beside  # which reads what lies beside any checkpoint
 
     model_hint: ModelHint | None = beside.nearby(Location([directory(manifest.origin.path)]), None)
     if model_hint is None:

@@ -27,16 +27,16 @@ class Choice:
 
 
 def _deepspeed(location: Location, choice: Choice) -> Manifest:
+    from reshard.formats import beside
     from reshard.formats.deepspeed import reader
-    from reshard.formats.pytorch import beside
 
     found = beside.with_companions(reader.read(location, choice.tag, choice.rules), location)
     return beside.with_run(found, Location([directory(found.origin.path)]))
 
 
 def _megatron(location: Location, choice: Choice) -> Manifest:
+    from reshard.formats import beside
     from reshard.formats.megatron import reader
-    from reshard.formats.pytorch import beside
 
     return beside.with_run(reader.read(location, _table(megatron.NAME, choice)), location)
 

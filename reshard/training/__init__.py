@@ -7,6 +7,9 @@ fresh_adam    an Adam at step 0, for a source without an optimizer
 loss_scale    dynamic loss scalers of torch and DeepSpeed
 rng           random states of ranks
 schedules     learning-rate schedules for another number of ranks
+batch         the batch arithmetic of another number of ranks
 copied_files  files that are copied unchanged
+companion_files
+              config, tokenizer and processor files of the model; the progress of a run
 trainer_run   what a run of ``python -m trainer`` states in ``trainer_state.json``
 """

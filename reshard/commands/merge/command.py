@@ -16,19 +16,19 @@ from reshard.commands.output import is_file, opened, page_of, resolved, untouche
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.target import check_skeleton
+from reshard.containers import safetensors_shards as writer
 from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, read_small_file
 from reshard.formats import placeholders
-from reshard.formats.huggingface import writer
-from reshard.formats.huggingface.companions import QUANTISED, Companions, matched_config
-from reshard.formats.huggingface.companions import companions as find_companions
 from reshard.identity import check_identity
 from reshard.location import directory
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
+from reshard.training.companion_files import QUANTISED, Companions, matched_config
+from reshard.training.companion_files import companions as find_companions
 
 _NO_CONFIG = (
     "no config.json lies beside the checkpoint: transformers cannot load this directory; give the"

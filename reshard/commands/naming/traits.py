@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.commands.companions import config_beside
 from reshard.commands.naming.state import Asked
 from reshard.containers.json_files import json_object
 from reshard.errors import UsageError, understood
@@ -19,6 +18,7 @@ from reshard.model_parallel.families import Family
 from reshard.model_parallel.megatron_traits import of_megatron
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
+from reshard.training.companion_files import config_beside
 
 _OF_MEGATRON = {"num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"}
 

@@ -8,7 +8,6 @@ state          the source's state, with what it lacks and the user asked for
 rng            random states of ranks
 own_states     what ranks of Megatron saved beside tensors
 run_of_trainer what our trainer keeps beside its checkpoints
-batch          the global batch, kept
 read_back      what was written, as the reader of its format sees it
 report         what was kept, derived and dropped
 """

@@ -9,13 +9,11 @@ from pathlib import Path, PurePosixPath
 
 from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
-from reshard.commands.companions import with_companions
 from reshard.commands.naming import Naming
 from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import for_megatron, own_states, read_back, run_of_trainer
-from reshard.commands.split.batch import Rebalanced, rebalanced
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport, describe
 from reshard.commands.split.request import requested, without_optimizer
@@ -39,6 +37,8 @@ from reshard.identity import Identity, check_identity
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
+from reshard.training.batch import Rebalanced, rebalanced
+from reshard.training.companion_files import with_companions
 from reshard.training.state import Training
 
 

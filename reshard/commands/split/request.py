@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from reshard import dtypes
-from reshard.commands.companions import config_beside
 from reshard.commands.split import for_megatron
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import FLOAT32, DType
@@ -25,6 +24,7 @@ from reshard.model_parallel import sizes
 from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.paths import as_path
 from reshard.training import trainer_run
+from reshard.training.companion_files import config_beside
 from reshard.training.trainer_run import Run
 
 _FAMILY = {  # what a source is written as, where the user names no target

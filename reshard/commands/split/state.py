@@ -13,7 +13,6 @@ from reshard.containers.json_files import json_object
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import deepspeed, huggingface, megatron
-from reshard.formats.huggingface.companions import is_model_config
 from reshard.formats.huggingface.reader import described, in_order
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
@@ -25,6 +24,7 @@ from reshard.model_parallel.sizes import Sizes
 from reshard.paths import as_path
 from reshard.stamps import Save
 from reshard.training import fresh_adam, param_groups
+from reshard.training.companion_files import is_model_config
 from reshard.training.state import Training, refuse_without_optimizer, training
 
 _ID = 32  # characters of a save's id

@@ -2,8 +2,6 @@
 
     directory   which files are a model's
     reader      weights, through their index or without one
-    companions  config, tokenizer and processor files
-    writer      shards and their index
 
 Sources: transformers 5 ``modeling_utils.py`` (file names, ``{"format": "pt"}``), huggingface_hub 1
 ``serialization/_base.py`` (greedy shards in state-dict order, ``metadata.total_size``).

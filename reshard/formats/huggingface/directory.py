@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
+from reshard.containers.safetensors_shards import INDEX
 from reshard.location import Location
 
 NAME = "huggingface"
-INDEX = "model.safetensors.index.json"
 _INDEXES = (INDEX, "pytorch_model.bin.index.json")
 _INDEX = re.compile(r"[\w.-]+\.(safetensors|bin)\.index(\.\w+)?\.json")
 _WEIGHTS = re.compile(r".+\.safetensors|pytorch_model.*\.bin")

@@ -6,7 +6,6 @@ name these parts; what is in them is told by its form (`state_dict.sections`).
     directory   which files are parts, and whether there are any
     ranks       the files that ranks saved, as one
     reader      every part at a place as one manifest
-    beside      what lies beside: the trainer's state, scheduler, random states, a model's config
     provenance  what the parts' names say: who wrote them, at which step
     writer      one file, as a script without sharding saves it
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from reshard.formats.beside import TRAINER_STATE
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.pytorch import directory
-from reshard.formats.pytorch.beside import TRAINER_STATE
 from reshard.formats.pytorch.directory import NAME
 from reshard.location import Location
 from reshard.state_dict.tree import ParsedTree

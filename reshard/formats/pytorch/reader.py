@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.errors import UnrecognisedError, UsageError
-from reshard.formats import huggingface, run
+from reshard.formats import beside, huggingface, run
 from reshard.formats.dcp import directory as dcp
 from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
-from reshard.formats.pytorch import beside, directory, provenance
+from reshard.formats.pytorch import directory, provenance
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
 from reshard.formats.pytorch.ranks import Ranks, families_of
 from reshard.join import join
@@ -23,6 +23,7 @@ from reshard.model import ModelHint
 from reshard.state_dict import assemble, sections
 from reshard.state_dict.tree import Logical, ParsedTree
 from reshard.training import copied_files, trainer_run
+from reshard.training.batch import BATCH_BEFORE
 
 _WEIGHTS = re.compile(r"(adapter_)?model(_\d+)?\.safetensors")
 _LATEST, _SEVERAL = "latest", 2
@@ -80,7 +81,7 @@ def read(
             train,
             step=step if type(step) is int else train.step,
             trainer_state=trainer,
-            opaque={**train.opaque, **({beside.BATCH_BEFORE: before} if before else {})},
+            opaque={**train.opaque, **({BATCH_BEFORE: before} if before else {})},
         )
     if run_of_trainer:
         train = run_of_trainer.counted(train)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
-from reshard.formats.huggingface import writer
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical

@@ -18,17 +18,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
-from reshard.formats.huggingface import writer
-from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import Wholes
 from reshard.training import rng, trainer_run
+from reshard.training.batch import BATCH, BATCH_BEFORE
 from reshard.training.state import Training
 
 _SHARD_BYTES = 5 * 10**9  # of model.safetensors, as merge has it

@@ -13,7 +13,6 @@ from reshard.containers import torch_reader
 from reshard.containers.json_files import json_object
 from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError
-from reshard.formats.huggingface.companions import is_model_config
 from reshard.location import Location
 from reshard.manifest import Manifest
 from reshard.model import ModelHint
@@ -21,14 +20,11 @@ from reshard.pickles import trust
 from reshard.state_dict import tree
 from reshard.state_dict.plain_values import plain
 from reshard.training import copied_files, trainer_run
+from reshard.training.batch import BATCH, BATCH_BEFORE, WORLD
+from reshard.training.companion_files import is_model_config
 
 _RANDOM = re.compile(r"(?:rng_state|random_states)(?:_(\d+))?\.(?:pth|pkl)")
 TRAINER_STATE = "trainer_state.json"
-BATCH = "train_batch_size"  # of one rank, in it
-# What reshard writes beside it at another size: the run's own size, and its batch of a rank. The
-# Trainer keeps no accumulation, so that the way back could not be computed.
-BATCH_BEFORE = "reshard_batch.json"
-WORLD = "world_size"
 _COMPANIONS = {
     "scheduler.pt": "scheduler",
     "scheduler.bin": "scheduler",

@@ -8,9 +8,9 @@ from math import prod
 from reshard.containers import safetensors
 from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
-from reshard.formats.huggingface.directory import INDEX
 from reshard.manifest import Entry, OutputFile, Skeleton
 
+INDEX = "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 
 

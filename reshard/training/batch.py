@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from reshard.formats.pytorch.beside import BATCH, BATCH_BEFORE, WORLD
 from reshard.manifest import Manifest
 from reshard.model_parallel.sizes import of_mesh
 from reshard.training import trainer_run
 from reshard.training.trainer_run import Run
 from reshard.units import counted, either, nearest_divisors
 
+BATCH = "train_batch_size"  # of one rank, in HF Trainer's trainer_state.json
+# The file that reshard writes beside trainer_state.json at another size: the run's own number of
+# ranks and batch of a rank. The Trainer saves no accumulation, so the way back needs them.
+BATCH_BEFORE = "reshard_batch.json"
+WORLD = "world_size"
 _TOTAL = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _STEPS = "gradient_accumulation_steps"

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.commands.split.batch import advice, rebalanced
 from reshard.manifest import Manifest, Origin, TrainState
+from reshard.training.batch import advice, rebalanced
 
 
 def manifest(ranks, **train):
