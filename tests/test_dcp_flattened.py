@@ -12,7 +12,7 @@ from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.formats.dcp.flattened import restored
 from reshard.manifest import Chunk
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import GlobalTensor
 
 SHAPE, PARTS = (4, 6), (2, 2)
 PART = (2, 3)
@@ -27,7 +27,7 @@ def stored(cuts=CUTS, parts=PARTS, numel=6):
             box = Box((*number, start), (*(1 for _ in parts), stop - start))
             chunks.append(Chunk(box, "f", at, (4,) * (len(parts) + 1), FLOAT32))
             at += 4 * (stop - start)
-    return Logical(FLOAT32, (*parts, numel), tuple(chunks))
+    return GlobalTensor(FLOAT32, (*parts, numel), tuple(chunks))
 
 
 def test_every_element_comes_from_its_place():

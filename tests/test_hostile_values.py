@@ -24,7 +24,7 @@ from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global
 from reshard.state_dict import flat_params, tree
-from reshard.state_dict.tree import Local
+from reshard.state_dict.tree import LocalTensors
 from reshard.training.state import training
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,7 +185,7 @@ def test_megatron_s_arguments_and_groups_of_another_kind():
 def test_fairscale_s_metadata_of_another_kind(params, told):
     metadata = {"param_metadata": [{"fsdp_path": "", "params": params}]}
     with pytest.raises(CorruptError, match=f"shard.pt: shard_metadata.*{told}"):
-        flat_params.fairscale_units(metadata, "shard.pt")
+        flat_params.read_fairscale_units(metadata, "shard.pt")
 
 
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])
@@ -215,9 +215,9 @@ def test_a_pattern_that_is_none():
 
 def test_a_tensor_on_one_rank_and_a_class_on_another():
 
-    local = Local({1: contiguous("b.pt", 0, FLOAT32, whole((2,)), (2,))})
+    local = LocalTensors({1: contiguous("b.pt", 0, FLOAT32, whole((2,)), (2,))})
     with pytest.raises(CorruptError, match=r"a\.pt: 'w' is "):
-        tree.join([{"w": Global("x.Y")}, {"w": local}], ["a.pt", "b.pt"])
+        tree.join_trees([{"w": Global("x.Y")}, {"w": local}], ["a.pt", "b.pt"])
 
 
 ALIASES = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.layout.mesh import ROLES, Grid, Placing, parse
+from reshard.layout.mesh import ROLES, MeshGrid, MeshPlacements, parse_mesh
 from reshard.layout.partition import Cut
 
 NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "tensor": "tp"}
@@ -28,7 +28,7 @@ def placings(draw):
     if "tensor" in roles and draw(st.booleans()):
         dim = draw(st.none() | st.integers(0, len(shape) - 1))
         tensor["w"] = None if dim is None else Cut(dim)
-    return Placing(Grid(sizes, tuple(NAMES[role] for role in roles)), tensor), shape
+    return MeshPlacements(MeshGrid(sizes, tuple(NAMES[role] for role in roles)), tensor), shape
 
 
 @given(placings())
@@ -62,19 +62,19 @@ def test_boxes_are_torchs_and_hold_every_element_equally_often(drawn):
 
 def test_what_fully_shard_makes_of_each_parameter():
     """As torch 2.13 places them: see the judged tests, which ask it."""
-    grid = Grid((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
-    placing = Placing(grid, {"columns": Cut(0), "rows": Cut(1), "bias": None})
+    grid = MeshGrid((2, 4, 2), ("dp_replicate", "dp_shard", "tp"))
+    placing = MeshPlacements(grid, {"columns": Cut(0), "rows": Cut(1), "bias": None})
     assert placing.of("columns").cuts == (None, Cut(0, 2), Cut(0))
     assert placing.of("rows").cuts == (None, Cut(0), Cut(1))
     assert placing.of("bias").cuts == (None, Cut(0), None)
     assert (placing.of("norm").axes, placing.of("norm").cuts) == ((0, 1), (None, Cut(0)))
-    alone = Placing(Grid((2,), ("tp",)), {"columns": Cut(0)})
+    alone = MeshPlacements(MeshGrid((2,), ("tp",)), {"columns": Cut(0)})
     assert (alone.of("columns").cuts, alone.of("norm").axes) == ((Cut(0),), ())
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
 def test_a_group_has_the_ranks_that_differ_on_one_axis_alone(sizes):
-    grid = Grid(sizes)
+    grid = MeshGrid(sizes)
     for axis in range(len(sizes)):
         groups = {}
         for rank in range(grid.world):
@@ -85,14 +85,14 @@ def test_a_group_has_the_ranks_that_differ_on_one_axis_alone(sizes):
 
 
 def test_a_mesh_is_read_as_it_is_written():
-    grid = parse("dp_replicate=2, dp_shard=4,tp=2", "cpu")
-    assert grid == Grid((2, 4, 2), ("dp_replicate", "dp_shard", "tp"), "cpu")
+    grid = parse_mesh("dp_replicate=2, dp_shard=4,tp=2", "cpu")
+    assert grid == MeshGrid((2, 4, 2), ("dp_replicate", "dp_shard", "tp"), "cpu")
     assert (grid.world, grid.size("tensor"), grid.size("shard", "replicate")) == (16, 2, 8)
     assert str(grid) == "dp_replicate=2,dp_shard=4,tp=2"
     assert [grid.coordinate(rank) for rank in (0, 1, 15)] == [(0, 0, 0), (0, 0, 1), (1, 3, 1)]
     for name in ROLES:
         if ROLES[name] != "replicate":
-            assert parse(f"{name}=3", "cuda").sizes == (3,)
+            assert parse_mesh(f"{name}=3", "cuda").sizes == (3,)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_a_mesh_is_read_as_it_is_written():
 )
 def test_an_unclear_mesh_is_refused(text, told):
     with pytest.raises(UsageError, match=told):
-        parse(text, "cpu")
+        parse_mesh(text, "cpu")
 
 
 def test_axes_without_names_do_nothing_that_is_known():
     with pytest.raises(UnsupportedError, match="a mesh of 2x2"):
-        Placing(Grid((2, 2))).of("w")
+        MeshPlacements(MeshGrid((2, 2))).of("w")
 
 
 def test_all_coordinates_are_ranks():
-    grid = Grid((2, 3, 2))
+    grid = MeshGrid((2, 3, 2))
     assert [grid.coordinate(rank) for rank in range(12)] == list(product(*map(range, grid.sizes)))

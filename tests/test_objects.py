@@ -13,7 +13,7 @@ from reshard.formats.deepspeed.write.carried import of_grid
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles import objects, unpickle
 from reshard.pickles.pickler import Pickler
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 
 def again(value: object) -> object:
@@ -44,7 +44,7 @@ def test_a_namespace_keeps_its_enums_and_dtypes():
     wanted = vars(NAMESPACE).copy()
     del wanted["odd"]
     assert vars(found) == wanted
-    assert objects.left_out("args", plain(root["args"]), held["args"]) == ["args.odd"]
+    assert objects.left_out("args", to_plain(root["args"]), held["args"]) == ["args.odd"]
 
 
 def test_a_value_that_holds_itself_ends():

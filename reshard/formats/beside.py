@@ -18,7 +18,7 @@ from reshard.manifest import Manifest
 from reshard.model import ModelHint
 from reshard.pickles import trust
 from reshard.state_dict import tree
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE, WORLD
 from reshard.training.companion_files import is_model_config
@@ -50,7 +50,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
         if not trainer and not held:
             continue
         opened = {kind: torch_reader.read(path) for kind, path in held.items()}
-        values = {kind: plain(tree.of_file(file)) for kind, file in opened.items()}
+        values = {kind: to_plain(tree.convert_file(file)) for kind, file in opened.items()}
         train = manifest.train
         unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
         found = replace(
@@ -79,7 +79,7 @@ def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
     shown = {Path(name).stem: file for name, file in opened.items() if copied_files.is_own(name)}
     unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
     train = manifest.train
-    values = {stem: plain(tree.of_file(file)) for stem, file in shown.items()}
+    values = {stem: to_plain(tree.convert_file(file)) for stem, file in shown.items()}
     return replace(
         manifest,
         train=replace(train, kept_files=files, client={**train.client, **values}),

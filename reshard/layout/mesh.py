@@ -46,7 +46,7 @@ _NOT_OURS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class TensorPlacement:
     """Where a tensor lies.
 
     Args:
@@ -59,7 +59,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class MeshGrid:
     """A device mesh over all ranks, as ``init_device_mesh`` makes it.
 
     Args:
@@ -119,7 +119,7 @@ class Grid:
             made += self.world // size
         return tuple(names)
 
-    def box(self, shape: Index, placed: Placed, rank: int) -> Box:
+    def box(self, shape: Index, placed: TensorPlacement, rank: int) -> Box:
         """The block of a tensor that a rank holds.
 
         Raises:
@@ -139,33 +139,33 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
+class MeshPlacements:
     """Where a mesh puts each parameter.
 
     Args:
         tensor: how tensor parallelism cuts the parameters that it touches; None replicates.
     """
 
-    grid: Grid
+    grid: MeshGrid
     tensor: Mapping[str, Cut | None] = field(default_factory=dict)
-    _known: dict[str, Placed] = field(default_factory=dict, compare=False, repr=False)
+    _known: dict[str, TensorPlacement] = field(default_factory=dict, compare=False, repr=False)
 
-    def of(self, fqn: str) -> Placed:
+    def of(self, fqn: str) -> TensorPlacement:
         """The parameter's place, which is also that of its optimizer's slots."""
         if fqn not in self._known:  # every rank asks
             self._known[fqn] = self._placed(fqn)
         return self._known[fqn]
 
-    def _placed(self, fqn: str) -> Placed:
+    def _placed(self, fqn: str) -> TensorPlacement:
         touched, cut = fqn in self.tensor, self.tensor.get(fqn)
         factor = self.grid.size("tensor") if cut and cut.dim == 0 else 1
         cuts = {"replicate": None, "shard": Cut(0, factor), "tensor": cut}
         roles = self.grid.roles
         axes = tuple(a for a, role in enumerate(roles) if touched or role != "tensor")
-        return Placed(axes, tuple(cuts[roles[axis]] for axis in axes))
+        return TensorPlacement(axes, tuple(cuts[roles[axis]] for axis in axes))
 
 
-def parse(text: str, device: str) -> Grid:
+def parse_mesh(text: str, device: str) -> MeshGrid:
     """What ``--mesh NAME=SIZE,...`` says.
 
     Raises:
@@ -178,12 +178,14 @@ def parse(text: str, device: str) -> Grid:
         raise UsageError(option, "is no mesh", "write NAME=SIZE,... as in dp_shard=4,tp=2")
     for name, _ in axes:
         if name not in ROLES:
-            raise UsageError(option, f"nothing says what the axis {name!r} does", _remedy(name))
-    grid = Grid(tuple(n for _, n in axes), tuple(name for name, _ in axes), device)
+            raise UsageError(
+                option, f"nothing says what the axis {name!r} does", _suggest_names(name)
+            )
+    grid = MeshGrid(tuple(n for _, n in axes), tuple(name for name, _ in axes), device)
     role, times = Counter(grid.roles).most_common(1)[0]
     if times > 1:
         raise UsageError(
-            option, f"has {times} axes that {_does(role)}", "give their product as one"
+            option, f"has {times} axes that {_describe_role(role)}", "give their product as one"
         )
     if [_ORDER.index(role) for role in grid.roles] != sorted(map(_ORDER.index, grid.roles)):
         raise UsageError(
@@ -200,11 +202,11 @@ def parse(text: str, device: str) -> Grid:
     return grid
 
 
-def _does(role: Role) -> str:
+def _describe_role(role: Role) -> str:
     return {"replicate": "replicate", "shard": "shard", "tensor": "are tensor parallel"}[role]
 
 
-def _remedy(name: str) -> str:
+def _suggest_names(name: str) -> str:
     known = "; ".join(
         f"{role}: {', '.join(name for name in ROLES if ROLES[name] == role)}" for role in _ORDER
     )

@@ -34,9 +34,16 @@ from reshard.state_dict import (
     sections,
     tree,
 )
-from reshard.state_dict.optimizer_state import Optimizer
-from reshard.state_dict.plain_values import plain
-from reshard.state_dict.tree import Local, Logical, ParsedTree, dotted, is_tensor, logical
+from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.plain_values import to_plain
+from reshard.state_dict.tree import (
+    GlobalTensor,
+    LocalTensors,
+    ParsedTree,
+    as_global,
+    format_path,
+    is_tensor,
+)
 
 _LISTED = 6
 _FAIRSCALE = "shard_metadata"
@@ -47,7 +54,7 @@ _OPEN_END = (
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
 
 
-def manifest(
+def build_manifest(
     found: ParsedTree,
     origin: Origin,
     *,
@@ -69,23 +76,23 @@ def manifest(
     """
     _refuse_mixed(found)
     split = sections.find(found.root, found.where, key)
-    model, notes = _model(split, found, model_hint, nearby)
-    state, units = _unflattened(split, found, model)
-    weights = _weights(state, found, model)
-    flats = any(flat_params.prefix_of(key) is not None for key in split.model)
+    model, notes = _resolve_model(split, found, model_hint, nearby)
+    state, units = _resolve_flat_params(split, found, model)
+    weights = _resolve_weights(state, found, model)
+    flats = any(flat_params.parse_prefix(key) is not None for key in split.model)
     ordered = found.ordered and not flats and not (units and model is None)
     if model and not ordered:
         place = {fqn: index for index, fqn in enumerate(model.parameters)}
         weights = dict(sorted(weights.items(), key=lambda item: place.get(item[0], len(place))))
-    first, tied = _aliases(weights)
+    first, tied = _build_weight_entries(weights)
     if model:
         tied |= {a: k for a, k in model.tied.items() if k in first and a not in weights}
-    first = _kinds(first, state, split, found, model)
+    first = _mark_buffers(first, state, split, found, model)
     with SourceFiles() as pool:
-        read, first = model_optimizers.of_model(split, first, units, model, found, pool)
-    said = [*warnings, *found.notes, *notes, *_notes(split, found, read, {*first, *tied})]
-    entries = [*first.values(), *model_optimizers.slots(read, tied)]
-    train = _train(split, read)
+        read, first = model_optimizers.select_optimizers(split, first, units, model, found, pool)
+    said = [*warnings, *found.notes, *notes, *_collect_notes(split, found, read, {*first, *tied})]
+    entries = [*first.values(), *model_optimizers.iterate_slots(read, tied)]
+    train = _build_train_state(split, read)
     return Manifest(
         origin=replace(
             origin,
@@ -93,23 +100,23 @@ def manifest(
             precision=origin.precision or most_common_dtype(e.dtype for e in first.values()),
         ),
         entries=index_entries(entries),
-        files=_with_steps(found.files, read),
+        files=_add_step_claims(found.files, read),
         train=train,
         tied=tied,
-        frozen=_frozen(train, entries, first),
+        frozen=_find_frozen(train, entries, first),
         trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
         warnings=tuple(said),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
-        unread=_unread(split),
+        unread=_describe_unread(split),
         unknown_globals=trust.unknown(found.globals),
         ordered=ordered or model is not None,
-        keyed=None if flats or units else optimizer_state.keyed(split.optimizers.values()),
+        keyed=None if flats or units else optimizer_state.find_keying(split.optimizers.values()),
         ordered_by_model=model is not None and not ordered,  # sorted by it above
     )
 
 
-def _with_steps(
-    files: Mapping[str, SourceFile], read: Sequence[Optimizer]
+def _add_step_claims(
+    files: Mapping[str, SourceFile], read: Sequence[ParsedOptimizer]
 ) -> dict[str, SourceFile]:
     """Add the claim about the optimizer step that each file makes by its step counters.
 
@@ -129,11 +136,11 @@ def _with_steps(
     return made
 
 
-def _train(split: sections.Parts, read: Sequence[Optimizer]) -> TrainState:
+def _build_train_state(split: sections.Sections, read: Sequence[ParsedOptimizer]) -> TrainState:
     """Everything that is no tensor of the model's or of an optimizer's."""
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
     other = {fqn: value for one in read for fqn, value in one.other.items()}
-    step, opaque = _counted(split, steps)
+    step, opaque = _resolve_step(split, steps)
     return TrainState(
         step=step,
         samples=split.samples,
@@ -141,16 +148,16 @@ def _train(split: sections.Parts, read: Sequence[Optimizer]) -> TrainState:
         optimizer_step=steps,
         non_tensor_state=other,
         param_groups=tuple(group for one in read for group in one.groups),
-        scheduler=plain(split.scheduler),
-        scaler=plain(split.scaler),
-        rng=plain(split.rng),
-        client={name: plain(value) for name, value in split.client.items()},
+        scheduler=to_plain(split.scheduler),
+        scaler=to_plain(split.scaler),
+        rng=to_plain(split.rng),
+        client={name: to_plain(value) for name, value in split.client.items()},
         objects=objects.kept(split.client, split.client),
         opaque=opaque,
     )
 
 
-def _frozen(
+def _find_frozen(
     train: TrainState, entries: Iterable[Entry], weights: Mapping[str, Entry]
 ) -> frozenset[str]:
     """Parameters of param groups without a state, where others have one."""
@@ -161,8 +168,8 @@ def _frozen(
     return frozenset(unstated) if stated else frozenset()
 
 
-def _counted(
-    split: sections.Parts, steps: Mapping[str, float]
+def _resolve_step(
+    split: sections.Sections, steps: Mapping[str, float]
 ) -> tuple[int | None, dict[str, Any]]:
     """The run's step; beside it what Accelerate counted, where that is something else."""
     if split.accumulated is None:
@@ -183,29 +190,34 @@ def _refuse_mixed(found: ParsedTree) -> None:
             raise CorruptError(found.where, "the ranks' files hold different things", tree.MIXED)
         if _COUNTER.fullmatch(str(path[-1])) and not any(sections.RNG.search(str(p)) for p in path):
             raise CorruptError(
-                found.where, f"the ranks' files disagree on {dotted(path)!r}", tree.MIXED
+                found.where, f"the ranks' files disagree on {format_path(path)!r}", tree.MIXED
             )
 
 
-def _model(
-    split: sections.Parts, found: ParsedTree, model_hint: ModelHint | None, nearby: ModelHint | None
+def _resolve_model(
+    split: sections.Sections,
+    found: ParsedTree,
+    model_hint: ModelHint | None,
+    nearby: ModelHint | None,
 ) -> tuple[ModelShapes | None, list[str]]:
     """The model that the user named, or the one beside where the files leave something open.
 
     Raises:
         UsageError: the user named another model than the checkpoint's.
     """
-    prefixes = [prefix for key in split.model if (prefix := flat_params.prefix_of(key)) is not None]
+    prefixes = [
+        prefix for key in split.model if (prefix := flat_params.parse_prefix(key)) is not None
+    ]
     if model_hint:
         model = model_hint.shapes(prefixes)
-        foreign = _foreign(model, split.model)
+        foreign = _describe_mismatch(model, split.model)
         if foreign and not prefixes:
             raise UsageError(
                 f"--model {model_hint.model}", f"is another model than the checkpoint's: {foreign}"
             )
         return model, []
     numbered = any(map(optimizer_state.is_numbered, split.optimizers.values()))
-    named = any(map(optimizer_state.shapes_by_fqn, split.optimizers.values()))
+    named = any(map(optimizer_state.collect_shapes, split.optimizers.values()))
     unordered = numbered and not found.ordered
     open_end = [] if found.proved else [_OPEN_END.format(found.world)]
     wrapped = nearby and (nearby.wrap or (nearby.by_blocks and numbered))
@@ -216,7 +228,7 @@ def _model(
         model = nearby.shapes(prefixes)
     except (UsageError, UnsupportedError) as error:
         return None, [f"{nearby.model} does not help: {error.problem}"]
-    foreign = _foreign(model, split.model)
+    foreign = _describe_mismatch(model, split.model)
     if foreign and not prefixes:
         if open_end:
             raise IncompleteError(
@@ -228,9 +240,9 @@ def _model(
     return model, [f"the parameters' names and order are those of {nearby.model}"]
 
 
-def _foreign(model: ModelShapes, state: Mapping[str, Any]) -> str:
+def _describe_mismatch(model: ModelShapes, state: Mapping[str, Any]) -> str:
     """What a model and a state dict do not have in common; empty where they fit."""
-    held = {fqn: logical(leaf) for fqn, leaf in state.items()}
+    held = {fqn: as_global(leaf) for fqn, leaf in state.items()}
     for fqn, shape in model.parameters.items():
         names = [fqn, *(alias for alias, kept in model.tied.items() if kept == fqn)]
         found = next((held[name] for name in names if name in held), None)
@@ -242,26 +254,26 @@ def _foreign(model: ModelShapes, state: Mapping[str, Any]) -> str:
     return f"the model has no {min(extra)!r}" if extra else ""
 
 
-def _unflattened(
-    split: sections.Parts, found: ParsedTree, model: ModelShapes | None
+def _resolve_flat_params(
+    split: sections.Sections, found: ParsedTree, model: ModelShapes | None
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
     """The model's state dict without flat parameters, and the units that it had."""
-    beside = dotted((*split.model_path[:-1], _FAIRSCALE))
+    beside = format_path((*split.model_path[:-1], _FAIRSCALE))
     if beside in split.client:
         about = split.client.pop(beside)
-        return _fairscale(split.model, about, found.where)
-    if any(flat_params.prefix_of(key) is not None for key in split.model):
+        return _resolve_fairscale(split.model, about, found.where)
+    if any(flat_params.parse_prefix(key) is not None for key in split.model):
         shapes: dict[str, Index] = {}
         for value in split.optimizers.values():
-            shapes.update(optimizer_state.shapes_by_fqn(value))
-        return flat_params.read(split.model, where=found.where, model=model, shapes=shapes)
-    return split.model, flat_params.units_of(model) if model else []
+            shapes.update(optimizer_state.collect_shapes(value))
+        return flat_params.resolve(split.model, where=found.where, model=model, shapes=shapes)
+    return split.model, flat_params.build_units(model) if model else []
 
 
-def _fairscale(
+def _resolve_fairscale(
     state: Mapping[str, Any], about: Any, where: str
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
-    named = flat_params.fairscale_units(about, where)
+    named = flat_params.read_fairscale_units(about, where)
     units = {key: named[key] for key in state if key in named}  # in the optimizer's order
     tensors: dict[str, Any] = {}
     for key, value in state.items():
@@ -269,23 +281,23 @@ def _fairscale(
         if unit is None:
             tensors[key] = value
             continue
-        if not isinstance(value, Local):
+        if not isinstance(value, LocalTensors):
             raise CorruptError(where, f"{key!r} is no flat parameter, as shard_metadata says it is")
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
-        tensors.update(unit.tensors(flat_params.flat_pieces(pieces, unit.numel)))
+        tensors.update(unit.tensors(flat_params.locate_pieces(pieces, unit.numel)))
     return tensors, list(units.values())
 
 
-def _weights(
+def _resolve_weights(
     state: Mapping[str, Any], found: ParsedTree, model: ModelShapes | None
-) -> dict[str, Logical]:
+) -> dict[str, GlobalTensor]:
     """Every tensor of the model's state dict with its global shape."""
     weights = {}
     for fqn, leaf in state.items():
-        tensor = logical(leaf)
+        tensor = as_global(leaf)
         wanted = model.parameters.get(fqn) if model else None
         if tensor is None and wanted is not None:
-            tensor = flat_params.runs(found.where, fqn, wanted, list(leaf.pieces.values()))
+            tensor = flat_params.join_slices(found.where, fqn, wanted, list(leaf.pieces.values()))
         if tensor is None:
             raise CorruptError(
                 next(iter(leaf.pieces.values())).file,
@@ -297,7 +309,9 @@ def _weights(
     return weights
 
 
-def _aliases(weights: Mapping[str, Logical]) -> tuple[dict[str, Entry], dict[str, str]]:
+def _build_weight_entries(
+    weights: Mapping[str, GlobalTensor],
+) -> tuple[dict[str, Entry], dict[str, str]]:
     """One entry a weight; names of the same bytes are aliases of the first."""
     first: dict[tuple[Chunk, ...], str] = {}
     tied: dict[str, str] = {}
@@ -312,10 +326,10 @@ def _aliases(weights: Mapping[str, Logical]) -> tuple[dict[str, Entry], dict[str
     return entries, tied
 
 
-def _kinds(
+def _mark_buffers(
     entries: Mapping[str, Entry],
     state: Mapping[str, Any],
-    split: sections.Parts,
+    split: sections.Sections,
     found: ParsedTree,
     model: ModelShapes | None,
 ) -> dict[str, Entry]:
@@ -325,8 +339,8 @@ def _kinds(
     else:
         trained: set[str] = set()
         for value in split.optimizers.values():
-            trained |= optimizer_state.names_in(value)
-        is_local = {fqn: isinstance(state.get(fqn), Local) for fqn in entries}
+            trained |= optimizer_state.collect_names(value)
+        is_local = {fqn: isinstance(state.get(fqn), LocalTensors) for fqn in entries}
         mixed = found.plain_is_buffer and len(set(is_local.values())) > 1
         buffers = {fqn for fqn, local in is_local.items() if mixed and local} - trained
     return {
@@ -335,24 +349,28 @@ def _kinds(
     }
 
 
-def _beside(split: sections.Parts) -> list[str]:
+def _find_stray_tensors(split: sections.Sections) -> list[str]:
     """Tensors outside of every model and optimizer, but for the states of generators."""
     return [
         name
         for path, value in split.client.items()
         if not sections.RNG.search(path)
-        for name in ([path] if is_tensor(value) else leaves.weights_in(value, path))
+        for name in ([path] if is_tensor(value) else leaves.find_weights(value, path))
     ]
 
 
-def _unread(split: sections.Parts) -> dict[str, str]:
+def _describe_unread(split: sections.Sections) -> dict[str, str]:
     """Name -> what it is, of each value that is neither weight nor optimizer nor train state."""
     models = dict.fromkeys(split.other_models, "another state dict")
-    return {**split.unread, **models, **dict.fromkeys(_beside(split), "a tensor of no model")}
+    return {
+        **split.unread,
+        **models,
+        **dict.fromkeys(_find_stray_tensors(split), "a tensor of no model"),
+    }
 
 
-def _notes(
-    split: sections.Parts, found: ParsedTree, read: Iterable[Optimizer], names: set[str]
+def _collect_notes(
+    split: sections.Sections, found: ParsedTree, read: Iterable[ParsedOptimizer], names: set[str]
 ) -> Iterable[str]:
     for one in read:
         yield from one.notes
@@ -362,7 +380,7 @@ def _notes(
     if split.other_models:
         shown = ", ".join(split.other_models[:_LISTED])
         yield f"other state dicts are in it, which --key NAME chooses: {shown}"
-    beside = _beside(split)
+    beside = _find_stray_tensors(split)
     if beside:
         yield f"tensors that belong to no model are left out: {', '.join(beside[:_LISTED])}"
     quiet = sections.RNG
@@ -372,5 +390,5 @@ def _notes(
         if not any(quiet.search(str(part)) or part == _FAIRSCALE for part in path)
     ]
     if differing:
-        shown = ", ".join(dotted(path) for path in differing[:_LISTED])
+        shown = ", ".join(format_path(path) for path in differing[:_LISTED])
         yield f"the ranks saved different values of {shown}: the first rank's are taken"

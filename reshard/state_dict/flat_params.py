@@ -24,7 +24,7 @@ from reshard.layout.partition import Member, flat_chunks, run_chunks
 from reshard.manifest import Chunk
 from reshard.model import ModelShapes
 from reshard.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
-from reshard.state_dict.tree import Local, Logical
+from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 KEY = "_flat_param"
 _HINT = (
@@ -43,25 +43,25 @@ class FlatUnit:
     members: tuple[Member, ...]
     numel: int  # with the padding that belongs to it, before it is cut
 
-    def tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, Logical]:
+    def tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
         """The members as logical tensors, from pieces with their first flat element."""
         pieces = list(pieces)
         chunks = flat_chunks(self.members, pieces)
         dtype = pieces[0][1].dtype
         return {
-            member.fqn: Logical(dtype, member.shape, tuple(chunks[member.fqn]))
+            member.fqn: GlobalTensor(dtype, member.shape, tuple(chunks[member.fqn]))
             for member in self.members
         }
 
 
-def prefix_of(key: str) -> str | None:
+def parse_prefix(key: str) -> str | None:
     """The wrapped module that a flat parameter belongs to; None for other names."""
     if key == KEY or key.endswith(f".{KEY}"):
         return key.removesuffix(KEY).removesuffix(".")
     return None
 
 
-def read(
+def resolve(
     state: Mapping[str, Any],
     *,
     where: str,
@@ -82,26 +82,28 @@ def read(
     flats = {
         prefix: value
         for key, value in state.items()
-        if (prefix := prefix_of(key)) is not None and isinstance(value, Logical)
+        if (prefix := parse_prefix(key)) is not None and isinstance(value, GlobalTensor)
     }
-    rest = {key: value for key, value in state.items() if prefix_of(key) is None}
+    rest = {key: value for key, value in state.items() if parse_prefix(key) is None}
     known = {**shapes, **(model.parameters if model else {})}
-    origins = _Origins(flats)
+    origins = _ShardOrigins(flats)
     views = {fqn: value for fqn, value in rest.items() if origins.holds(value)}
     if views:
         ordered = {fqn: origins.ordered(view) for fqn, view in views.items()}
-        return {**rest, **_from_views(ordered, known, where)}, []
-    units = [_unit(prefix, flat, flats, model, shapes, where) for prefix, flat in flats.items()]
+        return {**rest, **_resolve_views(ordered, known, where)}, []
+    units = [
+        _resolve_unit(prefix, flat, flats, model, shapes, where) for prefix, flat in flats.items()
+    ]
     found: dict[str, Any] = {}
     for unit, value in zip(units, flats.values(), strict=True):
         found.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
     return {**found, **rest}, units
 
 
-class _Origins:
+class _ShardOrigins:
     """Where the flat shards lie in the ranks' files, and at which flat element each begins."""
 
-    def __init__(self, flats: Mapping[str, Logical]) -> None:
+    def __init__(self, flats: Mapping[str, GlobalTensor]) -> None:
         self._shards: dict[str, list[tuple[int, int, int]]] = {}
         for flat in flats.values():
             for chunk in flat.chunks:
@@ -116,21 +118,21 @@ class _Origins:
 
     def holds(self, value: Any) -> bool:
         """Whether ranks' plain 1-d tensors are slices of the flat shards in the same files."""
-        if not isinstance(value, Local) or any(len(shape) != 1 for shape in value.shapes()):
+        if not isinstance(value, LocalTensors) or any(len(shape) != 1 for shape in value.shapes()):
             return False
         held = [chunk for chunk in value.pieces.values() if chunk.box.volume]
         return all(self.of(chunk) is not None for chunk in held)
 
-    def ordered(self, view: Local) -> list[Chunk]:
+    def ordered(self, view: LocalTensors) -> list[Chunk]:
         """A parameter's slices in the order of their shards, which the files state."""
         held = [chunk for chunk in view.pieces.values() if chunk.box.volume]
         empty = [chunk for chunk in view.pieces.values() if not chunk.box.volume]
         return [*sorted(held, key=lambda chunk: self.of(chunk) or 0), *empty]
 
 
-def _from_views(
+def _resolve_views(
     views: Mapping[str, Sequence[Chunk]], known: Mapping[str, Index], where: str
-) -> dict[str, Logical]:
+) -> dict[str, GlobalTensor]:
     """use_orig_params=True: every rank names its own slices; only shapes are missing."""
     same = {tuple(held): known[fqn] for fqn, held in views.items() if fqn in known}
     tied = {fqn: tuple(held) for fqn, held in views.items() if fqn not in known}
@@ -147,10 +149,10 @@ def _from_views(
             + (" ..." if len(missing) > 3 else ""),
             "say which model it is: --model config.json|DIR|module:factory",
         )
-    return {fqn: runs(where, fqn, known[fqn], held) for fqn, held in views.items()}
+    return {fqn: join_slices(where, fqn, known[fqn], held) for fqn, held in views.items()}
 
 
-def runs(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> Logical:
+def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> GlobalTensor:
     """A tensor whose 1-d slices follow one another.
 
     Raises:
@@ -169,13 +171,13 @@ def runs(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> Logical
         stop = at + piece.box.volume
         chunks += run_chunks(piece.file, piece.byte_offset, piece.dtype, shape, at, stop)
         at = stop
-    return Logical(pieces[0].dtype, shape, tuple(chunks))
+    return GlobalTensor(pieces[0].dtype, shape, tuple(chunks))
 
 
-def _unit(
+def _resolve_unit(
     prefix: str,
-    flat: Logical,
-    flats: Mapping[str, Logical],
+    flat: GlobalTensor,
+    flats: Mapping[str, GlobalTensor],
     model: ModelShapes | None,
     shapes: Mapping[str, Index],
     where: str,
@@ -205,14 +207,14 @@ def _unit(
             " that says which parameters lie in it",
             _HINT,
         )
-    return place_unit(prefix, members, total, where)
+    return build_unit(prefix, members, total, where)
 
 
 def _under(fqn: str, prefix: str) -> bool:
     return not prefix or fqn.startswith(f"{prefix}.")
 
 
-def place_unit(
+def build_unit(
     prefix: str, members: Sequence[tuple[str, Index]], total: int, where: str
 ) -> FlatUnit:
     """A flat parameter of ``total`` elements filled with these members.
@@ -232,16 +234,16 @@ def place_unit(
     return FlatUnit(prefix, tuple(Member(fqn, s, starts[fqn]) for fqn, s in members), total)
 
 
-def units_of(model: ModelShapes) -> list[FlatUnit]:
+def build_units(model: ModelShapes) -> list[FlatUnit]:
     """The units of a model whose optimizer is flat and whose weights are not."""
     found = []
     for unit in model.units:
         members = [(fqn, model.parameters[fqn]) for fqn in unit.members]
-        found.append(place_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
+        found.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
     return found
 
 
-def flat_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]]:
+def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]]:
     """Equal pieces of a flat tensor in shard order, with their places; zero padding cut off.
 
     Raises:
@@ -263,7 +265,7 @@ def flat_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]]:
     return found
 
 
-def fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
+def read_fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
     """Key of each flat parameter -> what FairScale's own metadata say of it.
 
     Raises:
@@ -281,5 +283,5 @@ def fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
             members = [(prefix + fqn, as_index(shape)) for fqn, shape in named]
             if not members:
                 raise CorruptError(where, f"shard_metadata of {name!r} names no parameter")
-            units[prefix + name] = place_unit(path, members, sum(held["numels"]), where)
+            units[prefix + name] = build_unit(path, members, sum(held["numels"]), where)
     return units

@@ -13,14 +13,14 @@ from reshard.containers import numpy_arrays
 from reshard.containers.torch_objects import Storage, Tensor, is_wrapped
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.pickles.values import Call
-from reshard.state_dict.tree import Local, Logical, is_tensor
+from reshard.state_dict.tree import GlobalTensor, LocalTensors, is_tensor
 from reshard.units import counted, some
 
 _CONTAINERS = (dict, list, tuple)
 _LISTED = 4
 
 
-def opaque(
+def find_opaque(
     where: object, state: Mapping[Any, Any], known: Container[Any] = (), *, prefix: str = ""
 ) -> dict[str, str]:
     """Return the values of a model's state dict that are no tensors: name -> what it is.
@@ -40,10 +40,10 @@ def opaque(
             continue
         name = f"{prefix}{key}"
         _refuse_unreadable(where, name, value)
-        held = list(weights_in(value, name))
+        held = list(find_weights(value, name))
         hidden += held
         if not held:
-            found[name] = _kind(value)
+            found[name] = _describe_kind(value)
     if hidden:
         raise IncompleteError(
             where,
@@ -54,7 +54,7 @@ def opaque(
     return found
 
 
-def weights_in(value: Any, name: str) -> Iterator[str]:
+def find_weights(value: Any, name: str) -> Iterator[str]:
     """Yield the places of tensors in a container that look like weights: floats, more than one."""
     seen: set[int] = set()
     waiting = [(name, value)]
@@ -70,12 +70,12 @@ def weights_in(value: Any, name: str) -> Iterator[str]:
 
 def looks_like_weight(value: Any) -> bool:
     """Return whether a value is a float tensor, or array, of more than one element."""
-    if isinstance(value, Local):
+    if isinstance(value, LocalTensors):
         return any(
             chunk.dtype.family not in ("int", "bool") and chunk.box.volume > 1
             for chunk in value.pieces.values()
         )
-    if isinstance(value, Logical):
+    if isinstance(value, GlobalTensor):
         return (
             value.dtype.family not in ("int", "bool")
             and 0 not in value.shape
@@ -105,7 +105,7 @@ def _refuse_unreadable(where: object, name: str, value: Any) -> None:
         )
 
 
-def _kind(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     if isinstance(value, Call):
         return value.name
     return "bytes" if isinstance(value, bytes) else type(value).__name__

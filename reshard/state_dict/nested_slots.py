@@ -15,7 +15,7 @@ JOINT = "/"
 _DEEPEST = 8
 
 
-def flattened(
+def flatten(
     state: Mapping[str, Any], is_tensor: Callable[[Any], bool], deepest: int = _DEEPEST
 ) -> dict[str, Any]:
     """The state without dicts and lists that hold tensors.
@@ -25,8 +25,8 @@ def flattened(
     """
     found: dict[str, Any] = {}
     for name, value in state.items():
-        parts = _parts(value) if deepest else None
-        held = flattened(parts, is_tensor, deepest - 1) if parts else {}
+        parts = _list_parts(value) if deepest else None
+        held = flatten(parts, is_tensor, deepest - 1) if parts else {}
         if any(map(is_tensor, held.values())):
             found.update((f"{name}{JOINT}{key}", item) for key, item in held.items())
         else:
@@ -34,7 +34,7 @@ def flattened(
     return found
 
 
-def restored(state: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(state: Mapping[str, Any]) -> dict[str, Any]:
     """The same with its dicts and lists.
 
     >>> restored({"step": 3, "GG/1": "t", "GG/0": None})
@@ -47,15 +47,15 @@ def restored(state: Mapping[str, Any]) -> dict[str, Any]:
         for part in above:
             place = place.setdefault(part, {})
         place[last] = value
-    return {name: _with_lists(value) for name, value in root.items()}
+    return {name: _restore_lists(value) for name, value in root.items()}
 
 
 def is_nested(name: object) -> bool:
-    """Whether a slot's name is one that `flattened` joined."""
+    """Whether a slot's name is one that `flatten` joined."""
     return isinstance(name, str) and JOINT in name
 
 
-def _parts(value: Any) -> Mapping[str, Any] | None:
+def _list_parts(value: Any) -> Mapping[str, Any] | None:
     """What a container holds, by name or position; None where no name could tell it again."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return None if any(key.isdecimal() or JOINT in key for key in value) else value
@@ -63,9 +63,9 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
     return None if items is None else {str(at): item for at, item in enumerate(items)}
 
 
-def _with_lists(value: Any) -> Any:
+def _restore_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    held = {name: _with_lists(item) for name, item in value.items()}
+    held = {name: _restore_lists(item) for name, item in value.items()}
     order = [str(at) for at in range(len(held))]
     return [held[at] for at in order] if held and held.keys() == set(order) else held

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from reshard.training.state import Group
 
-Sign = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
-Groups = Sequence[Sequence[Sign]]
-Named = list[list[str | None]]
+Signature = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
+SignatureGroups = Sequence[Sequence[Signature]]
+NameGroups = list[list[str | None]]
 
 
 class AmbiguousError(Exception):
@@ -32,7 +32,9 @@ class AmbiguousError(Exception):
         super().__init__(f"these parameters {why}: {shown}")
 
 
-def name_groups(candidates: Mapping[str, Sign], groups: Groups, *, ordered: bool = True) -> Named:
+def name_groups(
+    candidates: Mapping[str, Signature], groups: SignatureGroups, *, ordered: bool = True
+) -> NameGroups:
     """The fqn of each member of each group; None for one without state that has no name either.
 
     Args:
@@ -51,13 +53,13 @@ def name_groups(candidates: Mapping[str, Sign], groups: Groups, *, ordered: bool
             pairs = zip(groups[0], candidates.values(), strict=True)
             if all(sign in (None, held) for sign, held in pairs):
                 return [list(candidates)]
-        found = _only_subsequence(candidates, groups[0])
+        found = _match_subsequence(candidates, groups[0])
         if found:
             return [[*found]]
-    return _by_sign(candidates, groups)
+    return _match_by_signature(candidates, groups)
 
 
-def tell(candidates: Mapping[str, Sign], groups: Sequence[Group]) -> bool:
+def can_name_groups(candidates: Mapping[str, Signature], groups: Sequence[Group]) -> bool:
     """Whether `name_groups` finds the members of the groups, so that no name need be written."""
     shapes = [
         [member.weight.shape if member.slots else None for member in group.members]
@@ -70,7 +72,7 @@ def tell(candidates: Mapping[str, Sign], groups: Sequence[Group]) -> bool:
     return found == [group.fqns for group in groups]
 
 
-def _refuse_alike(candidates: Mapping[str, Sign], groups: Groups) -> None:
+def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) -> None:
     counts = Counter(candidates.values())
     stated = {sign for group in groups for sign in group if sign is not None}
     alike = [fqn for fqn, sign in candidates.items() if sign in stated and counts[sign] > 1]
@@ -78,15 +80,19 @@ def _refuse_alike(candidates: Mapping[str, Sign], groups: Groups) -> None:
         raise AmbiguousError(alike, "look alike, and the file does not keep the model's order")
 
 
-def _only_subsequence(candidates: Mapping[str, Sign], group: Sequence[Sign]) -> list[str] | None:
+def _match_subsequence(
+    candidates: Mapping[str, Signature], group: Sequence[Signature]
+) -> list[str] | None:
     """The names, where the group fits into the model's order in exactly one way."""
     order = list(candidates.items())
-    first = _leftmost(order, group)
-    last = _leftmost(order[::-1], group[::-1])
+    first = _match_leftmost(order, group)
+    last = _match_leftmost(order[::-1], group[::-1])
     return first if first and last and first == last[::-1] else None
 
 
-def _leftmost(order: Sequence[tuple[str, Sign]], group: Sequence[Sign]) -> list[str] | None:
+def _match_leftmost(
+    order: Sequence[tuple[str, Signature]], group: Sequence[Signature]
+) -> list[str] | None:
     found: list[str] = []
     at = 0
     for sign in group:
@@ -99,9 +105,9 @@ def _leftmost(order: Sequence[tuple[str, Sign]], group: Sequence[Sign]) -> list[
     return found
 
 
-def _by_sign(candidates: Mapping[str, Sign], groups: Groups) -> Named:
+def _match_by_signature(candidates: Mapping[str, Signature], groups: SignatureGroups) -> NameGroups:
     """Parameters that look alike all stand in one group, and none of them elsewhere."""
-    alike: dict[Sign, list[str]] = defaultdict(list)
+    alike: dict[Signature, list[str]] = defaultdict(list)
     for fqn, sign in candidates.items():
         alike[sign].append(fqn)
     counts = [Counter(group) for group in groups]
@@ -117,7 +123,9 @@ def _by_sign(candidates: Mapping[str, Sign], groups: Groups) -> Named:
 
 
 def _refuse_other_order(
-    candidates: Mapping[str, Sign], alike: Mapping[Sign, Sequence[str]], groups: Named
+    candidates: Mapping[str, Signature],
+    alike: Mapping[Signature, Sequence[str]],
+    groups: NameGroups,
 ) -> None:
     """Within a group, parameters stand in the model's order, or what looks alike has no name."""
     position = {fqn: index for index, fqn in enumerate(candidates)}
@@ -128,7 +136,7 @@ def _refuse_other_order(
             raise AmbiguousError(twins, "look alike, and their group has an order of its own")
 
 
-def _name_stateless(groups: Named, order: list[str]) -> None:
+def _name_stateless(groups: NameGroups, order: list[str]) -> None:
     """Name members without state where the names around them in their group leave one choice."""
     position = {fqn: index for index, fqn in enumerate(order)}
     free = set(order) - {fqn for group in groups for fqn in group}

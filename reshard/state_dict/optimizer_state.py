@@ -21,16 +21,16 @@ from reshard.files import SourceFiles
 from reshard.manifest import Entry, Keyed, ParamGroup
 from reshard.state_dict import nested_slots
 from reshard.state_dict.optimizer_layouts import (
-    Parameters,
+    KnownParameters,
     Slots,
-    Whole,
-    identify,
-    shape_of,
-    tensors_of,
+    WholeLayout,
+    identify_layout,
+    infer_shape,
+    select_tensors,
 )
 from reshard.state_dict.optimizer_names import AmbiguousError
-from reshard.state_dict.plain_values import plain
-from reshard.state_dict.tree import MIXED, Local, Logical, as_list, is_tensor, logical
+from reshard.state_dict.plain_values import to_plain
+from reshard.state_dict.tree import MIXED, GlobalTensor, LocalTensors, as_global, as_list, is_tensor
 
 _STATE, _GROUPS = "state", "param_groups"
 _MEMBERS = ("params", "param_names")
@@ -39,7 +39,7 @@ _FAIRSCALE = "param_id_map"  # fairscale's consolidated form numbers parameters 
 
 
 @dataclass(slots=True)
-class Optimizer:
+class ParsedOptimizer:
     """What one optimizer state dict says, by fqn."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -63,16 +63,16 @@ def is_optimizer(value: Any) -> bool:
     )
 
 
-def shapes_by_fqn(value: Any) -> dict[str, Index]:
+def collect_shapes(value: Any) -> dict[str, Index]:
     """The shapes of the parameters that an optimizer names, as far as it has state for them.
 
     In the order of its param groups, which is that of the parameters in their flat unit.
     """
-    state, groups = _normal(value)
-    order = [key for group in groups for key in _members(group)]
+    state, groups = _normalize(value)
+    order = [key for group in groups for key in _list_members(group)]
     shapes = {}
     for key in dict.fromkeys([*order, *state]):
-        sign = shape_of(state.get(key, {}))
+        sign = infer_shape(state.get(key, {}))
         if isinstance(key, str) and not key.isdecimal() and sign:
             shapes[key] = sign
     return shapes
@@ -80,34 +80,34 @@ def shapes_by_fqn(value: Any) -> dict[str, Index]:
 
 def is_numbered(value: Any) -> bool:
     """Whether an optimizer numbers its parameters and keeps no names beside."""
-    state, groups = _normal(value)
-    keys = [key for group in groups for key in _members(group)] or list(state)
-    return any(isinstance(key, int) for key in keys) and not _names_in(groups)
+    state, groups = _normalize(value)
+    keys = [key for group in groups for key in _list_members(group)] or list(state)
+    return any(isinstance(key, int) for key in keys) and not _read_stored_names(groups)
 
 
-def keyed(values: Iterable[Any]) -> Keyed | None:
+def find_keying(values: Iterable[Any]) -> Keyed | None:
     """Return how optimizers call their parameters; None where there are none, or they differ."""
     kinds: set[Keyed] = set()
     for value in values:
-        state, groups = _normal(value)
-        keys = [key for group in groups for key in _members(group)] or list(state)
+        state, groups = _normalize(value)
+        keys = [key for group in groups for key in _list_members(group)] or list(state)
         kinds.update("index" if isinstance(key, int) else "fqn" for key in keys)
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def has_state(value: Any) -> bool:
     """Whether an optimizer has made an update, of which it keeps anything."""
-    return any(map(tensors_of, _normal(value)[0].values()))
+    return any(map(select_tensors, _normalize(value)[0].values()))
 
 
-def names_in(value: Any) -> set[str]:
+def collect_names(value: Any) -> set[str]:
     """The fqns that an optimizer names itself."""
-    state, groups = _normal(value)
-    keys = {key for group in groups for key in _members(group)} | state.keys()
-    return {key for key in keys if isinstance(key, str)} | set(_names_in(groups).values())
+    state, groups = _normalize(value)
+    keys = {key for group in groups for key in _list_members(group)} | state.keys()
+    return {key for key in keys if isinstance(key, str)} | set(_read_stored_names(groups).values())
 
 
-def read(value: Any, known: Parameters, pool: SourceFiles) -> Optimizer:
+def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimizer:
     """Every slot, step and group of one optimizer.
 
     What cannot be named is left out and noted; it is never guessed.
@@ -115,29 +115,31 @@ def read(value: Any, known: Parameters, pool: SourceFiles) -> Optimizer:
     Raises:
         CorruptError: slots that contradict one another.
     """
-    state, groups = _normal(value)
-    groups = groups if _GROUPS in value else _alike(groups, pool)
+    state, groups = _normalize(value)
+    groups = groups if _GROUPS in value else _merge_equal_groups(groups, pool)
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
-    found = Optimizer()
-    keys = [key for group in groups for key in _members(group)] or list(state)
+    found = ParsedOptimizer()
+    keys = [key for group in groups for key in _list_members(group)] or list(state)
     if all(isinstance(key, str) and not key.isdecimal() for key in [*keys, *state]):
-        owned = _add(found, state, {key: key for key in [*keys, *state]}, Whole(known), pool)
+        owned = _add_states(
+            found, state, {key: key for key in [*keys, *state]}, WholeLayout(known), pool
+        )
     else:
         owned = _add_numbered(found, state, groups, known, pool)
     unnamed = 0
     listed = set(keys)
     if len(groups) == 1 and (lost := [key for key in owned if key not in listed]):
-        groups = [{**groups[0], "params": [*_members(groups[0]), *lost]}]
+        groups = [{**groups[0], "params": [*_list_members(groups[0]), *lost]}]
         found.notes.append(
             f"{len(lost)} parameters with state are not listed in the only param group (DCP keeps"
             " one pipeline stage's list): they are taken to be in it"
         )
     for group in groups:
-        members = [owned.get(key, ()) for key in _members(group)]
+        members = [owned.get(key, ()) for key in _list_members(group)]
         unnamed += members.count(())
         fqns = tuple(fqn for names in members for fqn in names)
-        found.groups.append(ParamGroup(_hyper(group, pool), fqns))
+        found.groups.append(ParamGroup(_read_hyper(group, pool), fqns))
     if unnamed and owned:
         found.notes.append(
             f"{unnamed} parameters without state (never stepped) cannot be named by their index:"
@@ -146,23 +148,23 @@ def read(value: Any, known: Parameters, pool: SourceFiles) -> Optimizer:
     return found
 
 
-def _normal(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
+def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
     """State by key and the list of groups, whatever the form; indices are ints."""
     if _GROUPS in value:
         state = {
-            _key(key): nested_slots.flattened(slots, is_tensor)
+            _parse_key(key): nested_slots.flatten(slots, is_tensor)
             for key, slots in value.get(_STATE, {}).items()
             if isinstance(slots, dict)
         }
         groups = [
-            {**group, "params": [_key(key) for key in as_list(group.get("params")) or ()]}
+            {**group, "params": [_parse_key(key) for key in as_list(group.get("params")) or ()]}
             for group in as_list(value.get(_GROUPS)) or ()
         ]
         return state, groups
-    return _unflattened(value)
+    return _unflatten(value)
 
 
-def _key(key: Any) -> Any:
+def _parse_key(key: Any) -> Any:
     """DCP turns an index into text. What is neither index nor name stands for nothing."""
     if isinstance(key, str):
         number = counts.natural(key)
@@ -170,7 +172,7 @@ def _key(key: Any) -> Any:
     return key if type(key) is int else shown(key)
 
 
-def _unflattened(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
+def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
     """flatten_optimizer_state_dict: ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper>``.
 
     Each parameter is a group of its own.
@@ -185,25 +187,27 @@ def _unflattened(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[
     for key, item in value.items():
         part, _, rest = key.partition(".")
         if part == _STATE:
-            fqn, name = _owner(rest, hypers)
-            state.setdefault(fqn, {}).update(nested_slots.flattened({name: item}, is_tensor))
+            fqn, name = _split_owner(rest, hypers)
+            state.setdefault(fqn, {}).update(nested_slots.flatten({name: item}, is_tensor))
     return state, [{**hyper, "params": [fqn]} for fqn, hyper in hypers.items()]
 
 
-def _alike(groups: Sequence[dict[str, Any]], pool: SourceFiles) -> list[dict[str, Any]]:
+def _merge_equal_groups(
+    groups: Sequence[dict[str, Any]], pool: SourceFiles
+) -> list[dict[str, Any]]:
     """Parameters with the same hyper-parameters as one group."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in groups:
-        hyper = _hyper(group, pool)
+        hyper = _read_hyper(group, pool)
         same = next((held for held, others in found if others == hyper), None)
         if same is None:
-            found.append(({**group, "params": _members(group)}, hyper))
+            found.append(({**group, "params": _list_members(group)}, hyper))
         else:
-            same["params"] += _members(group)
+            same["params"] += _list_members(group)
     return [held for held, _ in found]
 
 
-def _owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
+def _split_owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
     """The parameter and the slot of ``<fqn>.<slot>``; what a slot nests adds names of its own."""
     fqn, _, name = rest.rpartition(".")
     above, below = fqn, name
@@ -215,25 +219,25 @@ def _owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
     return fqn, name
 
 
-def _members(group: Mapping[str, Any]) -> list[Any]:
+def _list_members(group: Mapping[str, Any]) -> list[Any]:
     return list(group.get("params") or ())
 
 
-def _hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
+def _read_hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
     """A group's hyper-parameters; a learning rate may be a tensor."""
     hyper = {}
     for name, value in group.items():
         if name not in _MEMBERS:
-            number = _number(value, pool) if is_tensor(value) else None
-            hyper[str(name)] = plain(value) if number is None else number
+            number = _read_number(value, pool) if is_tensor(value) else None
+            hyper[str(name)] = to_plain(value) if number is None else number
     return hyper
 
 
-def _number(value: Any, pool: SourceFiles) -> float | None:
+def _read_number(value: Any, pool: SourceFiles) -> float | None:
     """The value of a counter, a plain number or a tensor of one element."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value if abs(value) < _LARGEST else None
-    tensor = logical(value)
+    tensor = as_global(value)
     if tensor is None or prod(tensor.shape) != 1 or not tensor.chunks:
         return None
     with contextlib.suppress(UnsupportedError):  # a dtype that no counter has
@@ -241,14 +245,14 @@ def _number(value: Any, pool: SourceFiles) -> float | None:
     return None
 
 
-def _step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
+def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
     """The step, which all ranks must agree on.
 
     Raises:
         CorruptError: they do not.
     """
-    if not isinstance(value, Local):
-        return _number(value, pool)
+    if not isinstance(value, LocalTensors):
+        return _read_number(value, pool)
     held = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
     try:
         counted = {chunk.file: number_at(pool, chunk) for chunk in held}
@@ -265,67 +269,69 @@ def _step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
     return float(step)
 
 
-def _add(
-    found: Optimizer,
+def _add_states(
+    found: ParsedOptimizer,
     state: Mapping[Any, Slots],
     names: Mapping[Any, Any],
-    form: Whole,
+    form: WholeLayout,
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
     """Every state that has a name, as its form has it; the parameters under each key."""
     for key, slots in state.items():
         owner = names.get(key)
         if owner is not None:
-            for name, value in tensors_of(slots).items():
+            for name, value in select_tensors(slots).items():
                 found.entries += form.entries(owner, name, value)
-            _add_loose(found, form.fqns(owner), slots, pool)
+            _add_non_tensor_state(found, form.fqns(owner), slots, pool)
     return {key: tuple(form.fqns(owner)) for key, owner in names.items() if owner is not None}
 
 
-def _add_loose(found: Optimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles) -> None:
+def _add_non_tensor_state(
+    found: ParsedOptimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles
+) -> None:
     """The step, and what is neither tensor nor step."""
-    step = _step(fqns[0] if fqns else "", slots.get("step"), pool)
-    other = {k: plain(v) for k, v in slots.items() if k != "step" and not is_tensor(v)}
+    step = _read_step(fqns[0] if fqns else "", slots.get("step"), pool)
+    other = {k: to_plain(v) for k, v in slots.items() if k != "step" and not is_tensor(v)}
     for fqn in fqns:
         if step is not None:
             found.steps[fqn] = step
-            if isinstance(stored := slots.get("step"), Logical):
+            if isinstance(stored := slots.get("step"), GlobalTensor):
                 found.step_files[fqn] = stored.chunks[0].file
         if other:
             found.other[fqn] = other
 
 
 def _add_numbered(
-    found: Optimizer,
+    found: ParsedOptimizer,
     state: Mapping[Any, Slots],
     groups: Sequence[Mapping[str, Any]],
-    known: Parameters,
+    known: KnownParameters,
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
     """States under an index; the parameters that each index means."""
-    stored = _names_in(groups)
+    stored = _read_stored_names(groups)
     if stored:
         known = replace(
             known, shapes={n: s for n, s in known.shapes.items() if n in stored.values()}
         )
     try:
-        members = [_members(group) for group in groups] or [list(state)]
-        form, names = identify(state, members, known, stored)
+        members = [_list_members(group) for group in groups] or [list(state)]
+        form, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
         found.notes.append(
             f"the optimizer is stored by index, and {reason}; it is left out (--model"
             " config.json|DIR|module:factory says which parameters there are)"
         )
         return {}
-    return _add(found, state, names, form, pool)
+    return _add_states(found, state, names, form, pool)
 
 
-def _names_in(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
+def _read_stored_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
     """Index -> name, where the optimizer was made of named parameters (torch >= 2.6)."""
     names: dict[Any, str] = {}
     for group in groups:
         given = as_list(group.get("param_names"))
-        if not given or len(given) != len(_members(group)):
+        if not given or len(given) != len(_list_members(group)):
             return {}
-        names.update(zip(_members(group), map(str, given), strict=True))
+        names.update(zip(_list_members(group), map(str, given), strict=True))
     return names

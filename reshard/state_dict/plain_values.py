@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.containers.torch_objects import Tensor
 from reshard.pickles.values import Call, Global
-from reshard.state_dict.tree import Local, Logical
+from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 _MAX_DEPTH = 100
 _LONG = 64  # letters
@@ -14,15 +14,15 @@ _COUNTED = ("bytes", "str", "list", "tuple", "dict", "set", "frozenset")
 _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many places
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """A value that prints and serialises as JSON; what is neither is described, not lost."""
-    return _Plain().of(value)
+    return _Converter().of(value)
 
 
 def is_plain(value: Any) -> bool:
     """Whether neither a value nor one within it stands for a tensor, an object or bytes.
 
-    Those are the descriptions that `plain` makes.
+    Those are the descriptions that `to_plain` makes.
     """
     if isinstance(value, dict):
         return not is_description(value) and all(map(is_plain, value.values()))
@@ -30,16 +30,16 @@ def is_plain(value: Any) -> bool:
 
 
 def is_description(value: dict[Any, Any]) -> bool:
-    """Return whether a dict is what `plain` makes of a tensor, an object or bytes."""
+    """Return whether a dict is what `to_plain` makes of a tensor, an object or bytes."""
     return value.keys() == {"tensor", "shape"} or "class" in value or _is_count(value)
 
 
 def _is_count(value: dict[Any, Any]) -> bool:
-    """Whether a dict stands for a part that is no more than counted (see `_named`)."""
+    """Whether a dict stands for a part that is no more than counted (see `_summarize`)."""
     return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
 
 
-class _Plain:
+class _Converter:
     """Converts one value; beyond a number of parts they are no more than counted."""
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class _Plain:
         if isinstance(value, str) and len(value) > _LONG:
             return self._text(value)
         if not isinstance(value, (Call, dict, list, tuple, set, frozenset)):
-            return _scalar(value)
+            return _convert_scalar(value)
         if self._parts > _MAX_PARTS or len(self._inside) > _MAX_DEPTH or id(value) in self._inside:
-            return _named(value)
+            return _summarize(value)
         self._inside.add(id(value))
         try:
             return self._container(value)
@@ -66,7 +66,7 @@ class _Plain:
         """A long text counts as parts wherever it stands again."""
         if id(value) in self._long:
             self._parts += len(value) // _LONG
-            return _named(value) if self._parts > _MAX_PARTS else value
+            return _summarize(value) if self._parts > _MAX_PARTS else value
         self._long.add(id(value))
         return value
 
@@ -91,18 +91,18 @@ class _Plain:
         return shown
 
 
-def _scalar(value: Any) -> Any:
+def _convert_scalar(value: Any) -> Any:
     if isinstance(value, Global):
         return value.name
-    if isinstance(value, (Tensor, Logical)):
+    if isinstance(value, (Tensor, GlobalTensor)):
         return {"tensor": str(value.dtype), "shape": list(value.shape)}
-    if isinstance(value, Local):
+    if isinstance(value, LocalTensors):
         first = next(iter(value.pieces.values()))
         return {"tensor": str(first.dtype), "shape": list(first.box.shape)}
     return {"bytes": len(value)} if isinstance(value, bytes) else value
 
 
-def _named(value: Any) -> dict[str, Any]:
+def _summarize(value: Any) -> dict[str, Any]:
     """What stands for a part that is not shown."""
     if isinstance(value, Call):
         return {"class": value.name}

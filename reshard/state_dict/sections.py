@@ -16,16 +16,23 @@ from reshard.errors import UnrecognisedError, UsageError
 from reshard.state_dict import leaves
 from reshard.state_dict import tree as trees
 from reshard.state_dict.optimizer_state import is_optimizer
-from reshard.state_dict.tree import Logical, as_list, dotted, is_tensor, tensors, walk
+from reshard.state_dict.tree import (
+    GlobalTensor,
+    as_list,
+    collect_tensors,
+    format_path,
+    is_tensor,
+    walk,
+)
 
 Path = tuple[Any, ...]
 
 # DeepSpeed module; Lightning state_dict; torchtitan, Accelerate, verl and most trainers model.
-NESTS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
+MODEL_KEYS = re.compile(r"state_dict|model_state_dict|(pytorch_)?model(_fsdp)?(_\d+)?|module")
 _DEPTH = 3
-_WITH_LOOSE = 2  # one model, and the top level
+_TWO = 2  # one model, and the top level
 _NO_FLOATS = ("int", "bool")
-_LOOSE = 100  # times as many elements has the model
+_MIN_RATIO = 100  # times as many elements has the model
 _NEVER_A_MODEL = re.compile(r"rng|random_states?|sampler|data_?loader|sched|scaler", re.IGNORECASE)
 RNG = re.compile(r"rng|random|generator", re.IGNORECASE)
 _NAMED = {
@@ -43,7 +50,7 @@ ACCUMULATED = "accelerate's micro batches"
 
 
 @dataclass(slots=True)
-class Parts:
+class Sections:
     """A tree taken apart."""
 
     model: dict[str, Any]
@@ -61,7 +68,7 @@ class Parts:
     unread: dict[str, str] = field(default_factory=dict)  # of the model's dict: name -> what it is
 
 
-def find(tree: Any, where: str, key: str | None = None) -> Parts:
+def find(tree: Any, where: str, key: str | None = None) -> Sections:
     """Take a tree apart.
 
     Args:
@@ -74,18 +81,24 @@ def find(tree: Any, where: str, key: str | None = None) -> Parts:
         UsageError: there is none at ``key``.
     """
     optimizers = _find_optimizers(tree)
-    models = _models(tree, optimizers)
-    path = _at(tree, where, key, models) if key is not None else _choose(where, models, optimizers)
-    item = _item(tree, path)
-    model = models.get(path) or tensors(item)
-    parts = Parts(model, path, optimizers)
-    parts.other_models = [dotted(other) or "the top level" for other in models if other != path]
-    parts.unread = _opaque(item, where, path, {*optimizers, *models})
+    models = _find_models(tree, optimizers)
+    path = (
+        _resolve_key(tree, where, key, models)
+        if key is not None
+        else _choose_model(where, models, optimizers)
+    )
+    item = _item_at(tree, path)
+    model = models.get(path) or collect_tensors(item)
+    parts = Sections(model, path, optimizers)
+    parts.other_models = [
+        format_path(other) or "the top level" for other in models if other != path
+    ]
+    parts.unread = _find_opaque(item, where, path, {*optimizers, *models})
     _sort_rest(parts, tree, models)
     return parts
 
 
-def _opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
+def _find_opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
     """What the model's own dict holds beside tensors, which nothing else reads.
 
     At the top level that is the rest of the checkpoint, too: it has names of its own.
@@ -93,9 +106,9 @@ def _opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[s
     if not isinstance(item, dict):
         return {}
     known = {key for key in item if any(at[: len(path) + 1] == (*path, key) for at in read)}
-    known |= {key for key in item if _kind((key,)) or _NEVER_A_MODEL.search(str(key))}
-    prefix = f"{dotted(path)}." if path else ""
-    held = leaves.opaque(where, item, known, prefix=prefix)
+    known |= {key for key in item if _classify((key,)) or _NEVER_A_MODEL.search(str(key))}
+    prefix = f"{format_path(path)}." if path else ""
+    held = leaves.find_opaque(where, item, known, prefix=prefix)
     return held if path else {}
 
 
@@ -108,13 +121,13 @@ def _find_optimizers(tree: Any) -> dict[Path, Any]:
     return found
 
 
-def _models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, Any]]:
+def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, Any]]:
     """Every dict with tensors that no optimizer and no generator's state is."""
     found = {}
     for path, node in walk(tree, _DEPTH):
         inside = any(path[: len(p)] == p for p in optimizers)
         named = any(isinstance(part, str) and _NEVER_A_MODEL.search(part) for part in path)
-        if not inside and not named and (held := tensors(node)):
+        if not inside and not named and (held := collect_tensors(node)):
             held = {k: v for k, v in held.items() if not _NEVER_A_MODEL.fullmatch(k)}
             if held:
                 found[path] = held
@@ -129,19 +142,19 @@ def _models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, A
     return large or floats or found
 
 
-def _choose(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
-    preferred = [path for path in models if path and NESTS.fullmatch(str(path[-1]))]
-    spread = [path for path, held in models.items() if trees.is_spread(held)]
+def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
+    preferred = [path for path in models if path and MODEL_KEYS.fullmatch(str(path[-1]))]
+    spread = [path for path, held in models.items() if trees.is_in_several_files(held)]
     for candidates in (spread, preferred, list(models)):  # a copy may lie beside rank files
         if len(candidates) == 1:
             return candidates[0]
     sizes = {path: sum(map(_numel, held.values())) for path, held in models.items()}
     largest = max(sizes, key=lambda path: sizes[path], default=())
-    if not preferred and () in sizes and (not largest or _is_loose(sizes, largest)):
+    if not preferred and () in sizes and (not largest or _is_incidental(sizes, largest)):
         return largest
-    names = [dotted(path) or "the top level" for path in models]
+    names = [format_path(path) or "the top level" for path in models]
     if names:
-        key = next(dotted(path) for path in models if path)
+        key = next(format_path(path) for path in models if path)
         raise UnrecognisedError(
             where,
             f"holds state dicts under {', '.join(names[:8])}" + (" ..." if len(names) > 8 else ""),
@@ -151,25 +164,25 @@ def _choose(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, An
     raise UnrecognisedError(where, f"holds {only}")
 
 
-def _is_loose(sizes: Mapping[Path, int], largest: Path) -> bool:
+def _is_incidental(sizes: Mapping[Path, int], largest: Path) -> bool:
     """Whether the tensors at the top are odd values beside one model (a metric, a counter)."""
-    return len(sizes) == _WITH_LOOSE and sizes[()] * _LOOSE < sizes[largest]
+    return len(sizes) == _TWO and sizes[()] * _MIN_RATIO < sizes[largest]
 
 
 def _is_float(leaf: Any) -> bool:
-    if isinstance(leaf, Logical):
+    if isinstance(leaf, GlobalTensor):
         return leaf.dtype.family not in _NO_FLOATS
     return any(chunk.dtype.family not in _NO_FLOATS for chunk in leaf.pieces.values())
 
 
 def _numel(leaf: Any) -> int:
-    if isinstance(leaf, Logical):
+    if isinstance(leaf, GlobalTensor):
         return prod(leaf.shape)
     return int(sum(chunk.box.volume for chunk in leaf.pieces.values()))
 
 
-def _at(tree: Any, where: str, key: str, models: Mapping[Path, Any]) -> Path:
-    by_name = {dotted(path): path for path in models}
+def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) -> Path:
+    by_name = {format_path(path): path for path in models}
     if key in by_name:
         return by_name[key]
     path: Path = ()
@@ -182,24 +195,24 @@ def _at(tree: Any, where: str, key: str, models: Mapping[Path, Any]) -> Path:
                 f"--key {key}", f"{where} has no {part!r} there; it has {choices[:200]}"
             )
         path, node = (*path, keys[part]), node[keys[part]]
-    if not tensors(node):
+    if not collect_tensors(node):
         raise UsageError(f"--key {key}", f"in {where} this is not a state dict")
     return path
 
 
-def number_of(path: Path) -> int:
+def parse_number(path: Path) -> int:
     """Which of several a part is: ``optimizer_1``, ``pytorch_model_fsdp_1``; 0 without a number."""
     found = (re.search(r"_(\d+)$", str(part)) for part in path)
     return next((int(match[1]) for match in found if match), 0)
 
 
-def _item(tree: Any, path: Path) -> Any:
+def _item_at(tree: Any, path: Path) -> Any:
     for part in path:
         tree = tree[part] if isinstance(tree, dict) else (as_list(tree) or [])[part]
     return tree
 
 
-def _sort_rest(parts: Parts, tree: Any, models: Mapping[Path, Any]) -> None:
+def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
     """Everything beside the model and the optimizers, by the name it has in its dict."""
     taken = {*parts.optimizers, *models}
     waiting: list[tuple[Path, Any]] = [((), tree)]
@@ -212,25 +225,25 @@ def _sort_rest(parts: Parts, tree: Any, models: Mapping[Path, Any]) -> None:
             if at in taken:
                 continue
             inside = any(t[: len(at)] == at for t in taken)
-            if inside or (len(at) == 1 and _kind(at) is None and _has_named(value)):
+            if inside or (len(at) == 1 and _classify(at) is None and _has_named_sections(value)):
                 waiting.append((at, value))
             else:
                 _sort_one(parts, at, value)
 
 
-def _kind(path: Path) -> str | None:
+def _classify(path: Path) -> str | None:
     """What the name of a part says it is."""
     name = str(path[-1])
     return next((kind for kind, pattern in _NAMED.items() if pattern.fullmatch(name)), None)
 
 
-def _has_named(value: Any) -> bool:
+def _has_named_sections(value: Any) -> bool:
     """Whether a dict holds parts that have names: Lightning's ``meta``, torchtitan's state."""
-    return isinstance(value, dict) and any(_kind((key,)) for key in value)
+    return isinstance(value, dict) and any(_classify((key,)) for key in value)
 
 
-def _sort_one(parts: Parts, path: Path, value: Any) -> None:
-    kind = _kind(path)
+def _sort_one(parts: Sections, path: Path, value: Any) -> None:
+    kind = _classify(path)
     if kind == "step" and type(value) is int:
         parts.step = value if parts.step is None else max(parts.step, value)
     elif kind in ("samples", "skipped_steps") and type(value) is int:
@@ -242,4 +255,4 @@ def _sort_one(parts: Parts, path: Path, value: Any) -> None:
         setattr(parts, kind, value)
     else:
         own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
-        parts.client[dotted(own)] = value
+        parts.client[format_path(own)] = value

@@ -27,7 +27,7 @@ _NEWER = "it was saved by a torch that reshard does not know yet: save it with D
 Described = tuple[DType, Index, tuple[Chunk, ...]]
 
 
-def describe(file: TorchFile, call: Call) -> Described | None:
+def describe_shards(file: TorchFile, call: Call) -> Described | None:
     """Dtype, global shape and this rank's chunks; None where the call is no sharded tensor.
 
     Nor is one, here, whose elements a class computes from others.
@@ -46,8 +46,8 @@ def describe(file: TorchFile, call: Call) -> Described | None:
     try:
         dtype, shape = named_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
-            return dtype, shape, tuple(_dtensor(file, call, shape, dtype))
-        return dtype, shape, tuple(_shards(file, call, shape, dtype))
+            return dtype, shape, tuple(_read_dtensor(file, call, shape, dtype))
+        return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype))
     except (
         IndexError,
         KeyError,
@@ -62,7 +62,7 @@ def describe(file: TorchFile, call: Call) -> Described | None:
         ) from error
 
 
-def _placed(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
+def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
     if not isinstance(tensor, Tensor):
         raise TypeError("a shard that is no tensor")
     if (tensor.shape, tensor.dtype) != (box.shape, dtype):
@@ -75,7 +75,7 @@ def _placed(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
     return replace(tensor.chunk, box=box)
 
 
-def _shards(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
+def _read_sharded_tensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
     """ShardedTensor: the rank's own shards, none on a rank without rows."""
     local_shards = call.state[0]
     found = []
@@ -83,20 +83,20 @@ def _shards(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chu
         about = shard.get("metadata")
         origin = as_index(about.get("shard_offsets"), len(shape))
         box = Box(origin, as_index(about.get("shard_sizes"), len(shape)))
-        found.append(_placed(file, shard.get("tensor"), box, dtype))
+        found.append(_place_shard(file, shard.get("tensor"), box, dtype))
     return found
 
 
-def _dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
+def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
     spec = call.get("_spec")
     mesh = spec.get("mesh")
-    placements = [_cut(file, placement) for placement in spec.get("placements")]
+    placements = [_parse_placement(file, placement) for placement in spec.get("placements")]
     coordinate = mesh.get("_coordinate_on_dim")
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
     if not all(type(at) is int for at in coordinate):
         raise TypeError(f"{shown(coordinate)} is no place in a mesh")
-    sizes = _mesh_sizes(mesh)
+    sizes = _read_mesh_sizes(mesh)
     if not len(sizes) == len(placements) == len(coordinate):
         raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
@@ -105,31 +105,31 @@ def _dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Ch
             f"a DTensor's rank stands at {coordinate} of a mesh of {sizes}",
             "the file was altered: fetch it again",
         )
-    box = mesh_box(shape, placements, sizes, coordinate, _shard_order(spec, placements))
+    box = mesh_box(shape, placements, sizes, coordinate, _read_shard_order(spec, placements))
     if box is None:
         raise UnsupportedError(
             file.path,
             f"holds a DTensor whose strided shards are no blocks: {placements} on a mesh {sizes}",
             "save it with DCP, or gather it before saving",
         )
-    chunk = _placed(file, call.get("_local_tensor"), box, dtype)
+    chunk = _place_shard(file, call.get("_local_tensor"), box, dtype)
     return [chunk] if box.volume or not prod(shape) else []
 
 
-def _cut(file: TorchFile, placement: Call) -> Cut | None:
+def _parse_placement(file: TorchFile, placement: Call) -> Cut | None:
     kind = placement.name.rsplit(".", 1)[-1]
     if kind == "Replicate":
         return None
     if kind == "Shard":
-        return Cut(_number(placement, "dim", 0))
+        return Cut(_read_field(placement, "dim", 0))
     if kind == "_StridedShard":
-        return Cut(_number(placement, "dim", 0), _number(placement, "split_factor", 1))
+        return Cut(_read_field(placement, "dim", 0), _read_field(placement, "split_factor", 1))
     raise UnsupportedError(
         file.path, f"holds a DTensor placed as {kind}", "its value is not in any one rank's file"
     )
 
 
-def _number(placement: Call, name: str, position: int) -> int:
+def _read_field(placement: Call, name: str, position: int) -> int:
     """A placement's field: an attribute, or an argument where it is pickled by its constructor."""
     value = placement.get(name)
     if value is None:
@@ -137,22 +137,24 @@ def _number(placement: Call, name: str, position: int) -> int:
     return int(placement.args[position] if value is None else value)
 
 
-def _mesh_sizes(mesh: Call) -> Sequence[int]:
+def _read_mesh_sizes(mesh: Call) -> Sequence[int]:
     layout = mesh.get("_layout")
     if layout is None:
         return as_index(mesh.get("mesh").shape)
     axes = layout.get("axes")
     if axes is None:
-        return as_index(map(_numel, layout.get("shape")))
-    return as_index(_numel(axis.get("shape")) for axis in axes)
+        return as_index(map(_count_ranks, layout.get("shape")))
+    return as_index(_count_ranks(axis.get("shape")) for axis in axes)
 
 
-def _numel(extent: Any) -> int:
+def _count_ranks(extent: Any) -> int:
     """The size of a mesh axis, which may be several axes made one."""
     return prod(as_index(extent)) if isinstance(extent, (tuple, list)) else extent
 
 
-def _shard_order(spec: Call, placements: Sequence[Cut | None]) -> dict[int, Sequence[int]] | None:
+def _read_shard_order(
+    spec: Call, placements: Sequence[Cut | None]
+) -> dict[int, Sequence[int]] | None:
     """The order that the spec states; split factors state it where there are any."""
     entries = spec.get("shard_order")
     if not entries or any(cut and cut.split_factor > 1 for cut in placements):

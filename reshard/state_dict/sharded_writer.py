@@ -17,7 +17,7 @@ from reshard import dtypes
 from reshard.box import Index, row_major
 from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
-from reshard.layout.mesh import Cuts, Grid, Placed
+from reshard.layout.mesh import Cuts, MeshGrid, TensorPlacement
 from reshard.layout.partition import Cut
 from reshard.pickles.values import Call, Global
 
@@ -30,17 +30,17 @@ _INT32 = dtypes.parse("int32")
 
 
 @dataclass(eq=False)
-class DTensors:
+class DTensorBuilder:
     """Makes one rank's DTensors, which share their meshes; one for each file."""
 
-    grid: Grid
+    grid: MeshGrid
     rank: int
     _meshes: dict[Index, Call] = field(default_factory=dict)
     _placements: dict[tuple[Cut | None, ...], tuple[tuple[Call, ...], tuple[Call, ...] | None]] = (
         field(default_factory=dict)
     )
 
-    def make(self, shape: Index, dtype: DType, placed: Placed, local: Slot) -> Call:
+    def make(self, shape: Index, dtype: DType, placed: TensorPlacement, local: Slot) -> Call:
         """A tensor of which this rank holds ``local``."""
         strides = row_major(shape)
         placements, order = self._placed(placed.cuts)
@@ -55,7 +55,7 @@ class DTensors:
             "_hash": None,
         }
         state = (None, {"_local_tensor": local, "_spec": Call(f"{_SPEC}.DTensorSpec", (), spec)})
-        return Call(_DTENSOR, _wrapper(_DTENSOR, dtype, shape, "cpu", grad=False), state)
+        return Call(_DTENSOR, _list_wrapper_args(_DTENSOR, dtype, shape, "cpu", grad=False), state)
 
     def _mesh(self, axes: Index) -> Call:
         """The mesh of these axes: the root mesh, a slice of it, or one joined of slices."""
@@ -83,7 +83,9 @@ class DTensors:
     def _axes(self) -> tuple[Call, ...]:
         sizes = self.grid.sizes
         return tuple(
-            Call("torch.distributed._mesh_layout._FlatLayout", (), _flat_layout(size, step))
+            Call(
+                "torch.distributed._mesh_layout._FlatLayout", (), _describe_flat_layout(size, step)
+            )
             for size, step in zip(sizes, row_major(sizes), strict=True)
         )
 
@@ -115,25 +117,29 @@ class DTensors:
         Strided shards state their order by themselves.
         """
         if cuts not in self._placements:
-            order = None if any(cut and cut.split_factor > 1 for cut in cuts) else _order(cuts)
-            self._placements[cuts] = (tuple(map(_placement, cuts)), order)
+            order = (
+                None
+                if any(cut and cut.split_factor > 1 for cut in cuts)
+                else _build_shard_order(cuts)
+            )
+            self._placements[cuts] = (tuple(map(_build_placement, cuts)), order)
         return self._placements[cuts]
 
 
-def _flat_layout(size: int, step: int) -> dict[str, Index]:
+def _describe_flat_layout(size: int, step: int) -> dict[str, Index]:
     return {"shape": (size,), "stride": (step,)} if size > 1 else {"shape": (), "stride": ()}
 
 
-def _order(cuts: Cuts) -> tuple[Call, ...]:
+def _build_shard_order(cuts: Cuts) -> tuple[Call, ...]:
     dims = sorted({cut.dim for cut in cuts if cut})
-    return tuple(Call(f"{_SPEC}.ShardOrderEntry", (dim, _axes_of(cuts, dim))) for dim in dims)
+    return tuple(Call(f"{_SPEC}.ShardOrderEntry", (dim, _find_axes(cuts, dim))) for dim in dims)
 
 
-def _axes_of(cuts: Cuts, dim: int) -> Index:
+def _find_axes(cuts: Cuts, dim: int) -> Index:
     return tuple(axis for axis, cut in enumerate(cuts) if cut and cut.dim == dim)
 
 
-def _placement(cut: Cut | None) -> Call:
+def _build_placement(cut: Cut | None) -> Call:
     if cut is None:
         return Call(f"{_PLACEMENTS}.Replicate", (), {})
     if cut.split_factor > 1:
@@ -142,19 +148,19 @@ def _placement(cut: Cut | None) -> Call:
     return Call(f"{_PLACEMENTS}.Shard", (), {"dim": cut.dim})
 
 
-def _wrapper(
+def _list_wrapper_args(
     kind: str, dtype: DType, shape: Index, device: str, *, grad: bool
 ) -> tuple[object, ...]:
     """The arguments of ``_rebuild_wrapper_subclass``."""
-    made = (_layout(), Call("torch.device", (device,)))
+    made = (_build_strided_layout(), Call("torch.device", (device,)))
     return (Global(kind), Global(f"torch.{dtype.name}"), shape, row_major(shape), 0, *made, grad)
 
 
-def _layout() -> Call:
+def _build_strided_layout() -> Call:
     return Call("torch.serialization._get_layout", ("torch.strided",))
 
 
-def sharded_tensor(
+def build_sharded_tensor(
     dtype: DType, numel: int, local: Slot | None, rank: int, pieces: Sequence[tuple[int, int]]
 ) -> Call:
     """A 1-d tensor cut over all ranks, as FSDP 1's flat parameter is.
@@ -167,12 +173,12 @@ def sharded_tensor(
     held = {number: piece for number, piece in enumerate(pieces) if piece[0] < piece[1]}
     own = []
     if local is not None and rank in held:
-        shard = (None, {"tensor": local, "metadata": _shard(rank, held[rank])})
+        shard = (None, {"tensor": local, "metadata": _build_shard_metadata(rank, held[rank])})
         own.append(Call(f"{_SHARDED}.shard.Shard", (), shard))
     memory = Call(f"{_SHARDED}.metadata.MEM_FORMAT_ENCODING", (0,))
-    properties = (Global(f"torch.{dtype.name}"), _layout(), True, memory, False)
+    properties = (Global(f"torch.{dtype.name}"), _build_strided_layout(), True, memory, False)
     about = {
-        "shards_metadata": [_shard(number, piece) for number, piece in held.items()],
+        "shards_metadata": [_build_shard_metadata(number, piece) for number, piece in held.items()],
         "size": Call("torch.Size", ((numel,),)),
         "tensor_properties": Call(f"{_SHARDED}.metadata.TensorProperties", (), properties),
     }
@@ -182,7 +188,7 @@ def sharded_tensor(
         "local_world_size": len(pieces),
         "global_world_size": len(pieces),
     }
-    spec = {"dim": 0, "placements": [_device(number) for number in range(len(pieces))]}
+    spec = {"dim": 0, "placements": [_build_remote_device(number) for number in range(len(pieces))]}
     sharding = "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"
     state = (
         own,
@@ -191,20 +197,20 @@ def sharded_tensor(
         Call(sharding, (), spec),
         False,
     )
-    args = _wrapper(_SHARDED_TENSOR, dtype, (numel,), "cpu", grad=True)
+    args = _list_wrapper_args(_SHARDED_TENSOR, dtype, (numel,), "cpu", grad=True)
     return Call(_SHARDED_TENSOR, args, state)
 
 
-def _shard(rank: int, piece: tuple[int, int]) -> Call:
+def _build_shard_metadata(rank: int, piece: tuple[int, int]) -> Call:
     start, stop = piece
     state = {
         "shard_offsets": [start],
         "shard_sizes": [stop - start],
-        "placement": _device(rank),
+        "placement": _build_remote_device(rank),
     }
     return Call("torch.distributed._shard.metadata.ShardMetadata", (), (None, state))
 
 
-def _device(rank: int) -> Call:
+def _build_remote_device(rank: int) -> Call:
     state = {"_worker_name": None, "_rank": rank, "_device": Call("torch.device", ("cpu",))}
     return Call("torch.distributed.remote_device._remote_device", (), state)

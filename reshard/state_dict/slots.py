@@ -7,17 +7,17 @@ from typing import Any
 
 from reshard.box import Box, Index, whole
 from reshard.containers.torch_writer import Part, Slot, Storage
-from reshard.layout.mesh import Placing
-from reshard.state_dict.sharded_writer import DTensors
+from reshard.layout.mesh import MeshPlacements
+from reshard.state_dict.sharded_writer import DTensorBuilder
 from reshard.state_dict.torch_state_dict import Value
 
 
-class Sharder:
+class RankSharder:
     """One file's tree with its `Value` leaves as that rank saves them."""
 
-    def __init__(self, placing: Placing, rank: int) -> None:
+    def __init__(self, placing: MeshPlacements, rank: int) -> None:
         self._placing, self._rank = placing, rank
-        self._dtensors = DTensors(placing.grid, rank)
+        self._dtensors = DTensorBuilder(placing.grid, rank)
         self._made: dict[int, Any] = {}  # the names of one tensor share it
         self._shapes: dict[Index, Index] = {}
 
@@ -34,27 +34,27 @@ class Sharder:
     def _tensor(self, value: Value) -> Any:
         placed = self._placing.of(value.owner)
         if not value.divided or not placed.axes:
-            return whole_slot(value)
+            return build_whole_slot(value)
         box = self._placing.grid.box(value.shape, placed, self._rank)
-        local = Slot(Storage(value.dtype, box.volume, _part(value, box)), box.shape)
+        local = Slot(Storage(value.dtype, box.volume, _list_parts(value, box)), box.shape)
         shape = self._shapes.setdefault(value.shape, value.shape)
         return self._dtensors.make(shape, value.dtype, placed, local)
 
 
-def _part(value: Value, box: Box) -> tuple[Part, ...]:
+def _list_parts(value: Value, box: Box) -> tuple[Part, ...]:
     """What fills a block of a tensor; nothing where it is empty."""
     if value.entry is None or not box.volume:
         return ()
     return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
 
 
-def whole_slot(value: Value) -> Slot:
+def build_whole_slot(value: Value) -> Slot:
     """A tensor that is stored whole."""
-    storage = Storage(value.dtype, value.numel, _part(value, whole(value.shape)), value.data)
+    storage = Storage(value.dtype, value.numel, _list_parts(value, whole(value.shape)), value.data)
     return Slot(storage, value.shape)
 
 
-class Wholes:
+class WholeSlots:
     """One file's tree with its `Value` leaves stored whole."""
 
     def __init__(self) -> None:
@@ -65,5 +65,5 @@ class Wholes:
         if not isinstance(value, Value):
             return None
         if id(value) not in self._made:
-            self._made[id(value)] = whole_slot(value)
+            self._made[id(value)] = build_whole_slot(value)
         return self._made[id(value)]

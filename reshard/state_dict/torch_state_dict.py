@@ -28,7 +28,7 @@ from reshard.state_dict import nested_slots, optimizer_names
 from reshard.training import loss_scale
 from reshard.training.state import Group, Trained, Training, Weight, refuse_without_optimizer
 
-Listed = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
+GroupStates = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _AMSGRAD = "max_exp_avg_sq"
@@ -42,7 +42,7 @@ _SWITCHES: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-_STAND_INS = ("class", "tensor", "bytes")  # of what `plain_values.plain` could not keep
+_STAND_INS = ("class", "tensor", "bytes")  # of what `plain_values.to_plain` could not keep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +68,7 @@ class Value:
         return prod(self.shape)
 
 
-def counter(step: float, slots: Collection[str]) -> Value | int:
+def build_counter(step: float, slots: Collection[str]) -> Value | int:
     """A step as torch's optimizers count it; what others count in Python stays a number of it.
 
     Args:
@@ -79,7 +79,7 @@ def counter(step: float, slots: Collection[str]) -> Value | int:
     return Value(dtypes.FLOAT32, (), data=fp32(step))
 
 
-def weights(
+def build_weights(
     state: Training,
     *,
     dtype: DType | None = None,
@@ -95,7 +95,11 @@ def weights(
     for weight in state.weights:
         cut = divided(weight) if divided else not weight.is_buffer
         found[weight.fqn] = Value(
-            weight_dtype(weight, dtype), weight.shape, weight.value, divided=cut, owner=weight.fqn
+            choose_weight_dtype(weight, dtype),
+            weight.shape,
+            weight.value,
+            divided=cut,
+            owner=weight.fqn,
         )
     for alias, kept in state.manifest.tied.items():
         if kept in found:
@@ -103,13 +107,13 @@ def weights(
     return found
 
 
-def weight_dtype(weight: Weight, dtype: DType | None) -> DType:
+def choose_weight_dtype(weight: Weight, dtype: DType | None) -> DType:
     """What was asked for, of a float parameter; else the dtype of its value."""
     own = weight.value.dtype
     return own if dtype is None or weight.is_buffer or own.family != "float" else dtype
 
 
-def optimizer(
+def build_optimizer(
     state: Training, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
 ) -> dict[str, Any]:
     """The optimizer's state dict.
@@ -125,13 +129,18 @@ def optimizer(
     """
     refuse_without_optimizer(state)
     groups = (
-        (hyper(state, group), [(member.fqn, _held(state, group, member)) for member in held])
-        for group, held in zip(state.groups, numbered(state, keyed, model), strict=True)
+        (
+            build_hyper(state, group),
+            [(member.fqn, _build_member_state(state, group, member)) for member in held],
+        )
+        for group, held in zip(state.groups, order_members(state, keyed, model), strict=True)
     )
-    return listed(groups, keyed, named=named or is_unsure(state))
+    return assemble_optimizer(groups, keyed, named=named or needs_param_names(state))
 
 
-def listed(groups: Iterable[Listed], keyed: Keyed = "index", *, named: bool) -> dict[str, Any]:
+def assemble_optimizer(
+    groups: Iterable[GroupStates], keyed: Keyed = "index", *, named: bool
+) -> dict[str, Any]:
     """A state dict as ``Optimizer.state_dict`` has it: numbers count through all groups.
 
     Args:
@@ -150,7 +159,7 @@ def listed(groups: Iterable[Listed], keyed: Keyed = "index", *, named: bool) -> 
     return {"state": states, "param_groups": made}
 
 
-def is_unsure(state: Training) -> bool:
+def needs_param_names(state: Training) -> bool:
     """Whether a number says little by itself.
 
     There are parameters that no group has, or like ones in several groups.
@@ -159,10 +168,12 @@ def is_unsure(state: Training) -> bool:
     if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
         return True
     trained = {weight.fqn: weight.shape for weight in state.weights if weight.fqn in owned}
-    return len(state.groups) > 1 and not optimizer_names.tell(trained, state.groups)
+    return len(state.groups) > 1 and not optimizer_names.can_name_groups(trained, state.groups)
 
 
-def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[tuple[Trained, ...]]:
+def order_members(
+    state: Training, keyed: Keyed, model: ModelShapes | None
+) -> list[tuple[Trained, ...]]:
     """The members of each group in the order in which their optimizer has them.
 
     FSDP 1 names the parameters of a flat optimizer unit by unit, which is not the model's order; a
@@ -177,10 +188,10 @@ def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[t
         return groups  # the source numbers them, too: in the order in which its program does
     place = {weight.fqn: at for at, weight in enumerate(state.weights)}
     if model is not None:
-        place = _places(state, model)
+        place = _find_positions(state, model)
     ordered = [tuple(sorted(held, key=lambda member: place[member.fqn])) for held in groups]
     is_told = model is not None or state.manifest.ordered_by_model
-    if not is_told and (ordered != groups or is_flat(state.manifest)):
+    if not is_told and (ordered != groups or has_flat_storage(state.manifest)):
         raise IncompleteError(
             state.manifest.origin.path,
             "the optimizer is to be written by number, and no file says in which order the model"
@@ -190,7 +201,7 @@ def numbered(state: Training, keyed: Keyed, model: ModelShapes | None) -> list[t
     return ordered
 
 
-def _places(state: Training, model: ModelShapes) -> dict[str, int]:
+def _find_positions(state: Training, model: ModelShapes) -> dict[str, int]:
     """Where in the model each trained parameter stands, under any of its names."""
     at = {fqn: number for number, fqn in enumerate(model.parameters)}
     at.update((alias, at[first]) for alias, first in model.tied.items() if first in at)
@@ -204,7 +215,7 @@ def _places(state: Training, model: ModelShapes) -> dict[str, int]:
     return at
 
 
-def is_flat(manifest: Manifest) -> bool:
+def has_flat_storage(manifest: Manifest) -> bool:
     """Whether one stored buffer holds several parameters, end to end, as FSDP 1's units do."""
     if manifest.origin.format.startswith(("deepspeed", "megatron")):
         return False  # whose readers give the model's order
@@ -224,23 +235,25 @@ def is_flat(manifest: Manifest) -> bool:
     return False
 
 
-def _held(state: Training, group: Group, member: Trained) -> dict[str, Any]:
+def _build_member_state(state: Training, group: Group, member: Trained) -> dict[str, Any]:
     """All state of one parameter, as its optimizer had it.
 
     Raises:
         UnsupportedError: a part of it is an object that cannot be written again.
     """
-    return nested_slots.restored({**_slots(state, group, member), **loose(state, member)})
+    return nested_slots.unflatten(
+        {**_build_slots(state, group, member), **get_non_tensor_state(state, member)}
+    )
 
 
-def loose(state: Training, member: Trained) -> Mapping[str, Any]:
+def get_non_tensor_state(state: Training, member: Trained) -> Mapping[str, Any]:
     """What an optimizer keeps of a parameter that is neither tensor nor step.
 
     Raises:
         UnsupportedError: a part of it is an object that cannot be written again.
     """
     other: Mapping[str, Any] = state.manifest.train.non_tensor_state.get(member.fqn, {})
-    lost = [name for name, value in other.items() if not is_faithful(value)]
+    lost = [name for name, value in other.items() if not is_restorable(value)]
     if lost:
         raise UnsupportedError(
             state.manifest.origin.path,
@@ -250,26 +263,28 @@ def loose(state: Training, member: Trained) -> Mapping[str, Any]:
     return other
 
 
-def _slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:
+def _build_slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:
     """Step and slots of one parameter; nothing where it was never stepped."""
-    slots: dict[str, Value | int] = {n: _slot(member, entry) for n, entry in member.slots.items()}
+    slots: dict[str, Value | int] = {
+        n: _build_slot(member, entry) for n, entry in member.slots.items()
+    }
     step = member.step
     if member.slots:
-        check_slots(state, group, member)
-    elif not member.weight.value.numel and (names := expected_slots(group)):
+        check_adam_slots(state, group, member)
+    elif not member.weight.value.numel and (names := find_expected_slots(group)):
         empty = Value(dtypes.FLOAT32, member.weight.shape, divided=True, owner=member.fqn)
         slots = {name: replace(empty) for name in names}
         step = next((m.step for m in group.members if m.slots), None)
-    return slots if step is None else {"step": counter(step, slots), **slots}
+    return slots if step is None else {"step": build_counter(step, slots), **slots}
 
 
-def _slot(member: Trained, entry: Entry) -> Value:
+def _build_slot(member: Trained, entry: Entry) -> Value:
     cut = entry.shape == member.weight.shape and not member.weight.is_buffer
     cut = cut and bool(entry.shape)
     return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
 
 
-def expected_slots(group: Group) -> tuple[str, ...]:
+def find_expected_slots(group: Group) -> tuple[str, ...]:
     """The slots that members of a group have which have the shape of their parameter."""
     names = (
         name
@@ -280,7 +295,7 @@ def expected_slots(group: Group) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_slots(state: Training, group: Group, member: Trained) -> None:
+def check_adam_slots(state: Training, group: Group, member: Trained) -> None:
     """Refuse half of an Adam's state.
 
     Others share a name with it: Lion has an exp_avg alone, Adamax another beside, Adafactor an
@@ -302,7 +317,7 @@ def check_slots(state: Training, group: Group, member: Trained) -> None:
         )
 
 
-def hyper(state: Training, group: Group) -> dict[str, Any]:
+def build_hyper(state: Training, group: Group) -> dict[str, Any]:
     """A group's hyper-parameters under torch's names; an Adam's switches where it has none.
 
     Raises:
@@ -329,12 +344,12 @@ def hyper(state: Training, group: Group) -> dict[str, Any]:
     return found
 
 
-def carried(train: TrainState) -> dict[str, Any]:
+def collect_extra_state(train: TrainState) -> dict[str, Any]:
     """What else a checkpoint can hold: scheduler, scaler, step, the application's own values."""
     extra = {
         name: train.objects.get(name, value)
         for name, value in train.client.items()
-        if name in train.objects or is_faithful(value)
+        if name in train.objects or is_restorable(value)
     }
     counted = {
         "step": train.step,
@@ -342,7 +357,7 @@ def carried(train: TrainState) -> dict[str, Any]:
         "skipped_steps": train.skipped_steps,
     }
     extra.update((name, count) for name, count in counted.items() if count is not None)
-    if train.scheduler is not None and is_faithful(train.scheduler):
+    if train.scheduler is not None and is_restorable(train.scheduler):
         extra["scheduler"] = train.scheduler
     scaler = loss_scale.as_torch(train.scaler)
     if scaler is not None:
@@ -350,7 +365,7 @@ def carried(train: TrainState) -> dict[str, Any]:
     return extra
 
 
-def derived(train: TrainState) -> list[str]:
+def describe_derived(train: TrainState) -> list[str]:
     """What is carried in another form than the source's, to be told."""
     scaler = loss_scale.as_torch(train.scaler)
     if scaler is None or "cur_scale" not in train.scaler:
@@ -360,32 +375,32 @@ def derived(train: TrainState) -> list[str]:
     return [f"DeepSpeed's loss scaler as a GradScaler{without}"]
 
 
-def dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]:
+def list_dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]:
     """What of the train state a target of PyTorch's does not hold, to be told.
 
     Args:
-        held: the names, among those of `carried`, that it has a place for; None for all.
+        held: names from `collect_extra_state` that the target can store; None for all.
     """
     lost = [
         name
         for name, value in train.client.items()
-        if name not in train.objects and not is_faithful(value)
+        if name not in train.objects and not is_restorable(value)
     ]
-    lost += [name for name in carried(train) if held is not None and name not in held]
-    if train.scheduler is not None and not is_faithful(train.scheduler):
+    lost += [name for name in collect_extra_state(train) if held is not None and name not in held]
+    if train.scheduler is not None and not is_restorable(train.scheduler):
         lost.append("scheduler")
     if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:
         lost.append("loss scaler, which is not a dynamic one")
     return lost
 
 
-def is_faithful(value: Any) -> bool:
+def is_restorable(value: Any) -> bool:
     """Whether a value is as saved: a manifest has texts for keys, and stand-ins for objects."""
     if isinstance(value, Mapping):
         return all(
-            key not in _STAND_INS and not key.lstrip("-").isdecimal() and is_faithful(item)
+            key not in _STAND_INS and not key.lstrip("-").isdecimal() and is_restorable(item)
             for key, item in value.items()
         )
     if isinstance(value, (list, tuple)):
-        return all(map(is_faithful, value))
+        return all(map(is_restorable, value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -18,7 +18,7 @@ MIXED = "files of different runs or steps are mixed: fetch the checkpoint again 
 
 
 @dataclass(frozen=True, slots=True)
-class Logical:
+class GlobalTensor:
     """A tensor of known global shape, and the chunks of it that the files hold."""
 
     dtype: DType
@@ -27,7 +27,7 @@ class Logical:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalTensors:
     """Plain tensors under one key, by rank: copies of one tensor, or each rank's slice of it.
 
     Nothing in the files says which; whoever knows the tensor's shape can tell.
@@ -39,12 +39,12 @@ class Local:
         """The shapes that the ranks hold."""
         return {chunk.box.shape for chunk in self.pieces.values()}
 
-    def copies(self) -> Logical | None:
+    def copies(self) -> GlobalTensor | None:
         """The one tensor of which every rank has a copy, if all look alike."""
         first = next(iter(self.pieces.values()))
         if any((c.box, c.dtype) != (first.box, first.dtype) for c in self.pieces.values()):
             return None
-        return Logical(first.dtype, first.box.shape, tuple(self.pieces.values()))
+        return GlobalTensor(first.dtype, first.box.shape, tuple(self.pieces.values()))
 
 
 @dataclass(slots=True)
@@ -72,17 +72,23 @@ class ParsedTree:
     notes: list[str] = field(default_factory=list)
 
 
-def logical(leaf: Any) -> Logical | None:
+def as_global(leaf: Any) -> GlobalTensor | None:
     """The tensor that a leaf is, if its global shape is beyond doubt."""
-    return leaf.copies() if isinstance(leaf, Local) else leaf if isinstance(leaf, Logical) else None
+    return (
+        leaf.copies()
+        if isinstance(leaf, LocalTensors)
+        else leaf
+        if isinstance(leaf, GlobalTensor)
+        else None
+    )
 
 
 def is_tensor(value: Any) -> bool:
     """Whether a leaf is a tensor of any kind."""
-    return isinstance(value, (Logical, Local))
+    return isinstance(value, (GlobalTensor, LocalTensors))
 
 
-def of_file(file: TorchFile, rank: int = 0) -> Any:
+def convert_file(file: TorchFile, rank: int = 0) -> Any:
     """The object that one rank saved, with its tensors described.
 
     Raises:
@@ -90,43 +96,43 @@ def of_file(file: TorchFile, rank: int = 0) -> Any:
         CorruptError: containers nested without end.
     """
     try:
-        return _converted(file.root, lambda value: _leaf(file, rank, value), {})
+        return _convert(file.root, lambda value: _convert_leaf(file, rank, value), {})
     except RecursionError as error:
         raise CorruptError(file.path, "its containers are nested too deep") from error
 
 
-def _leaf(file: TorchFile, rank: int, value: Any) -> Any:
+def _convert_leaf(file: TorchFile, rank: int, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return Local({rank: value.chunk})
+        return LocalTensors({rank: value.chunk})
     if isinstance(value, Call):
-        found = sharded_reader.describe(file, value)
-        return Logical(*found) if found else value
+        found = sharded_reader.describe_shards(file, value)
+        return GlobalTensor(*found) if found else value
     return value
 
 
-def _converted(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> Any:
+def _convert(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> Any:
     """A container's copy; one that is shared is converted once, whatever refers to it."""
     if not isinstance(value, (dict, list, tuple)):
         return leaf(value)
     if id(value) not in done:
         done[id(value)] = None  # a cycle ends here
         if isinstance(value, dict):
-            made: Any = {key: _converted(item, leaf, done) for key, item in value.items()}
+            made: Any = {key: _convert(item, leaf, done) for key, item in value.items()}
         else:
-            made = type(value)(_converted(item, leaf, done) for item in value)
+            made = type(value)(_convert(item, leaf, done) for item in value)
         done[id(value)] = made
     return done[id(value)]
 
 
 @dataclass(slots=True)
-class Joined:
+class JoinedTree:
     """One tree of all ranks; ``differing`` are the paths at which plain values differ."""
 
     root: Any
     differing: list[tuple[Any, ...]]
 
 
-def join(trees: Sequence[Any], names: Sequence[str]) -> Joined:
+def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
     """One tree of the trees that the ranks saved, in rank order.
 
     Args:
@@ -140,7 +146,7 @@ def join(trees: Sequence[Any], names: Sequence[str]) -> Joined:
         root = joiner.join(list(zip(trees, names, strict=True)), ())
     except RecursionError as error:
         raise CorruptError(names[0], "its containers are nested too deep") from error
-    return Joined(root, joiner.differing)
+    return JoinedTree(root, joiner.differing)
 
 
 class _Joiner:
@@ -161,7 +167,7 @@ class _Joiner:
                 self._done[same] = self._containers(held, path)
             return self._done[same]
         if any(is_tensor(value) for value, _ in held):
-            return _joined_tensor(held, path)
+            return _join_tensors(held, path)
         if any(_differs(first, value) for value, _ in held[1:]):
             self.differing.append(path)
         return first
@@ -190,43 +196,44 @@ def _differs(a: Any, b: Any) -> bool:
     return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - two nan are alike
 
 
-def _joined_tensor(held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+def _join_tensors(held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
     first, first_name = next((value, name) for value, name in held if is_tensor(value))
     chunks: list[Chunk] = []
     pieces: dict[int, Chunk] = {}
     for value, name in held:
         same = type(value) is type(first)
-        if same and isinstance(first, Logical):
+        if same and isinstance(first, GlobalTensor):
             same = (value.shape, value.dtype) == (first.shape, first.dtype)
         if not same:
             raise CorruptError(
                 name,
-                f"{dotted(path)!r} is {_shown(value)}, but {_shown(first)} in {first_name}",
+                f"{format_path(path)!r} is {_describe(value)}, but {_describe(first)} in"
+                f" {first_name}",
                 MIXED,
             )
-        if isinstance(value, Logical):
+        if isinstance(value, GlobalTensor):
             chunks += value.chunks
         else:
             pieces.update(value.pieces)
-    if isinstance(first, Logical):
+    if isinstance(first, GlobalTensor):
         return replace(first, chunks=tuple(chunks))
-    return Local(pieces)
+    return LocalTensors(pieces)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Logical):
+def _describe(value: Any) -> str:
+    if isinstance(value, GlobalTensor):
         return f"a sharded {value.dtype} {value.shape}"
-    if isinstance(value, Local):
+    if isinstance(value, LocalTensors):
         return f"a plain tensor of {sorted(value.shapes())}"
     return shown(value)
 
 
-def dotted(path: Sequence[Any]) -> str:
+def format_path(path: Sequence[Any]) -> str:
     """A path as people write it."""
     return ".".join(map(str, path))
 
 
-def tensors(tree: Any) -> dict[str, Any]:
+def collect_tensors(tree: Any) -> dict[str, Any]:
     """The tensors of one dict by name; nothing where it is none.
 
     Raises:
@@ -242,11 +249,11 @@ def tensors(tree: Any) -> dict[str, Any]:
     return found
 
 
-def is_spread(state: Mapping[str, Any]) -> bool:
+def is_in_several_files(state: Mapping[str, Any]) -> bool:
     """Whether the tensors of a state dict lie in more than one file."""
     files: set[str] = set()
     for leaf in state.values():
-        chunks = leaf.chunks if isinstance(leaf, Logical) else leaf.pieces.values()
+        chunks = leaf.chunks if isinstance(leaf, GlobalTensor) else leaf.pieces.values()
         files.update(chunk.file for chunk in chunks)
     return len(files) > 1
 

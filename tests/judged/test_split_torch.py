@@ -18,7 +18,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.fsdp import flat_files, rank_files
 from reshard.formats.pytorch import writer
-from reshard.layout.mesh import Grid
+from reshard.layout.mesh import MeshGrid
 from reshard.manifest import Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
@@ -47,7 +47,7 @@ def shapes(build, wrap="LlamaDecoderLayer"):
 
 
 def grid(world, *names):
-    return Grid((world,), names or None, "cpu")
+    return MeshGrid((world,), names or None, "cpu")
 
 
 def at(lay_out, ranks):
@@ -404,7 +404,9 @@ def test_what_is_missing_is_named(torch_made, made, trained):
         "--model",
     )
     told_model = formats.read([flat], **said)  # the model that explains the files orders them, too
-    numbers = torch_state_dict.optimizer(training(told_model), "index", named=True)["param_groups"]
+    numbers = torch_state_dict.build_optimizer(training(told_model), "index", named=True)[
+        "param_groups"
+    ]
     wanted = [name for name in shapes("menagerie").parameters if name in numbers[0]["param_names"]]
     assert list(numbers[0]["param_names"]) == wanted
     factored = torch_made / "plain_adafactor" / "ckpt"
@@ -419,7 +421,9 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
     lay_out = lambda s: flat_files.fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
     refused(place / "fsdp2" / "ranks", lay_out, IncompleteError, "has no 'embed.weight'")
-    refused(decay, lambda s: rank_files.fsdp2(s, Grid((2, 2))), UnsupportedError, "a mesh of 2x2")
+    refused(
+        decay, lambda s: rank_files.fsdp2(s, MeshGrid((2, 2))), UnsupportedError, "a mesh of 2x2"
+    )
 
 
 def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_made, tmp_path):
@@ -502,6 +506,6 @@ def test_lists_and_empty_dicts_are_flattened_as_pytorch_does():
 
 def test_what_was_not_kept_as_it_was_is_not_written():
     faithful = {"last_epoch": 3, "_last_lr": [0.1], "betas": (0.9, 0.99), "x": {"y": None}}
-    assert torch_state_dict.is_faithful(faithful)
+    assert torch_state_dict.is_restorable(faithful)
     for lost in ({"class": "A"}, {"milestones": {"30": 1}}, [{"tensor": "uint8"}], {"bytes": 4}):
-        assert not torch_state_dict.is_faithful({"x": lost})
+        assert not torch_state_dict.is_restorable({"x": lost})

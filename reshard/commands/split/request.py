@@ -16,7 +16,7 @@ from reshard.formats.deepspeed.write import grid as deepspeed_grid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request, StateDictType
 from reshard.layout import mesh, tensor_parallel
-from reshard.layout.mesh import Grid
+from reshard.layout.mesh import MeshGrid
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
@@ -215,7 +215,7 @@ def _parallel(manifest: Manifest, target: Target, options: SplitOptions) -> Size
     )
 
 
-def _grid(options: SplitOptions) -> Grid | None:
+def _grid(options: SplitOptions) -> MeshGrid | None:
     """The mesh that was asked for.
 
     Raises:
@@ -223,7 +223,7 @@ def _grid(options: SplitOptions) -> Grid | None:
     """
     if options.mesh is None:
         return None
-    grid, option = mesh.parse(options.mesh, options.device), f"--mesh {options.mesh}"
+    grid, option = mesh.parse_mesh(options.mesh, options.device), f"--mesh {options.mesh}"
     if options.world_size not in (None, grid.world):
         raise UsageError(
             option, f"has {grid.world} ranks", f"leave out --world-size {options.world_size}"
@@ -232,7 +232,7 @@ def _grid(options: SplitOptions) -> Grid | None:
 
 
 def _tensor_plan(
-    manifest: Manifest, grid: Grid | None, model: ModelShapes | None, options: SplitOptions
+    manifest: Manifest, grid: MeshGrid | None, model: ModelShapes | None, options: SplitOptions
 ) -> Plan | None:
     """How a tensor-parallel axis cuts: the user's plan, else that of the model.
 

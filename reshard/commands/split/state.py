@@ -16,7 +16,7 @@ from reshard.formats import deepspeed, huggingface, megatron
 from reshard.formats.huggingface.reader import described, in_order
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
-from reshard.layout.mesh import Grid
+from reshard.layout.mesh import MeshGrid
 from reshard.location import directory
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelHint, ModelShapes, describe_config
@@ -142,7 +142,7 @@ def _layout(request: Request) -> Iterator[object]:
     """Return the layout options of a request as plain values."""
     for name in Request.__dataclass_fields__:
         value = getattr(request, name)
-        if isinstance(value, (bool, int, str, Sizes, DType, Grid, type(None))):
+        if isinstance(value, (bool, int, str, Sizes, DType, MeshGrid, type(None))):
             yield name, str(value)
 
 

@@ -19,7 +19,7 @@ from reshard.manifest import Entry, Manifest, Origin
 from reshard.model import ModelHint
 from reshard.schema import COUNT, expect, fields, mapping, sequence
 from reshard.state_dict import assemble, tree
-from reshard.state_dict.tree import Logical, ParsedTree
+from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _STAGE = re.compile(r"-stage-(\d+)-")
 _SHARD = mapping(COUNT, mapping())
@@ -54,14 +54,14 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     pipeline = len({match[1] for file in stages if (match := _STAGE.search(Path(file).name))})
     entries = sorted(saved.entries.values(), key=_find_stage)
     root: dict[str, Any] = {
-        "model": {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
+        "model": {e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in entries}
     }
     found = ParsedTree(root, str(location), dict(saved.files), globals=set(saved.unknown_globals))
     root["optimizer"] = _read_optimizer(states, found)
     scheduler = location.files.get(_SCHEDULER)
     if scheduler and is_torch_file(scheduler):
         root[_SCHEDULER] = _read_file(scheduler, found)
-    manifest = assemble.manifest(
+    manifest = assemble.build_manifest(
         found,
         Origin(format=NAME, path=str(location), mesh=_build_mesh(pipeline)),
         model_hint=ModelHint(model, wrap) if model else None,
@@ -132,4 +132,4 @@ def _read_file(path: Path, found: ParsedTree) -> Any:
     file = torch_reader.read(path)
     found.files[file.path] = file.source()
     found.globals |= file.globals
-    return tree.of_file(file)
+    return tree.convert_file(file)

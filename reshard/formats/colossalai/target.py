@@ -22,7 +22,7 @@ from reshard.dtypes import DType
 from reshard.manifest import MASTER, Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.slots import Wholes
+from reshard.state_dict.slots import WholeSlots
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training, setup_lost
 
@@ -43,10 +43,12 @@ def lay_out(
     """
     above = "" if weights_only else "modeling/"
     parts = [
-        *_lay_out_shards(f"{above}pytorch_model", torch_state_dict.weights(state, dtype=dtype), {})
+        *_lay_out_shards(
+            f"{above}pytorch_model", torch_state_dict.build_weights(state, dtype=dtype), {}
+        )
     ]
     if not weights_only:
-        optimizer = torch_state_dict.optimizer(state, "index", model)
+        optimizer = torch_state_dict.build_optimizer(state, "index", model)
         about = {"param_groups": _GROUPS}
         parts += _lay_out_shards("optimizer/pytorch_optim", optimizer["state"], about)
         groups = optimizer["param_groups"]
@@ -65,7 +67,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
             "ColossalAI does not store fp32 masters: weights are written from them, and it creates"
             " new masters from the working copies when it loads"
         )
-    for name in torch_state_dict.dropped(train, ("scheduler", RUNNING)):
+    for name in torch_state_dict.list_dropped(train, ("scheduler", RUNNING)):
         yield f"not carried: {name}"
     yield from setup_lost(state)
     if RUNNING not in train.client:
@@ -75,7 +77,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
 def _lay_out_companions(state: Training) -> Iterator[Skeleton]:
     """Yield the scheduler, and the position in the data, if the source has them."""
     train = state.manifest.train
-    if train.scheduler is not None and torch_state_dict.is_faithful(train.scheduler):
+    if train.scheduler is not None and torch_state_dict.is_restorable(train.scheduler):
         yield torch_writer.lay_out_object(SCHEDULER, train.scheduler)
     running = train.client.get(RUNNING)
     if running is not None:
@@ -95,7 +97,7 @@ def _lay_out_shards(
     total = 0
     for number, (shard, nbytes) in enumerate(_split_into_shards(content.items()), 1):
         file = f"{name}-{number:05d}.bin"
-        yield torch_writer.lay_out_object(file, shard, slot_of=Wholes())
+        yield torch_writer.lay_out_object(file, shard, slot_of=WholeSlots())
         weight_map.update((str(key), file.rpartition("/")[2]) for key in shard)
         total += nbytes
     index = {"metadata": {**about, "total_size": total / _MEBI}, "weight_map": weight_map}

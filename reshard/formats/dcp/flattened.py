@@ -19,10 +19,10 @@ from reshard.box import Box, Index
 from reshard.errors import CorruptError
 from reshard.layout.partition import run_chunks
 from reshard.manifest import Chunk
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import GlobalTensor
 
 
-def restored(where: object, key: str, stored: Logical, shape: Index) -> Logical:
+def restored(where: object, key: str, stored: GlobalTensor, shape: Index) -> GlobalTensor:
     """The tensor in the shape that the metadata give.
 
     Raises:

@@ -23,7 +23,7 @@ from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
 from reshard.location import Location, missing_ranks
 from reshard.manifest import Chunk, SourceFile
-from reshard.state_dict.tree import Logical, ParsedTree
+from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _INFO = "DCP_SHARDING_INFO"
 
@@ -68,7 +68,7 @@ def read(location: Location) -> ParsedTree:
     )
 
 
-def _whole(fqn: str, chunks: list[Chunk]) -> Logical:
+def _whole(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
     first = chunks[0]
     for chunk in chunks:
         if (chunk.dtype, len(chunk.box.shape)) != (first.dtype, len(first.box.shape)):
@@ -77,7 +77,7 @@ def _whole(fqn: str, chunks: list[Chunk]) -> Logical:
             )
     ends = [[o + n for o, n in zip(c.box.origin, c.box.shape, strict=True)] for c in chunks]
     shape = tuple(max(extent) for extent in zip(*ends, strict=True))
-    return Logical(chunks[0].dtype, shape, tuple(chunks))
+    return GlobalTensor(chunks[0].dtype, shape, tuple(chunks))
 
 
 def _origins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

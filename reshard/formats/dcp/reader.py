@@ -19,7 +19,7 @@ from reshard.formats.dcp.metadata import Metadata
 from reshard.location import Location, missing_ranks
 from reshard.manifest import Chunk
 from reshard.state_dict import tree
-from reshard.state_dict.tree import Logical, ParsedTree
+from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 _MODELS, _OPTIMIZERS = ("model", "state_dict"), ("optim", "optimizer")  # usual tops
@@ -65,11 +65,11 @@ def _stored(location: Location) -> tuple[Metadata, ParsedTree]:
             if len(chunks) < len(held):
                 leaves[key] = next(each for each in held if not isinstance(each, Chunk))
                 continue
-            leaf = Logical(stored.dtype, stored.shape, chunks)
+            leaf = GlobalTensor(stored.dtype, stored.shape, chunks)
             shape = about.shapes.get(key)
             leaves[key] = leaf if shape is None else restored(location, key, leaf, shape)
         for key, block in objects.items():
-            leaves[key] = tree.of_file(items.object(_data(location, block.file), block))
+            leaves[key] = tree.convert_file(items.object(_data(location, block.file), block))
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
     found = ParsedTree(

@@ -55,8 +55,8 @@ def lay_out(
         directory: where below the destination.
         dtype: of the parameters; None keeps each in that of its master, of which PyTorch's sharded
             training has no other copy.
-        extra: plain values beside them; by default the scheduler, the step and what the
-            application kept, as far as the source's values are known (`torch_state_dict.carried`).
+        extra: plain values beside them; by default those that
+            `torch_state_dict.collect_extra_state` finds.
 
     Raises:
         IncompleteError: the source lacks what the optimizer needs.
@@ -66,12 +66,12 @@ def lay_out(
         raise UsageError(f"{shards} shards", "at least one is needed")
     root: dict[str, Any] = {}
     if model_key is not None:
-        root[model_key] = torch_state_dict.weights(state, dtype=dtype)
+        root[model_key] = torch_state_dict.build_weights(state, dtype=dtype)
     if optimizer_key is not None and not weights_only:
-        root[optimizer_key] = torch_state_dict.optimizer(state, "fqn")
+        root[optimizer_key] = torch_state_dict.build_optimizer(state, "fqn")
     if not root:
         raise UsageError("no model_key", "neither weights nor optimizer are to be written")
-    beside = torch_state_dict.carried(state.manifest.train) if extra is None else extra
+    beside = torch_state_dict.collect_extra_state(state.manifest.train) if extra is None else extra
     root.update((name, value) for name, value in beside.items() if name not in root)
     return lay_out_state(root, shards=shards, directory=directory)
 

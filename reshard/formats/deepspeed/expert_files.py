@@ -90,7 +90,7 @@ def _check_alike(experts: Sequence[Expert]) -> None:
 def _expert(path: Path, number: int) -> Expert:
     file = torch_reader.read(path)
     found = file.root if isinstance(file.root, dict) else {}
-    leaves.opaque(file.path, found)
+    leaves.find_opaque(file.path, found)
     tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
     names = map(expert_names.parse, tensors)
     owners = {(name.layer, name.number) if name else None for name in names}

@@ -84,7 +84,7 @@ def _is_full(held: Module, said: Said) -> bool:
 def _tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
     if not isinstance(file.root, dict):
         raise CorruptError(file.path, "is not a layer's state dict")
-    leaves.opaque(file.path, file.root)
+    leaves.find_opaque(file.path, file.root)
     held = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
     prefix = f"{layer}."
     if held and not any(prefix + key in named for key in held):

@@ -21,7 +21,7 @@ from reshard.formats.deepspeed.directory import Census, Files
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
 from reshard.manifest import WEIGHT_KINDS, Chunk, Manifest
 from reshard.model_parallel import combine
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _INFO = "universal_checkpoint_info"
 
@@ -146,7 +146,7 @@ def _count(first: ModelStates) -> int:
 def _cuts(
     files: Files, first: ModelStates, stages: Sequence[Sequence[Manifest]], rules: Path | None
 ) -> Cuts:
-    info = plain(first.root.get(_INFO))
+    info = to_plain(first.root.get(_INFO))
     shapes = {entry.fqn: entry.shape for ranks in stages for entry in ranks[0].entries.values()}
     buffers = {entry.fqn for ranks in stages for entry in ranks[0].of_kind("buffer")}
     return Cuts(

@@ -53,13 +53,13 @@ class ModelStates:
 
     @property
     def unread(self) -> dict[str, str]:
-        """What the module's state dict holds beside tensors, as `leaves.opaque` has it.
+        """What the module's state dict holds beside tensors, as `leaves.find_opaque` has it.
 
         Raises:
             UnsupportedError, IncompleteError: weights that nothing reads.
         """
         held = self.root.get("module") or {}
-        return leaves.opaque(self.file.path, held, prefix="module.")
+        return leaves.find_opaque(self.file.path, held, prefix="module.")
 
     @property
     def shapes(self) -> Shapes:

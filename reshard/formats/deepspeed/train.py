@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.manifest import ParamGroup, TrainState
 from reshard.pickles import objects
 from reshard.pickles.values import Call
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
 _ENGINE_KEYS = frozenset(
@@ -44,9 +44,9 @@ def scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
     """The loss scaler's state: an object in stages 1 to 3, loose keys at stage 0."""
     found = root.get("loss_scaler")
     if isinstance(found, Call):
-        state = plain(found.state)
+        state = to_plain(found.state)
         return {"class": found.name.rsplit(".", 1)[-1], **(state or {})}
-    loose = {key: plain(root[key]) for key in _SCALER_KEYS if key in root}
+    loose = {key: to_plain(root[key]) for key in _SCALER_KEYS if key in root}
     return loose or None
 
 
@@ -57,7 +57,7 @@ def _plain_number(value: Any) -> float | None:
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """A param group without its members."""
     kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
-    return {str(key): plain(value) for key, value in kept}
+    return {str(key): to_plain(value) for key, value in kept}
 
 
 def state(
@@ -69,7 +69,7 @@ def state(
 ) -> TrainState:
     """The train state of one checkpoint, from its first model states file."""
     root = model.root
-    client = {str(key): plain(root[key]) for key in root if key not in _ENGINE_KEYS}
+    client = {str(key): to_plain(root[key]) for key in root if key not in _ENGINE_KEYS}
     opaque_keys = ("data_sampler", "random_ltd", "universal_checkpoint_info")
     return TrainState(
         step=root.get("global_steps"),
@@ -77,12 +77,12 @@ def state(
         samples=root.get("global_samples"),
         optimizer_step=dict(steps),
         param_groups=tuple(groups),
-        scheduler=plain(root.get("lr_scheduler")),
+        scheduler=to_plain(root.get("lr_scheduler")),
         scaler=scaler(optimizer_root),
         clip=_plain_number(optimizer_root.get("clip_grad")),  # not of stage 3
         client=client,
-        config=plain(root.get("ds_config")),
-        opaque={key: plain(root[key]) for key in opaque_keys if root.get(key) is not None},
+        config=to_plain(root.get("ds_config")),
+        opaque={key: to_plain(root[key]) for key in opaque_keys if root.get(key) is not None},
         objects=objects.kept(root, [key for key in root if str(key) in client]),
     )
 

@@ -18,7 +18,7 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
 from reshard.manifest import Entry
 from reshard.model_parallel.shards import Split, shared
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _INFO = "universal_checkpoint_info"
 
@@ -92,7 +92,7 @@ def ranks_of(models: Sequence[ModelStates], where: str, rules: Path | None) -> R
             shapes += [{} for _ in range(number + 1 - len(shapes))]
             for name, shape in group.items():
                 shapes[number].setdefault(name, tuple(shape))
-    info = plain(first.root.get(_INFO))
+    info = to_plain(first.root.get(_INFO))
     cuts = Cuts(
         where,
         info if isinstance(info, dict) else {},

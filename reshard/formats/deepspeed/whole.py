@@ -21,7 +21,7 @@ from reshard.formats.deepspeed import expert_names, fused, train
 from reshard.formats.deepspeed.flat import left_out, slots_of
 from reshard.formats.deepspeed.states import ModelStates, whole_entry
 from reshard.manifest import MASTER, Entry, ParamGroup, TrainState, contiguous
-from reshard.state_dict.optimizer_names import AmbiguousError, Sign, name_groups
+from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
 
 
 def state_of(
@@ -69,7 +69,7 @@ def torch_optimizer(model: ModelStates) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def member_shapes(model: ModelStates) -> list[list[Sign]]:
+def member_shapes(model: ModelStates) -> list[list[Signature]]:
     """Shapes of every group's members as far as the file tells them."""
     masters = model.mapping("optimizer").get("fp32_groups")
     if masters:
@@ -82,7 +82,7 @@ def member_shapes(model: ModelStates) -> list[list[Sign]]:
     ]
 
 
-def _slot_shape(state: Mapping[str, Any]) -> Sign:
+def _slot_shape(state: Mapping[str, Any]) -> Signature:
     """The shape of the parameter that a state belongs to: that of its largest slot."""
     shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
     return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
@@ -108,7 +108,7 @@ def groups_of(model: ModelStates, candidates: Mapping[str, Index]) -> list[list[
 
 
 def _of_experts(
-    candidates: Mapping[str, Index], shapes: Sequence[Sequence[Sign]], experts: Sequence[bool]
+    candidates: Mapping[str, Index], shapes: Sequence[Sequence[Signature]], experts: Sequence[bool]
 ) -> list[list[str | None]]:
     """Experts stand in groups of their own (DeepSpeed 0.19.8 ``moe/utils.py``)."""
     named: dict[bool, Iterator[list[str | None]]] = {}

@@ -28,11 +28,11 @@ from reshard.formats.fsdp.rank_files import (
     placed,
 )
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layout.mesh import Grid, Placing
+from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.slots import Sharder, whole_slot
+from reshard.state_dict.slots import RankSharder, build_whole_slot
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training
 
@@ -73,11 +73,11 @@ def fsdp1_local(
     def rank_files(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict()
         if pieces == 1:
-            held = torch_state_dict.weights(state, dtype=dtype)
-            weights.update((name, whole_slot(value)) for name, value in held.items())
+            held = torch_state_dict.build_weights(state, dtype=dtype)
+            weights.update((name, build_whole_slot(value)) for name, value in held.items())
         else:
             weights.update(_pieces(flats, model, compute, rank, pieces))
-            weights.update((name, whole_slot(value)) for name, value in buffers.items())
+            weights.update((name, build_whole_slot(value)) for name, value in buffers.items())
         moments = None if raw is None else raw.of(rank if pieces > 1 else 0, pieces)
         yield from _files(state, naming, weights, moments, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
@@ -91,7 +91,7 @@ def fsdp1_local(
 def fsdp1_sharded(
     state: Training,
     model: ModelShapes,
-    grid: Grid,
+    grid: MeshGrid,
     *,
     naming: Naming = VERL,
     compute: DType | None = None,
@@ -110,16 +110,16 @@ def fsdp1_sharded(
     """
     if len(grid.sizes) > 1:
         raise UnsupportedError(f"a mesh of {grid}", "is not written for FSDP 1")
-    placing, ranks = Placing(grid), grid.world
+    placing, ranks = MeshPlacements(grid), grid.world
     flats = flats_of(state, model, dtype)
     held = OrderedDict(
-        torch_state_dict.weights(state, dtype=dtype, divided=is_divided(state, model))
+        torch_state_dict.build_weights(state, dtype=dtype, divided=is_divided(state, model))
     )
     raw = None if weights_only else _raw(state, model, flats, compute)
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         moments = None if raw is None else raw.of(rank, ranks)
-        yield from _files(state, naming, Sharder(placing, rank).of(held), moments, rank, ranks)
+        yield from _files(state, naming, RankSharder(placing, rank).of(held), moments, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))
@@ -161,7 +161,7 @@ def _files(
 
 
 def _buffers(state: Training, model: ModelShapes) -> dict[str, Value]:
-    every = torch_state_dict.weights(state)
+    every = torch_state_dict.build_weights(state)
     names = [*model.buffers, *(a for a, first in model.tied.items() if first in model.buffers)]
     missing = [name for name in model.buffers if name not in every]
     if missing:

@@ -14,7 +14,7 @@ from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, torch_state_dict
-from reshard.state_dict.slots import whole_slot
+from reshard.state_dict.slots import build_whole_slot
 from reshard.training.state import Trained, Training, refuse_odd_slots
 
 
@@ -22,7 +22,7 @@ def _optimizer(state: Training) -> dict[str, Any]:
     """The optimizer by names, where flat parameters have a place for all of it."""
     why = "it has no place in a flat parameter"
     refuse_odd_slots(state, why, "write DCP or whole files")
-    return torch_state_dict.optimizer(state, "fqn")  # refuses what is missing
+    return torch_state_dict.build_optimizer(state, "fqn")  # refuses what is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class _FlatState:
         for name, (dtype, entries) in self.slots.items():
             storage = Storage(dtype, size, tuple(run(entries, start, stop)))
             made[name] = Slot(storage, (size,))
-        return nested_slots.restored({**made, **self.loose})
+        return nested_slots.unflatten({**made, **self.loose})
 
 
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
@@ -91,7 +91,7 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, Trained] | None]) -> Non
 
 
 def _flat_state(state: Training, flat: Flat, members: Sequence[Trained]) -> _FlatState:
-    held = {member.fqn: torch_state_dict.loose(state, member) for member in members}
+    held = {member.fqn: torch_state_dict.get_non_tensor_state(state, member) for member in members}
     stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
     if not stepped:
         return _FlatState(flat)
@@ -137,7 +137,7 @@ class FlatOptimizer:
             (hyper, [(each.flat.key, each.values(rank, ranks)) for each in held])
             for hyper, held in self._groups
         )
-        return torch_state_dict.listed(groups, named=False)
+        return torch_state_dict.assemble_optimizer(groups, named=False)
 
 
 class OrigOptimizer:
@@ -149,11 +149,11 @@ class OrigOptimizer:
         self._state = state
         self._flats = flats
         self._compute = compute
-        self._unsure = torch_state_dict.is_unsure(state)
+        self._unsure = torch_state_dict.needs_param_names(state)
         self._groups = [
-            (torch_state_dict.hyper(state, group), held)
+            (torch_state_dict.build_hyper(state, group), held)
             for group, held in zip(
-                state.groups, torch_state_dict.numbered(state, "index", model), strict=True
+                state.groups, torch_state_dict.order_members(state, "index", model), strict=True
             )
         ]
         _optimizer(state)  # refuses what has no place
@@ -165,7 +165,7 @@ class OrigOptimizer:
             (hyper, [(each.fqn, self._slices(each, runs[each.fqn], ranks)) for each in members])
             for hyper, members in self._groups
         )
-        return torch_state_dict.listed(groups, named=self._unsure)
+        return torch_state_dict.assemble_optimizer(groups, named=self._unsure)
 
     def _slices(self, member: Trained, span: tuple[int, int], ranks: int) -> dict[str, Any]:
         """Return a rank's slices; one rank has whole ones, since FSDP 1 is NO_SHARD there."""
@@ -177,7 +177,9 @@ class OrigOptimizer:
             parts = tuple(run([(0, entry)], start, stop))
             shape = entry.shape if ranks == 1 else (stop - start,)
             made[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
-        return nested_slots.restored({**made, **torch_state_dict.loose(self._state, member)})
+        return nested_slots.unflatten(
+            {**made, **torch_state_dict.get_non_tensor_state(self._state, member)}
+        )
 
     def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         """Which elements of each parameter lie on a rank."""
@@ -196,5 +198,5 @@ def _counted(step: float | None, slots: Collection[str]) -> dict[str, Slot | int
     """The step, as the optimizer counts it."""
     if step is None:
         return {}
-    counter = torch_state_dict.counter(step, slots)
-    return {"step": counter if isinstance(counter, int) else whole_slot(counter)}
+    counter = torch_state_dict.build_counter(step, slots)
+    return {"step": counter if isinstance(counter, int) else build_whole_slot(counter)}

@@ -15,7 +15,7 @@ from reshard.manifest import Entry
 from reshard.model import ModelShapes, Unit
 from reshard.pickles.values import Call
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.sharded_writer import sharded_tensor
+from reshard.state_dict.sharded_writer import build_sharded_tensor
 from reshard.training.state import Training, Weight
 
 
@@ -66,7 +66,7 @@ class Flat:
                 else Slot(Storage(self.dtype, 0), (0,))
             )
         local = Slot(storage, (high - low,))
-        return sharded_tensor(self.dtype, numel, local, rank, pieces), found
+        return build_sharded_tensor(self.dtype, numel, local, rank, pieces), found
 
     def shard(self, rank: int, ranks: int) -> Call:
         """A rank's piece of it, without padding."""
@@ -75,7 +75,7 @@ class Flat:
         entries = [(at, weight.value) for at, weight in self.members]
         storage = Storage(self.dtype, stop - start, tuple(run(entries, start, stop)))
         local = Slot(storage, (stop - start,)) if start < stop else None
-        return sharded_tensor(self.dtype, self.numel, local, rank, pieces)
+        return build_sharded_tensor(self.dtype, self.numel, local, rank, pieces)
 
 
 def run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator[Part]:
@@ -139,7 +139,7 @@ def _of_model(
 
 def _widest(held: Sequence[Weight], dtype: DType | None) -> DType:
     """The dtype of a flat parameter, which holds that of each of its members."""
-    dtypes = [torch_state_dict.weight_dtype(weight, dtype) for weight in held]
+    dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in held]
     widest = max(dtypes, key=lambda each: each.itemsize)
     other = next((d for d in dtypes if d != widest and d.itemsize == widest.itemsize), None)
     strange = next((d for d in dtypes if d.family != "float"), None)

@@ -25,7 +25,7 @@ from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
-from reshard.layout.mesh import Grid, Placing
+from reshard.layout.mesh import MeshGrid, MeshPlacements
 from reshard.layout.partition import Cut
 from reshard.layout.tensor_parallel import Plan, cuts
 from reshard.manifest import Keyed, Skeleton
@@ -33,7 +33,7 @@ from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import nested_slots, torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
-from reshard.state_dict.slots import Sharder, Wholes
+from reshard.state_dict.slots import RankSharder, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training, Weight
 
@@ -104,7 +104,7 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # 
 
 def fsdp2(
     state: Training,
-    grid: Grid,
+    grid: MeshGrid,
     *,
     naming: Naming = PAIR,
     whole_weights: bool = False,
@@ -128,22 +128,24 @@ def fsdp2(
         UnsupportedError: a slot that has another shape than its parameter; a packed weight.
         UsageError: the plan does not fit the parameters.
     """
-    held = torch_state_dict.weights(state, dtype=dtype, divided=is_divided(state, model))
-    placing = Placing(grid, tensor_cuts(grid, tensor, held))
-    moments = None if weights_only else torch_state_dict.optimizer(state, naming.keyed, model)
+    held = torch_state_dict.build_weights(state, dtype=dtype, divided=is_divided(state, model))
+    placing = MeshPlacements(grid, tensor_cuts(grid, tensor, held))
+    moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         weights: OrderedDict[str, Any] = OrderedDict(held)
         if whole_weights:
-            uncut = Wholes()
+            uncut = WholeSlots()
             weights = OrderedDict((name, uncut(value)) for name, value in held.items())
         names = [
             name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
         ]
         for name, root in placed(names, weights, moments).items():
             stamp = state.stamp(name, rank, grid.world)
-            yield torch_writer.lay_out_object(name, Sharder(placing, rank).of(root), stamp=stamp)
+            yield torch_writer.lay_out_object(
+                name, RankSharder(placing, rank).of(root), stamp=stamp
+            )
         yield from beside(state, naming, rank, grid.world, version=2, weights_only=weights_only)
 
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
@@ -153,12 +155,12 @@ def fsdp2(
 
 
 def tensor_cuts(
-    grid: Grid, plan: Plan | None, weights: Mapping[str, Value]
+    grid: MeshGrid, plan: Plan | None, weights: Mapping[str, Value]
 ) -> dict[str, Cut | None]:
     """How the tensor-parallel axis, if there is one, cuts each parameter that it touches.
 
     Args:
-        weights: as `torch_state_dict.weights` gives them; the names of one tensor have one value.
+        weights: those of `torch_state_dict.build_weights`; all names of a tensor have one value.
 
     Raises:
         UsageError, UnsupportedError: as `tensor_parallel.cuts`; there is no plan.
@@ -192,7 +194,7 @@ def beside(
     state: Training, naming: Naming, rank: int, world: int, *, version: int, weights_only: bool
 ) -> Iterator[Skeleton]:
     """What is kept beside both."""
-    carried = {} if weights_only else torch_state_dict.carried(state.manifest.train)
+    carried = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
     if naming.beside and carried and rank == 0:
         stamp = state.stamp(naming.beside, rank, world)
         yield torch_writer.lay_out_object(naming.beside, carried, stamp=stamp)
@@ -207,7 +209,7 @@ def beside(
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
     for fqn, slots in (moments or {"state": {}})["state"].items():
-        for name, value in nested_slots.flattened(
+        for name, value in nested_slots.flatten(
             slots, lambda leaf: isinstance(leaf, Value)
         ).items():
             if isinstance(value, Value) and not value.divided and value.shape:
@@ -294,12 +296,12 @@ def fsdp1_full(
         rank: which one the files state as the one that saved them.
         accelerate: whether there is what Accelerate wants beside them.
     """
-    weights = OrderedDict(torch_state_dict.weights(state, dtype=dtype))
-    moments = None if weights_only else torch_state_dict.optimizer(state, "fqn")
+    weights = OrderedDict(torch_state_dict.build_weights(state, dtype=dtype))
+    moments = None if weights_only else torch_state_dict.build_optimizer(state, "fqn")
     files = placed(names, weights, moments)
     made = [
         torch_writer.lay_out_object(
-            name, root, slot_of=Wholes(), stamp=state.stamp(name, rank, ranks)
+            name, root, slot_of=WholeSlots(), stamp=state.stamp(name, rank, ranks)
         )
         for name, root in files.items()
     ]

@@ -161,11 +161,11 @@ def _read_torch_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
     from reshard.state_dict import sections, tree
 
     file = torch_reader.read(path)
-    state = sections.find(tree.of_file(file), str(path)).model
+    state = sections.find(tree.convert_file(file), str(path)).model
     held = [
         Entry(name, PARAM, tensor.dtype, tensor.shape, tensor.chunks)
         for name, leaf in state.items()
-        if (tensor := tree.logical(leaf))
+        if (tensor := tree.as_global(leaf))
     ]
     return held, file.source(), file.globals
 

@@ -16,7 +16,7 @@ from reshard import counts
 from reshard.errors import CorruptError
 from reshard.pickles.values import Call, Global
 from reshard.schema import INTEGER, expect, fields, maybe, sequence
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _GATED = ("swiglu", "quick_geglu", "glu_activation")
 _MULTIPLIED = re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})")
@@ -215,7 +215,7 @@ class Arguments:
 
     def plain(self) -> dict[str, Any]:
         """All of them, printable."""
-        found: dict[str, Any] = plain(dict(self.values))
+        found: dict[str, Any] = to_plain(dict(self.values))
         return found
 
 

@@ -54,7 +54,7 @@ from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
 from reshard.state_dict import tree
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import GlobalTensor
 
 _SHARD = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _SLOT = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -117,19 +117,19 @@ def read(location: Location, table: Table) -> Manifest:
 
 def _without_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys as Megatron-LM has them: NeMo 2 puts ``module.`` before each parameter's."""
-    named = [k for k, v in root.items() if isinstance(v, Logical) and not CHAIN.fullmatch(k)]
+    named = [k for k, v in root.items() if isinstance(v, GlobalTensor) and not CHAIN.fullmatch(k)]
     if not named or not all(key.startswith(_NEMO) for key in named):
         return root
     return {_PREFIXED.sub(r"\1", key, count=1): value for key, value in root.items()}
 
 
-def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, Logical], dict[str, list[Any]]]:
+def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[str, list[Any]]]:
     """Tensors by key; and objects, each with all its shards."""
-    stored: dict[str, Logical] = {}
+    stored: dict[str, GlobalTensor] = {}
     objects: dict[str, list[Any]] = defaultdict(list)
     for key, value in root.items():
         match = _SHARD.fullmatch(key)
-        if isinstance(value, Logical):
+        if isinstance(value, GlobalTensor):
             stored[key] = value
         else:
             one = isinstance(value, list) and len(value) == 1
@@ -137,9 +137,9 @@ def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, Logical], dict[str, list
     return stored, dict(objects)
 
 
-def _whole(stored: Mapping[str, Logical]) -> dict[str, Logical]:
+def _whole(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     """Tensors with gate and up in one, also where they are kept apart (singleton_local_shards)."""
-    found: dict[str, Logical] = {}
+    found: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
         base = key[: -len(_GATE)]
         gate, up = stored.get(base + _GATE), stored.get(base + _UP)
@@ -164,7 +164,7 @@ def _common(
     path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)
-        root = tree.of_file(file)
+        root = tree.convert_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is no dict")
         return _of_nemo(root), {file.path: file.source()}, file.globals
@@ -212,7 +212,7 @@ class _Keys:
         self._table = table
         self._args = args
 
-    def entries(self, key: str, kind: str, tensor: Logical) -> Iterator[Entry]:
+    def entries(self, key: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
         """The parameters that one stored tensor holds."""
         name = names.stacked(key)
         if name is None:
@@ -221,7 +221,7 @@ class _Keys:
         for index, one in enumerate(_slices(tensor)):
             yield from self._experts(name.replace("{}", str(index), 1), kind, one)
 
-    def _experts(self, name: str, kind: str, tensor: Logical) -> Iterator[Entry]:
+    def _experts(self, name: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
         found = names.of_dist_expert(name)
         if found is None:
             yield self._entry(name, kind, tensor)
@@ -231,12 +231,12 @@ class _Keys:
         for index, one in held:
             yield self._entry(pattern.replace("{}", str(index), 1), kind, one)
 
-    def _entry(self, name: str, kind: str, tensor: Logical) -> Entry:
+    def _entry(self, name: str, kind: str, tensor: GlobalTensor) -> Entry:
         fqn = names.as_saved(self._table, name, self._args)
         return Entry(fqn, kind, tensor.dtype, tensor.shape, tensor.chunks)
 
 
-def _slices(tensor: Logical) -> Iterator[Logical]:
+def _slices(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
     """The tensors that are stacked along dim 0."""
     by_index: dict[int, list[Chunk]] = defaultdict(list)
     where = tensor.chunks[0].file if tensor.chunks else "a tensor of layers without elements"

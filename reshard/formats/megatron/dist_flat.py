@@ -19,7 +19,7 @@ from reshard.formats.megatron.optimizer import Held
 from reshard.layout.partition import Member
 from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
-from reshard.state_dict.tree import Logical
+from reshard.state_dict.tree import GlobalTensor
 
 CHAIN = re.compile(r"(?:chained_(\d{1,9})\.)?(optimizer\..+)")
 _BUCKET = re.compile(
@@ -45,7 +45,7 @@ class Flat:
 
     def __init__(
         self,
-        stored: Mapping[str, Logical],
+        stored: Mapping[str, GlobalTensor],
         objects: Mapping[str, list[Any]],
         whole: Mapping[tuple[str, str], Entry],
         args: Arguments,
@@ -58,7 +58,7 @@ class Flat:
         self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
         self._model = model.model(self._whole, table)
         # (optimizer, group) -> buffer -> slot -> buckets; and what gather_scatter keeps
-        self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, Logical]]]] = {}
+        self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, GlobalTensor]]]] = {}
         self._states: dict[tuple[int, int], Any] = {}
         for key, tensor in stored.items():
             chain = CHAIN.fullmatch(key)

@@ -19,7 +19,7 @@ from reshard.box import Index
 from reshard.formats.megatron import grouped, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.model_parallel.rules import Table
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _NOT_HYPER = ("params", "param_names", "step")
 _QK = ("q_layernorm.", "k_layernorm.")
@@ -93,4 +93,4 @@ def members(
 
 def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its members, and without the step, which is each parameter's here."""
-    return {str(key): plain(value) for key, value in group.items() if key not in _NOT_HYPER}
+    return {str(key): to_plain(value) for key, value in group.items() if key not in _NOT_HYPER}

@@ -31,7 +31,7 @@ from reshard.manifest import (
 from reshard.model_parallel.rules import Table
 from reshard.paths import as_path
 from reshard.pickles import trust
-from reshard.state_dict.tree import logical
+from reshard.state_dict.tree import as_global
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
@@ -205,7 +205,7 @@ def _claim_seeds(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]
 
 def _seed(state: Any) -> int | None:
     """Read the seed with which a random state begins."""
-    held = logical(state)
+    held = as_global(state)
     if held is None or held.dtype != UINT8 or not held.chunks or prod(held.shape) < _SEED_BYTES:
         return None
     with SourceFiles() as pool:

@@ -28,7 +28,7 @@ from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups
-from reshard.state_dict.tree import Logical, logical
+from reshard.state_dict.tree import GlobalTensor, as_global
 
 _STATE = fields(
     state=maybe(mapping()), param_groups=sequence(fields(params=maybe(sequence(COUNT))))
@@ -181,7 +181,7 @@ def _told_by_shape(
 def _shape(state: Any) -> Index | None:
     if not isinstance(state, dict):
         return None
-    shapes = [tensor.shape for value in state.values() if (tensor := logical(value))]
+    shapes = [tensor.shape for value in state.values() if (tensor := as_global(value))]
     return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
 
 
@@ -210,7 +210,7 @@ def _steps(
 
 
 def _number(value: Any, pool: SourceFiles) -> float | None:
-    tensor = logical(value)
+    tensor = as_global(value)
     if tensor is not None:
         return float(number_at(pool, tensor.chunks[0]))
     return float(value) if isinstance(value, (int, float)) else None
@@ -228,12 +228,12 @@ def _indexed(
         if fqn is None:
             continue
         for slot, value in slots.items():
-            tensor = logical(value)
+            tensor = as_global(value)
             if tensor is not None and slot != "step":
                 found.entries.append(entry(fqn, slot, tensor))
 
 
-def entry(fqn: str, slot: str, tensor: Logical) -> Entry:
+def entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
     """A slot as a manifest has it."""
     return Entry(fqn, kind_of(slot), tensor.dtype, tensor.shape, tensor.chunks)
 
@@ -252,7 +252,7 @@ def _masters(
     dtypes = {param.fqn: param.dtype for param in params}
     for fqns, tensors in zip(members, lists, strict=False):
         half = [fqn for fqn in fqns if fqn is not None and dtypes[fqn] != _FULL]
-        held = [tensor for value in tensors if (tensor := logical(value))]
+        held = [tensor for value in tensors if (tensor := as_global(value))]
         if held and len(half) != len(held):
             raise CorruptError(
                 path,
@@ -313,7 +313,7 @@ def _flat(
         (state,) = states.values()
         size = args.bucket_size(stage=stage, chunk=chunk)
         for slot, value in state.items():
-            pieces = [logical(piece) for piece in (value if isinstance(value, list) else [value])]
+            pieces = [as_global(piece) for piece in (value if isinstance(value, list) else [value])]
             stored = [piece for piece in pieces if piece is not None]
             if not stored:
                 continue

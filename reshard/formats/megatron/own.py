@@ -19,7 +19,7 @@ from typing import Any
 from reshard.formats.megatron import names
 from reshard.manifest import Manifest
 from reshard.pickles.values import Call
-from reshard.state_dict.tree import logical
+from reshard.state_dict.tree import as_global
 
 _KEY = "what ranks saved beside tensors"  # in `TrainState.opaque`
 RNG = "rng_state"
@@ -62,7 +62,9 @@ class Own:
         """Whether one is neither a tensor nor a stream of bytes."""
         values = (value for held in self.extra.values() for value in held.values())
         return any(
-            not (logical(value) or is_empty(value) or isinstance(value, bytes) or _is_stream(value))
+            not (
+                as_global(value) or is_empty(value) or isinstance(value, bytes) or _is_stream(value)
+            )
             for value in values
         )
 
@@ -99,7 +101,7 @@ def of(manifest: Manifest) -> Own:
 
 def is_empty(value: Any) -> bool:
     """Whether a state says nothing: None, or the empty tensor of a module without FP8."""
-    tensor = logical(value)
+    tensor = as_global(value)
     return value is None or (tensor is not None and 0 in tensor.shape)
 
 

@@ -21,7 +21,7 @@ from reshard.formats.megatron.directory import OPTIMIZER, model_file
 from reshard.location import Location
 from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.state_dict import leaves, tree
-from reshard.state_dict.tree import Logical, logical
+from reshard.state_dict.tree import GlobalTensor, as_global
 
 _OLD_VERSION = 0.0  # of files that say none
 _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
@@ -31,8 +31,8 @@ _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 class Chunk:
     """One model chunk of a rank: parameters and buffers under their local names, in order."""
 
-    params: dict[str, Logical] = field(default_factory=dict)
-    buffers: dict[str, Logical] = field(default_factory=dict)
+    params: dict[str, GlobalTensor] = field(default_factory=dict)
+    buffers: dict[str, GlobalTensor] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -75,9 +75,9 @@ class RankFile:
     def _chunk(self, key: str) -> Chunk:
         chunk = Chunk()
         for name, value in _leaves(self.root[key], self.path):
-            tensor = logical(value)
+            tensor = as_global(value)
             if not names.is_extra(name):
-                leaves.opaque(self.path, {name: value}, prefix=f"{key}.")
+                leaves.find_opaque(self.path, {name: value}, prefix=f"{key}.")
             if names.is_extra(name) or tensor is None:
                 chunk.extra[name] = value
             elif names.is_buffer(name):
@@ -95,7 +95,7 @@ def open_rank(folder: Location) -> RankFile:
         CorruptError: a file is truncated or altered.
     """
     file = torch_reader.read(model_file(folder))
-    root = tree.of_file(file)
+    root = tree.convert_file(file)
     if not isinstance(root, dict):
         raise CorruptError(file.path, "is no checkpoint of Megatron: it is no dict")
     expect(file.path, root, _ROOT)
@@ -103,7 +103,7 @@ def open_rank(folder: Location) -> RankFile:
     if OPTIMIZER not in folder.files:
         return RankFile(file.path, root, args, files=(file,))
     flat = torch_reader.read(folder.files[OPTIMIZER])
-    return RankFile(file.path, root, args, tree.of_file(flat), (file, flat))
+    return RankFile(file.path, root, args, tree.convert_file(flat), (file, flat))
 
 
 def open_args(path: Path) -> Arguments:

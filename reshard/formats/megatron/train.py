@@ -11,7 +11,7 @@ from reshard.formats.megatron.optimizer import Optimizer
 from reshard.location import Location
 from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
 from reshard.pickles import objects
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _READ = frozenset(
     """
@@ -46,12 +46,12 @@ def of_root(
         own: experts of the rank; ``first`` is the number of its first.
     """
     client = {
-        str(key): plain(value)
+        str(key): to_plain(value)
         for key, value in root.items()
         if key not in _READ and not _is_model(key) and value is not None
     }
     opaque = {
-        key: plain(root[key])
+        key: to_plain(root[key])
         for key in ("checkpoint_version", "content_metadata")
         if root.get(key) is not None
     }
@@ -71,9 +71,9 @@ def of_root(
             )
             for group in state.groups
         ),
-        scheduler=plain(root.get("opt_param_scheduler", root.get("lr_scheduler"))),
-        scaler=plain(state.scaler),
-        rng=plain(root.get("rng_state")),
+        scheduler=to_plain(root.get("opt_param_scheduler", root.get("lr_scheduler"))),
+        scaler=to_plain(state.scaler),
+        rng=to_plain(root.get("rng_state")),
         client=client,
         config=args.plain(),
         opaque=opaque,

@@ -90,8 +90,8 @@ def read(location: Location, table: Table | None = None) -> Manifest:
 
 def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world: int) -> Manifest:
     file = torch_reader.read(path)
-    state = tree.of_file(file)
-    unread = leaves.opaque(path, state) if isinstance(state, dict) else {}
+    state = tree.convert_file(file)
+    unread = leaves.find_opaque(path, state) if isinstance(state, dict) else {}
     entries = [
         Entry(
             name,
@@ -100,8 +100,8 @@ def _read_rank(path: Path, location: Location, params: Mapping[str, Any], world:
             tensor.shape,
             tensor.chunks,
         )
-        for name, leaf in tree.tensors(state).items()
-        if (tensor := tree.logical(leaf))
+        for name, leaf in tree.collect_tensors(state).items()
+        if (tensor := tree.as_global(leaf))
     ]
     dims = {entry.fqn: len(entry.shape) for entry in entries}
     if (dims.get(EMBEDDING), dims.get(_NORM, 1)) != (2, 1):

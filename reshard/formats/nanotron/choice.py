@@ -150,9 +150,9 @@ def _check_optimizer(state: Training, found: Layout) -> None:
         )
     for trained in state.groups:
         for member in trained.members:
-            torch_state_dict.check_slots(state, trained, member)
+            torch_state_dict.check_adam_slots(state, trained, member)
     for group in (group for stage in found.stages for group in stage.groups):
-        if not torch_state_dict.is_faithful(group.hyper):
+        if not torch_state_dict.is_restorable(group.hyper):
             raise UnsupportedError(
                 path, "a param group has settings that are not plain values", alone
             )

@@ -22,7 +22,7 @@ from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, Chunk, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 _STEP = "step"
@@ -190,7 +190,9 @@ def _add_non_tensors(
                     f"the optimizer's step of {fqn!r} is {value}, but {step} in other files",
                     _MIXED,
                 )
-        other = {k: plain(v) for k, v in slots.items() if k != _STEP and not isinstance(v, Tensor)}
+        other = {
+            k: to_plain(v) for k, v in slots.items() if k != _STEP and not isinstance(v, Tensor)
+        }
         if other:
             found.other[fqn] = other
 
@@ -199,7 +201,7 @@ def _read_groups(found: Optimizer, file: TorchFile, names: Mapping[Any, str]) ->
     """Return the param groups of a pipeline stage."""
     groups = []
     for group in file.root["param_groups"]:
-        hyper = {str(name): plain(value) for name, value in group.items() if name != "params"}
+        hyper = {str(name): to_plain(value) for name, value in group.items() if name != "params"}
         indices = group.get("params", ())
         fqns = tuple(names[index] for index in indices if index in names)
         found.unnamed += len(indices) - len(fqns)

@@ -32,7 +32,7 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.pickles import trust
-from reshard.state_dict.plain_values import plain
+from reshard.state_dict.plain_values import to_plain
 
 _TENSOR = "data"
 _SIZES = {"pp": "pp_size", "dp": "dp_size", "tp": "tp_size", "ep": "expert_parallel_size"}
@@ -58,7 +58,7 @@ def read(location: Location) -> Manifest:
     about = _read_json(census.location, METADATA)
     train = about.get("metas") if isinstance(about.get("metas"), dict) else {}
     opened = [torch_reader.read(path) for path in census.schedulers]
-    stage_list = _build_stages(found, [plain(file.root) for file in opened])
+    stage_list = _build_stages(found, [to_plain(file.root) for file in opened])
     whole = stages.join_stages(stage_list)
     order, ordered = _sort_weights(weights, stage_list, whole)
     versions = {"checkpoint": str(about["version"])} if "version" in about else {}

@@ -51,7 +51,10 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
 def notes(state: Training) -> Iterator[str]:
     """Yield what is not copied."""
     train = state.manifest.train
-    for name in (*torch_state_dict.dropped(train), *train.client.keys() & train.objects.keys()):
+    for name in (
+        *torch_state_dict.list_dropped(train),
+        *train.client.keys() & train.objects.keys(),
+    ):
         yield f"not carried: {name}"
     for name in choice.layout_of(state).beside:
         why = " (nanotron does not load it either)" if name == "random" else ""
@@ -125,7 +128,7 @@ class _Run:
         """Yield the scheduler of each stage, for each of its ranks."""
         for stage, _, _, at in self._iterate_writers():
             scheduler = self._known.stages[stage].scheduler
-            if scheduler is not None and torch_state_dict.is_faithful(scheduler):
+            if scheduler is not None and torch_state_dict.is_restorable(scheduler):
                 yield torch_writer.lay_out_object(f"{SCHEDULER}/{SCHEDULER}_{at}.pt", scheduler)
 
     def descriptions(self) -> Iterator[Skeleton]:

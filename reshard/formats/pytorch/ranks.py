@@ -35,7 +35,7 @@ class Ranks:
             CorruptError: a file is damaged.
         """
         opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
-        return cls(opened, {rank: tree.of_file(file, rank) for rank, file in opened.items()})
+        return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
     def only(self, ranks: Container[int]) -> Ranks:
         """Those of some ranks."""
@@ -49,7 +49,7 @@ class Ranks:
             CorruptError: the ranks contradict each other.
         """
         opened = list(self.files.values())
-        joined = tree.join([*self.trees.values()], [file.path for file in opened])
+        joined = tree.join_trees([*self.trees.values()], [file.path for file in opened])
         return ParsedTree(
             root=joined.root,
             where=str(place),

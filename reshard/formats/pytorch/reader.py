@@ -21,7 +21,7 @@ from reshard.location import Location
 from reshard.manifest import Manifest, Origin
 from reshard.model import ModelHint
 from reshard.state_dict import assemble, sections
-from reshard.state_dict.tree import Logical, ParsedTree
+from reshard.state_dict.tree import GlobalTensor, ParsedTree
 from reshard.training import copied_files, trainer_run
 from reshard.training.batch import BATCH_BEFORE
 
@@ -71,7 +71,7 @@ def read(
     if len(saved) > 1:
         made = _joined(saved, origin, key, model_hint)
     else:
-        made = assemble.manifest(
+        made = assemble.build_manifest(
             found, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
         )
     train = made.train
@@ -189,7 +189,8 @@ def _joined(
 ) -> Manifest:
     """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
     held = [
-        assemble.manifest(found, origin, key=key, warnings=warnings) for found, warnings in saved
+        assemble.build_manifest(found, origin, key=key, warnings=warnings)
+        for found, warnings in saved
     ]
     mesh = {"world": sum(stage.origin.world for stage in held), "pp": len(held)}
     made = join(held)
@@ -265,5 +266,5 @@ def _weights_beside(location: Location) -> dict[str, Path]:
 
 def _safetensors(location: Location, path: Path) -> ParsedTree:
     made = of_huggingface.read(Location(location.directories, path.name))
-    state = {e.fqn: Logical(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
+    state = {e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
     return ParsedTree(state, str(location), dict(made.files), plain_is_buffer=False, ordered=False)

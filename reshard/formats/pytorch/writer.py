@@ -10,7 +10,7 @@ from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.slots import Wholes
+from reshard.state_dict.slots import WholeSlots
 from reshard.training.state import Training
 
 
@@ -23,11 +23,13 @@ def plain(
     dtype: DType | None = None,
 ) -> Skeleton:
     """One file as a script without sharding saves it: the optimizer is ``torch.optim``'s own."""
-    root: dict[str, Any] = {"model": OrderedDict(torch_state_dict.weights(state, dtype=dtype))}
+    root: dict[str, Any] = {
+        "model": OrderedDict(torch_state_dict.build_weights(state, dtype=dtype))
+    }
     if not weights_only:
         several = len(state.groups) > 1  # numbers of like parameters in two groups tell nothing
-        root["optimizer"] = torch_state_dict.optimizer(state, "index", model, named=several)
-        beside = torch_state_dict.carried(state.manifest.train)
+        root["optimizer"] = torch_state_dict.build_optimizer(state, "index", model, named=several)
+        beside = torch_state_dict.collect_extra_state(state.manifest.train)
         root.update((key, value) for key, value in beside.items() if key not in root)
     stamp = state.stamp(name, 0, 1)
-    return torch_writer.lay_out_object(name, root, slot_of=Wholes(), stamp=stamp)
+    return torch_writer.lay_out_object(name, root, slot_of=WholeSlots(), stamp=stamp)

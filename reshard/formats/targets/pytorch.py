@@ -17,7 +17,7 @@ from reshard.formats.pytorch import writer
 from reshard.formats.targets.model_parallel import of_deepspeed
 from reshard.formats.targets.request import Request
 from reshard.formats.trainers import accelerate, hf_trainer
-from reshard.layout.mesh import Grid
+from reshard.layout.mesh import MeshGrid
 from reshard.layout.tensor_parallel import Plan
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
@@ -195,7 +195,7 @@ def _of_trainer(state: Training, asked: Request, run: Run) -> Skeleton:
         mesh = run.mesh(asked.world_size)
         return state_dict.fsdp2(
             state,
-            Grid(tuple(mesh.values()), tuple(mesh), asked.device),
+            MeshGrid(tuple(mesh.values()), tuple(mesh), asked.device),
             naming=state_dict.TRAINER_LOCAL if form == "local" else state_dict.TRAINER_RANKS,
             whole_weights=whole,
             model=asked.model,
@@ -302,7 +302,7 @@ def _flat_ranks(state: Training, asked: Request) -> Skeleton:
     )
 
 
-def _grid(naming: state_dict.Naming, asked: Request) -> Grid:
+def _grid(naming: state_dict.Naming, asked: Request) -> MeshGrid:
     """The mesh that was asked for, else the usual one of a single axis.
 
     Raises:
@@ -310,7 +310,7 @@ def _grid(naming: state_dict.Naming, asked: Request) -> Grid:
     """
     if asked.grid is None:
         usual = naming.meshes[0] if naming.meshes else None
-        return Grid((asked.world_size,), usual, asked.device)
+        return MeshGrid((asked.world_size,), usual, asked.device)
     if naming.meshes and asked.grid.names not in naming.meshes:
         known = (",".join(f"{name}=N" for name in names) for names in naming.meshes)
         raise UsageError(
@@ -364,11 +364,11 @@ def _notes(state: Training, *held: str, copied: Container[str] = ()) -> tuple[st
     told = {Path(name).stem for name in files} if held else set[str]()
     lost = [
         f"not carried: {name}"
-        for name in torch_state_dict.dropped(train, held or None)
+        for name in torch_state_dict.list_dropped(train, held or None)
         if name not in copied and name not in told
     ]
     lost += copied_files.consequences(files)
-    derived = torch_state_dict.derived(train) if not held or "scaler" in held else []
+    derived = torch_state_dict.describe_derived(train) if not held or "scaler" in held else []
     return (*derived, *lost, *setup_lost(state))
 
 
@@ -378,8 +378,8 @@ def _of_tensor_plan(state: Training, asked: Request) -> tuple[str, ...]:
     return () if grid is None or tensor is None else (_cuts(state, asked.model, grid, tensor),)
 
 
-def _cuts(state: Training, model: ModelShapes | None, grid: Grid, tensor: Plan) -> str:
-    weights = torch_state_dict.weights(state, divided=state_dict.is_divided(state, model))
+def _cuts(state: Training, model: ModelShapes | None, grid: MeshGrid, tensor: Plan) -> str:
+    weights = torch_state_dict.build_weights(state, divided=state_dict.is_divided(state, model))
     touched = state_dict.tensor_cuts(grid, tensor, weights)
     parameters = {value.owner for value in weights.values() if value.divided}
     cut = sum(each is not None for each in touched.values())

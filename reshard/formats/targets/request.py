@@ -11,7 +11,7 @@ from reshard.model_parallel.sizes import ONE, Sizes
 if TYPE_CHECKING:  # each is of some targets only
     from reshard.formats.deepspeed.write.grid import Wanted as GridWanted
     from reshard.formats.megatron.target.choice import Wanted
-    from reshard.layout.mesh import Grid
+    from reshard.layout.mesh import MeshGrid
     from reshard.layout.tensor_parallel import Plan
     from reshard.model import ModelShapes
     from reshard.model_parallel.described import Described
@@ -41,7 +41,7 @@ class Request:
     deepspeed: bool = False  # whether DeepSpeed's directory is written, by itself or in another
     model: ModelShapes | None = None
     device: str = "cuda"  # of the mesh that DTensors are saved on, which must be the model's
-    grid: Grid | None = None  # that mesh, of world_size ranks; None: one axis
+    grid: MeshGrid | None = None  # that mesh, of world_size ranks; None: one axis
     tensor: Plan | None = None  # what a tensor-parallel axis of it does
     deepspeed_grid: GridWanted | None = None  # DeepSpeed's model-parallel ranks; None: one
     megatron: Wanted | None = None  # of its directory

@@ -22,7 +22,7 @@ from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import ACCUMULATED
-from reshard.state_dict.slots import Wholes
+from reshard.state_dict.slots import WholeSlots
 from reshard.training import copied_files, rng, schedules
 from reshard.training.state import Training
 
@@ -44,13 +44,14 @@ def unsharded(
         IncompleteError: nothing says in which order the optimizer numbers its parameters.
     """
     tensors = [
-        (weight.value, torch_state_dict.weight_dtype(weight, dtype)) for weight in state.weights
+        (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
+        for weight in state.weights
     ]
     parts = [writer.single_file(_WEIGHTS, tensors, writer.METADATA)]
     if not weights_only:
-        root = Canonical().of(torch_state_dict.optimizer(state, "index", model, named=True))
+        root = Canonical().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
         stamp = state.stamp("optimizer.bin", 0, ranks)
-        made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=Wholes(), stamp=stamp)
+        made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=WholeSlots(), stamp=stamp)
         parts.append(made)
         parts += lay_out_accelerate_extras(state, ranks)
     return skeletons.joined(parts)
@@ -63,7 +64,7 @@ def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]
     gone, it goes on without them (``load_accelerator_state``).
     """
     beside, factor = (
-        torch_state_dict.carried(state.manifest.train),
+        torch_state_dict.collect_extra_state(state.manifest.train),
         schedules.factor(state.manifest, ranks),
     )
     files = dict(state.manifest.train.kept_files)

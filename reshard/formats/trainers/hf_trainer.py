@@ -26,7 +26,7 @@ from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.pickles.canonical import Canonical
 from reshard.state_dict import torch_state_dict
-from reshard.state_dict.slots import Wholes
+from reshard.state_dict.slots import WholeSlots
 from reshard.training import rng, trainer_run
 from reshard.training.batch import BATCH, BATCH_BEFORE
 from reshard.training.state import Training
@@ -67,16 +67,17 @@ def unsharded(
 ) -> Skeleton:
     """Weights in safetensors, and ``torch.optim``'s own state, with names beside its numbers."""
     tensors = [
-        (weight.value, torch_state_dict.weight_dtype(weight, dtype)) for weight in state.weights
+        (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
+        for weight in state.weights
     ]
     weights = writer.lay_out(
         tensors, max_shard_bytes=_SHARD_BYTES, texts={}, metadata=writer.METADATA
     )
     if weights_only:
         return weights
-    root = Canonical().of(torch_state_dict.optimizer(state, "index", model, named=True))
+    root = Canonical().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
     stamp = state.stamp("optimizer.pt", 0, ranks)
-    moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=Wholes(), stamp=stamp)
+    moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=WholeSlots(), stamp=stamp)
     return skeletons.joined([weights, moments])
 
 
@@ -112,7 +113,7 @@ def scheduler(state: Training) -> Any:
 
 
 def _carried(state: Training) -> Any:
-    return torch_state_dict.carried(state.manifest.train).get("scheduler")
+    return torch_state_dict.collect_extra_state(state.manifest.train).get("scheduler")
 
 
 def _is_torchs(found: Any) -> bool:

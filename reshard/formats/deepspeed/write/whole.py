@@ -60,7 +60,7 @@ def _by_parameter(choice: Choice) -> dict[str, Any]:
         (group.hyper, [(member.fqn, _state(member, group)) for member in group.members])
         for group in choice.groups
     )
-    return torch_state_dict.listed(groups, named=not _are_told(choice))
+    return torch_state_dict.assemble_optimizer(groups, named=not _are_told(choice))
 
 
 def _state(member: Trained, group: Group) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _are_told(choice: Choice) -> bool:
     }
     experts = {fqn for fqn in candidates if expert_names.parse(fqn)}
     return all(
-        optimizer_names.tell(
+        optimizer_names.can_name_groups(
             {fqn: shape for fqn, shape in candidates.items() if (fqn in experts) == of_experts},
             [g for g in choice.groups if expert_names.is_of_experts(g.hyper) == of_experts],
         )

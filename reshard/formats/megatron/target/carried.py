@@ -14,7 +14,7 @@ from reshard.formats.megatron.own import Own, Place
 from reshard.formats.megatron.target.ranks import Local
 from reshard.manifest import Entry, Manifest
 from reshard.model_parallel.sizes import Sizes, of_mesh
-from reshard.state_dict.tree import logical
+from reshard.state_dict.tree import as_global
 from reshard.training import rng
 from reshard.training.rng import RankRng
 
@@ -123,7 +123,7 @@ def states(held: Own) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tupl
     entries: list[Entry] = []
 
     def made(place: tuple[int, int], name: str, value: Any) -> Any:
-        tensor = logical(value)
+        tensor = as_global(value)
         if tensor is None:
             return value
         fqn = ".".join((*map(str, place), name))
@@ -180,7 +180,7 @@ def _several(path: str, value: Any) -> list[dict[str, Any]]:
 
 def _again(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
     def raw(value: Any) -> bytes:
-        tensor = logical(value)
+        tensor = as_global(value)
         return rng.bytes_of(path, tensor.chunks[0] if tensor else None, pool)
 
     dialect, trackers = rng.MEGATRON, held.get(_TRACKERS)
