@@ -1,20 +1,29 @@
-"""Fixtures of every test: the menagerie, one thread a process, and no clock."""
+"""Settings and fixtures of every test: one thread per process, no time limit in hypothesis."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("busy", deadline=None)  # other work must not fail a test
+hypothesis.settings.register_profile("busy", deadline=None)  # a busy machine must not fail a test
 hypothesis.settings.load_profile("busy")
-os.environ["OMP_NUM_THREADS"] = "1"  # also of the processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"  # processes that tests start inherit it
+JUDGED = Path(__file__).parent / "judged"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark every test under `tests/judged` as one that needs a real framework."""
+    for item in items:
+        if JUDGED in item.path.parents:
+            item.add_marker("judge")
 
 
 @pytest.fixture
 def menagerie():
-    """Name -> one tensor of every form."""
+    """Return one tensor of every form, by name."""
     from tests.menagerie import menagerie
 
     return menagerie()

@@ -12,7 +12,6 @@ from pathlib import Path
 from threading import Lock, Thread
 
 import pytest
-from s3fs import S3FileSystem
 
 from reshard.remote import attempts, store
 
@@ -115,9 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module", name="proxy")
 def started():
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto = pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     proxy = Proxy(server.get_host_and_port()[1])
     urllib.request.urlopen(urllib.request.Request(f"{proxy.url}/moto-api/reset", method="POST"))
@@ -129,7 +128,7 @@ def started():
         patch.setattr(attempts, "FIRST_WAIT", 0.01)
         patch.setitem(store._S3["config_kwargs"], "retries", {"total_max_attempts": 1})
         store.store.cache_clear()
-        S3FileSystem.clear_instance_cache()  # of another module's server
+        s3fs.S3FileSystem.clear_instance_cache()  # it holds another module's server
         yield proxy
     store.store.cache_clear()
     proxy.shutdown()

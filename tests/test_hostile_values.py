@@ -53,7 +53,9 @@ def test_a_run_of_impossibly_many_ranks(zero, size):
 
 
 def altered(path, keys, value):
-    """A file saved again with another value at some place of what it holds."""
+    """Save a file again with another value under these keys."""
+    if path.match(OPTIM):
+        pytest.importorskip("deepspeed")  # the file holds pickled objects of its classes
     is_json = path.suffix == ".json"
     root = json.loads(path.read_text()) if is_json else torch.load(path, weights_only=False)
     node = root
@@ -121,7 +123,7 @@ OF_ANOTHER_KIND = [  # checkpoint, files, where, value, what is told
 
 @pytest.mark.parametrize(
     ("checkpoint", "files", "keys", "value", "told"),
-    OF_ANOTHER_KIND,
+    [pytest.param(*row, marks=[pytest.mark.judge] * (row[1] == OPTIM)) for row in OF_ANOTHER_KIND],
     ids=[f"{row[0].split('/')[-2]}-{row[4][:20]}" for row in OF_ANOTHER_KIND],
 )
 def test_a_value_of_another_kind_is_named(tmp_path, checkpoint, files, keys, value, told):
@@ -256,7 +258,9 @@ def test_half_a_letter_in_a_config_is_written_as_it_was(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["note"] == "\ud800"
 
 
+@pytest.mark.judge
 def test_the_states_of_groups_in_a_tuple_are_as_in_a_list(tmp_path):
+    pytest.importorskip("deepspeed")  # the files hold pickled objects of its classes
     run = shutil.copytree(DATA / "deepspeed_0.16.4" / "z2_elastic" / "run", tmp_path / "run")
     for path in run.glob("*/*optim_states.pt"):
         state = torch.load(path, weights_only=False)["optimizer_state_dict"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
 import reshard
@@ -13,16 +16,23 @@ from tests.s3 import CUT, DROP, EXAMPLE, Proxy, contents, free_port, local
 OUT = "gs://bucket/out/dcp"
 
 
+async def wait_briefly(_seconds):
+    """Stand for `asyncio.sleep` in gcsfs."""
+    await asyncio.sleep(0.01)
+
+
 @pytest.fixture(scope="module")
 def proxy():
-    from gcp_storage_emulator.server import create_server
-
+    emulator = pytest.importorskip("gcp_storage_emulator.server")
+    retry = pytest.importorskip("gcsfs.retry")
     port = free_port()
-    server = create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
+    server = emulator.create_server("127.0.0.1", port, in_memory=True, default_bucket="bucket")
     server.start()
     proxy = Proxy(port)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", proxy.url)
+        # gcsfs waits one second and more before it repeats a request
+        patch.setattr(retry, "asyncio", SimpleNamespace(sleep=wait_briefly))
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         store.store.cache_clear()
         yield proxy

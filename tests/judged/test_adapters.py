@@ -33,10 +33,7 @@ FORMS = {  # every form that PEFT saves otherwise
     "all_linear": {"r": 3, "target_modules": "all-linear"},
 }
 
-pytestmark = [
-    pytest.mark.judge,
-    pytest.mark.filterwarnings("ignore"),  # PEFT's and transformers' at each other
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT and transformers warn about each other
 
 
 def adapted(form=PLAIN, factory="llama", name="default"):

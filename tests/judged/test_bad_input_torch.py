@@ -35,8 +35,6 @@ from reshard.errors import (
     UsageError,
 )
 
-pytestmark = pytest.mark.judge
-
 MODEL = "tests.judges.torch_models:menagerie"
 TIED_MODEL = "tests.judges.torch_models:menagerie_tied"
 KEY = "model.odd"

@@ -16,8 +16,6 @@ NVME = [name for name, case in CASES.items() if case.nvme]
 HUGGING_FACE = [name for name in MERGED if CASES[name].model.startswith("llama")]
 UNIVERSAL = [name for name in MERGED if CASES[name].universal]
 
-pytestmark = pytest.mark.judge
-
 
 def checkpoint_of(case, made):
     """The directory that a user would give: for the HF Trainer, its checkpoint-N below run."""

@@ -27,8 +27,6 @@ from tests.judges.deepspeed_models import MoeToy
 MIXTURES = [name for name, case in CASES.items() if case.kind == "moe"]
 FORMS = ["moe_z0", "moe_z1_sizes", "moe_z2"]
 
-pytestmark = pytest.mark.judge
-
 
 @pytest.mark.parametrize("case", MIXTURES)
 def test_one_rank_with_all_experts_loads_the_merged_model(case, made, tmp_path):

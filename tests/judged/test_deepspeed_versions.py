@@ -17,8 +17,6 @@ CASES = sorted(str(place.relative_to(KEPT)) for place in KEPT.glob("deepspeed_*/
 WITHOUT_TIES = {"deepspeed_0.9.1/z3_sub": r"^head\.weight$"}  # the files do not say that it is tied
 WITHOUT_HYPER = {"deepspeed_0.16.4/z2_elastic"}
 
-pytestmark = pytest.mark.judge
-
 
 @pytest.fixture(params=CASES)
 def case(request):

@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 
-pytestmark = pytest.mark.judge
-
 RICH = ("deepspeed", "ds-universal", "dcp", "fsdp2", "torch")  # have a place for everything
 SOURCES = {
     "deepspeed 2": ("made", "z2_fp16_overflow/run"),

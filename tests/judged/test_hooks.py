@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import reshard
 from reshard.containers import torch_reader
 from tests.trainer import worlds
-
-pytestmark = pytest.mark.judge
 
 STAGES = (1, 2, 3)
 

@@ -20,7 +20,7 @@ from reshard.manifest import MASTER
 from tests.judged import mutations
 from tests.judges import deepspeed_judge
 
-pytestmark = [pytest.mark.judge, pytest.mark.filterwarnings("ignore")]  # of Megatron's imports
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron's imports
 
 MEGATRON = Path(__file__).parents[1] / "data/megatron/llama_tp2pp2/ckpt"
 OPTIMIZERS = "*_optim_states.pt"

@@ -15,8 +15,6 @@ DATA = Path(__file__).parents[1] / "data"
 WHOLE = ["composer", "olmo_core"]  # their optimizers' states are plain tensors
 COMPUTED = ["torchao", "torchao_fsdp2"]  # theirs are of a class that computes them
 
-pytestmark = pytest.mark.judge
-
 
 def truth(library):
     return torch.load(DATA / library / "truth.pt", weights_only=False)

@@ -17,8 +17,6 @@ NAMED = [name for name in READ if CASES[name].slots]
 ALSO = [(name, path) for name in READ for path in CASES[name].also]
 HYPER = ("lr", "weight_decay", "betas", "eps")
 
-pytestmark = pytest.mark.judge
-
 
 @pytest.fixture(scope="module")
 def folder(library_case):

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 import reshard
 from reshard.training import loss_scale
 
-pytestmark = pytest.mark.judge
-
 WINDOW = 5
 MODEL = "tests.judges.library_models:net_frozen"
 HISTORY = st.lists(st.booleans(), max_size=30).filter(

@@ -9,8 +9,6 @@ import torch
 
 from tests.judges.megatron_judge import CASES, Grid, JudgeError, load_all, loading
 
-pytestmark = pytest.mark.judge
-
 OWN = [
     ("llama_tp2pp2", "torch"),
     ("llama_distopt_tp2dp2", "torch"),

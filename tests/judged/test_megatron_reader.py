@@ -8,8 +8,6 @@ import torch
 import reshard
 from tests.judges.megatron_judge import CASES
 
-pytestmark = pytest.mark.judge
-
 FORMS = [(name, form) for name, case in CASES.items() for form in case.forms]
 EXPERTS, HIDDEN = 4, 32
 

@@ -20,8 +20,6 @@ from tests.judges.megatron_gpt import Gpt
 from tests.judges.megatron_judge import load_all
 from tests.judges.models import llama_config
 
-pytestmark = pytest.mark.judge
-
 CASES = {  # -> transformers' class, and the form that is read
     "llama": ("LlamaForCausalLM", "torch"),
     "llama_tp2pp2": ("LlamaForCausalLM", "torch_dist"),

@@ -13,8 +13,6 @@ from reshard.errors import CorruptError, IncompleteError
 from tests.judges import pipeline_worker as worker
 from tests.trainer import worlds
 
-pytestmark = pytest.mark.judge
-
 RUNS = {"three_axes": ((2, 2, 2), 1), "two_groups": ((2, 2, 1), 2), "four_stages": ((4, 1, 1), 1)}
 SLOTS = ("exp_avg", "exp_avg_sq")
 

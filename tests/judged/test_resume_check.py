@@ -23,8 +23,6 @@ JUDGES = ROOT / "tests" / "judges"
 STEP, MORE = 4, 4
 OPTIONS = "--resume {checkpoint} --steps {steps} --losses {log} --zero-stage {zero_stage}"
 
-pytestmark = pytest.mark.judge
-
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):

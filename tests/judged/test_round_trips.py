@@ -16,8 +16,6 @@ import torch.distributed.checkpoint as dcp
 import reshard
 from tests.judged import round_trips
 
-pytestmark = pytest.mark.judge
-
 LIBRARIES = (
     "acc_fsdp1_sharded_flat",
     "acc_fsdp1_full",

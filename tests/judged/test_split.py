@@ -29,8 +29,6 @@ OF_TABLES = ("megatron", "meta", "nanotron")  # of models whose parameters a tab
 OWN = ("trainer",)  # which only a run of the trainer becomes again
 WRITABLE = [name for name in NAMES if name not in ("fsdp2", "verl", *OF_TABLES, *OWN)]
 
-pytestmark = pytest.mark.judge
-
 
 @pytest.fixture
 def source(request, name):

@@ -17,8 +17,6 @@ from tests.judged.test_split_deepspeed import Held, check_train, contents, read
 from tests.judges import deepspeed_judge
 from tests.judges.deepspeed_cases import CASES, Case, ds_config
 
-pytestmark = pytest.mark.judge
-
 SAME = "moe_z0 moe_z0_bf16_ws4 moe_z1_ws4 moe_z1_sizes moe_z1_ep1 moe_z2 moe_z2_turns".split()
 ELSEWHERE = {  # the world and the ranks that share each layer, on the way there and back
     "moe_z0": (4, 1),

@@ -12,10 +12,8 @@ import reshard
 from reshard.errors import UnsupportedError, UsageError
 from tests.judges.megatron_judge import Grid, load_all, loading
 
-pytestmark = [  # its pickles name Megatron's classes, whose modules warn
-    pytest.mark.judge,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
-]
+# The pickles name classes of Megatron, whose modules warn when they are imported.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 CASE, GRID = "llama_fused_tp2pp2", Grid(tp=2, pp=2)
 ROUTES = {"kept": ("torch", "torch"), "stacked": ("torch", "torch_dist")}

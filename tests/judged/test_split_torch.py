@@ -36,8 +36,6 @@ from tests.judges.torch_cases import CASES
 from tests.menagerie import same
 from tests.trainer import worlds
 
-pytestmark = pytest.mark.judge
-
 TWO, ONE = "menagerie_tied_frozen", "menagerie_tied"  # the models under FSDP 2 and FSDP 1
 NAMED = "fsdp1 mesh named"
 

@@ -20,8 +20,6 @@ from tests.judges import resume_worker as worker
 from tests.judges import server
 from tests.menagerie import same
 
-pytestmark = pytest.mark.judge
-
 JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
 RUNS = {  # what saves
     "ddp": {"kind": "ddp"},

@@ -17,8 +17,6 @@ from tests.judges import deepspeed_judge, split_worker
 from tests.judges.deepspeed_cases import ADAMW, CASES, Case, ds_config
 from tests.trainer import worlds
 
-pytestmark = pytest.mark.judge
-
 READ = """
     z0_fp16_overflow z0_fp32 z1_adagrad z1_full z1_round_robin z2_elastic z2_groups_tiny z3_full
     z3_subgroups_groups z3_zero_init_tied_ws4 bf16opt_groups_ws4 hf_z3_tied

@@ -11,8 +11,6 @@ import reshard
 from reshard.containers import torch_reader
 from reshard.errors import CorruptError
 
-pytestmark = pytest.mark.judge
-
 # target -> the DeepSpeed case, options, (files of ranks, files that cannot have a stamp)
 TARGETS = {
     "deepspeed 1": ("z2_bf16", {"to": "deepspeed", "zero_stage": 1}, 4, ()),

@@ -21,8 +21,6 @@ REGROUPED = [name for name in OPTIMIZERS if CASES[name].moments.startswith("flat
 GROUPED = [name for name in OPTIMIZERS if name not in REGROUPED]
 SEVERAL = [name for name in READ if CASES[name].files in ("several", "averaged")]
 
-pytestmark = pytest.mark.judge
-
 
 @pytest.fixture(scope="module")
 def place(case, torch_made):

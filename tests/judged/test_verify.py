@@ -17,8 +17,6 @@ from reshard.errors import IncompleteError
 from reshard.proof import checks
 from tests.judges import deepspeed_judge, library_judge, torch_judge
 
-pytestmark = pytest.mark.judge
-
 TARGETS = ("deepspeed", "ds-universal", "dcp", "accelerate", "fsdp2", "torch")
 # What a real checkpoint may be warned of: a parameter that the model never uses, running statistics
 # that are each rank's own.

@@ -17,8 +17,6 @@ from tests.judged import damage as d
 from tests.judged.damage import Source
 from tests.judges import library_judge, torch_judge
 
-pytestmark = pytest.mark.judge
-
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 MODEL = "mp_rank_00_model_states.pt"
 STATE = "base_optimizer_state"
