@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from reshard.errors import UsageError
 from reshard.manifest import Entry, Manifest, ParamGroup
+from reshard.options import Options, option
 
 # DDP and DeepSpeed, torch.compile, FSDP1, torch activation checkpointing, Lightning.
 WRAPPERS = frozenset(
@@ -63,14 +64,44 @@ def strip_wrappers(names: Iterable[str]) -> dict[str, str]:
     return {name: bare(name) for name in names}
 
 
-@dataclass(frozen=True, slots=True)
-class Edits:
+def parse_rename(text: str) -> tuple[str, str]:
+    """Return the regex and the replacement of ``REGEX=REPL``.
+
+    Raises:
+        UsageError: there is no regex, or no ``=``.
+    """
+    pattern, separator, replacement = text.partition("=")
+    if not separator or not pattern:
+        raise UsageError(f"--rename {text}", "must be REGEX=REPLACEMENT")
+    return pattern, replacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edits(Options):
     """The user's edits of names, in the order in which they are applied."""
 
-    strip_wrappers: bool = True
-    rename: Sequence[tuple[str, str]] = ()  # (regex, replacement), each applied to every name
-    include: Sequence[str] = ()  # regexes searched in the new name; none means all
-    exclude: Sequence[str] = ()
+    strip_wrappers: bool = option(
+        True,
+        "Keep wrapper prefixes such as module. in names.",
+        group="Names",
+        flags=("--no-strip",),
+    )
+    rename: Sequence[tuple[str, str]] = option(
+        (),
+        "Rename tensors; repeat for several rules, which apply in turn.",
+        group="Names",
+        metavar="REGEX=REPL",
+        parse=parse_rename,
+    )
+    include: Sequence[str] = option(
+        (),
+        "Write only tensors whose new name matches.",
+        group="Names",
+        metavar="REGEX",
+    )
+    exclude: Sequence[str] = option(
+        (), "Leave out tensors whose new name matches.", group="Names", metavar="REGEX"
+    )
 
 
 @dataclass(slots=True)

@@ -526,9 +526,8 @@ def test_a_directory_that_is_read_only_is_told(lab, name):
 def test_every_option_is_known_to_shape_the_output_or_not():
     """A new option counts as one that does, so that no run goes on with another's bytes."""
     from reshard.commands.merge.options import MergeOptions
-    from reshard.commands.output import _shaping
 
-    shaping = _shaping(MergeOptions())
+    shaping = MergeOptions().shaping_output()
     assert {"dtype", "edits", "on_overflow", "replicas", "max_shard_bytes"} <= shaping.keys()
     assert not {"workers", "verify", "resume", "html"} & shaping.keys()
     assert journal.BATCH_BYTES > WINDOW

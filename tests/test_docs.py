@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from reshard.cli import cli
+from tests import options_page
 from tests.judges import (
     deepspeed_cases,
     library_cases,
@@ -108,3 +109,8 @@ def test_every_command_shown_exists_with_its_options(path):
 
 def test_the_documents_do_show_commands():
     assert len(list(shown((ROOT / "README.md").read_text()))) >= 9
+
+
+def test_the_page_of_options_is_what_the_declarations_say():
+    text = options_page.options_page()
+    assert options_page.PAGE.read_text() == text, "run: python -m tests.options_page"

@@ -1,4 +1,4 @@
-"""The commands: each parses its options, calls a function of `reshard.commands`, and reports."""
+"""The commands: each calls a function of `reshard.commands` with its options, and reports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Any
 
 import click
 
-from reshard import units
-from reshard.cli import layout, options
+from reshard.cli.options import PATH, Group, take_options
 from reshard.cli.run import read, say, show_programs, show_result, write
-from reshard.cli.sections import Group, section
-from reshard.errors import UsageError
 from reshard.version import __version__
 
 _SETTINGS = {
@@ -19,8 +16,12 @@ _SETTINGS = {
     "token_normalize_func": lambda token: token.replace("_", "-"),
     "max_content_width": 100,
 }
-_weights, _names, _files = section("Weights"), section("Names"), section("Files")
-_compared, _checked, _runs = section("Comparison"), section("Checks"), section("Runs")
+_sources = click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=PATH)
+_source = click.argument("source", type=PATH)
+_destination = click.argument("destination", type=PATH)
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+_quiet = click.option("-q", "--quiet", is_flag=True, help="Print no progress and no report.")
+_verbose = click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 
 
 @click.group(cls=Group, context_settings=_SETTINGS)
@@ -29,107 +30,45 @@ def cli() -> None:
     """Reshard training checkpoints, without a GPU, a process group or the framework."""
 
 
-@cli.command()
-@options.sources
-@options.page
-@click.option("--tensors", is_flag=True, help="List the tensors, with repeated layers folded.")
-@options.source
-def inspect(
-    sources: tuple[Path, ...],
-    source_format: str | None,
-    as_json: bool,
-    verbose: bool,  # noqa: ARG001 - `main` reads it from sys.argv
-    **values: Any,
-) -> None:
+@cli.command(declared="InspectOptions")
+@_sources
+@_json
+@_verbose
+def inspect(sources: tuple[Path, ...], as_json: bool, **values: Any) -> None:
     """Describe the checkpoint SOURCE.
 
     Only headers are read. Pass several directories if each node stored its own files.
     """
+    from reshard.commands.inspect import InspectOptions
     from reshard.commands.inspect import inspect as run
 
-    show_result(run(sources, force=source_format, **values), as_json=as_json)
+    show_result(run(sources, take_options(InspectOptions, values)), as_json=as_json)
 
 
-@cli.command()
-@options.sources
-@options.destination
-@_weights("--dtype", help="bf16, fp16, fp32 or keep (as stored).  [default: as trained]")
-@_weights(
-    "--keep-fp32",
-    multiple=True,
-    metavar="REGEX",
-    help="Write weights with a matching name as fp32.",
-)
-@_weights(
-    "--tied",
-    type=click.Choice(["auto", "keep", "drop"]),
-    default="auto",
-    show_default=True,
-    help="Further names of tied weights; auto drops those with equal values.",
-)
-@_weights(
-    "--fill-missing-from",
-    type=options.PATH,
-    help="Model that supplies weights missing from the checkpoint (frozen ones that were not"
-    " saved).",
-)
-@_weights(
-    "--adapter",
-    metavar="NAME",
-    help="Write only this LoRA adapter, as PEFT loads it; an unnamed one is called default.",
-)
-@_weights("--keep-padding", is_flag=True, help="Keep padding rows of the embedding.")
-@_names(
-    "--names",
-    type=click.Choice(["source", "hf"]),
-    help="Naming scheme of the weights.  [default: source; hf for a directory made of a Megatron"
-    " or Meta model]",
-)
-@options.family
-@options.vocab_size
-@_names("--no-strip", is_flag=True, help="Keep wrapper prefixes such as module. in names.")
-@_names(
-    "--rename",
-    multiple=True,
-    metavar="REGEX=REPL",
-    help="Rename tensors; repeat for several rules.",
-)
-@_names(
-    "--include", multiple=True, metavar="REGEX", help="Write only tensors with a matching name."
-)
-@_names("--exclude", multiple=True, metavar="REGEX", help="Leave out tensors with a matching name.")
-@_files(
-    "--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file."
-)
-@_files(
-    "--hf-dir",
-    type=options.PATH,
-    help="Copy config, tokenizer... from this model.  [default: files beside SOURCE]",
-)
-@options.output
-@options.source
+@cli.command(declared="MergeOptions")
+@_sources
+@_destination
+@_json
+@_quiet
+@_verbose
 def merge(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write the full weights of SOURCE to DESTINATION.
 
     Pass several directories if each node stored its own files. DESTINATION is one file if its name
     ends in .safetensors, .pt, .bin or .pth, else a directory in Hugging Face format.
     """
-    from reshard import keys
     from reshard.commands.merge.command import merge as run
     from reshard.commands.merge.options import MergeOptions
 
-    edits = keys.Edits(
-        strip_wrappers=not values.pop("no_strip"),
-        rename=[_rename(text) for text in values.pop("rename")],
-        include=values.pop("include"),
-        exclude=values.pop("exclude"),
-    )
-    shard = units.parse_bytes(values.pop("max_shard_size"), "--max-shard-size")
-    write(run, MergeOptions, sources, destination, edits=edits, max_shard_bytes=shard, **values)
+    write(run, MergeOptions, sources, destination, **values)
 
 
-@cli.command()
-@layout.resharding(layout.to())
+@cli.command(declared="SplitOptions")
+@_sources
+@_destination
+@_json
+@_quiet
+@_verbose
 def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write a training state for other ranks.
 
@@ -139,8 +78,12 @@ def split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     _split(sources, destination, **values)
 
 
-@cli.command()
-@layout.resharding(layout.to(required=True))
+@cli.command(declared="SplitOptions", required=["to"])
+@_sources
+@_destination
+@_json
+@_quiet
+@_verbose
 def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     """Write a training state in another layout.
 
@@ -151,69 +94,29 @@ def convert(sources: tuple[Path, ...], destination: Path, **values: Any) -> None
     _split(sources, destination, **values)
 
 
-@cli.command()
-@click.argument("a", type=options.PATH)
-@click.argument("b", type=options.PATH)
-@_compared("--atol", default=0.0, help="Absolute tolerance.")
-@_compared("--rtol", default=0.0, help="Tolerance relative to B.")
-@_compared("--ulp", default=0, help="Tolerance in units in the last place.")
-@_compared("--exact", is_flag=True, help="Require equal bits.  [default]")
-@_compared("--dtype", help="Cast weights to bf16, fp16 or fp32 before comparing.")
-@_compared(
-    "--ignore", multiple=True, metavar="REGEX", help="Leave out tensors with a matching name."
-)
-@_compared(
-    "--kind",
-    "kinds",
-    multiple=True,
-    help="Compare only weights, optimizer, train, or a slot such as exp_avg.  [default: all]",
-)
-@options.budget
-@options.page
-@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
-@options.source
-def diff(a: Path, b: Path, *, exact: bool, **values: Any) -> None:
+@cli.command(declared="DiffOptions")
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@_json
+@_quiet
+@_verbose
+def diff(a: Path, b: Path, **values: Any) -> None:
     """Check whether two checkpoints are the same.
 
     A and B may have different layouts; all of the training state is compared. The exit code is 0 if
     they are the same, 1 if not.
     """
-    if exact and any(values[name] for name in ("atol", "rtol", "ulp")):
-        raise UsageError("--exact", "excludes --atol, --rtol and --ulp")
     from reshard.commands.diff import DiffOptions
     from reshard.commands.diff import diff as run
 
     read(run, DiffOptions, a, b, **values)
 
 
-@cli.command()
-@options.sources
-@_checked("--deep/--quick", default=False, help="Read every byte.  [default: only headers]")
-@_checked(
-    "--write-manifest",
-    type=options.PATH,
-    metavar="FILE",
-    help="Write the SHA-256 of every tensor, if all checks pass.",
-)
-@_checked(
-    "--against",
-    type=options.PATH,
-    metavar="FILE",
-    help="Compare with such a manifest, made from any layout.",
-)
-@_checked(
-    "--overwrite", is_flag=True, help="Replace an existing file of --write-manifest or --html."
-)
-@options.html
-@_checked(
-    "--ignore",
-    multiple=True,
-    metavar="REGEX",
-    help="Accept any values (NaN, infinities, zeros) in tensors with a matching name.",
-)
-@options.budget
-@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
-@options.source
+@cli.command(declared="VerifyOptions")
+@_sources
+@_json
+@_quiet
+@_verbose
 def verify(sources: tuple[Path, ...], **values: Any) -> None:
     """Check whether the checkpoint SOURCE is complete and sound.
 
@@ -226,68 +129,12 @@ def verify(sources: tuple[Path, ...], **values: Any) -> None:
     read(run, VerifyOptions, sources, **values)
 
 
-@cli.command("resume-check")
-@click.argument("source", type=options.PATH)
-@_runs(
-    "--world-size",
-    "--num-shards",
-    "world_sizes",
-    multiple=True,
-    type=click.IntRange(min=1),
-    help="Number of ranks to continue on; repeatable.  [default: same as the source]",
-)
-@_runs(
-    "--to",
-    multiple=True,
-    type=options.TARGET,
-    help="Layout; repeatable.  [default: same as the source]",
-)
-@_runs("--steps", default=4, show_default=True, help="Number of steps of each run.")
-@_runs(
-    "--command",
-    metavar="WORDS",
-    help="Your program, with {checkpoint}, {log}, {steps} or {until}, {world_size}, {out}."
-    "  [default: python -m trainer]",
-)
-@_runs(
-    "--require",
-    type=options.OneOf("reshard.commands.resume_check.report", "LEVELS"),
-    default="trajectory",
-    show_default=True,
-    help="Level that every layout must reach for exit code 0.",
-)
-@_runs(
-    "--rtol",
-    default=1e-3,
-    show_default=True,
-    help="Relative tolerance of losses for the level trajectory.",
-)
-@_runs(
-    "--unbroken",
-    type=options.PATH,
-    metavar="LOG",
-    help="Log of the run that saved SOURCE and continued.  [default: continue from SOURCE now]",
-)
-@_runs("--control", is_flag=True, help="Also check that a lost optimizer would be noticed.")
-@_runs(
-    "--timeout",
-    "timeout_s",
-    default=3600.0,
-    show_default=True,
-    help="Time limit of each run, in seconds.",
-)
-@_runs(
-    "--keep",
-    type=options.PATH,
-    metavar="DIR",
-    help="Keep checkpoints, logs and outputs in DIR.",
-)
-@layout.layout
-@options.page
-@options.budget
-@click.option("-q", "--quiet", is_flag=True, help="Exit code only.")
-@options.source
-def resume_check(source: Path, **values: Any) -> None:
+@cli.command("resume-check", declared="ResumeCheckOptions")
+@_source
+@_json
+@_quiet
+@_verbose
+def resume_check(source: Path, quiet: bool, **values: Any) -> None:
     """Check that training continues identically after a split.
 
     A program continues from SOURCE and from each layout that split makes of it; the losses are
@@ -297,25 +144,18 @@ def resume_check(source: Path, **values: Any) -> None:
     from reshard.commands.resume_check.command import resume_check as run
     from reshard.commands.resume_check.options import ResumeCheckOptions
 
-    quiet = values["quiet"]
-
     def run_with_messages(source: Path, chosen: ResumeCheckOptions, meter: Any) -> Any:
         if quiet:
             return run(source, chosen)
         with show_programs() as watch:
             return run(source, chosen, meter, say if meter else None, watch)
 
-    read(run_with_messages, ResumeCheckOptions.of, source, **values)
+    read(run_with_messages, ResumeCheckOptions, source, quiet=quiet, **values)
 
 
 @cli.command()
-@click.option(
-    "--keep",
-    type=options.PATH,
-    metavar="DIR",
-    help="Keep all files in DIR.",
-)
-@click.option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
+@click.option("--keep", type=PATH, metavar="DIR", help="Keep all files in DIR.")
+@_verbose
 def demo(keep: Path | None, verbose: bool) -> None:  # noqa: ARG001 - `main` reads it from sys.argv
     """Train, merge and split a tiny model.
 
@@ -332,10 +172,3 @@ def _split(sources: tuple[Path, ...], destination: Path, **values: Any) -> None:
     from reshard.commands.split.options import SplitOptions
 
     write(run, SplitOptions, sources, destination, **values)
-
-
-def _rename(text: str) -> tuple[str, str]:
-    pattern, separator, replacement = text.partition("=")
-    if not separator or not pattern:
-        raise UsageError(f"--rename {text}", "must be REGEX=REPLACEMENT")
-    return pattern, replacement

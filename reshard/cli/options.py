@@ -1,42 +1,23 @@
-"""The options that commands share, and the types of their values."""
+"""The options of commands, made from the dataclasses that declare them (`reshard.options`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.sections import section, together
+import reshard
+from reshard.options import Option, Options, build_options, options_of
 from reshard.paths import as_path
 
 if TYPE_CHECKING:
-    _Choice = click.Choice[str]
+    _ParamType = click.ParamType[Any]
 else:
-    _Choice = click.Choice  # has no type parameter before click 8.4
+    _ParamType = click.ParamType  # has no type parameter before click 8.4
 
-
-class OneOf(_Choice):
-    """A choice between the values of a module, which is imported only when they are needed.
-
-    Args:
-        module: dotted name of the module.
-        name: name of a sequence of texts in it, or of their `Literal`.
-    """
-
-    def __init__(self, module: str, name: str) -> None:
-        super().__init__(())
-        del self.choices
-        self._home = module, name
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "choices":
-            raise AttributeError(name)
-        from importlib import import_module
-
-        module, name = self._home
-        values = getattr(import_module(module), name)
-        self.choices = get_args(values) or tuple(values)
-        return self.choices
+_REST = "Options"
 
 
 class _Where(click.Path):
@@ -49,133 +30,169 @@ class _Where(click.Path):
         return as_path(value)
 
 
+class _Parsed(_ParamType):
+    """A text with a meaning of its own, such as a size."""
+
+    name = "text"
+
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self._parse = parse
+
+    def convert(
+        self, value: Any, _param: click.Parameter | None, _context: click.Context | None
+    ) -> Any:
+        """Return what the text means."""
+        return self._parse(value) if isinstance(value, str) else value
+
+
 PATH = _Where()
-TARGET = OneOf("reshard.formats.targets", "NAMES")
 
-_source, _reading, _writing = section("Source"), section("Reading"), section("Writing")
-_report, _names = section("Report"), section("Names")
 
-sources = click.argument("sources", metavar="SOURCE...", nargs=-1, required=True, type=PATH)
-destination = click.argument("destination", type=PATH)
+class _Option(click.Option):
+    """An option under the title of its section."""
 
-# Names of the written tensors, for every command that writes.
-vocab_size = _names(
-    "--vocab-size",
-    type=click.IntRange(min=1),
-    help="Rows of the embedding without padding.  [default: as the source states]",
-)
-family = _names(
-    "--family",
-    help="Model family of Hugging Face: llama, qwen2, ...  [default: as the source states]",
-)
+    def __init__(self, *names: str, section: str, **declared: Any) -> None:
+        super().__init__(names, **declared)
+        self.section = section
 
-# How the source is read, for every command.
-source = together(
-    _source(
-        "--from",
-        "source_format",
-        type=OneOf("reshard.formats", "NAMES"),
-        help="Format of SOURCE.  [default: detected]",
-    ),
-    _source(
-        "--tag",
-        "--step",
-        "tag",
-        help="Checkpoint of a run directory.  [default: the one that the directory points to, else"
-        " the newest]",
-    ),
-    _source(
-        "--key", help="State dict to read if a file has several, as a dotted path, e.g. ema.model."
-    ),
-    _source(
-        "--model",
-        help="Model, if files do not state it: config.json, its directory, or module:factory.",
-    ),
-    _source(
-        "--wrap",
-        help="How FSDP 1 wrapped --model: CLASS[,CLASS], size=N, none or _no_split_modules.",
-    ),
-    _source(
-        "--rules",
-        type=PATH,
-        metavar="FILE",
-        help="YAML rules for parameters that the built-in tables do not have: cuts and names.",
-    ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout."),
-    click.option("-v", "--verbose", is_flag=True, help="Show tracebacks."),
-)
 
-# For every command whose report can be a page.
-html = _report(
-    "--html",
-    type=PATH,
-    metavar="FILE",
-    help="Also write the report as a self-contained HTML page.",
-)
+class Command(click.Command):
+    """A command with the options of a dataclass, which is imported when they are first needed.
 
-# For commands that write nothing but the page.
-page = together(
-    html,
-    _report("--overwrite", is_flag=True, help="Replace an existing file of --html."),
-)
+    Args:
+        declared: name of the dataclass in `reshard`; empty for a command without one.
+        required: options without which the command does not run.
+    """
 
-# Limits of reading tensors, and trust.
-budget = together(
-    _reading(
-        "--allow-pickle",
-        multiple=True,
-        metavar="NAME",
-        help="Accept a class that reshard does not know; its code never runs.",
-    ),
-    _reading(
-        "--workers",
-        default=0,
-        help="Threads; the output does not depend on it.  [default: number of cores, at most 8]",
-    ),
-    _reading(
-        "--max-memory",
-        default="256MiB",
-        show_default=True,
-        help="Memory for the buffers of all workers together.",
-    ),
-)
+    def __init__(
+        self, *args: Any, declared: str = "", required: Sequence[str] = (), **further: Any
+    ) -> None:
+        self._name_of_kind, self._required = declared, required
+        self._params: list[click.Parameter] | None = None
+        super().__init__(*args, **further)
 
-# How files are written, for every command that writes.
-output = together(
-    _writing(
-        "--on-overflow",
-        type=click.Choice(["error", "clamp", "allow"]),
-        default="error",
-        show_default=True,
-        help="What to do if a cast makes a finite value infinite.",
-    ),
-    _writing(
-        "--trust",
-        type=click.Choice(["full", "sampled", "none"]),
-        default="sampled",
-        show_default=True,
-        help="Check that all files belong to one save, each to its own rank: compare what they"
-        " state, and a sample (or all) of the values that are stored twice.",
-    ),
-    _writing(
-        "--replicas",
-        type=click.Choice(["error", "first", "mean"]),
-        default="error",
-        show_default=True,
-        help="If ranks differ in a tensor that they share: fail, write the first rank's values, or"
-        " write the mean.",
-    ),
-    _writing(
-        "--overwrite", is_flag=True, help="Replace an existing DESTINATION and file of --html."
-    ),
-    _writing(
-        "--resume",
-        is_flag=True,
-        help="Continue an interrupted run with the same DESTINATION.",
-    ),
-    _writing("--no-verify", is_flag=True, help="Do not read the output back."),
-    _writing("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    budget,
-    html,
-    click.option("-q", "--quiet", is_flag=True, help="Print no progress and no report."),
-)
+    @property
+    def declared(self) -> type[Options]:
+        """The dataclass of the options."""
+        kind: type[Options] = getattr(reshard, self._name_of_kind)
+        return kind
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """The arguments, the declared options, and those of the command line alone."""
+        if self._params is None:
+            made = _make_options(self.declared, self._required) if self._name_of_kind else ()
+            given = self._given
+            arguments = [each for each in given if isinstance(each, click.Argument)]
+            self._params = [*arguments, *made, *(each for each in given if each not in arguments)]
+        return self._params
+
+    @params.setter
+    def params(self, given: list[click.Parameter]) -> None:
+        self._given = given
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options like click, one list per section; those without a section come last."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            row = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            if row is not None:
+                sections.setdefault(getattr(param, "section", _REST), []).append(row)
+        rest = sections.pop(_REST)  # contains at least --help
+        for title, rows in (*sections.items(), (_REST, rest)):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
+def take_options(kind: type[Options], values: dict[str, Any], **further: Any) -> Any:
+    """Remove the declared options from the values of a command; return the dataclass of them.
+
+    Args:
+        further: fields of the dataclass that are no options.
+    """
+    taken = {}
+    for each in options_of(kind):
+        value = values.pop(_destination(each))
+        taken[each.name] = not value if each.is_negated else value
+    return build_options(kind, taken, **further)
+
+
+def _make_options(kind: type[Options], required: Sequence[str]) -> Iterator[click.Option]:
+    declared_options = options_of(kind)
+    users = _users_of_groups(declared_options)
+    for each in declared_options:
+        title = each.declared.group + users.get(each.declared.group, "")
+        yield _make_option(each, title, is_required=each.name in required)
+
+
+def _users_of_groups(declared_options: Sequence[Option]) -> dict[str, str]:
+    """Return the targets that use options of a group, as the title shows them.
+
+    Groups with options that every target uses are not in the result.
+    """
+    from reshard.commands.split.options import targets_using
+
+    users: dict[str, list[str]] = {}
+    for each in declared_options:
+        users.setdefault(each.declared.group, []).extend(targets_using(each.name))
+    return {
+        group: f" (--to {', '.join(dict.fromkeys(names))})"
+        for group, names in users.items()
+        if names
+    }
+
+
+def _make_option(option: Option, section: str, *, is_required: bool) -> click.Option:
+    declared, text = option.declared, option.declared.help
+    if declared.unset and not is_required:
+        text += f"  [default: {declared.unset}]"
+    further: dict[str, Any] = {}
+    flags = option.flags
+    if option.type is bool:
+        further["is_flag"] = True
+        if option.is_optional and not declared.flags:
+            flags = (f"{flags[0]}/{flags[0].replace('--', '--no-', 1)}",)
+    else:
+        further["type"] = _type_of(option)
+        further["show_default"] = option.default not in (None, ()) and not declared.unset
+    if option.is_multiple:
+        further["multiple"] = True
+    else:
+        default = False if option.is_negated else option.default
+        further["default"] = declared.shown_default or default
+    return _Option(
+        *flags,
+        _destination(option),
+        section=section,
+        help=text,
+        required=is_required,
+        metavar=declared.metavar,
+        **further,
+    )
+
+
+def _type_of(option: Option) -> Any:
+    """Return the type of an option's value, as click knows it."""
+    declared = option.declared
+    if declared.parse is not None:
+        return _Parsed(declared.parse)
+    if option.type is Path:
+        return PATH
+    if option.type is int and option.choices:
+        return click.IntRange(min(option.choices), max(option.choices))
+    if option.choices:
+        return click.Choice(option.choices)
+    if option.type is int and (declared.minimum is not None or declared.maximum is not None):
+        return click.IntRange(declared.minimum, declared.maximum)
+    return option.type
+
+
+def _destination(option: Option) -> str:
+    """Return the name under which click passes the value: that of the first flag."""
+    return option.flags[0].partition("/")[0].lstrip("-").replace("-", "_")

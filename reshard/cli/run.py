@@ -12,25 +12,30 @@ from typing import Any
 
 import click
 
-from reshard import units
+from reshard.cli.options import take_options
 from reshard.errors import ResourceError
+from reshard.options import Options
 
 _SHOWN_EVERY_S = 30.0  # where no terminal shows it
 
 
 def read(
-    run: Callable[..., Any], build_options: Callable[..., Any], *paths: Any, **values: Any
+    run: Callable[..., Any],
+    kind: type[Options],
+    /,
+    *paths: Any,
+    as_json: bool,
+    quiet: bool,
+    **values: Any,
 ) -> None:
     """Run a command that only reads tensors, and exit with the code of its report.
 
     Args:
         run: called with the paths, the options, and a progress bar if stderr is a terminal.
-        build_options: builds the options from the remaining values.
+        kind: the dataclass of the options.
     """
-    as_json, quiet = _take_output_options(values)
-    report = run(
-        *paths, build_options(**values), show_progress if _shows_progress(quiet=quiet) else None
-    )
+    chosen = take_options(kind, values)
+    report = run(*paths, chosen, show_progress if _shows_progress(quiet=quiet) else None)
     if not quiet or as_json:
         show_result(report, as_json=as_json)
     raise click.exceptions.Exit(report.exit_code)
@@ -38,14 +43,16 @@ def read(
 
 def write(
     run: Callable[..., Any],
-    build_options: Callable[..., Any],
+    kind: type[Options],
     sources: tuple[Path, ...],
     destination: Path,
+    /,
+    *,
+    as_json: bool,
+    quiet: bool,
     **values: Any,
 ) -> None:
     """Run a command that writes, alone or in several processes, and show its report."""
-    as_json, quiet = _take_output_options(values)
-    values["verify"] = not values.pop("no_verify")
     from reshard.ranks import torchrun
 
     try:
@@ -53,19 +60,12 @@ def write(
             if not team.first:
                 values["html"] = None
             shows_progress = team.first and _shows_progress(quiet=quiet)
-            chosen = build_options(team=team, **values)
+            chosen = take_options(kind, values, team=team)
             report = run(sources, destination, chosen, show_progress if shows_progress else None)
     except torchrun.ReportedByFirstRankError as silent:
         raise click.exceptions.Exit(silent.exit_code) from silent
     if team.first and (not quiet or as_json):
         show_result(report, as_json=as_json)
-
-
-def _take_output_options(values: dict[str, Any]) -> tuple[bool, bool]:
-    """Remove the output options; return whether to print JSON, and whether to be quiet."""
-    as_json, quiet, _ = (values.pop(name) for name in ("as_json", "quiet", "verbose"))
-    values["max_memory_bytes"] = units.parse_bytes(values.pop("max_memory"), "--max-memory")
-    return as_json, quiet
 
 
 def _shows_progress(*, quiet: bool) -> bool:

@@ -2,6 +2,7 @@
 
 inspect, merge, split, diff, verify, resume_check, demo
             the commands; split is convert too
+options     options that several commands share
 reading     what every command shares that reads tensors
 output      what every command shares that writes
 target      a target held to proof before a byte of it is written

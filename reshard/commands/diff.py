@@ -6,17 +6,20 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from reshard import dtypes, formats, keys, units
 from reshard.box import index_of
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED, listed, row
+from reshard.commands.options import ReadOptions
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, ReadOptions, metered, trusted
+from reshard.commands.reading import Meter, metered, trusted
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
+from reshard.options import option
 from reshard.proof import train
 from reshard.proof.compare import Difference, Tolerance, differences
 from reshard.proof.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
@@ -26,18 +29,37 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 WEIGHTS, OPTIMIZER, TRAIN = "weights", "optimizer", "train"
+_compared = partial(option, group="Comparison")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DiffOptions(ReadOptions):
-    """What is compared, and how strictly. ``tag``, ``key``, ``source_format`` are of both sides."""
+    """What is compared, and how strictly; the options of the source apply to both sides."""
 
-    atol: float = 0.0
-    rtol: float = 0.0
-    ulp: int = 0
-    dtype: str | None = None  # compare weights as if both were cast to it
-    ignore: Sequence[str] = ()  # regexes searched in names
-    kinds: Sequence[str] = ()  # weights, optimizer, train, or a slot; empty: all
+    atol: float = _compared(0.0, "Absolute tolerance.")
+    rtol: float = _compared(0.0, "Tolerance relative to B.")
+    ulp: int = _compared(0, "Tolerance in units in the last place.")
+    exact: bool = _compared(False, "Require equal bits.", unset="without a tolerance")
+    dtype: str | None = _compared(None, "Cast weights to bf16, fp16 or fp32 before comparing.")
+    ignore: Sequence[str] = _compared(
+        (), "Leave out tensors with a matching name.", metavar="REGEX"
+    )
+    kinds: Sequence[str] = _compared(
+        (),
+        "Compare only weights, optimizer, train, or a slot such as exp_avg.",
+        flags=("--kind",),
+        unset="all",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse values that are not allowed, and a tolerance together with ``exact``.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        super().__post_init__()
+        if self.exact and (self.atol or self.rtol or self.ulp):
+            raise UsageError("--exact", "excludes --atol, --rtol and --ulp")
 
 
 @dataclass(slots=True)
@@ -80,6 +102,7 @@ class DiffReport:
 
     a: str
     b: str
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
     equal: int = 0  # tensors that are the same under the tolerance
     equal_by_kind: dict[str, int] = field(default_factory=dict)
     unequal: list[Unequal] = field(default_factory=list)
@@ -151,6 +174,7 @@ def diff(
     check_page(options, [*formats.as_paths(a), *formats.as_paths(b)])
     left, right = (opened(paths, options) for paths in (a, b))
     report = compare(left, right, options, meter)
+    report.options = options.given()
     report.seconds = time.perf_counter() - began
     write_page(options, lambda: _page(report, left, right))
     return report

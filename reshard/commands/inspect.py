@@ -5,18 +5,18 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
 from reshard.commands.balance import balance, line
 from reshard.commands.lines import row
+from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import ReadOptions
 from reshard.identity import find_conflicts
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.options import option
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -26,12 +26,25 @@ _NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)|^\d{1,9}(?=\.)")  # more digits are 
 _SHOWN = 6
 
 
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(ReportOptions):
+    """What is described."""
+
+    tensors: bool = option(False, "List the tensors, with repeated layers folded.", group="Output")
+    force: str | None = None  # another name of source_format
+
+    def reader_arguments(self) -> dict[str, Any]:
+        """Return the keywords of `formats.read`."""
+        return super().reader_arguments() | {"force": self.source_format or self.force}
+
+
 @dataclass(slots=True)
 class Inspection:
     """The result of `inspect`."""
 
     manifest: Manifest
     with_tensors: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
 
     def to_json(self) -> dict[str, Any]:
         """One document with a stable schema."""
@@ -39,6 +52,7 @@ class Inspection:
         document = {
             "schema": SCHEMA,
             "command": "inspect",
+            "options": self.options,
             "path": manifest.origin.path,
             "format": manifest.origin.format,
             "detail": manifest.origin.detail,
@@ -164,33 +178,16 @@ class Inspection:
             yield _row("frozen", units.some(frozen, _SHOWN))
 
 
-def inspect(  # noqa: PLR0913 - a keyword an option
-    path: formats.Paths,
-    *,
-    force: str | None = None,
-    tag: str | None = None,
-    key: str | None = None,
-    model: str | None = None,
-    wrap: str | None = None,
-    rules: Path | None = None,
-    tensors: bool = False,
-    html: str | Path | None = None,
-    overwrite: bool = False,
-) -> Inspection:
-    """Read the headers of a checkpoint; arguments as in `formats.read`.
-
-    Args:
-        html: where to write the report as a page; ``overwrite`` replaces what is there.
+def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspection:
+    """Describe a checkpoint from its headers.
 
     Raises:
-        ReshardError: as `formats.read`; or there is no place for the page.
+        ReshardError: as `formats.read`; or the page cannot be written.
     """
-    options = ReadOptions(html=html, overwrite=overwrite)
+    options = options or InspectOptions()
     check_page(options, formats.as_paths(path))
-    manifest = formats.read(
-        path, force=force, tag=tag, key=key, model=model, wrap=wrap, rules=rules
-    )
-    inspection = Inspection(manifest, tensors)
+    manifest = formats.read(path, **options.reader_arguments())
+    inspection = Inspection(manifest, options.tensors, options.given())
     write_page(options, lambda: _page(inspection))
     return inspection
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
-from reshard.commands.reading import Meter, ReadOptions, metered, one_of, trusted
+from reshard.commands.options import OutputOptions
+from reshard.commands.reading import Meter, metered, trusted
 from reshard.errors import DifferentError
-from reshard.identity import Trust
 from reshard.manifest import Manifest, Skeleton
 from reshard.move import job as jobs
-from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.unfinished import Unfinished, open_unfinished
 from reshard.output import commit
@@ -25,25 +24,15 @@ from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
 from reshard.plan.planner import Plan
 from reshard.ranks.team import (
-    ALONE,
-    Progress,
-    Team,
     broadcast_text,
     check_ranks_agree,
     select_share,
 )
-from reshard.replicas import Replicas
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
 
-OnOverflow = Literal["error", "clamp", "allow"]
 Check = Callable[[Path], None]
-
-# Options that leave the output's bytes as they are: a run may go on with others.
-_AS_YOU_LIKE = frozenset(
-    "workers max_memory_bytes html overwrite verify dry_run resume allow_pickle team trust".split()
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,45 +47,6 @@ class Written:
     outcome: Outcome
     resumed_bytes: int
     notes: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions(ReadOptions):
-    """How a command may write; the defaults are the safe ones."""
-
-    on_overflow: OnOverflow = "error"
-    replicas: Replicas = "error"
-    trust: Trust = "sampled"  # what is compared to see that the files belong together
-    verify: bool = True
-    dry_run: bool = False
-    resume: bool = False  # go on where an interrupted run stopped, if there is one
-    team: Team = ALONE  # the processes that share the work
-
-    def __post_init__(self) -> None:
-        """Refuse a choice that there is not.
-
-        Raises:
-            UsageError: naming the choices.
-        """
-        one_of("on_overflow", self.on_overflow, get_args(OnOverflow))
-        one_of("replicas", self.replicas, get_args(Replicas))
-        one_of("trust", self.trust, get_args(Trust))
-
-    def moving(self, progress: Progress) -> MoveOptions:
-        """How bytes are to be moved.
-
-        Raises:
-            ReshardError: as `budget`.
-        """
-        workers, window_bytes = self.budget()
-        return MoveOptions(
-            workers=workers,
-            read_bytes=window_bytes,
-            clamp=self.on_overflow == "clamp",
-            verify=self.verify,
-            progress=self.team.with_progress(progress),
-            team=self.team,
-        )
 
 
 def is_file(destination: str | Path) -> bool:
@@ -177,7 +127,7 @@ def write(
         ReshardError: nothing is left at the destination then.
     """
     team = options.team
-    job = jobs.describe(manifest.files.values(), _shaping(options), plan.target)
+    job = jobs.describe(manifest.files.values(), options.shaping_output(), plan.target)
     check_ranks_agree(team, manifest.origin.path, json.dumps(job))
     claimed = commit.claim_output(
         destination,
@@ -187,7 +137,7 @@ def write(
         team=team,
     )
     with claimed as place, metered(meter, plan.target.nbytes) as bar, team.abort_on_failure():
-        growing = open_unfinished(place, job, plan, manifest.files, options.moving(bar))
+        growing = open_unfinished(place, job, plan, manifest.files, options.move_options(bar))
         done, notes = _begun(place, growing, options)
         if done is not None:
             bar(done.nbytes)
@@ -195,11 +145,6 @@ def write(
         jobs.check_sources(job, select_share(team, list(manifest.files.values())))
         _check_written(outcome, plan.target, place.output, options, look)
     return Written(outcome, done.nbytes if done else 0, notes)
-
-
-def _shaping(options: OutputOptions) -> dict[str, object]:
-    given = {each.name: getattr(options, each.name) for each in fields(options)}
-    return {name: value for name, value in given.items() if name not in _AS_YOU_LIKE}
 
 
 def _begun(

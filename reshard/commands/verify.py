@@ -5,19 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, keys, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
+from reshard.commands.options import ReadOptions
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, ReadOptions, metered
+from reshard.commands.reading import Meter, metered
 from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError, UsageError
 from reshard.formats import engines
 from reshard.manifest import Manifest
 from reshard.model import ModelHint, ModelShapes
+from reshard.options import option
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 SCHEMA = 1
+_checked = partial(option, group="Checks")
 _MARKS = {
     checks.PASSED: "ok",
     checks.FAILED: "FAILED",
@@ -40,14 +44,24 @@ _MARKS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ReadOptions):
     """What is checked. Manifests need every byte: they imply ``deep``."""
 
-    deep: bool = False
-    write_manifest: str | Path | None = None
-    against: str | Path | None = None
-    ignore: Sequence[str] = ()  # regexes of names whose values may be anything
+    deep: bool = _checked(
+        False, "Read every byte.", flags=("--deep/--quick",), unset="only headers"
+    )
+    write_manifest: str | Path | None = _checked(
+        None, "Write the SHA-256 of every tensor, if all checks pass.", metavar="FILE"
+    )
+    against: str | Path | None = _checked(
+        None, "Compare with such a manifest, made from any layout.", metavar="FILE"
+    )
+    ignore: Sequence[str] = _checked(
+        (),
+        "Accept any values (NaN, infinities, zeros) in tensors with a matching name.",
+        metavar="REGEX",
+    )
 
     @property
     def reads_all(self) -> bool:
@@ -61,6 +75,7 @@ class VerifyReport:
 
     source: str
     mode: str  # quick or deep
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
     checks: list[Check] = field(default_factory=list)
     format: str = ""
     detail: str = ""
@@ -97,6 +112,7 @@ class VerifyReport:
             "format": self.format,
             "detail": self.detail,
             "mode": self.mode,
+            "options": self.options,
             "passed": self.passed,
             "exit_code": self.exit_code,
             "checks": [check.to_json() for check in self.checks],
@@ -151,7 +167,8 @@ def verify(
     if options.write_manifest:
         path = as_path(options.write_manifest)
         check_destination(path, sources, is_directory=False, overwrite=options.overwrite)
-    report = VerifyReport(str(sources[0]), "deep" if options.reads_all else "quick")
+    mode = "deep" if options.reads_all else "quick"
+    report = VerifyReport(str(sources[0]), mode, options.given())
     manifest = opened(lambda: _read(sources, options))
     if isinstance(manifest, Check):
         report.checks = _unread(manifest, options)
@@ -185,7 +202,7 @@ def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
 
     A source that is not of the named model is read without it: the check lists all that differs.
     """
-    told = options.told()
+    told = options.reader_arguments()
     try:
         return formats.read(sources, prove=False, **told)
     except UsageError as error:

@@ -73,6 +73,7 @@ def merge(
             job.weights.notes += means
             report = describe(averaged, job.edited, job.weights, job.skeleton, job.plan)
             report.destination = report_as
+            report.options = options.given()
             report.identity = identity
             _written(job, report, destination, options, meter)
             report.seconds = time.perf_counter() - began if report.done else 0.0

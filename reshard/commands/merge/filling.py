@@ -13,7 +13,8 @@ from pathlib import Path
 
 from reshard import escaped, keys, units, weights
 from reshard.commands.merge.options import FILL
-from reshard.commands.reading import ReadOptions, trusted
+from reshard.commands.options import ReadOptions
+from reshard.commands.reading import trusted
 from reshard.errors import UsageError
 from reshard.formats import placeholders
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, index_entries

@@ -1,65 +1,84 @@
-"""What ``merge`` can be asked for."""
+"""The options of ``merge``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from reshard import keys, weights
-from reshard.commands import naming
-from reshard.commands.output import OutputOptions
-from reshard.commands.reading import one_of
+from reshard.commands.options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
+from reshard.options import nested_options, option, size_option
 
 FILL = "--fill-missing-from"
+_OF_WHOLE_MODELS = ("fill_missing_from", "names", "family", "vocab_size", "keep_padding", "tied")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergeOptions(OutputOptions):
-    """What a merge can be asked for; the defaults are the safe ones."""
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions(NamingOptions, OutputOptions):
+    """The options of ``merge``; the defaults are the safe ones."""
 
-    dtype: str | None = None  # bf16, fp16, fp32, keep; None: as trained
-    keep_fp32: Sequence[str] = ()
-    max_shard_bytes: int = 5 * 10**9
-    hf_dir: Path | None = None
-    fill_missing_from: Path | None = None  # a model: weights that the checkpoint lacks
-    tied: weights.Tied = "auto"
-    names: naming.Whose | None = None  # None: Hugging Face's for a directory, where they are known
-    family: str | None = None  # which of Hugging Face's models it is; None: as the source says
-    vocab_size: int | None = None  # rows that are words; None: as the source says
-    keep_padding: bool = False  # of the vocabulary
-    adapter: str | None = None  # the name of a LoRA adapter to write alone
-    edits: keys.Edits = field(default_factory=keys.Edits)
+    dtype: str | None = option(
+        None, "bf16, fp16, fp32 or keep (as stored).", group="Weights", unset="as trained"
+    )
+    keep_fp32: Sequence[str] = option(
+        (), "Write weights with a matching name as fp32.", group="Weights", metavar="REGEX"
+    )
+    tied: weights.Tied = option(
+        "auto",
+        "Further names of tied weights; auto drops those with equal values.",
+        group="Weights",
+    )
+    fill_missing_from: Path | None = option(
+        None,
+        "Model that supplies weights missing from the checkpoint (frozen ones that were not"
+        " saved).",
+        group="Weights",
+    )
+    adapter: str | None = option(
+        None,
+        "Write only this LoRA adapter, as PEFT loads it; an unnamed one is called default.",
+        group="Weights",
+        metavar="NAME",
+    )
+    keep_padding: bool = option(False, "Keep padding rows of the embedding.", group="Weights")
+    edits: keys.Edits = nested_options(keys.Edits)
+    max_shard_bytes: int = size_option(
+        "5GB", "Maximum size of each weights file.", flag="--max-shard-size", group="Files"
+    )
+    hf_dir: Path | None = option(
+        None,
+        "Copy config, tokenizer... from this model.",
+        group="Files",
+        unset="files beside SOURCE",
+    )
 
     def __post_init__(self) -> None:
-        """Refuse a choice that there is not.
-
-        Raises:
-            UsageError: naming the choices, or two that contradict each other.
-        """
-        OutputOptions.__post_init__(self)
-        if self.fill_missing_from and (self.edits.include or self.edits.exclude):
-            raise UsageError(FILL, "would bring back what --include and --exclude leave out")
-        one_of("tied", self.tied, get_args(weights.Tied))
-        one_of("names", self.names, (None, *get_args(naming.Whose)))
-        if self.adapter is not None:
-            self._refuse_beside_adapter()
-
-    def told(self) -> dict[str, Any]:
-        """Return the keywords of `formats.read`; what is to be filled may have placeholders."""
-        return OutputOptions.told(self) | {"is_filled": self.fill_missing_from is not None}
-
-    def _refuse_beside_adapter(self) -> None:
-        """Refuse what says something of a whole model.
+        """Refuse values that are not allowed, and options that contradict each other.
 
         Raises:
             UsageError: naming the option.
         """
-        whole = ("fill_missing_from", "names", "family", "vocab_size", "keep_padding", "tied")
-        for option in whole:
-            if getattr(self, option) not in (None, False, "auto"):
+        super().__post_init__()
+        if self.fill_missing_from and (self.edits.include or self.edits.exclude):
+            raise UsageError(FILL, "would bring back what --include and --exclude leave out")
+        if self.adapter is not None:
+            self._refuse_beside_adapter()
+
+    def reader_arguments(self) -> dict[str, Any]:
+        """Return the keywords of `formats.read`; placeholders are allowed if they are filled."""
+        return super().reader_arguments() | {"is_filled": self.fill_missing_from is not None}
+
+    def _refuse_beside_adapter(self) -> None:
+        """Refuse options of a whole model.
+
+        Raises:
+            UsageError: naming the option.
+        """
+        for name in _OF_WHOLE_MODELS:
+            if getattr(self, name) not in (None, False, "auto"):
                 raise UsageError(
-                    f"--{option.replace('_', '-')}", "means nothing to --adapter", "leave it out"
+                    f"--{name.replace('_', '-')}", "has no effect with --adapter", "leave it out"
                 )

@@ -25,6 +25,7 @@ class MergeReport:
     source: str
     format: str
     destination: str = ""
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
     done: bool = False
     verified: bool = False
     files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes

@@ -29,7 +29,6 @@ from reshard.commands.resume_check.report import Control, Outcome, ResumeReport,
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
-from reshard.commands.split.request import of_target
 from reshard.errors import (
     CorruptError,
     DifferentError,
@@ -96,7 +95,7 @@ def resume_check(
             source, "is in an object store, and programs read files of this machine", "copy it here"
         )
     check_page(options, [Path(source)], options.keep)
-    manifest = comparison.opened(source, options.layout)
+    manifest = comparison.opened(source, options)
     sources = (Path(source), Path(manifest.origin.path))
     with place_for(options.keep, "reshard-resume-check-", *sources) as place:
         check = _Check(source, manifest, options, place, tell or (lambda _line: None), watch)
@@ -157,6 +156,7 @@ class _Check:
             require=options.require,
             rtol=options.rtol,
             unbroken=unbroken,
+            options=options.given(),
         )
         if self._program.step is None and not options.control:
             report.notes.append(
@@ -174,7 +174,7 @@ class _Check:
         asked = self._options
         found: dict[str, _Layout] = {}
         for to, size in product(asked.to or (None,), asked.world_sizes or (None,)):
-            chosen = of_target(replace(asked.layout, to=to, world_size=size), asked.to)
+            chosen = asked.split_options(to, size)
             planned = split(
                 self._source, self._place / "planned", replace(chosen, dry_run=True, overwrite=True)
             )

@@ -1,59 +1,77 @@
-"""What ``resume-check`` can be asked for."""
+"""The options of ``resume-check``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from reshard.commands.reading import one_of
-from reshard.commands.resume_check.report import LEVELS, Level
-from reshard.commands.split.options import SplitOptions
+from reshard.commands.options import ValueOptions
+from reshard.commands.resume_check.report import Level
+from reshard.commands.split.options import LayoutOptions, SplitOptions, targets_using
 from reshard.errors import UsageError
 from reshard.formats import targets
+from reshard.options import option
+
+_run = partial(option, group="Runs")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeCheckOptions:
-    """Which runs, and what they must show."""
+@dataclass(frozen=True, kw_only=True)
+class ResumeCheckOptions(LayoutOptions, ValueOptions):
+    """Which runs are compared, and what they must show."""
 
-    world_sizes: Sequence[int] = ()  # empty: the source's
-    to: Sequence[str] = ()  # of `targets.NAMES`; empty: as the source
-    steps: int = 4
-    command: str | None = None  # of the user's program; None: our trainer
-    require: Level = "trajectory"
-    rtol: float = 1e-3  # of losses
-    unbroken: Path | None = None  # the log of a run that went on; None: one is started
-    control: bool = False  # show that a lost optimizer would be noticed
-    timeout_s: float = 3600.0  # of each run
-    keep: Path | None = None  # where everything stays; None: nowhere
-    html: str | Path | None = None  # where to write the report as a page
-    overwrite: bool = False  # replace what is there
-    layout: SplitOptions = field(default_factory=SplitOptions)  # the rest of it; and the source's
-
-    @classmethod
-    def of(cls, **options: Any) -> ResumeCheckOptions:
-        """Those of such names; others are of the layout.
-
-        Raises:
-            UsageError: as both.
-        """
-        own = {each.name for each in fields(cls)} & options.keys()
-        chosen = {name: options.pop(name) for name in own}
-        return cls(layout=SplitOptions(**options), **chosen)
+    world_sizes: Sequence[int] = _run(
+        (),
+        "Number of ranks to continue on; repeatable.",
+        flags=("--world-size", "--num-shards"),
+        minimum=1,
+        unset="same as the source",
+    )
+    to: Sequence[str] = _run(
+        (), "Layout; repeatable.", choices=targets.NAMES, unset="same as the source"
+    )
+    steps: int = _run(4, "Number of steps of each run.", minimum=1)
+    command: str | None = _run(
+        None,
+        "Your program, with {checkpoint}, {log}, {steps} or {until}, {world_size}, {out}.",
+        metavar="WORDS",
+        unset="python -m trainer",
+    )
+    require: Level = _run("trajectory", "Level that every layout must reach for exit code 0.")
+    rtol: float = _run(1e-3, "Relative tolerance of losses for the level trajectory.")
+    unbroken: Path | None = _run(
+        None,
+        "Log of the run that saved SOURCE and continued.",
+        metavar="LOG",
+        unset="continue from SOURCE now",
+    )
+    control: bool = _run(False, "Also check that a lost optimizer would be noticed.")
+    timeout_s: float = _run(3600.0, "Time limit of each run, in seconds.", flags=("--timeout",))
+    keep: Path | None = _run(None, "Keep checkpoints, logs and outputs in DIR.", metavar="DIR")
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be.
+        """Refuse values that are not allowed.
 
         Raises:
-            UsageError: saying what can.
+            UsageError: naming the option and what it allows.
         """
-        one_of("require", self.require, LEVELS)
-        for target in self.to:
-            one_of("to", target, targets.NAMES)
-        if self.steps < 1 or self.timeout_s <= 0 or not 0 <= self.rtol < 1:
+        super().__post_init__()
+        if self.timeout_s <= 0 or not 0 <= self.rtol < 1:
             raise UsageError(
-                f"steps={self.steps}, rtol={self.rtol}, timeout={self.timeout_s}",
-                "expected at least one step, a tolerance from 0 to 1, some time",
+                f"rtol={self.rtol}, timeout={self.timeout_s}",
+                "expected a tolerance of at least 0 and below 1, and a positive time",
             )
+
+    def split_options(self, to: str | None, world_size: int | None) -> SplitOptions:
+        """Return the options of the split that writes one layout.
+
+        An option that this target does not use, but another target of the check does, is left out.
+        """
+        shared = {each.name for each in fields(SplitOptions)} & {each.name for each in fields(self)}
+        shared -= {"to", "html", "overwrite"}
+        if to is not None:
+            others = {name for name in shared if {*self.to} & {*targets_using(name)}}
+            shared -= {name for name in others if to not in targets_using(name)}
+        chosen = {name: getattr(self, name) for name in shared}
+        return SplitOptions(to=to, world_size=world_size, **chosen)

@@ -130,6 +130,7 @@ class ResumeReport:
     require: Level
     rtol: float
     unbroken: Run
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
     targets: list[Outcome] = field(default_factory=list)
     control: Control | None = None
     notes: list[str] = field(default_factory=list)
@@ -180,6 +181,7 @@ class ResumeReport:
             "verdict": self.verdict,
             "require": self.require,
             "rtol": self.rtol,
+            "options": self.options,
             "source": self.source,
             "format": self.format,
             "ranks": self.ranks,

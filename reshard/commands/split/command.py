@@ -96,6 +96,7 @@ def _split(
     job = _prepare(begun, destination, options)
     report = job.report
     report.destination = begun.report_as
+    report.options = options.given()
     report.identity = begun.identity
     if not options.dry_run:
         _written(job, destination, options, meter)

@@ -11,7 +11,7 @@ from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UsageError
 from reshard.formats.megatron.target.choice import Wanted
-from reshard.formats.megatron.words import Form, Impl
+from reshard.formats.target_options import CkptFormat, TransformerImpl
 from reshard.manifest import Manifest
 from reshard.model_parallel import vocabulary
 from reshard.model_parallel.sizes import Sizes
@@ -33,8 +33,10 @@ def wanted(manifest: Manifest, options: SplitOptions, sizes: Sizes, world: int) 
     if virtual is None:
         stays = args.get("pipeline_model_parallel_size") == sizes.pipeline
         virtual = (args.get("virtual_pipeline_model_parallel_size") if stays else None) or 1
-    form: Form = "torch_dist" if manifest.origin.detail.startswith("torch_dist") else "torch"
-    impl: Impl = "local" if args.get("transformer_impl") == "local" else "transformer_engine"
+    form: CkptFormat = "torch_dist" if manifest.origin.detail.startswith("torch_dist") else "torch"
+    impl: TransformerImpl = (
+        "local" if args.get("transformer_impl") == "local" else "transformer_engine"
+    )
     distributed = options.distributed_optimizer
     if distributed is None:
         distributed = args.get("use_distributed_optimizer") is True

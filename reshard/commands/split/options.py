@@ -1,95 +1,92 @@
-"""What ``split`` and ``convert`` can be asked for."""
+"""The options of ``split`` and ``convert``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from reshard.commands import naming
-from reshard.commands.output import OutputOptions
-from reshard.commands.reading import one_of
+from reshard.commands.options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
 from reshard.formats import targets
-from reshard.formats.megatron import words as megatron
-from reshard.formats.targets.request import (
-    FSDP_VERSIONS,
-    STATE_DICT_TYPES,
-    FsdpVersion,
-    StateDictType,
-)
+from reshard.formats.target_options import TargetOptions
+from reshard.options import option
 from reshard.training.fresh_adam import InitOptimizer
 from reshard.training.rng import Policy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitOptions(OutputOptions):
-    """What a split can be asked for."""
+@dataclass(frozen=True, kw_only=True)
+class LayoutOptions(TargetOptions, NamingOptions):
+    """What is written of a training state, and how it is laid out."""
 
-    world_size: int | None = None  # None: the source's
-    tp: int | None = None  # tensor, pipeline and expert parallel ranks; None: the source's
-    pp: int | None = None
-    ep: int | None = None
-    dp: int | None = None  # ranks that see different data; None: as world_size says
-    vpp: int | None = None  # model chunks of each pipeline rank; None: the source's
-    stage_layers: str | None = None  # N,N,...: layers of each stage; None: as many in each
-    to: str | None = None  # one of `targets.NAMES`; None: as the source
-    zero_stage: int | None = None  # None: the source's, else 2
-    state_dict_type: StateDictType | None = None  # None: the source's, else sharded
-    rank_files: bool = False  # of FSDP: a file a rank instead of DCP
-    fsdp_version: FsdpVersion = 2  # of verl's files
-    use_orig_params: str | None = None  # FSDP 1: the dtype of the forward pass; None: flat
-    ckpt_format: megatron.Form | None = None  # Megatron's; None: the source's, else torch
-    distributed_optimizer: bool | None = None  # whether Megatron's will load it; None: as there
-    adam: megatron.Adam | None = None  # whose state Megatron will load; None: the source's
-    extra_state: megatron.ExtraState | None = None  # modules' own; None: kept where they can be
-    transformer_impl: megatron.Impl | None = None  # whose layers; None: the source's
-    make_vocab_size_divisible_by: int | None = None  # None: the source's, else 128
-    vocab_size: int | None = None  # rows that are words; None: what the source says
-    names: naming.Whose | None = None  # None: the source's, or those that the target needs
-    family: str | None = None  # which of Hugging Face's models it is; None: as the config says
-    dtype: str | None = None  # of the module's copy; None: as trained
-    weights_only: bool = False
-    init_optimizer: InitOptimizer | None = None  # none: as weights_only; zeros: an Adam that begins
-    param_groups: Path | None = None  # a JSON file; see `param_groups`
-    rng: Policy | None = None  # random states; None: kept where they can be
-    device: str = "cuda"  # of the mesh in DTensor files
-    mesh: str | None = None  # NAME=SIZE,... of DTensor files; None: one axis of all ranks
-    tp_plan: str | Path | None = None  # how its tensor-parallel axis cuts; None: the model's plan
+    dtype: str | None = option(
+        None,
+        "Dtype of the module's parameters: bf16, fp16 or fp32.",
+        group="State",
+        unset="as trained",
+    )
+    weights_only: bool = option(False, "Write no optimizer state.", group="State")
+    init_optimizer: InitOptimizer | None = option(
+        None,
+        "Optimizer to write if SOURCE has none: none, or zeros for a new Adam at step 0.",
+        group="State",
+    )
+    param_groups: Path | None = option(
+        None,
+        "JSON file of param groups and hyperparameters.",
+        group="State",
+        metavar="FILE",
+        unset="same as the source",
+    )
+    rng: Policy | None = option(
+        None,
+        "Random states of ranks: keep, create new ones or leave out.",
+        group="State",
+        unset="keep, if possible",
+    )
 
     def __post_init__(self) -> None:
-        """Refuse a choice that there is not.
+        """Refuse values that are not allowed, and options that contradict each other.
 
         Raises:
-            UsageError: naming the choices.
+            UsageError: naming the option.
         """
-        OutputOptions.__post_init__(self)
-        if self.zero_stage is not None:
-            one_of("zero_stage", self.zero_stage, range(4))
-        one_of("ckpt_format", self.ckpt_format, (None, *get_args(megatron.Form)))
-        one_of("adam", self.adam, (None, *get_args(megatron.Adam)))
-        one_of("extra_state", self.extra_state, (None, *get_args(megatron.ExtraState)))
-        one_of("transformer_impl", self.transformer_impl, (None, *get_args(megatron.Impl)))
-        for name in (*targets.PARALLEL, "vpp"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise UsageError(f"--{name} {size}", "at least one rank is needed")
-        one_of("state_dict_type", self.state_dict_type, (None, *STATE_DICT_TYPES))
-        one_of("fsdp_version", self.fsdp_version, FSDP_VERSIONS)
-        one_of("rng", self.rng, (None, *get_args(Policy)))
-        one_of("names", self.names, (None, *get_args(naming.Whose)))
-        if self.to is not None:
-            one_of("to", self.to, targets.NAMES)
-        one_of("init_optimizer", self.init_optimizer, (None, *get_args(InitOptimizer)))
-        if self.without_optimizer:
-            for name, given in (
-                ("--init-optimizer zeros", self.init_optimizer == "zeros"),
-                ("--param-groups", self.param_groups is not None),
-            ):
-                if given:
-                    raise UsageError(name, "and no optimizer at all exclude each other")
+        super().__post_init__()
+        if not self.without_optimizer:
+            return
+        for name, is_given in (
+            ("--init-optimizer zeros", self.init_optimizer == "zeros"),
+            ("--param-groups", self.param_groups is not None),
+        ):
+            if is_given:
+                raise UsageError(name, "and no optimizer at all exclude each other")
 
     @property
     def without_optimizer(self) -> bool:
-        """Whether the weights alone are written."""
+        """Whether only weights are written."""
         return self.weights_only or self.init_optimizer == "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitOptions(LayoutOptions, OutputOptions):
+    """The options of ``split`` and ``convert``."""
+
+    to: str | None = option(
+        None,
+        "Layout to write.",
+        group="Target",
+        choices=targets.NAMES,
+        unset="same as the source",
+    )
+    world_size: int | None = option(
+        None,
+        "Number of ranks in the new run.",
+        group="Target",
+        flags=("--world-size", "--num-shards"),
+        minimum=1,
+        unset="same as the source",
+    )
+
+
+def targets_using(name: str) -> list[str]:
+    """Return the targets that use an option; empty for one that all targets use."""
+    return [target.name for target in targets.TARGETS.values() if name in target.heeds]

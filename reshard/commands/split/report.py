@@ -34,6 +34,7 @@ class SplitReport:
     ranks_before: int
     ranks: int
     destination: str = ""
+    options: dict[str, Any] = field(default_factory=dict)  # those that were given
     done: bool = False
     verified: bool = False
     files: list[dict[str, Any]] = field(default_factory=list)  # name, bytes

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 from reshard import dtypes
 from reshard.commands.split import for_megatron
-from reshard.commands.split.options import SplitOptions
+from reshard.commands.split.options import SplitOptions, targets_using
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UsageError
 from reshard.formats import targets
 from reshard.formats.deepspeed.write import grid as deepspeed_grid
+from reshard.formats.target_options import StateDictType
 from reshard.formats.targets import Target
-from reshard.formats.targets.request import Request, StateDictType
+from reshard.formats.targets.request import Request
 from reshard.layout import mesh, tensor_parallel
 from reshard.layout.mesh import MeshGrid
 from reshard.layout.tensor_parallel import Plan
@@ -169,23 +169,6 @@ def _state_dict_type(
     return "unsharded" if of_ddp and not of_fsdp else "sharded"
 
 
-def of_target(options: SplitOptions, beside: Sequence[str]) -> SplitOptions:
-    """The options without those that are for other targets asked for with it.
-
-    Args:
-        beside: the targets that the same options are for.
-    """
-    to = options.to
-    if to is None:
-        return options
-    others = {name for each in beside for name in targets.TARGETS[each].heeds}
-    unheeded = others - set(targets.TARGETS[to].heeds)
-    plain: dict[str, Any] = {
-        each.name: each.default for each in fields(SplitOptions) if each.name in unheeded
-    }
-    return replace(options, **plain)
-
-
 def _check_heeded(target: Target, options: SplitOptions) -> None:
     """Refuse a choice that would change nothing.
 
@@ -193,7 +176,7 @@ def _check_heeded(target: Target, options: SplitOptions) -> None:
         UsageError: naming it, and the targets that it is for.
     """
     for field in fields(SplitOptions):
-        heeding = [name for name, each in targets.TARGETS.items() if field.name in each.heeds]
+        heeding = targets_using(field.name)
         given = getattr(options, field.name) != field.default
         if given and heeding and target.name not in heeding:
             raise UsageError(

@@ -1,7 +1,6 @@
 """Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
 
     reader      either format as one manifest
-    words       by which a user chooses among its forms
     directory   where they lie, which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
     names       local, global and stacked names

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from reshard.dtypes import FLOAT32, DType
+from reshard.formats.target_options import FsdpVersion, StateDictType
 from reshard.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each is of some targets only
@@ -16,11 +17,6 @@ if TYPE_CHECKING:  # each is of some targets only
     from reshard.model import ModelShapes
     from reshard.model_parallel.described import Described
     from reshard.training.trainer_run import Run
-
-StateDictType = Literal["full", "local", "sharded", "unsharded"]
-STATE_DICT_TYPES = get_args(StateDictType)
-FsdpVersion = Literal[1, 2]
-FSDP_VERSIONS = get_args(FsdpVersion)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from reshard.formats.megatron.target import groups, scheduler
 from reshard.formats.megatron.target.carried import Carried
 from reshard.formats.megatron.target.groups import Groups
 from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
-from reshard.formats.megatron.words import Adam, Form, Impl
+from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
 from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary
 from reshard.model_parallel.architecture import Architecture
@@ -52,12 +52,12 @@ class Wanted:
     """
 
     sizes: Sizes
-    form: Form = "torch"
+    form: CkptFormat = "torch"
     data: int = 1
     stage_layers: tuple[int, ...] | None = None
     distributed: bool = False
     adam: Adam | None = None
-    impl: Impl = "transformer_engine"
+    impl: TransformerImpl = "transformer_engine"
     divisible: int = 128
     dtype: DType | None = None
     weights_only: bool = False

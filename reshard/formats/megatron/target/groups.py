@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.megatron.words import Adam
+from reshard.formats.target_options import Adam
 from reshard.training.state import Group, Trained, Training
 from reshard.units import some
 

@@ -1,0 +1,207 @@
+"""The functions of the package, whose keywords are the options of the commands.
+
+Each takes the fields of the dataclass named in its decorator as keywords, with their types and
+defaults: type checkers and editors show them, and so does `help`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect as introspection
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+from reshard.commands.diff import DiffOptions
+from reshard.commands.inspect import InspectOptions
+from reshard.commands.merge.options import MergeOptions
+from reshard.commands.options import SourceOptions
+from reshard.commands.resume_check.options import ResumeCheckOptions
+from reshard.commands.split.options import SplitOptions
+from reshard.commands.verify import VerifyOptions
+from reshard.formats import Paths
+
+if TYPE_CHECKING:
+    from reshard.commands.diff import DiffReport
+    from reshard.commands.inspect import Inspection
+    from reshard.commands.merge.report import MergeReport
+    from reshard.commands.resume_check.report import ResumeReport
+    from reshard.commands.split.report import SplitReport
+    from reshard.commands.verify import VerifyReport
+    from reshard.tensors import Checkpoint
+
+_P = ParamSpec("_P")
+_Options = TypeVar("_Options")
+_Result = TypeVar("_Result")
+_Report_co = TypeVar("_Report_co", covariant=True)
+
+
+class _OfPath(Protocol[_P, _Report_co]):
+    """A function of one checkpoint."""
+
+    def __call__(self, path: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
+
+
+class _OfSource(Protocol[_P, _Report_co]):
+    """A function of one checkpoint, its source."""
+
+    def __call__(self, source: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
+
+
+class _OfOnePath(Protocol[_P, _Report_co]):
+    """A function of one checkpoint, which is in one place."""
+
+    def __call__(self, source: str | Path, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
+
+
+class _ToDestination(Protocol[_P, _Report_co]):
+    """A function that writes a checkpoint made from another one."""
+
+    def __call__(
+        self, source: Paths, destination: str | Path, *args: _P.args, **options: _P.kwargs
+    ) -> _Report_co: ...
+
+
+class _OfTwo(Protocol[_P, _Report_co]):
+    """A function of two checkpoints."""
+
+    def __call__(self, a: Paths, b: Paths, *args: _P.args, **options: _P.kwargs) -> _Report_co: ...
+
+
+def _with_keywords(function: Callable[..., _Result], kind: Callable[..., Any]) -> Any:
+    """Return the function with the fields of its last argument's dataclass as keywords."""
+    own = introspection.signature(function)
+    keywords = introspection.signature(kind).parameters.values()
+    *paths, _ = own.parameters.values()
+
+    @functools.wraps(function)
+    def call(*args: Any, **values: Any) -> _Result:
+        given = {each.name: values.pop(each.name) for each in paths if each.name in values}
+        return function(*args, **given, options=kind(**values))
+
+    call.__signature__ = own.replace(parameters=[*paths, *keywords])  # type: ignore[attr-defined]
+    return call
+
+
+def _of_path(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[Paths, _Options], _Result]], _OfPath[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+def _of_source(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[Paths, _Options], _Result]], _OfSource[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+def _of_directory(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[str | Path, _Options], _Result]], _OfOnePath[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+def _to_destination(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[Paths, str | Path, _Options], _Result]], _ToDestination[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+def _of_two(
+    kind: Callable[_P, _Options],
+) -> Callable[[Callable[[Paths, Paths, _Options], _Result]], _OfTwo[_P, _Result]]:
+    return lambda function: _with_keywords(function, kind)
+
+
+@_of_path(SourceOptions)
+def open(path: Paths, options: SourceOptions) -> Checkpoint:  # noqa: A001 - reshard.open reads well
+    """Return a mapping fqn -> lazy tensor over a checkpoint; only headers are read.
+
+    Names are without wrapper prefixes (``module.``, ``_orig_mod.``), as `merge` writes them.
+
+    Args:
+        path: a directory or file; several directories if each node kept its own files.
+        options: as keywords, see `SourceOptions`.
+
+    Raises:
+        ReshardError: the checkpoint is unknown, incomplete or corrupt.
+    """
+    from reshard import formats, keys
+    from reshard.tensors import Checkpoint
+
+    manifest = formats.read(path, **options.reader_arguments())
+    return Checkpoint(keys.edit(manifest, keys.Edits()).manifest)
+
+
+@_of_path(InspectOptions)
+def inspect(path: Paths, options: InspectOptions) -> Inspection:
+    """Describe a checkpoint from its headers; keywords as in `InspectOptions`.
+
+    Raises:
+        ReshardError: the checkpoint is unknown, incomplete or corrupt.
+    """
+    from reshard.commands.inspect import inspect as run
+
+    return run(path, options)
+
+
+@_to_destination(MergeOptions)
+def merge(source: Paths, destination: str | Path, options: MergeOptions) -> MergeReport:
+    """Write the full weights; keywords as in `MergeOptions`.
+
+    Raises:
+        ReshardError: nothing is left at the destination then.
+    """
+    from reshard.commands.merge.command import merge as run
+
+    return run(source, destination, options)
+
+
+@_to_destination(SplitOptions)
+def split(source: Paths, destination: str | Path, options: SplitOptions) -> SplitReport:
+    """Write the training state for other ranks or in another layout; as in `SplitOptions`.
+
+    Raises:
+        ReshardError: nothing is left at the destination then.
+    """
+    from reshard.commands.split.command import split as run
+
+    return run(source, destination, options)
+
+
+@_of_two(DiffOptions)
+def diff(a: Paths, b: Paths, options: DiffOptions) -> DiffReport:
+    """Compare two training states of any layouts; keywords as in `DiffOptions`.
+
+    Raises:
+        ReshardError: a state cannot be read; a difference is not an error.
+    """
+    from reshard.commands.diff import diff as run
+
+    return run(a, b, options)
+
+
+@_of_source(VerifyOptions)
+def verify(source: Paths, options: VerifyOptions) -> VerifyReport:
+    """Check a checkpoint by named checks; keywords as in `VerifyOptions`.
+
+    Raises:
+        ReshardError: no check can run; a check that fails is in the report.
+    """
+    from reshard.commands.verify import verify as run
+
+    return run(source, options)
+
+
+@_of_directory(ResumeCheckOptions)
+def resume_check(source: str | Path, options: ResumeCheckOptions) -> ResumeReport:
+    """Check that training continues the same from what `split` writes.
+
+    Keywords as in `ResumeCheckOptions`, which include those of the layout.
+
+    Raises:
+        ReshardError: nothing could be compared; a run that continues differently is not an error.
+    """
+    from reshard.commands.resume_check.command import resume_check as run
+
+    return run(source, options)

@@ -1,0 +1,241 @@
+"""Options, each declared once: as a field of a dataclass, with its help text.
+
+Everything else follows from these fields: the options of the command line (`reshard.cli`), the
+keywords of the Python functions (`reshard.api`), the options listed in JSON reports, and
+docs/options.md. The type of a field decides what the command line accepts: a `bool` is a flag, a
+`Literal` a choice, a `Sequence` an option that can be repeated.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from reshard import units
+from reshard.errors import UsageError
+
+_O = TypeVar("_O", bound="Options")
+_KEY = "option"
+_NESTED = "options"
+_UNIONS = (Union, types.UnionType)
+_known: dict[type[Any], tuple[Option, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a field states about its option, besides its name, type and default.
+
+    Args:
+        group: title of the section of ``--help`` that lists the option.
+        flags: spellings on the command line; empty for ``--`` and the name of the field.
+        unset: what happens by default, where the default value does not show it.
+        choices: the allowed values, where the type of the field does not list them.
+        parse: converts the text of the command line, where the type does not decide it.
+        shown_default: the default as the command line spells it, for an option with ``parse``.
+        shapes_output: whether the bytes of the output depend on the option.
+    """
+
+    help: str
+    group: str
+    flags: tuple[str, ...] = ()
+    unset: str = ""
+    metavar: str | None = None
+    choices: tuple[Any, ...] = ()
+    minimum: int | None = None
+    maximum: int | None = None
+    parse: Callable[[str], Any] | None = None
+    shown_default: str | None = None
+    shapes_output: bool = True
+
+
+def option(default: Any, text: str, *, group: str, **declared: Any) -> Any:
+    """Declare an option as a field of a dataclass.
+
+    Args:
+        text: the help text, a sentence.
+        declared: as in `Declaration`.
+    """
+    declaration = Declaration(text, group, **declared)
+    return field(default=default, metadata={_KEY: declaration})
+
+
+def size_option(default: str, text: str, *, flag: str, **declared: Any) -> Any:
+    """Declare an option that is a number of bytes, which the command line takes as ``5GB``."""
+
+    def parse(size: str) -> int:
+        return units.parse_bytes(size, flag)
+
+    return option(
+        parse(default), text, flags=(flag,), parse=parse, shown_default=default, **declared
+    )
+
+
+def nested_options(kind: type) -> Any:
+    """Declare a field that holds another dataclass of options."""
+    return field(default_factory=kind, metadata={_NESTED: kind})
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a command.
+
+    Args:
+        name: the field, and the keyword in Python.
+        type: `bool`, `int`, `float`, `str` or `Path`: of one value.
+        is_multiple: whether the value is a sequence.
+        is_optional: whether the value can be None.
+        within: the field that holds the dataclass of the option; empty if the command's own does.
+    """
+
+    name: str
+    default: Any
+    declared: Declaration
+    type: type
+    choices: tuple[Any, ...]
+    is_multiple: bool
+    is_optional: bool
+    within: str = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The spellings on the command line."""
+        return self.declared.flags or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def is_negated(self) -> bool:
+        """Whether the flag on the command line makes the value false."""
+        return self.type is bool and self.default is True
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that the option does not allow.
+
+        Raises:
+            UsageError: the value is not among the choices, or out of range.
+        """
+        if self.is_multiple:
+            for each in value:
+                self._check_one(each)
+        elif value is not None or not self.is_optional:
+            self._check_one(value)
+
+    def _check_one(self, value: Any) -> None:
+        least, most = self.declared.minimum, self.declared.maximum
+        if self.choices and value not in self.choices:
+            raise UsageError(
+                f"{self.name}={value!r}", f"must be one of {', '.join(map(str, self.choices))}"
+            )
+        if least is not None and value < least:
+            raise UsageError(f"{self.name}={value!r}", f"must be at least {least}")
+        if most is not None and value > most:
+            raise UsageError(f"{self.name}={value!r}", f"must be at most {most}")
+
+
+def options_of(kind: type[Any]) -> tuple[Option, ...]:
+    """Return the options that a dataclass declares: its own first, then those of its bases."""
+    if kind not in _known:
+        _known[kind] = tuple(_read_declarations(kind))
+    return _known[kind]
+
+
+def _read_declarations(kind: type[Any]) -> Iterator[Option]:
+    hints = get_type_hints(kind)
+    by_name = {each.name: each for each in fields(kind)}
+    names = dict.fromkeys(
+        name for base in kind.__mro__ for name in vars(base).get("__annotations__", ())
+    )
+    for name in names:
+        if name in by_name:
+            yield from _options_of_field(by_name[name], hints[name])
+
+
+def _options_of_field(declaring: Field[Any], hint: Any) -> Iterator[Option]:
+    """Yield the option of a field, or those of the dataclass in it."""
+    inner = declaring.metadata.get(_NESTED)
+    if inner is not None:
+        for each in options_of(inner):
+            yield replace(each, within=declaring.name)
+    declared = declaring.metadata.get(_KEY)
+    if declared is None:
+        return
+    parts = [part for part in _parts(hint) if part is not type(None)]
+    is_multiple = get_origin(parts[0]) is Sequence
+    value = get_args(parts[0])[0] if is_multiple else parts[0]
+    literals = get_args(value) if get_origin(value) is Literal else ()
+    kinds = [type(literals[0])] if literals else (parts if not is_multiple else [value])
+    yield Option(
+        declaring.name,
+        declaring.default,
+        declared,
+        Path if Path in kinds else kinds[0],
+        declared.choices or literals,
+        is_multiple,
+        len(parts) < len(_parts(hint)),
+    )
+
+
+def _parts(hint: Any) -> Sequence[Any]:
+    """Return the alternatives of a type; one where it is no union."""
+    if get_origin(hint) not in _UNIONS:
+        return (hint,)
+    return [part for each in get_args(hint) for part in _parts(each)]
+
+
+def build_options(kind: type[_O], values: Mapping[str, Any], **further: Any) -> _O:
+    """Build a dataclass of options from flat values, those of the dataclasses within included.
+
+    Args:
+        values: option name -> value, for every option of ``kind``.
+        further: fields that are not options.
+    """
+    inside: dict[str, dict[str, Any]] = {}
+    for each in options_of(kind):
+        inside.setdefault(each.within, {})[each.name] = values[each.name]
+    for holder in fields(kind):
+        if _NESTED in holder.metadata:
+            further[holder.name] = holder.metadata[_NESTED](**inside[holder.name])
+    return kind(**inside.get("", {}), **further)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base of all dataclasses of options; their values are checked when one is created."""
+
+    def __post_init__(self) -> None:
+        """Refuse the first value that its option does not allow.
+
+        Raises:
+            UsageError: naming the option and what it allows.
+        """
+        for each, value in self._values():
+            each.check(value)
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, name -> value, for a JSON report."""
+        return {
+            each.name: _as_json(value) for each, value in self._values() if value != each.default
+        }
+
+    def shaping_output(self) -> dict[str, Any]:
+        """Return the fields on which the bytes of the output depend, name -> value."""
+        return {
+            each.name: getattr(self, each.name)
+            for each in fields(self)
+            if _NESTED in each.metadata
+            or (_KEY in each.metadata and each.metadata[_KEY].shapes_output)
+        }
+
+    def _values(self) -> Iterator[tuple[Option, Any]]:
+        for each in options_of(type(self)):
+            holder = getattr(self, each.within) if each.within else self
+            yield each, getattr(holder, each.name)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_as_json(each) for each in value]
+    return value

@@ -1,0 +1,136 @@
+"""Options are declared once; the command line, Python keywords, checks and JSON follow."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import reshard
+from reshard.cli import cli
+from reshard.cli.options import Command, take_options
+from reshard.errors import UsageError
+from reshard.options import Options, build_options, nested_options, option, options_of, size_option
+
+KINDS = {
+    "inspect": reshard.InspectOptions,
+    "merge": reshard.MergeOptions,
+    "split": reshard.SplitOptions,
+    "diff": reshard.DiffOptions,
+    "verify": reshard.VerifyOptions,
+    "resume_check": reshard.ResumeCheckOptions,
+}
+Colour = Literal["red", "green"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner(Options):
+    deep: bool = option(False, "Go deep.", group="Inner")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Options):
+    colour: Colour | None = option(None, "A colour.", group="Looks", unset="any")
+    sizes: Sequence[int] = option((), "Sizes.", group="Looks", flags=("--size",), minimum=1)
+    keep: bool = option(True, "Keep nothing.", group="Looks", flags=("--no-keep",))
+    paint: bool | None = option(None, "Paint it.", group="Looks")
+    limit_bytes: int = size_option("1KiB", "A limit.", flag="--limit", group="Looks")
+    place: str | Path | None = option(None, "A place.", group="Looks", shapes_output=False)
+    inner: Inner = nested_options(Inner)
+    team: int = 3
+
+
+def parsed(*arguments):
+    """The dataclass of what a command with these options is given."""
+    command = Command("sample", callback=lambda **values: values)
+    command._name_of_kind = "Sample"
+    reshard.Sample = Sample  # where commands find the dataclasses
+    try:
+        values = command.main(list(arguments), standalone_mode=False)
+    finally:
+        del reshard.Sample
+    return take_options(Sample, values)
+
+
+def test_the_type_of_a_field_decides_what_the_command_line_takes():
+    assert parsed() == Sample()
+    given = parsed("--size", "2", "--size", "3", "--no-keep", "--no-paint", "--limit", "2KiB")
+    assert given == Sample(sizes=(2, 3), keep=False, paint=False, limit_bytes=2048)
+    given = parsed("--deep", "--colour", "red", "--place", "here", "--paint")
+    assert given == Sample(inner=Inner(deep=True), colour="red", place=Path("here"), paint=True)
+
+
+@pytest.mark.parametrize("wrong", [("--colour", "blue"), ("--size", "0"), ("--size", "x")])
+def test_a_wrong_value_is_refused_by_the_command_line(wrong):
+    with pytest.raises(click.UsageError):
+        parsed(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"colour": "blue"}, "colour='blue' must be one of red, green"),
+        ({"sizes": (1, 0)}, "sizes=0 must be at least 1"),
+    ],
+)
+def test_a_wrong_value_is_refused_in_python(wrong, message):
+    with pytest.raises(UsageError, match="must be") as caught:
+        Sample(**wrong)
+    assert str(caught.value).replace(":", "") == message
+
+
+def test_the_options_that_were_given_are_ready_for_json():
+    assert Sample().given() == {}
+    given = Sample(sizes=(2,), place=Path("a"), inner=Inner(deep=True), team=5).given()
+    assert json.loads(json.dumps(given)) == {"sizes": [2], "place": "a", "deep": True}
+
+
+def test_only_options_that_shape_the_output_are_compared_by_resume():
+    shaping = Sample().shaping_output()
+    assert {"colour", "inner", "limit_bytes"} <= shaping.keys()
+    assert not {"place", "team"} & shaping.keys()
+
+
+def test_flat_values_build_the_dataclasses_within():
+    values = {each.name: each.default for each in options_of(Sample)} | {"deep": True}
+    assert build_options(Sample, values, team=4) == Sample(inner=Inner(deep=True), team=4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_function_has_the_fields_of_its_options_as_keywords(name):
+    parameters = inspect.signature(getattr(reshard, name)).parameters.values()
+    keywords = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert keywords == {each.name for each in fields(KINDS[name])}
+    assert cli.commands[name.replace("_", "-")].declared is KINDS[name]
+
+
+def test_a_keyword_that_is_no_option_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="dtyp"):
+        reshard.merge(tmp_path, tmp_path / "out", dtyp="bf16")
+
+
+def test_reports_list_the_options_that_were_given(tmp_path):
+    a = tmp_path / "a.safetensors"
+    save_file({"x.weight": torch.ones(3)}, a)
+    merged = reshard.merge(
+        source=a, destination=tmp_path / "b.safetensors", dtype="bf16", workers=1
+    )
+    assert merged.to_json()["options"] == {"dtype": "bf16", "workers": 1}
+    for arguments, expected in (
+        (["inspect", a], {}),
+        (["verify", a, "--deep"], {"deep": True}),
+        (["diff", a, a, "--kind", "weights"], {"kinds": ["weights"]}),
+        (["split", a, tmp_path / "c", "--to", "dcp", "--dry-run"], {"to": "dcp", "dry_run": True}),
+        (["merge", a, tmp_path / "d", "--rename", "x=y"], {"rename": [["x", "y"]]}),
+    ):
+        done = CliRunner().invoke(cli, [*map(str, arguments), "--json"])
+        assert json.loads(done.stdout)["options"] == expected
