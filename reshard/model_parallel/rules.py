@@ -32,6 +32,7 @@ _CUTS: Mapping[str, Split] = {
     "summed": Split(summed=True),
 }
 _MAYBE_GATED = "maybe_gated"
+_COLUMN_OR_WHOLE = "column_or_whole"
 TABLES = Path(__file__).parent / "tables"
 FORM = "under  parameters:  write  NAME: {cut: vocab|column|row|gated|replicated|summed}"
 
@@ -53,10 +54,17 @@ class Rule:
         """What a dialect may call it; its own name where the dialect has no other."""
         return self.others.get(dialect, (self.name,))
 
-    def split(self, *, gated: bool) -> Split:
-        """How tensor-parallel ranks share it, in a model with or without gated linear units."""
+    def split(self, *, gated: bool, te: bool = False) -> Split:
+        """Return how tensor-parallel ranks share the parameter.
+
+        Args:
+            gated: whether the model has gated linear units.
+            te: whether its layers are Transformer Engine's.
+        """
         if self.cut == _MAYBE_GATED:
             return _CUTS["gated" if gated else "column"]
+        if self.cut == _COLUMN_OR_WHOLE:
+            return _CUTS["replicated" if te else "column"]
         return _CUTS[self.cut]
 
 
@@ -231,7 +239,7 @@ def _parsed(root: Mapping[str, Any], source: str) -> Table:
 def _rule(name: str, line: Any, source: str) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
     cut = line.get("cut")
-    if cut not in (*_CUTS, _MAYBE_GATED):
+    if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE):
         raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
     others = {key: _patterns(value) for key, value in line.items() if key != "cut"}
     return Rule(Pattern(name), cut, others)

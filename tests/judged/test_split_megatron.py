@@ -11,7 +11,7 @@ import torch
 import reshard
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
-from reshard.errors import UnsupportedError
+from reshard.errors import CorruptError
 from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.location import Location
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
@@ -256,28 +256,92 @@ def test_experts_that_rules_number_lie_over_ranks(tmp_path):
         assert found["later"] == pytest.approx(truth["later"], abs=EXACT)
 
 
-def test_latent_attention_goes_to_other_ranks_and_back(tmp_path):
-    """MLA of megatron-core's own layers: 2 tensor-parallel ranks, 2 stages of one, and back."""
-    case = Case("run", "latent", Grid(tp=2), "fp32", adam="torch", forms=("torch",))
-    load_all(tmp_path, {"run": case})
-    runs, start = {}, tmp_path / "run" / "torch"
-    for name, grid in (("apart", Grid(pp=2)), ("back", Grid(tp=2))):
-        out = tmp_path / f"{name}.made"
-        reshard.split(start, out, to="megatron", tp=grid.tp, pp=grid.pp, dp=1)
-        runs[name] = replace(
-            case, name=name, grid=grid, start=str(out), forms=(), padded=case.padded_vocabulary
-        )
-        start = out
-    load_all(tmp_path, runs)
-    truth = truth_of(tmp_path / "run")
-    assert "decoder.layers.0.self_attention.kv_layernorm.weight" in truth["params"]
-    for run in runs:
-        found = truth_of(tmp_path / run)
-        for name, value in truth["params"].items():
-            assert torch.equal(found["params"][name], value), (run, name)
-            for slot, held in truth["optimizer"][name].items():
-                assert torch.equal(found["optimizer"][name][slot], held), (run, name, slot)
-        torch.testing.assert_close(found["losses"], truth["losses"], rtol=0, atol=EXACT)
-    assert truth_of(tmp_path / "back")["later"] == truth["later"]
-    with pytest.raises(UnsupportedError, match="latent attention"):
-        reshard.split(start, tmp_path / "dist", to="megatron", ckpt_format="torch_dist")
+LATENT = {  # name -> the family and the grid of a run with latent attention (MLA)
+    "local": ("latent", Grid(tp=2)),
+    "te": ("latent_fused", Grid(tp=2, sp=True)),
+    "experts": ("latent_experts", Grid(tp=2, dp=2, ep=2, sp=True)),
+    "te_experts": ("latent_experts_fused", Grid(tp=2, sp=True)),
+}
+OTHER, OTHERS = Grid(pp=2), Grid(dp=2, ep=2)  # of a dense model, and of one with experts
+LATENT_ROUTES = {  # name -> source, its form, the form to write, family and grid to load
+    "stages": ("local", "torch", "torch", "latent", OTHER),
+    "stacked": ("local", "torch", "torch_dist", "latent", OTHER),
+    "te-stages": ("te", "torch_dist", "torch", "latent_fused", OTHER),
+    "te-stacked": ("te", "torch", "torch_dist", "latent_fused", OTHER),
+    "te-local": ("te", "torch", "torch", "latent", Grid(tp=2)),
+    "local-te": ("local", "torch", "torch", "latent_fused", Grid(tp=2, sp=True)),
+    "experts-same": ("experts", "torch", "torch", "latent_experts", LATENT["experts"][1]),
+    "experts-unstacked": ("experts", "torch_dist", "torch", "latent_experts", OTHERS),
+    "experts-te": ("experts", "torch", "torch", "latent_experts_fused", Grid(tp=2, sp=True)),
+    "te_experts-stacked": ("te_experts", "torch", "torch_dist", "latent_experts_fused", OTHERS),
+}
+FUSED_NORMS = {
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """The directory of the runs with latent attention and of those that went on from them.
+
+    Transformer Engine's names, and which parameters it keeps whole, are those of Megatron-core
+    0.16.1's ``get_gpt_layer_with_transformer_engine_spec``, with layers that run on CPUs.
+    """
+    out = tmp_path_factory.mktemp("latent")
+    forms = ("torch", "torch_dist")
+    sources = {
+        name: Case(name, family, grid, "fp32", adam="torch", forms=forms)
+        for name, (family, grid) in LATENT.items()
+    }
+    load_all(out, sources)
+    runs = {}
+    for name, (source, form, to, family, grid) in LATENT_ROUTES.items():
+        made = out / f"{name}.made"
+        impl = "transformer_engine" if family.endswith("fused") else "local"
+        sizes = {"tp": grid.tp, "pp": grid.pp, "ep": grid.ep, "dp": grid.dp}
+        options = {"ckpt_format": to, "transformer_impl": impl, **sizes}
+        reshard.split(out / source / form, made, to="megatron", **options)
+        case, padded = sources[source], sources[source].padded_vocabulary
+        changed = {"family": family, "grid": grid, "start": str(made), "form": to}
+        runs[name] = replace(case, name=name, forms=(), padded=padded, **changed)
+    load_all(out, runs)
+    return out
+
+
+def in_own_modules(held):
+    """Return parameters with every norm under the name of a module of its own."""
+    for fused, own in FUSED_NORMS.items():
+        held = {name.replace(fused, own): value for name, value in held.items()}
+    return held
+
+
+@pytest.mark.parametrize("route", LATENT_ROUTES)
+def test_latent_attention_goes_to_other_ranks_and_layers(latent, route):
+    """Every value and slot, bit by bit; and the same losses in Megatron-core."""
+    source, _, _, _, grid = LATENT_ROUTES[route]
+    truth, found = truth_of(latent / source), truth_of(latent / route)
+    params, slots = in_own_modules(truth["params"]), in_own_modules(truth["optimizer"])
+    loaded, held = in_own_modules(found["params"]), in_own_modules(found["optimizer"])
+    assert "decoder.layers.0.self_attention.kv_layernorm.weight" in params
+    assert loaded.keys() == params.keys()
+    for name, value in params.items():
+        assert torch.equal(loaded[name], value), name
+        for slot, own in slots[name].items():
+            assert torch.equal(held[name][slot], own), (name, slot)
+    torch.testing.assert_close(found["losses"], truth["losses"], rtol=0, atol=EXACT)
+    if grid == LATENT[source][1] and route.endswith("same"):
+        assert found["later"] == truth["later"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_down_projections_of_another_width_are_refused(latent, tmp_path):
+    """Layers that cut them under a ``transformer_impl`` whose layers do not."""
+    run = shutil.copytree(latent / "te" / "torch", tmp_path / "run")
+    for path in run.rglob("*.pt"):
+        state = torch.load(path, weights_only=False)
+        state["args"].transformer_impl = "local"
+        torch.save(state, path)
+    with pytest.raises(CorruptError, match="16 rows on each of 2 tensor-parallel ranks"):
+        reshard.split(run, tmp_path / "out", to="megatron", tp=1)

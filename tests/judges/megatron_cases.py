@@ -55,6 +55,27 @@ YARN: dict[str, Any] = {
     "yarn_mscale_all_dim": 0.0,
     "yarn_correction_range_round_to_int": True,
 }
+LATENT: dict[str, Any] = LLAMA | {
+    "num_query_groups": 4,
+    "kv_channels": 12,  # v_head_dim, which DotProductAttention takes it for
+    "qk_layernorm": True,
+    "latent": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 20,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 12,
+        "rope_type": "rope",
+        "rotary_scaling_factor": 1.0,
+    },
+}
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama_fused": LLAMA | {"fused": True},
@@ -73,21 +94,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "yarn_correction_range_round_to_int": False,
         },
     },
-    "latent": LLAMA
-    | {
-        "num_query_groups": 4,
-        "kv_channels": 12,  # v_head_dim, which DotProductAttention takes it for
-        "qk_layernorm": True,
-        "latent": {
-            "q_lora_rank": 16,
-            "kv_lora_rank": 20,
-            "qk_head_dim": 8,
-            "qk_pos_emb_head_dim": 4,
-            "v_head_dim": 12,
-            "rope_type": "rope",
-            "rotary_scaling_factor": 1.0,
-        },
-    },
+    "latent": LATENT,
+    "latent_fused": LATENT | {"fused": True},
+    "latent_experts": LATENT | EXPERTS,
+    "latent_experts_fused": LATENT | EXPERTS | {"fused": True},
     "mixtral": LLAMA | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01},
     "mixtral_bank": LLAMA
     | {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01, "bank": True},

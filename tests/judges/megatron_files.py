@@ -278,4 +278,5 @@ def namespace(case: Case, ckpt_format: str) -> Namespace:
         no_save_optim=case.weights_only or None,
         no_save_rng=None,
         **family.get("yarn", {}),
+        **family.get("latent", {}),
     )

@@ -11,9 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class NormThenLinear(ColumnParallelLinear):
@@ -52,8 +55,50 @@ class NormThenLinear(ColumnParallelLinear):
             self.history = state.clone().view(torch.float32)
 
 
+class Whole(torch.nn.Module):
+    """A module that is the same on every tensor-parallel rank, with an extra state: nothing."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """Return what Transformer Engine's wrappers do for whole tensors and their extra state."""
+        told = {
+            "tp_group": parallel_state.get_tensor_model_parallel_group(),
+            "dp_cp_group": metadata["dp_cp_group"],
+        }
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, None, sharded_offsets, **told)
+
+    def get_extra_state(self) -> None:
+        """Return nothing, under the key that Transformer Engine has."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Accept it."""
+
+
+class WholeLinear(Whole):
+    """A linear layer that every tensor-parallel rank has whole: ``TELinear``, "duplicated"."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, parallel_mode: str, **_: Any
+    ) -> None:
+        super().__init__()
+        assert parallel_mode == "duplicated"
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype)
+        self.weight = torch.nn.Parameter(config.init_method(weight))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return x (sequence, samples, inputs) as (sequence, samples, outputs), and no bias."""
+        return torch.nn.functional.linear(x, self.weight), None
+
+
 class FusedSpecProvider(LocalSpecProvider):
     """Local modules where Transformer Engine has no other names."""
+
+    def linear(self) -> type:
+        """Return the layer of latent attention's down projections."""
+        return WholeLinear
 
     def fuse_layernorm_and_linear(self) -> bool:
         """One module."""
@@ -64,7 +109,12 @@ class FusedSpecProvider(LocalSpecProvider):
         return NormThenLinear
 
 
-def layer_spec(*, qk_layernorm: bool) -> Any:
-    """What Megatron-core specifies with Transformer Engine, of these modules."""
+def layer_spec(config: Any) -> Any:
+    """Return what Megatron-core specifies with Transformer Engine, of these modules."""
     gpt_layer_specs.TESpecProvider = FusedSpecProvider
-    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_layernorm)
+    multi_latent_attention.TELinear = WholeLinear
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )

@@ -112,21 +112,31 @@ def build(case: Case, config: TransformerConfig) -> list[Any]:
 def _gpt(case: Case, config: TransformerConfig, stage: int) -> GPTModel:
     family = FAMILIES[case.family]
     chunk = stage if case.grid.vpp else None
-    if config.num_moe_experts:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=chunk)
-        for layer in spec.layer_specs if family.get("bank") else []:
+    if family.get("fused"):
+        spec = megatron_fused.layer_spec(config)
+        layers = [spec]
+    elif config.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(
+            config,
+            use_transformer_engine=False,
+            normalization=config.normalization,
+            vp_stage=chunk,
+        )
+        layers = spec.layer_specs
+        for layer in layers if family.get("bank") else []:
             layer.submodules.mlp.submodules.experts.module = Bank
-    elif family.get("fused"):
-        spec = megatron_fused.layer_spec(qk_layernorm=config.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(
             qk_layernorm=config.qk_layernorm,
             normalization=config.normalization,
             multi_latent_attention=config.multi_latent_attention,
         )
-        if config.multi_latent_attention:
-            spec.submodules.self_attention.submodules.core_attention = LatentCore
-            multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
+        layers = [spec]
+    if config.multi_latent_attention:
+        multi_latent_attention.HAVE_TE = False  # 0.16.1 has it True without the package
+        core = StatefulLatentCore if family.get("fused") else LatentCore
+        for layer in layers:
+            layer.submodules.self_attention.submodules.core_attention = core
     model = GPTModel(
         config,
         spec,
@@ -149,6 +159,10 @@ class LatentCore(DotProductAttention):
         self, *args: Any, k_channels: int = 0, v_channels: int = 0, **options: Any
     ) -> None:
         super().__init__(*args, **options)
+
+
+class StatefulLatentCore(megatron_fused.Whole, LatentCore):
+    """The same with a state of its own, as Transformer Engine's attention has one."""
 
 
 class Bank(SequentialMLP):

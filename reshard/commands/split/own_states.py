@@ -57,7 +57,7 @@ def _extra(
         )
     if why:
         return without, _dropped(held, why)
-    extra, entries = carry.states(held)
+    extra, entries = carry.states(held, wanted.form)
     made = Carried(form=held.form, extra=extra, entries=entries)
     count, text = len(held.names()), ""
     if (held.form, wanted.form) == ("torch", "torch_dist") and len(held.extra) > 1:

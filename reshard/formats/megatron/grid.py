@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from reshard.box import Index
-from reshard.errors import UnsupportedError
-from reshard.formats.megatron import directory, names, order
+from reshard.errors import CorruptError
+from reshard.formats.megatron import names, order
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.join import join
 from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
 from reshard.model_parallel import combine
-from reshard.model_parallel.rules import Table, builtin
+from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import REPLICATED, Split
 
 
@@ -29,8 +29,10 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
         UsageError: no rule says how a parameter is cut.
     """
 
-    def cut(name: str, _: Index) -> Split:
-        return split_of(name, args, table)
+    def cut(name: str, shape: Index) -> Split:
+        split = split_of(name, args, table)
+        _check_latent(name, shape, split, args)
+        return split
 
     ordered = [ranks[rank] for rank in sorted(ranks)]
     stages = []
@@ -68,25 +70,35 @@ def split_of(name: str, args: Arguments, table: Table) -> Split:
 
     Raises:
         UsageError: no rule says so, and there are several.
-        UnsupportedError: latent attention of Transformer Engine over several ranks.
     """
-    if args.te and args.tp > 1 and names.is_latent(name) and not _is_users(name, table):
-        raise UnsupportedError(
-            args.source,
-            f"has latent attention of Transformer Engine over {args.tp} tensor-parallel ranks"
-            f" ({name}), whose cut reshard does not know",
-            "say how its parameters are cut with --rules FILE",
-        )
     ranks = args.tp if names.expert_of(name, table) is None else args.etp
     if ranks == 1:
         found = names.rule_of(table, name)
-        return found.rule.split(gated=args.gated) if found else REPLICATED
-    return names.need(table, name).rule.split(gated=args.gated)
+        return found.rule.split(gated=args.gated, te=args.te) if found else REPLICATED
+    return names.need(table, name).rule.split(gated=args.gated, te=args.te)
 
 
-def _is_users(name: str, table: Table) -> bool:
-    """Whether a rule of the user's names it, before the table's own."""
-    return names.need(table, name).rule not in builtin(directory.NAME).rules
+def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> None:
+    """Compare a down projection of latent attention with the width that the arguments state.
+
+    Whether ranks cut it follows from ``transformer_impl`` alone, which a fork may not keep.
+
+    Args:
+        shape: of the first rank's tensor.
+
+    Raises:
+        CorruptError: the ranks' tensors do not add up to that width.
+    """
+    width = names.latent_width(name, args)
+    rows = shape[0] * (1 if split.dim is None else args.tp)
+    if width and rows != width:
+        raise CorruptError(
+            args.source,
+            f"{name!r} has {shape[0]} rows on each of {args.tp} tensor-parallel ranks, of which"
+            f" transformer_impl {args.values.get('transformer_impl')!r} makes {rows}, and the"
+            f" arguments state {width}",
+            "say with --rules FILE whether the ranks cut it (cut: column or cut: replicated)",
+        )
 
 
 def _in_order(manifest: Manifest) -> Manifest:

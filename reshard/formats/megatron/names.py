@@ -28,14 +28,23 @@ _STACK = re.compile(r"((?:^|\.)(?:decoder|encoder)\.layers)\.(?!\d+\.)(.+)")
 _DIST_EXPERT = re.compile(
     r"(.*\.mlp\.experts)\.experts\.(?:(\d{1,9})\.)?(linear_fc[12])\.(weight|bias)(_[wv])?"
 )
-_LATENT = re.compile(r"\.self_attention\.linear_(?:q|kv)_down_proj\.")
+_LATENT = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.weight$")
 _EXTRA = "_extra_state"
 _BUFFER = re.compile(r"(^|\.)(expert_bias|local_tokens_per_expert|inv_freq)$")
 
 
-def is_latent(name: str) -> bool:
-    """Whether a parameter is a down projection of latent attention (MLA)."""
-    return _LATENT.search(name) is not None
+def latent_width(name: str, args: Arguments) -> int:
+    """Return the rows of a down projection of latent attention (MLA); 0 for other parameters.
+
+    Source: ``core/transformer/multi_latent_attention.py`` (MLASelfAttention.__init__).
+    """
+    match = _LATENT.search(name)
+    if match is None:
+        return 0
+    if match[1] == "q":
+        return args.number("q_lora_rank")
+    rank, rotary = args.number("kv_lora_rank"), args.number("qk_pos_emb_head_dim")
+    return rank + rotary if rank and rotary else 0
 
 
 def layer_of(name: str) -> int | None:

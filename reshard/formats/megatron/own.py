@@ -71,7 +71,7 @@ class Own:
     @property
     def of_experts(self) -> bool:
         """Whether experts have any, which the two forms keep in different ways."""
-        return any(_EXPERT in name for name in self.names())
+        return any(map(is_of_expert, self.names()))
 
     def blank(self) -> Own:
         """The modules that could have a state, with none.
@@ -82,7 +82,7 @@ class Own:
             name: None
             for held in self.extra.values()
             for name in map(of_whole_model, held)
-            if _EXPERT not in name
+            if not is_of_expert(name)
         }
         return Own("torch", {(0, 0): modules})
 
@@ -97,6 +97,11 @@ def of(manifest: Manifest) -> Own:
     """What a source has; nothing where it is none of Megatron's."""
     found = manifest.train.opaque.get(_KEY)
     return found if isinstance(found, Own) else Own("")
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a state is of an expert's module."""
+    return _EXPERT in name
 
 
 def is_empty(value: Any) -> bool:

@@ -118,8 +118,15 @@ def _after(sizes: Sizes) -> tuple[int, int, int, int]:
     return sizes.pipeline, sizes.tensor, sizes.expert, sizes.expert_tensor or sizes.tensor
 
 
-def states(held: Own) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tuple[Entry, ...]]:
-    """Modules' own states as they are written, and the entries of their tensors."""
+def states(
+    held: Own, form: str
+) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tuple[Entry, ...]]:
+    """Return modules' own states as they are written, and the entries of their tensors.
+
+    Args:
+        form: to be written; in the other one the keys of experts' states, which are empty then (see
+            `extra_obstacle`), name no module.
+    """
     entries: list[Entry] = []
 
     def made(place: tuple[int, int], name: str, value: Any) -> Any:
@@ -131,7 +138,11 @@ def states(held: Own) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tupl
         return torch_writer.whole_tensor(entries[-1], tensor.dtype)
 
     found = {
-        place: {name: made(place, name, value) for name, value in states.items()}
+        place: {
+            name: made(place, name, value)
+            for name, value in states.items()
+            if form == held.form or not own.is_of_expert(name)
+        }
         for place, states in held.extra.items()
     }
     return found, tuple(entries)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.containers.torch_writer import number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats.megatron import names
 from reshard.formats.megatron.target import args as arguments
 from reshard.formats.megatron.target import groups, scheduler
 from reshard.formats.megatron.target.carried import Carried
@@ -156,8 +155,8 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     constants = {"layers": architecture.layers} if architecture.layers else {}
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
     padded, notes = _padding(state, wanted, table, constants, architecture)
-    weights = known(state, table, constants, gated=gated, padded=padded)
-    _refuse_latent(weights, wanted)
+    te = wanted.dialect == "te"
+    weights = known(state, table, constants, gated=gated, te=te, padded=padded)
     experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
@@ -204,23 +203,6 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
         schedule,
         (*notes, *made.notes, *said),
         tuple(f"args.{name}" for name in args if name not in adapted),
-    )
-
-
-def _refuse_latent(weights: Sequence[Known], wanted: Wanted) -> None:
-    """Refuse latent attention where its names or cuts are others than in the tables.
-
-    Transformer Engine's layers do not fuse the norm before it, and keep its down projections whole
-    on every rank (core_v0.16.1 ``core/models/gpt/gpt_layer_specs.py``); keys of torch_dist follow.
-    """
-    held = next((w.weight.fqn for w in weights if names.is_latent(w.found.name)), None)
-    if held is None or (wanted.impl == "local" and wanted.form == "torch"):
-        return
-    raise UnsupportedError(
-        f"{held!r}",
-        "is of latent attention, which is written for megatron-core's own layers in the torch"
-        " format alone",
-        "give --transformer-impl local and --ckpt-format torch",
     )
 
 

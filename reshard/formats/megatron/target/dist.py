@@ -40,7 +40,11 @@ from reshard.state_dict.torch_state_dict import Value
 
 _LAYERS = re.compile(r"decoder\.layers\.\d+\.")
 _LOCAL_EXPERT = re.compile(r"\.local_experts\.\d+\.")
-_LINEAR = re.compile(r"(.*linear_(?:qkv|proj|fc1|fc2))\.(?:weight|bias)")
+_LINEAR = re.compile(
+    r"(.*linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj))\.(?:weight|bias)"
+)
+_INPUT = re.compile(r"\.self_attention\.(?:linear_qkv|linear_kv_up_proj)$")
+_RENAMED = re.compile(r"\.(?:input|pre_mlp)_layernorm\.")
 _METADATA = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -167,10 +171,20 @@ class _Stacks:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
         else:
-            # Megatron's own layers are renamed always
-            dialect = self._places.dialect_of(known, "te") if self._te else "te"
-            name = known.found.spelled(dialect, {})
+            name = known.found.spelled(self._dialect(known), {})
         return _LAYERS.sub("decoder.layers.", name) if self._alike else name
+
+    def _dialect(self, known: Known) -> str:
+        """Return the dialect of a key.
+
+        Megatron-core's own layers save two norms under Transformer Engine's names, but not where
+        attention is latent (``core/models/gpt/gpt_layer_specs.py``, get_gpt_layer_local_spec:
+        ``sharded_state_dict_keys_map``).
+        """
+        if self._te:
+            return self._places.dialect_of(known, "te")
+        is_renamed = _RENAMED.search(known.found.name) and not self._places.is_latent(known.layer)
+        return "te" if is_renamed else "local"
 
     def _place(self, known: Known) -> Index:
         layer = () if known.layer is None or not self._alike else (known.layer,)
@@ -184,8 +198,8 @@ class _Stacks:
                 continue
             extents = stack.full()[: stack.dims] or (1,)
             modules = [match[1]]
-            if self._te and match[1].endswith("self_attention.linear_qkv"):
-                modules.append(match[1].replace("linear_qkv", "core_attention"))
+            if self._te and _INPUT.search(match[1]):
+                modules.append(_INPUT.sub(".self_attention.core_attention", match[1]))
             size = ".".join(map(str, extents))
             for module in modules:
                 for place in product(*map(range, extents)):

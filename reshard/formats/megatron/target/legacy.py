@@ -29,7 +29,10 @@ from reshard.pickles.objects import NAMESPACE
 from reshard.pickles.values import Call, Global
 
 CHECKPOINT_VERSION = 3.0
-_STATEFUL = re.compile(r"linear_(?:qkv|proj|fc1|fc2)$|^output_layer$")
+_STATEFUL = re.compile(
+    r"linear_(?:qkv|proj|fc1|fc2|q_proj|(?:q|kv)_(?:down|up)_proj)$|^output_layer$"
+)
+_INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, whose core follows
 
 
 def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
@@ -131,8 +134,8 @@ class _Rank:
                 end(last, expert=of_expert)
             held[local.name] = local.slot(*self._choice.stored(local.known.weight))
             last, of_expert = module, local.known.expert is not None
-            if self._choice.wanted.dialect == "te" and module.endswith(".linear_qkv") and not told:
-                held[module.replace("linear_qkv", "core_attention._extra_state")] = None
+            if self._choice.wanted.dialect == "te" and _INPUT.search(module) and not told:
+                held[_INPUT.sub(".core_attention._extra_state", module)] = None
         end(last, expert=of_expert)
         held.update(own)
         return held

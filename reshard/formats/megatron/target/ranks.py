@@ -93,11 +93,18 @@ class Local:
 
 
 def known(
-    state: Training, table: Table, constants: Mapping[str, int], *, gated: bool, padded: int | None
+    state: Training,
+    table: Table,
+    constants: Mapping[str, int],
+    *,
+    gated: bool,
+    te: bool,
+    padded: int | None,
 ) -> list[Known]:
-    """Every weight with its rule.
+    """Return every weight with its rule.
 
     Args:
+        te: whether the layers are to be Transformer Engine's.
         padded: rows of the vocabulary with its padding; None: as they are.
 
     Raises:
@@ -107,7 +114,7 @@ def known(
     found = []
     for weight in state.weights:
         rule = table.need(weight.fqn, constants)
-        split = rule.rule.split(gated=gated)
+        split = rule.rule.split(gated=gated, te=te)
         if split.dim is not None and split.dim >= len(weight.shape):
             raise UnsupportedError(
                 f"{weight.fqn!r}", f"has shape {weight.shape}, and is to be cut on dim {split.dim}"
@@ -183,7 +190,7 @@ class Places:
         self._experts = 1 + max((w.expert for w in weights if w.expert is not None), default=-1)
         self._sizes = sizes
         self._dialect = dialect
-        self._sparse = {each.layer for each in weights if each.expert is not None}
+        self._names = {each.found.name for each in weights}
         self._chunks = stages.chunks(sizes)
         self._counts = counts
         self._model = Model((each.spot, each) for each in weights)
@@ -191,17 +198,23 @@ class Places:
         self._tied = next(embedding, None) if tied else None  # what the last stage has once more
 
     def dialect_of(self, known: Known, dialect: str) -> str:
-        """In which dialect a parameter is named, where most are in this one.
+        """Return the dialect in which a parameter is named, where most are in this one.
 
-        No fused linear follows the norm before a layer of experts: it is a module of its own.
+        A norm is part of the linear layer behind it where there is that layer. Before experts and
+        before latent attention it is a module of its own.
+
         Transformer Engine names experts by groups where ``moe_grouped_gemm`` is on, else one by one
         as Megatron's own layers do (core_v0.16.1 ``transformer/moe/experts.py``, ``TEGroupedMLP``
         and ``SequentialMLP``).
         """
         if known.expert is not None and not self._grouped:
             return "local"
-        is_norm = ".pre_mlp_layernorm." in known.found.name
-        return "local" if is_norm and known.layer in self._sparse else dialect
+        linear, is_norm, _ = known.found.spelled("te", {}).partition(".layer_norm_")
+        return "local" if is_norm and f"{linear}.weight" not in self._names else dialect
+
+    def is_latent(self, layer: int | None) -> bool:
+        """Whether a layer has latent attention (MLA)."""
+        return f"decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight" in self._names
 
     def of_chunk(self, rank: Rank, chunk: int) -> list[Local]:
         """The weights of one model chunk of one rank, in the module's order.
