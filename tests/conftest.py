@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def sample_tensors():
+def menagerie():
     """Return one tensor of every form, by name."""
-    from tests.support.sample_tensors import sample_tensors
+    from tests.menagerie import menagerie
 
-    return sample_tensors()
+    return menagerie()

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 64 << 10
-FAULTS = "tests.support.faults:reshard"
 SHAPE = (128, 128)
 SMALL = ["--workers", "2", "--max-memory", str(4 * WINDOW)]  # bytes: windows of 64 KiB
 MERGE = ["merge", "x.pt", "out", "--max-shard-size", "500KB", "--dtype", "bf16", *SMALL]
@@ -45,7 +44,7 @@ class Child:
     def __init__(self, directory: Path, imported: list[str]) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.faults", *imported],
+            [sys.executable, "-m", "tests.faults", *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -100,7 +99,7 @@ class Lab(Child):
             self.whole[name] = contents(directory / name)
 
     def run(self, arguments, *, within=".out.partial", batch=1, **fault) -> int:
-        return super().run(FAULTS, [arguments, batch], within=within, **fault)
+        return super().run("tests.faults:reshard", [arguments, batch], within=within, **fault)
 
     def beside(self) -> set[str]:
         own = {"x.pt", "groups.json", "stdout", "stderr", "calls", *COMMANDS}

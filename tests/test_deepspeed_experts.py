@@ -7,7 +7,7 @@ import pytest
 from reshard.commands.target import check_places, check_skeleton
 from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_ranks, write
+from reshard.formats.deepspeed import expert_layout, write
 from reshard.formats.deepspeed.write import expert_groups, experts
 from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.manifest import (
@@ -170,8 +170,8 @@ def test_every_part_has_its_place(world, ranks, stage):
 @pytest.mark.parametrize("config", [{}, {"use_data_before_expert_parallelism": True}])
 def test_every_rank_has_one_place(config):
     for size in (1, 2, 3, 6):
-        owners = expert_ranks.owners(6, size, config)
+        owners = expert_layout.expert_data_ranks(6, size, config)
         assert sorted(rank for ranks in owners for rank in ranks) == list(range(6))
         for rank in range(6):
-            number, at = expert_ranks.place(6, size, config, rank)
+            number, at = expert_layout.locate_rank(6, size, config, rank)
             assert owners[number][at] == rank

@@ -132,7 +132,7 @@ def test_a_users_rules_are_heard_when_a_run_is_read(tmp_path):
 
 def test_a_pattern_that_finds_nothing_leaves_the_rest_unsaid():
     info = {"tp_replicated_parameter_patterns": ["tied_modules.embed.positions.weight"]}
-    with pytest.raises(UnsupportedError, match="finds no parameter, and nothing that finds"):
+    with pytest.raises(UnsupportedError, match="matches no parameter, and no pattern that"):
         cuts(info, "0.positions.weight").split("0.positions.weight", (8, 8))
 
 

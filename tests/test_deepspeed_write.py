@@ -145,15 +145,15 @@ def test_turns_and_back():
     for count in range(12):
         for ranks in range(1, 6):
             members = list(range(count))
-            assert order.out_of_turns(order.in_turns(members, ranks), ranks) == members
+            assert order.undo_round_robin(order.to_round_robin(members, ranks), ranks) == members
 
 
 def test_a_run_that_took_turns_takes_them_at_the_new_size():
     names = "abcdefg"
-    turned = order.in_turns(names, 3)
+    turned = order.to_round_robin(names, 3)
     zero = {"stage": 2, "round_robin_gradients": True}
     source = manifest([[(name, (2,)) for name in turned]], config={"zero_optimization": zero})
-    for stage, wanted in ((2, order.in_turns(names, 2)), (3, list(names)), (0, list(names))):
+    for stage, wanted in ((2, order.to_round_robin(names, 2)), (3, list(names)), (0, list(names))):
         choice = choose(training(source), world_size=2, stage=stage)
         assert [member.fqn for member in choice.flats[0]] == wanted
 

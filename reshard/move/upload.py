@@ -15,6 +15,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from reshard import signals
 from reshard.errors import ResourceError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile
@@ -127,6 +128,7 @@ class _Uploads:
     def __enter__(self) -> _Uploads:
         return self
 
+    @signals.undivided
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop the uploads after an error instead of completing them."""
         if kind is not None:

@@ -1,10 +1,9 @@
-"""Resolve flat parameters: FSDP 1's ``_flat_param`` and FairScale's ``flat_param_N``.
+"""Flat parameters: FSDP 1's ``_flat_param`` and FairScale's ``flat_param_N``.
 
-A unit's parameters are stored end to end in one flat tensor, of which each rank has a piece. The
-pieces do not state which parameter is where. The layout comes from the first of these that exists:
-the rank files' own views (``use_orig_params=True``), FairScale's ``shard_metadata``, ``--model``
-and ``--wrap``, an optimizer that is saved by fqn. A layout is accepted only if it fills every unit
-to the last element.
+A unit's parameters lie end to end in one flat tensor of which each rank has a piece. The pieces
+do not say what lies where in them. That is taken, in this order, from: the rank files' own views
+(``use_orig_params=True``), FairScale's ``shard_metadata``, ``--model`` and ``--wrap``, an optimizer
+that is saved by fqn. A layout counts only if it fills every unit to the last element.
 
 Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (local state dicts),
 ``_flat_param.py``; fairscale 0.4.13 ``nn/data_parallel/fully_sharded_data_parallel.py``
@@ -29,7 +28,7 @@ from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 KEY = "_flat_param"
 _HINT = (
-    "pass the model and how it was wrapped: --model config.json|DIR|module:factory"
+    "say which model was wrapped and how: --model config.json|DIR|module:factory"
     " --wrap LlamaDecoderLayer|size=N|none"
 )
 _FLAT = record(names=sequence(TEXT), shapes=sequence(SHAPE), numels=sequence(COUNT))
@@ -38,14 +37,14 @@ _FAIRSCALE = record(param_metadata=sequence(record(fsdp_path=TEXT, params=mappin
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """One flat parameter and its members."""
+    """One flat parameter with what lies in it."""
 
     prefix: str
     members: tuple[Member, ...]
-    numel: int  # elements before it is cut, with its padding
+    numel: int  # with the padding that belongs to it, before it is cut
 
     def tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
-        """Build the members' global tensors from pieces, each with its first flat element."""
+        """The members as logical tensors, from pieces with their first flat element."""
         pieces = list(pieces)
         chunks = flat_chunks(self.members, pieces)
         dtype = pieces[0][1].dtype
@@ -56,7 +55,7 @@ class FlatUnit:
 
 
 def parse_prefix(key: str) -> str | None:
-    """Return the wrapped module that a flat parameter belongs to; None for other names."""
+    """The wrapped module that a flat parameter belongs to; None for other names."""
     if key == KEY or key.endswith(f".{KEY}"):
         return key.removesuffix(KEY).removesuffix(".")
     return None
@@ -69,16 +68,16 @@ def resolve(
     model: ModelShapes | None,
     shapes: Mapping[str, Index],
 ) -> tuple[dict[str, Any], list[FlatUnit]]:
-    """Return a model's state dict with its flat parameters resolved, and the units.
+    """A model's state dict with its flat parameters resolved, and the units.
 
     Args:
         state: every rank's LOCAL_STATE_DICT, joined.
         model: the model that was wrapped, with its units, where the user named it.
-        shapes: the shapes of parameters in an optimizer that is saved by fqn.
+        shapes: what an optimizer that is saved by fqn says of the parameters.
 
     Raises:
-        UnsupportedError: nothing states which parameters a flat parameter contains.
-        CorruptError: the given parameters do not fill it.
+        UnsupportedError: nothing says what a flat parameter holds.
+        CorruptError: what was said does not fill it.
     """
     flats = {
         prefix: value
@@ -95,14 +94,14 @@ def resolve(
     units = [
         _resolve_unit(prefix, flat, flats, model, shapes, where) for prefix, flat in flats.items()
     ]
-    tensors: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for unit, value in zip(units, flats.values(), strict=True):
-        tensors.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
-    return {**tensors, **rest}, units
+        found.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
+    return {**found, **rest}, units
 
 
 class _ShardOrigins:
-    """The byte ranges of the flat shards in the ranks' files, each with its first flat element."""
+    """Where the flat shards lie in the ranks' files, and at which flat element each begins."""
 
     def __init__(self, flats: Mapping[str, GlobalTensor]) -> None:
         self._shards: dict[str, list[tuple[int, int, int]]] = {}
@@ -112,32 +111,32 @@ class _ShardOrigins:
                 self._shards.setdefault(chunk.file, []).append(shard)
 
     def of(self, chunk: Chunk) -> int | None:
-        """Return the first flat element of the shard that contains a slice."""
+        """The first flat element of the shard that a slice lies in."""
         start, stop = chunk.byte_span
         shards = self._shards.get(chunk.file, ())
         return next((origin for a, b, origin in shards if a <= start and stop <= b), None)
 
     def holds(self, value: Any) -> bool:
-        """Return whether ranks' plain 1-d tensors are slices of the flat shards in their files."""
+        """Whether ranks' plain 1-d tensors are slices of the flat shards in the same files."""
         if not isinstance(value, LocalTensors) or any(len(shape) != 1 for shape in value.shapes()):
             return False
-        slices = [chunk for chunk in value.pieces.values() if chunk.box.volume]
-        return all(self.of(chunk) is not None for chunk in slices)
+        held = [chunk for chunk in value.pieces.values() if chunk.box.volume]
+        return all(self.of(chunk) is not None for chunk in held)
 
     def ordered(self, view: LocalTensors) -> list[Chunk]:
-        """Return a parameter's slices in the order of the shards that contain them."""
-        slices = [chunk for chunk in view.pieces.values() if chunk.box.volume]
+        """A parameter's slices in the order of their shards, which the files state."""
+        held = [chunk for chunk in view.pieces.values() if chunk.box.volume]
         empty = [chunk for chunk in view.pieces.values() if not chunk.box.volume]
-        return [*sorted(slices, key=lambda chunk: self.of(chunk) or 0), *empty]
+        return [*sorted(held, key=lambda chunk: self.of(chunk) or 0), *empty]
 
 
 def _resolve_views(
     views: Mapping[str, Sequence[Chunk]], known: Mapping[str, Index], where: str
 ) -> dict[str, GlobalTensor]:
-    """Resolve ``use_orig_params=True``, where ranks name their slices but not the shapes."""
-    same = {tuple(slices): known[fqn] for fqn, slices in views.items() if fqn in known}
-    tied = {fqn: tuple(slices) for fqn, slices in views.items() if fqn not in known}
-    known = {**known, **{fqn: same[slices] for fqn, slices in tied.items() if slices in same}}
+    """use_orig_params=True: every rank names its own slices; only shapes are missing."""
+    same = {tuple(held): known[fqn] for fqn, held in views.items() if fqn in known}
+    tied = {fqn: tuple(held) for fqn, held in views.items() if fqn not in known}
+    known = {**known, **{fqn: same[held] for fqn, held in tied.items() if held in same}}
     missing = [fqn for fqn in views if fqn not in known]
     if missing:
         sizes = ", ".join(
@@ -146,15 +145,15 @@ def _resolve_views(
         )
         raise UnsupportedError(
             where,
-            f"holds flat slices of {len(missing)} parameters whose shapes no file states: {sizes}"
+            f"holds flat slices of {len(missing)} parameters whose shapes no file says: {sizes}"
             + (" ..." if len(missing) > 3 else ""),
-            "pass the model: --model config.json|DIR|module:factory",
+            "say which model it is: --model config.json|DIR|module:factory",
         )
-    return {fqn: join_slices(where, fqn, known[fqn], slices) for fqn, slices in views.items()}
+    return {fqn: join_slices(where, fqn, known[fqn], held) for fqn, held in views.items()}
 
 
 def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> GlobalTensor:
-    """Build a tensor whose 1-d slices follow one another.
+    """A tensor whose 1-d slices follow one another.
 
     Raises:
         CorruptError: they do not add up to the shape.
@@ -166,7 +165,7 @@ def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> 
         raise CorruptError(
             where,
             f"{fqn!r} is {shape}, {prod(shape)} elements, but the ranks hold {total} of it",
-            "pass the model of this checkpoint, or copy the missing rank's file here",
+            "the model is another one, or a rank's file is missing",
         )
     for piece in pieces:
         stop = at + piece.box.volume
@@ -183,16 +182,15 @@ def _resolve_unit(
     shapes: Mapping[str, Index],
     where: str,
 ) -> FlatUnit:
-    """Find the members of one flat parameter."""
     total = prod(flat.shape)
     given = {unit.prefix: unit for unit in model.units} if model else {}
     if model and given:
         if prefix not in given:
             raise CorruptError(
                 where,
-                f"has a flat parameter of {prefix or 'the root'!r}, which --wrap does not create;"
-                f" it creates {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
-                "pass --wrap as the run was wrapped",
+                f"has a flat parameter of {prefix or 'the root'!r}, which --wrap does not make;"
+                f" it makes {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
+                "give --wrap as the run had it",
             )
         members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
     else:
@@ -205,8 +203,8 @@ def _resolve_unit(
     if not members:
         raise UnsupportedError(
             where,
-            f"holds the flat parameter of {prefix or 'the root'!r}, {total} elements, and no"
-            " file states which parameters it contains",
+            f"holds the flat parameter of {prefix or 'the root'!r}, {total} elements, and nothing"
+            " that says which parameters lie in it",
             _HINT,
         )
     return build_unit(prefix, members, total, where)
@@ -219,7 +217,7 @@ def _under(fqn: str, prefix: str) -> bool:
 def build_unit(
     prefix: str, members: Sequence[tuple[str, Index]], total: int, where: str
 ) -> FlatUnit:
-    """Build a flat parameter of ``total`` elements that these members fill.
+    """A flat parameter of ``total`` elements filled with these members.
 
     Raises:
         CorruptError: they do not fill it.
@@ -237,53 +235,53 @@ def build_unit(
 
 
 def build_units(model: ModelShapes) -> list[FlatUnit]:
-    """Build the units of a model whose optimizer is flat and whose weights are not."""
-    units = []
+    """The units of a model whose optimizer is flat and whose weights are not."""
+    found = []
     for unit in model.units:
         members = [(fqn, model.parameters[fqn]) for fqn in unit.members]
-        units.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
-    return units
+        found.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
+    return found
 
 
 def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]]:
-    """Pair the equal pieces of a flat tensor with their first elements, without zero padding.
+    """Equal pieces of a flat tensor in shard order, with their places; zero padding cut off.
 
     Raises:
         CorruptError: they are not the equal pieces of so many elements.
     """
     size = -(-numel // len(pieces))
-    located = []
+    found = []
     for number, piece in enumerate(pieces):
         if piece.box.volume != size:
             raise CorruptError(
                 piece.file,
                 f"holds {piece.box.volume} elements of a flat parameter of {numel}; each of"
                 f" {len(pieces)} ranks has {size}",
-                "files of runs with different numbers of ranks are mixed",
+                "files of runs of other sizes are mixed",
             )
         at = number * size
         box = Box((0,), (min(size, max(numel - at, 0)),))
-        located.append((at, replace(piece, box=box)))
-    return located
+        found.append((at, replace(piece, box=box)))
+    return found
 
 
 def read_fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
-    """Read the units in FairScale's metadata: key of each flat parameter -> unit.
+    """Key of each flat parameter -> what FairScale's own metadata say of it.
 
     Raises:
         CorruptError: they contradict themselves.
     """
     expect(where, metadata, _FAIRSCALE, "shard_metadata")
     units = {}
-    for entry in metadata["param_metadata"]:
-        path = entry["fsdp_path"]
+    for about in metadata["param_metadata"]:
+        path = about["fsdp_path"]
         prefix = f"{path}." if path else ""
-        for name, flat in entry["params"].items():
-            if len(flat["names"]) != len(flat["shapes"]):
+        for name, held in about["params"].items():
+            if len(held["names"]) != len(held["shapes"]):
                 raise CorruptError(where, f"shard_metadata of {name!r}: not a shape for each name")
-            named = zip(flat["names"], flat["shapes"], strict=True)
+            named = zip(held["names"], held["shapes"], strict=True)
             members = [(prefix + fqn, as_index(shape)) for fqn, shape in named]
             if not members:
                 raise CorruptError(where, f"shard_metadata of {name!r} names no parameter")
-            units[prefix + name] = build_unit(path, members, sum(flat["numels"]), where)
+            units[prefix + name] = build_unit(path, members, sum(held["numels"]), where)
     return units

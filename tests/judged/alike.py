@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import reshard
-from tests.support.sample_tensors import same
+from tests.menagerie import same
 
 
 def assert_alike(ours, theirs):

@@ -80,7 +80,7 @@ def test_a_file_of_a_larger_model_is_noticed(copied, tmp_path):
     run = copied("moe_z2")
     expert = next(run.rglob("layer_1_expert_1_*"))
     expert.with_name("layer_1_expert_2_mp_rank_00_model_states.pt").write_bytes(expert.read_bytes())
-    with pytest.raises(StaleError, match="that the model has not"):
+    with pytest.raises(StaleError, match="that the model does not have"):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 
@@ -98,7 +98,7 @@ def test_an_expert_that_lacks_a_parameter_is_noticed(copied, tmp_path):
     held = torch.load(path, weights_only=False)
     del held["layers.0.deepspeed_moe.experts.deepspeed_experts.2.2.bias"]
     torch.save(held, path)
-    with pytest.raises(CorruptError, match=r"same of its expert as layer_0_expert_0.*: 2\.bias"):
+    with pytest.raises(CorruptError, match=r"same tensors of its expert as layer_0_expert_0.*: 2\.bias"):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 

@@ -36,7 +36,7 @@ from tests.judges.split_worker import (
     rank_files,
     state_of,
 )
-from tests.support.sample_tensors import same
+from tests.menagerie import same
 
 __all__ = ["in_turn"]
 TENSOR = "tp"

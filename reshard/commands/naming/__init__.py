@@ -73,7 +73,7 @@ def _may_be_others(manifest: Manifest) -> bool:
     return (
         manifest.origin.format in (megatron.NAME, meta.NAME)
         or isinstance(manifest.train.client.get("args"), Mapping)  # Megatron-DeepSpeed's
-        or dialects.of_manifest(manifest) == dialects.NEOX
+        or dialects.find_dialect(manifest) == dialects.NEOX
     )
 
 

@@ -48,7 +48,7 @@ def as_hf(manifest: Manifest, said: Traits, asked: Asked) -> Naming:
         manifest,
         table,
         said.architecture(),
-        dialect=dialects.of_manifest(manifest),
+        dialect=dialects.find_dialect(manifest),
         keep_padding=asked.keep_padding,
     )
     notes = list(done.notes)

@@ -36,10 +36,10 @@ def _said(manifest: Manifest) -> Traits | None:
     if origin.format == meta.NAME:
         return of_meta.traits(manifest)
     args = manifest.train.client.get("args")  # Megatron-DeepSpeed's, a Namespace
-    if dialects.of_manifest(manifest) == dialects.NEOX:
-        said = neox.settings(origin.path)
+    if dialects.find_dialect(manifest) == dialects.NEOX:
+        said = neox.read_settings(origin.path)
         padded = args.get("padded_vocab_size") if isinstance(args, Mapping) else None
-        return neox.traits(said, padded, origin.path) if said else None
+        return neox.read_traits(said, padded, origin.path) if said else None
     state = args.get("state") if isinstance(args, Mapping) else None
     if isinstance(state, Mapping) and state.keys() >= _OF_MEGATRON:
         return of_megatron(state, origin.path)

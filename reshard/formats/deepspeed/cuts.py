@@ -1,10 +1,15 @@
-"""How the tensor-parallel ranks of a DeepSpeed checkpoint share its parameters.
+"""Find how the tensor-parallel ranks of a DeepSpeed checkpoint share its parameters.
 
-``universal_checkpoint_info`` says it in regular expressions (DeepSpeed 0.19.8
+``universal_checkpoint_info`` describes it with regular expressions (DeepSpeed 0.19.8
 ``checkpoint/ds_to_universal.py``, ``merge_tp_slices``: ``re.match``, dots not escaped, no end);
-what none of them finds is cut along dim 0 there. Where the names are Megatron's the table knows
-better: Megatron-DeepSpeed names ``tied_modules.embed.position_embeddings.weight`` also where the
-embedding is not tied, and the parameter is called ``1.position_embeddings.weight``.
+what none of them matches is cut along dim 0 there. If the names are Megatron's, the table is more
+exact: Megatron-DeepSpeed lists ``tied_modules.embed.position_embeddings.weight`` even if the
+embedding is not tied and the parameter's name is ``1.position_embeddings.weight``.
+
+AutoTP writes affine maps: the position of each rank's blocks in the whole tensor, with offsets and
+strides as in ``torch.as_strided``, in elements (DeepSpeed 0.19.8 ``checkpoint/affine.py``,
+``ParamAffineMap.to_dict``; ``module_inject/layers.py``,
+``collect_autotp_universal_checkpoint_info``).
 """
 
 from __future__ import annotations
@@ -13,14 +18,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import accumulate
 from math import gcd
 from pathlib import Path
 from typing import Any
 
 from reshard import counts
-from reshard.box import Index
+from reshard.box import Index, row_major
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
-from reshard.formats.deepspeed import affine, dialects, neox
+from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.layers import TIED
 from reshard.model_parallel.rules import Table, builtin, with_users
 from reshard.model_parallel.shards import REPLICATED, Split
@@ -34,7 +40,7 @@ _STAGES = "pipeline_replicated_parameter_patterns"
 _REPEATED_GROUP = re.compile(r"\)[*+{]")
 _REPEATS = re.compile(r"[*+{]")
 _MOST_REPEATS = 3
-_LONGEST = 512  # letters of a name
+_LONGEST = 512  # characters of a name
 _MLP = (
     ("mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"),
     ("mlp.linear1.weight", "mlp.linear2.weight"),
@@ -42,17 +48,18 @@ _MLP = (
 
 
 class Cuts:
-    """The cut of every parameter of one checkpoint.
+    """How each parameter of a checkpoint is cut.
 
-    ``are_known`` is whether anything says how parameters are cut.
+    ``are_known`` is whether the checkpoint, a built-in table or the user describes it at all.
+    ``notes`` are the decisions that a user should see, in order (a dict without values).
 
     Args:
         where: the checkpoint, for messages.
-        info: its ``universal_checkpoint_info``; empty where it has none.
+        info: its ``universal_checkpoint_info``; empty if it has none.
         shapes: of the parameters as the first tensor-parallel rank holds them.
-        ranks: how many there are; a single one has everything whole.
-        buffers: names that are no parameters: every rank has the whole.
-        rules: a user's table; its lines count where the checkpoint says nothing.
+        ranks: number of tensor-parallel ranks; a single one has everything whole.
+        buffers: names of buffers, which every rank has whole.
+        rules: a user's table, which counts where the checkpoint says nothing.
     """
 
     def __init__(
@@ -70,51 +77,51 @@ class Cuts:
         self._info = info
         self._names = tuple(shapes)
         self._buffers = frozenset(buffers)
-        self._dialect, blocks = dialects.of_names(shapes)
+        self._dialect, blocks = dialects.detect_dialect(shapes)
         self.notes: dict[str, None] = {}
         self._rules = rules
         self._constants = {"layers": blocks}
         self._gated = _is_gated(shapes)
         self.are_known = bool(info) or self._dialect is not None or rules is not None
         if ranks > 1 or rules is not None:
-            _ = self._table  # what is wrong with it, or to be noted, is said at once
+            _ = self._table  # report errors and notes of the table now
 
     @cached_property
     def _table(self) -> Table:
-        """The lines of all tables; a checkpoint without ranks to join is spared reading them."""
+        """The rules of all tables; not read for a checkpoint without ranks to join."""
         megatron = builtin(self._table_name(self._ranks))
-        none = Table(f"{megatron.source}, whose names are others", ())
+        none = Table(f"{megatron.source}, which has other names", ())
         return with_users(megatron if self._dialect else none, self._rules)
 
     def _table_name(self, ranks: int) -> str:
-        """Of the built-in table; which of them GPT-NeoX's settings say."""
+        """Return the name of the built-in table, which GPT-NeoX's settings decide."""
         if self._dialect != dialects.NEOX or ranks == 1:
             return "megatron"
-        said = neox.settings(self._where)
-        if said is None:
+        settings = neox.read_settings(self._where)
+        if settings is None:
             self.notes[
                 "nothing says whether GPT-NeoX ran with gpt_j_residual, where row-parallel layers"
                 " have biases that add up: they are taken for copies (copy its configs/"
                 " beside the states, or say summed with --rules)"
             ] = None
             return "megatron"
-        return "neox_parallel" if neox.has_summed_biases(said) else "megatron"
+        return "neox_parallel" if neox.has_summed_biases(settings) else "megatron"
 
     def split(self, fqn: str, shape: Index) -> Split:
-        """How tensor-parallel ranks share one parameter.
+        """Return how tensor-parallel ranks share one parameter.
 
         Raises:
             UsageError: nothing says it.
-            UnsupportedError: the checkpoint says that it cannot be told.
-            CorruptError, UnsafeError: a pattern of the checkpoint is none, or takes for ever to
-                search for.
+            UnsupportedError: the checkpoint says that it is not known.
+            CorruptError, UnsafeError: a pattern of the checkpoint is not a regular expression, or
+                its search could take for ever.
         """
         if self._ranks == 1 or fqn in self._buffers or not shape:
             return REPLICATED
-        said = self._said(fqn, shape)
+        declared = self._declared(fqn, shape)
         known = self._known(fqn)
-        if said is not None:
-            return said
+        if declared is not None:
+            return declared
         if self._info and known is None:
             self._refuse_unused(fqn)
             return Split(0)
@@ -123,111 +130,115 @@ class Cuts:
             return found.rule.split(gated=self._gated)
         if self._info and known not in (Split(0), Split(0, padded=True)):
             self.notes[
-                f"no pattern of universal_checkpoint_info finds {fqn!r}: ds_to_universal would join"
-                " it along dim 0; here it is "
+                f"no pattern of universal_checkpoint_info matches {fqn!r}: ds_to_universal would"
+                " join it along dim 0; here it is "
                 + ("whole on every rank" if known.dim is None else f"cut along dim {known.dim}")
             ] = None
         return known
 
     def _refuse_unused(self, fqn: str) -> None:
-        """A pattern that finds nothing may have been meant for what none finds.
+        """Refuse to guess if a pattern matches nothing: it may have been meant for ``fqn``.
 
         Raises:
-            UnsupportedError: there is one, as ds_to_universal asserts as well.
+            UnsupportedError: there is one; ds_to_universal asserts that there is none.
         """
         for key in (*_REPLICATED, _GATED, _ROW, _VOCABULARY):
             for text in self._info.get(key) or ():
-                if not any(_finds(text, name) for name in self._names):
+                if not any(_matches(text, name) for name in self._names):
                     raise UnsupportedError(
                         self._where,
-                        f"has {text!r} among its {key}, which finds no parameter, and nothing that"
-                        f" finds {fqn!r}: it does not say how that is cut",
+                        f"has {text!r} among its {key}, which matches no parameter, and no pattern"
+                        f" that matches {fqn!r}: it does not say how that is cut",
                         f"say it in a file: --rules FILE, with a line for {fqn}",
                     )
 
-    def fused(self, fqn: str) -> Mapping[str, Any] | None:
-        """What the checkpoint says of a parameter that is several in one.
+    def find_fused(self, fqn: str) -> Mapping[str, Any] | None:
+        """Return how the checkpoint describes a parameter that fuses several; None if it does not.
 
         Raises:
             CorruptError, UnsafeError: as `split`.
         """
-        for said in self._info.get(_SUB) or ():
-            if any(_finds(text, fqn) for text in said["patterns"]):
-                return dict(said)
+        for fused in self._info.get(_SUB) or ():
+            if any(_matches(text, fqn) for text in fused["patterns"]):
+                return dict(fused)
         return None
 
-    def is_first_stages(self, fqn: str) -> bool:
-        """Whether several stages have a parameter and only the first one's is used.
+    def is_from_first_stage(self, fqn: str) -> bool:
+        """Return whether several stages have a parameter and only the first stage's is used.
 
-        A tied embedding is a whole module on the last stage as well, of which the output layer
-        uses the vocabulary alone; the rest there has its first values.
+        A tied embedding is a whole module on the last stage as well. The output layer uses only its
+        vocabulary; the rest keeps its initial values there.
 
         Raises:
             CorruptError, UnsafeError: as `split`.
         """
-        if not (self._found(_STAGES, fqn) or (fqn.startswith(TIED) and self._known(fqn))):
-            return False
         known = self._known(fqn)
-        return not self._found(_VOCABULARY, fqn) and not (known and known.padded)
+        if not (self._is_listed(_STAGES, fqn) or (fqn.startswith(TIED) and known)):
+            return False
+        return not self._is_listed(_VOCABULARY, fqn) and not (known and known.padded)
 
     def _known(self, fqn: str) -> Split | None:
-        """What the tables say."""
+        """Return how the tables cut a parameter."""
         found = self._table.find(fqn, self._constants, self._dialect)
         return found.rule.split(gated=self._gated) if found else None
 
-    def _found(self, key: str, fqn: str) -> bool:
-        patterns = self._info.get(key) or ()
-        return any(_finds(text, fqn) for text in patterns)
+    def _is_listed(self, key: str, fqn: str) -> bool:
+        """Return whether a list of patterns has one that matches a name."""
+        return any(_matches(text, fqn) for text in self._info.get(key) or ())
 
-    def _said(self, fqn: str, shape: Index) -> Split | None:
+    def _declared(self, fqn: str, shape: Index) -> Split | None:
+        """Return how the checkpoint says that a parameter is cut."""
         for text, why in (self._info.get("autotp_unsupported_parameter_patterns") or {}).items():
-            if _finds(text, fqn):
-                raise UnsupportedError(self._where, f"says that {fqn!r} cannot be told: {why}")
-        if any(self._found(key, fqn) for key in _REPLICATED):
+            if _matches(text, fqn):
+                raise UnsupportedError(
+                    self._where, f"says that the cut of {fqn!r} is not known: {why}"
+                )
+        if any(self._is_listed(key, fqn) for key in _REPLICATED):
             return REPLICATED
-        if self._found(_GATED, fqn):
+        if self._is_listed(_GATED, fqn):
             return Split(0, (1, 1))
-        fused = self.fused(fqn)
+        fused = self.find_fused(fqn)
         if fused is not None:
-            text = next(text for text in fused["patterns"] if _finds(text, fqn))
-            return self._fused(fqn, shape, fused, text)
-        mapped = self._map(fqn)
+            text = next(text for text in fused["patterns"] if _matches(text, fqn))
+            return self._split_fused(fqn, shape, fused, text)
+        mapped = self._read_affine_map(fqn)
+        is_vocabulary = self._is_listed(_VOCABULARY, fqn)
         if mapped is not None:
-            return replace(mapped, padded=self._found(_VOCABULARY, fqn))
-        if self._found(_ROW, fqn):
+            return replace(mapped, padded=is_vocabulary)
+        if self._is_listed(_ROW, fqn):
             return Split(1)
-        return Split(0, padded=True) if self._found(_VOCABULARY, fqn) else None
+        return Split(0, padded=True) if is_vocabulary else None
 
-    def _map(self, fqn: str) -> Split | None:
-        """What AutoTP's affine map says: of so many ranks the widths, else the dim alone.
+    def _read_affine_map(self, fqn: str) -> Split | None:
+        """Return how AutoTP's affine map cuts a parameter; None if it has no map.
 
         Raises:
-            UnsupportedError: ranks hold other than one block each.
+            UnsupportedError: a rank does not hold exactly one block.
         """
         maps = (self._info.get("affine_map") or {}).get("params") or {}
-        found = next((value for text, value in maps.items() if _finds(text, fqn)), None)
+        found = next((value for text, value in maps.items() if _matches(text, fqn)), None)
         if found is None:
             return None
-        split = affine.split(found)
+        split = split_of_affine_map(found)
         if split is None:
             raise UnsupportedError(
                 self._where,
-                f"has {fqn!r} in pieces that lie apart (affine_map), which is not read yet",
-                "give reshard what DeepSpeed's ds_to_universal makes of it",
+                f"has {fqn!r} in pieces that are not adjacent (affine_map), which is not read yet",
+                "convert the run with DeepSpeed's ds_to_universal, and give reshard its output",
             )
         return split
 
-    def _fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
-        """Several parameters in one, each cut by itself."""
+    def _split_fused(self, fqn: str, shape: Index, fused: Mapping[str, Any], text: str) -> Split:
+        """Return the cut of several parameters in one, each of which is cut by itself."""
         dim, view = int(fused["partition_dim"]), list(fused["shape"])
         if dim >= len(view) or (dim and len(view) != len(shape)):
             raise UnsupportedError(
                 self._where, f"cuts {fqn!r} of {shape} along dim {dim} of a view {view}"
             )
-        said = view[dim]
-        if not isinstance(said, (list, tuple)):
-            said = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", said)
-        sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in said]
+        parts = view[dim]
+        if not isinstance(parts, (list, tuple)):
+            parts = [1] * counts.count(self._where, f"the number of parts of {fqn!r}", parts)
+        sizes = [counts.count(self._where, f"a part of {fqn!r}", size) for size in parts]
         unit = gcd(*sizes)
         if not sizes:
             raise CorruptError(self._where, f"cuts {fqn!r} into no parts")
@@ -241,17 +252,18 @@ class Cuts:
 
 @cache
 def _compiled(text: str) -> re.Pattern[str]:
-    """A file's regular expression, if it is one that ends: DeepSpeed's are names with numbers.
+    """Compile a file's regular expression; DeepSpeed's are names with numbers.
 
     Raises:
-        UnsafeError: what is repeated repeats something itself, so that a search can take for ever.
+        UnsafeError: it has nested or many repetitions, so that a search could take for ever.
+        CorruptError: it is not a regular expression.
     """
     if _REPEATED_GROUP.search(text) or len(_REPEATS.findall(text)) > _MOST_REPEATS:
         raise UnsafeError(
             f"universal_checkpoint_info's pattern {text!r}",
-            "repeats what it repeats: a search for it may take for ever",
-            "the checkpoint was tampered with; if it was not, say how parameters are cut in a file:"
-            " --rules FILE",
+            "has nested or too many repetitions: a search for it may take for ever",
+            "the checkpoint was tampered with; if it was not, describe how parameters are cut in a"
+            " file: --rules FILE",
         )
     try:
         return re.compile(text)
@@ -259,15 +271,55 @@ def _compiled(text: str) -> re.Pattern[str]:
         raise CorruptError("universal_checkpoint_info", f"holds {text!r}: {error}") from error
 
 
-def _finds(text: str, fqn: str) -> bool:
+def _matches(text: str, fqn: str) -> bool:
     return len(fqn) <= _LONGEST and _compiled(text).match(fqn) is not None
 
 
 def _is_gated(shapes: Mapping[str, Index]) -> bool:
-    """Whether the first linear layer makes two values for each that the second takes."""
+    """Return whether the first linear layer has two outputs for each input of the second."""
     for first, second in _MLP:
         for name, shape in shapes.items():
             other = shapes.get(name.removesuffix(first) + second) if name.endswith(first) else None
             if other:
                 return shape[0] == 2 * other[1]
     return False
+
+
+def split_of_affine_map(affine_map: Mapping[str, Any]) -> Split | None:
+    """Return the cut of a tensor of which each rank holds one block; None if a rank does not."""
+    shape = tuple(int(n) for n in affine_map["logical_shape"])
+    ranks = [affine_map["ranks"][rank] for rank in sorted(affine_map["ranks"], key=int)]
+    shards = [tuple(int(n) for n in rank["shard_shape"]) for rank in ranks]
+    strides = row_major(shape, 1)
+    if any(len(local) != len(shape) for local in shards):
+        return None
+    if all(local == shape for local in shards):
+        whole = all(_is_block(rank, shape, 0, strides) for rank in ranks)
+        return REPLICATED if whole else None
+    for dim in range(len(shape)):
+        widths = [local[dim] for local in shards]
+        starts = [0, *accumulate(widths)]
+        if starts[-1] == shape[dim] and all(
+            _is_block(rank, local, start * strides[dim], strides)
+            for rank, local, start in zip(ranks, shards, starts, strict=False)
+        ):
+            return Split(dim, widths=(tuple(widths),))
+    return None
+
+
+def _is_block(rank: Mapping[str, Any], local: Index, offset: int, strides: Index) -> bool:
+    """Return whether a rank holds one unscaled block, which begins at ``offset`` of the whole."""
+    pieces = [piece for piece in rank["pieces"] if 0 not in piece["shape"]]
+    if 0 in local:
+        return not pieces
+    return len(pieces) == 1 and (
+        tuple(pieces[0]["shape"]) == local
+        and _view(pieces[0]["source"]) == (offset, strides)
+        and _view(pieces[0]["dest"]) == (0, row_major(local, 1))
+        and pieces[0].get("scale", 1.0) == 1.0
+    )
+
+
+def _view(stored: Any) -> tuple[int, Index]:
+    """Return the offset and the strides of a stored view."""
+    return int(stored[0]), tuple(int(stride) for stride in stored[1])

@@ -1,4 +1,4 @@
-"""Whose words a pipeline's names are: of one layer's number, several programs call the parts so.
+"""Detect whose naming scheme a pipeline has: several programs name the parts of a layer.
 
 Sources: GPT-NeoX ea7aefd ``megatron/model/``, Megatron-DeepSpeed and BigScience's Bloom
 ``megatron/model/gpt_model.py``.
@@ -17,15 +17,18 @@ _QKV = re.compile(r"(?:sequential\.)?(\d{1,9})\.(self_)?attention\.query_key_val
 _FIRST_OF_BLOOM = 3  # the layer of its first block; 2 in Megatron-DeepSpeed and GPT-NeoX
 
 
-def of_manifest(manifest: Manifest) -> str | None:
-    """Which words of a table a DeepSpeed pipeline's names are; None elsewhere."""
+def find_dialect(manifest: Manifest) -> str | None:
+    """Return the naming scheme of a DeepSpeed pipeline, as tables call it; else None."""
     if manifest.origin.format != NAME:
         return None
-    return of_names(entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS))[0]
+    return detect_dialect(entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS))[0]
 
 
-def of_names(names: Iterable[str]) -> tuple[str | None, int]:
-    """(which words of the table a pipeline speaks, its number of blocks); None: none of them."""
+def detect_dialect(names: Iterable[str]) -> tuple[str | None, int]:
+    """Return the naming scheme of a pipeline's parameters and its number of blocks.
+
+    The scheme is None if the names are of none that the tables have.
+    """
     found = {int(m[1]): m[2] for name in names if (m := _QKV.fullmatch(name))}
     if not found:
         return None, 0

@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: where they are, which ranks they belong to, what is amiss.
+"""Find the files of a DeepSpeed checkpoint, and sort them by rank.
 
 File names: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``,
 ``_get_rank_zero_ckpt_name``, ``_get_expert_ckpt_name``), ``runtime/pipe/module.py``
@@ -34,67 +34,72 @@ _STATES = (_MODEL, _MODEL3, _OPTIM, _LAYER, _EXPERT, _EXPERT_OPTIM)
 
 
 @dataclass(slots=True)
-class Census:
-    """The files of one model-parallel rank in a tag directory, by data-parallel rank."""
+class RankFiles:
+    """The files of one model-parallel rank in a tag directory, by data-parallel rank.
+
+    ``model`` has the key 0 alone where one file serves all data-parallel ranks (stages 0 to 2).
+    """
 
     location: Location
-    model: dict[int, Path] = field(default_factory=dict)  # {0: ...} where one file serves all ranks
+    model: dict[int, Path] = field(default_factory=dict)
     optim: dict[int, Path] = field(default_factory=dict)
-    model_is_sharded: bool = False  # stage 3 names
+    model_is_sharded: bool = False  # whether the names are those of stage 3
 
     def check_ranks(self, world_size: int) -> None:
-        """Every rank of ``world_size`` has its files and no other rank has.
+        """Check that the files are those of ``world_size`` ranks, and of no other rank.
 
         Raises:
             IncompleteError: a rank's file is missing.
-            CorruptError: a file of a rank that this run did not have.
+            StaleError: there is a file of a rank that this run did not have.
         """
-        wanted = set(range(world_size))
+        expected = set(range(world_size))
         for kind, files in (("model", self.model), ("optimizer", self.optim)):
             if not files or (kind == "model" and not self.model_is_sharded):
                 continue
-            missing, extra = sorted(wanted - set(files)), sorted(set(files) - wanted)
+            missing, extra = sorted(expected - set(files)), sorted(set(files) - expected)
             if missing:
                 raise IncompleteError(
                     self.location,
                     f"{kind} states of {world_size} ranks are expected; those of rank"
-                    f" {_ranks(missing)} are missing",
+                    f" {_shown(missing)} are missing",
                     "copy the missing files here (a node-local disk may still hold them)",
                 )
             if extra:
                 names = ", ".join(files[rank].name for rank in extra[:4])
                 raise StaleError(
                     self.location,
-                    f"the checkpoint is of {world_size} ranks, but {kind} states of rank"
-                    f" {_ranks(extra)} lie beside it ({names}): left over from another run",
-                    "move the extra files away, if the others are the run that you mean",
+                    f"the checkpoint has {world_size} ranks, but there are also {kind} states of"
+                    f" rank {_shown(extra)} ({names}): left over from another run",
+                    "move the extra files away; if they are of the run that you want, move the"
+                    " other files",
                 )
 
 
 @dataclass(slots=True)
-class Files:
+class TagFiles:
     """The files of one tag directory.
 
     Args:
-        ranks: by model-parallel rank.
-        layers: of a pipeline, by layer and tensor-parallel rank.
-        experts: by (layer of experts, expert) and model-parallel rank; -1 where no layer is named.
-        expert_optim: of training without ZeRO, by expert-parallel and model-parallel rank.
+        ranks: model-parallel rank -> its files.
+        layers: of a pipeline: layer -> tensor-parallel rank -> file.
+        experts: (MoE layer, expert) -> model-parallel rank -> file; the layer is -1 where the name
+            has none.
+        expert_optim: of training without ZeRO: (expert-parallel rank, model-parallel rank) -> file.
     """
 
     location: Location
-    ranks: dict[int, Census] = field(default_factory=dict)
+    ranks: dict[int, RankFiles] = field(default_factory=dict)
     layers: dict[int, dict[int, Path]] = field(default_factory=dict)
     experts: dict[tuple[int, int], dict[int, Path]] = field(default_factory=dict)
     expert_optim: dict[tuple[int, int], Path] = field(default_factory=dict)
 
     @property
     def is_parallel(self) -> bool:
-        """Whether any form of model parallelism shows in the names."""
+        """Whether the names show any form of model parallelism."""
         return bool(set(self.ranks) - {0} or self.layers or self.experts or self.expert_optim)
 
 
-def _ranks(ranks: list[int]) -> str:
+def _shown(ranks: list[int]) -> str:
     return some([str(rank) for rank in ranks], 8)
 
 
@@ -103,16 +108,13 @@ def _is_state_file(name: str) -> bool:
 
 
 def _is_tag(location: Location) -> bool:
-    """Whether a directory holds rank files or the universal form."""
-    return _is_universal(location) or any(map(_is_state_file, location.files))
-
-
-def _is_universal(location: Location) -> bool:
+    """Return whether a directory holds rank files or a universal checkpoint."""
     zero = location.folders.get("zero")
-    return zero is not None and _is_zero(zero)
+    return (zero is not None and _is_zero(zero)) or any(map(_is_state_file, location.files))
 
 
 def _is_zero(location: Location) -> bool:
+    """Return whether a directory has the parameters of a universal checkpoint."""
     return any("fp32.pt" in folder.files for folder in location.folders.values())
 
 
@@ -121,25 +123,25 @@ def _tags(location: Location) -> list[str]:
 
 
 def detect(location: Location) -> bool:
-    """Whether the place is a run directory, a tag directory, or a rank file of DeepSpeed.
+    """Return whether this is a run directory, a tag directory or a rank file of DeepSpeed.
 
     Raises:
-        CorruptError: the file that names the latest tag is no text.
+        CorruptError: the file that names the latest tag does not hold a tag.
     """
     if location.chosen:
         return _is_state_file(location.chosen) or location.chosen in _POINTERS
     if _is_tag(location) or _tags(location) or (location.name == "zero" and _is_zero(location)):
         return True
     pointer = _pointer(location)
-    return pointer is not None and _named_in(pointer) not in location.folders
+    return pointer is not None and _read_pointer(pointer) not in location.folders
 
 
 def locate(location: Location, tag: str | None = None) -> Location:
-    """The tag directory that a place stands for.
+    """Return the tag directory that a path stands for.
 
     Raises:
-        UnrecognisedError: no tag was given where several, or none, are possible.
-        CorruptError: the file that names the latest tag is no text.
+        UnrecognisedError: no tag was given, and there are several tags or none.
+        CorruptError: the file that names the latest tag does not hold a tag.
     """
     location = Location(location.directories)
     if location.name == "zero":
@@ -162,11 +164,11 @@ def _pointer(location: Location) -> Path | None:
     return next((location.files[name] for name in _POINTERS if name in location.files), None)
 
 
-def _named_in(pointer: Path) -> str:
-    """The tag that a pointer file names.
+def _read_pointer(pointer: Path) -> str:
+    """Read the tag that a pointer file names.
 
     Raises:
-        CorruptError: it names something else.
+        CorruptError: it does not name a tag.
     """
     chosen = read_small_file(pointer, MAX_POINTER).decode(errors="replace").strip()
     if chosen and "/" not in chosen and chosen not in (".", ".."):
@@ -175,10 +177,12 @@ def _named_in(pointer: Path) -> str:
 
 
 def _latest(location: Location, tags: list[str]) -> str:
-    """The tag that the run's ``latest`` file names; never a guess."""
+    """Return the tag that the run's ``latest`` file names; never guess one."""
     pointer = _pointer(location)
     if pointer:
-        return _named_in(pointer)
+        return _read_pointer(pointer)
+    if not tags:
+        raise UnrecognisedError(location, "is not a DeepSpeed checkpoint directory")
     raise UnrecognisedError(
         location,
         f"has no file 'latest' that says which checkpoint is meant; found {', '.join(tags)}",
@@ -186,25 +190,29 @@ def _latest(location: Location, tags: list[str]) -> str:
     )
 
 
-def census(location: Location) -> Files:
+def list_files(location: Location) -> TagFiles:
     """Sort the files of a tag directory by rank.
 
     Raises:
-        StaleError: files of two runs with different settings.
+        StaleError: there are files of two runs with different settings.
         IncompleteError: a rank's model states are missing.
     """
-    found = Files(location)
+    found = TagFiles(location)
     prefixes: dict[str, str] = {}
+
+    def rank_files(digits: str) -> RankFiles:
+        return found.ranks.setdefault(int(digits), RankFiles(location))
+
     for name, path in location.files.items():
         if match := _MODEL.fullmatch(name):
-            _rank(found, match[1]).model.setdefault(0, path)
+            rank_files(match[1]).model.setdefault(0, path)
         elif match := _MODEL3.fullmatch(name):
-            rank = _rank(found, match[2])
+            rank = rank_files(match[2])
             rank.model_is_sharded = True
             rank.model[int(match[1])] = path
         elif match := _OPTIM.fullmatch(name):
             prefixes.setdefault(match[1], name)
-            _rank(found, match[3]).optim[int(match[2])] = path
+            rank_files(match[3]).optim[int(match[2])] = path
         elif match := _LAYER.fullmatch(name):
             found.layers.setdefault(int(match[1]), {})[int(match[2] or 0)] = path
         elif match := _EXPERT.fullmatch(name):
@@ -222,12 +230,8 @@ def census(location: Location) -> Files:
     return found
 
 
-def _rank(found: Files, digits: str) -> Census:
-    return found.ranks.setdefault(int(digits), Census(found.location))
-
-
-def _check_models(found: Files) -> None:
-    """Every model-parallel rank has its model states, of one form."""
+def _check_models(found: TagFiles) -> None:
+    """Check that every model-parallel rank has its model states, all of one form."""
     for number in range(max(found.ranks, default=0) + 1):
         rank, name = found.ranks.get(number), f"mp_rank_{number:02d}_model_states.pt"
         if rank is None or not rank.model:
@@ -241,6 +245,6 @@ def _check_models(found: Files) -> None:
             raise StaleError(
                 found.location,
                 f"holds model states of stage 3 (zero_pp_rank_*) and of another stage ({name}):"
-                " two runs are mixed",
+                " files of two runs are mixed",
                 "move the files of the older run away",
             )

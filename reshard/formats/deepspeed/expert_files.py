@@ -1,7 +1,8 @@
-"""The files of experts, and the module that they are a part of."""
+"""Open the files of experts, and put their tensors into the module that they belong to."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,15 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import expert_names
-from reshard.formats.deepspeed.directory import Files
+from reshard.formats.deepspeed.directory import TagFiles
+from reshard.formats.deepspeed.expert_layout import parse_expert_name
 from reshard.formats.deepspeed.states import MIXED, ModelStates
 from reshard.state_dict import leaves
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """One file: an expert of a layer; ``layer`` is the prefix of the layer's names."""
+    """The file of one expert of a layer; ``layer`` is the prefix of the layer's names."""
 
     layer: str
     number: int
@@ -26,29 +27,29 @@ class Expert:
     tensors: Mapping[str, Tensor]
 
 
-def open_all(files: Files, first: ModelStates) -> list[Expert]:
-    """Every expert of every layer, in order; ``num_experts`` lists how many each layer has.
+def open_experts(files: TagFiles, first: ModelStates) -> list[Expert]:
+    """Open every expert of every layer, in order; ``num_experts`` lists how many each layer has.
 
     Raises:
         IncompleteError: an expert's file is missing.
         StaleError: there are files of more experts than the model has, or of another step.
-        CorruptError: a file holds not its expert alone, or another part of it than the others.
-        UnsupportedError: experts are cut by tensor parallelism too.
+        CorruptError: a file does not hold its expert alone, or not the same tensors as the others.
+        UnsupportedError: experts are also cut by tensor parallelism.
     """
-    held: dict[int, dict[int, Path]] = {}
+    paths: dict[int, dict[int, Path]] = {}
     for (layer, number), ranks in sorted(files.experts.items()):
         if set(ranks) != {0}:
             raise UnsupportedError(
                 ranks[max(ranks)],
                 "is of an expert of a tensor-parallel run, which is not read yet",
             )
-        held.setdefault(layer, {})[number] = ranks[0]
-    said = first.root.get("num_experts")
-    counts = list(said) if isinstance(said, (list, tuple)) else []
+        paths.setdefault(layer, {})[number] = ranks[0]
+    declared = first.root.get("num_experts")
+    counts = list(declared) if isinstance(declared, (list, tuple)) else []
     if not counts:
-        counts = [1 + max(held[layer]) for layer in sorted(held)]
-    wanted = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
-    missing = next((expert for expert in wanted if expert not in files.experts), None)
+        counts = [1 + max(paths[layer]) for layer in sorted(paths)]
+    expected = ((layer, number) for layer, count in enumerate(counts) for number in range(count))
+    missing = next((expert for expert in expected if expert not in files.experts), None)
     if missing:
         layer, number = missing
         raise IncompleteError(
@@ -61,54 +62,53 @@ def open_all(files: Files, first: ModelStates) -> list[Expert]:
     if extra:
         layer, number = extra[0]
         raise StaleError(
-            held[layer][number],
-            f"is of an expert that the model has not: it has {counts} in its layers",
+            paths[layer][number],
+            f"is of an expert that the model does not have: its layers have {counts} experts",
             "files of two runs are mixed: move those of the other run away",
         )
     experts = [
-        _expert(path, number) for layer in sorted(held) for number, path in held[layer].items()
+        _open_expert(path, number)
+        for layer in sorted(paths)
+        for number, path in paths[layer].items()
     ]
-    _check_alike(experts)
+    _check_tensors(experts)
     return experts
 
 
-def _check_alike(experts: Sequence[Expert]) -> None:
-    """The experts of a layer are copies of one module."""
-    layers: dict[str, tuple[Expert, set[str]]] = {}
-    for expert in experts:
-        names = {parsed.rest for parsed in map(expert_names.parse, expert.tensors) if parsed}
-        first, wanted = layers.setdefault(expert.layer, (expert, names))
-        if names != wanted:
-            raise CorruptError(
-                expert.file.path,
-                f"does not hold the same of its expert as {Path(first.file.path).name}:"
-                f" {', '.join(sorted(names ^ wanted)[:3])}",
-                MIXED,
-            )
-
-
-def _expert(path: Path, number: int) -> Expert:
+def _open_expert(path: Path, number: int) -> Expert:
     file = torch_reader.read(path)
-    found = file.root if isinstance(file.root, dict) else {}
-    leaves.find_opaque(file.path, found)
-    tensors = {str(name): value for name, value in found.items() if isinstance(value, Tensor)}
-    names = map(expert_names.parse, tensors)
+    root = file.root if isinstance(file.root, dict) else {}
+    leaves.find_opaque(file.path, root)
+    tensors = {str(name): value for name, value in root.items() if isinstance(value, Tensor)}
+    names = map(parse_expert_name, tensors)
     owners = {(name.layer, name.number) if name else None for name in names}
     if len(owners) != 1 or (owner := owners.pop()) is None or owner[1] != number:
         raise CorruptError(path, f"does not hold expert {number} of one layer, and nothing else")
     return Expert(owner[0], number, file, tensors)
 
 
-def counts_of(experts: Sequence[Expert]) -> dict[str, int]:
-    """How many there are of each layer."""
-    counts: dict[str, int] = {}
+def _check_tensors(experts: Sequence[Expert]) -> None:
+    """Check that the experts of a layer have the same tensors: they are copies of one module."""
+    layers: dict[str, tuple[Expert, set[str]]] = {}
     for expert in experts:
-        counts[expert.layer] = counts.get(expert.layer, 0) + 1
-    return counts
+        names = {parsed.rest for parsed in map(parse_expert_name, expert.tensors) if parsed}
+        first, expected = layers.setdefault(expert.layer, (expert, names))
+        if names != expected:
+            raise CorruptError(
+                expert.file.path,
+                "does not hold the same tensors of its expert as"
+                f" {Path(first.file.path).name}: {', '.join(sorted(names ^ expected)[:3])}",
+                MIXED,
+            )
 
 
-def module_of(first: ModelStates, experts: Sequence[Expert]) -> dict[str, Any]:
-    """The module's tensors in its order: a layer's experts follow its gate."""
+def count_experts(experts: Sequence[Expert]) -> dict[str, int]:
+    """Return how many experts each layer has."""
+    return dict(Counter(expert.layer for expert in experts))
+
+
+def insert_experts(first: ModelStates, experts: Sequence[Expert]) -> dict[str, Any]:
+    """Return the module's tensors in its order: a layer's experts follow its gate."""
     own = first.root.get("module") or {}
     last = {
         name.partition(".deepspeed_moe.")[0] + ".deepspeed_moe.": name

@@ -1,4 +1,4 @@
-"""A mixture of experts without ZeRO: each expert-parallel rank has an optimizer of its own."""
+"""Read a mixture of experts without ZeRO: each expert-parallel rank has its own optimizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import TorchFile
 from reshard.errors import IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import expert_names, native
-from reshard.formats.deepspeed.directory import Files
-from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of
-from reshard.formats.deepspeed.kinds import OPTIMIZER
+from reshard.formats.deepspeed import native
+from reshard.formats.deepspeed.directory import TagFiles
+from reshard.formats.deepspeed.expert_files import Expert, count_experts, insert_experts
+from reshard.formats.deepspeed.expert_layout import expert_parallel_size, parse_expert_name
+from reshard.formats.deepspeed.schemas import OPTIMIZER
+from reshard.formats.deepspeed.stage0 import inner_optimizer
 from reshard.formats.deepspeed.states import ModelStates
 from reshard.manifest import BUFFER, PARAM, Manifest
 from reshard.model_parallel import combine
@@ -20,88 +22,103 @@ from reshard.schema import expect, fields, maybe
 
 
 def read(
-    files: Files, first: ModelStates, experts: Sequence[Expert], place: Mapping[str, int]
+    files: TagFiles, first: ModelStates, experts: Sequence[Expert], position: Mapping[str, int]
 ) -> tuple[Manifest, Mapping[str, int]]:
-    """Each expert-parallel rank has an optimizer of its own, under indices: read one by one.
+    """Read the ranks one by one, as their optimizers are stored by index, and join them.
+
+    Args:
+        position: fqn -> its position in the module.
+
+    Returns:
+        The manifest, and how many ranks share the experts of each layer.
 
     Raises:
         IncompleteError: a rank's file is missing.
         StaleError: files of two runs are mixed.
-        UnsupportedError: a run without ZeRO whose layers of experts are shared by different numbers
-            of ranks.
+        UnsupportedError: the layers of experts are shared by different numbers of ranks.
     """
     count = 1 + max(rank for rank, _ in files.expert_optim)
-    optimizers = []
-    for rank in range(count):
-        path = files.expert_optim.get((rank, 0))
-        if path is None:
-            raise IncompleteError(
-                files.location, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
-            )
-        optimizers.append(torch_reader.read(path))
-        expect(path, optimizers[-1].root, fields(optimizer=maybe(OPTIMIZER)))
-    counts = counts_of(experts)
+    optimizers = [_open(files, rank) for rank in range(count)]
+    counts = count_experts(experts)
     for file in optimizers:
         _check_sizes(file, count, counts)
+    local = {layer: total // count for layer, total in counts.items()}
     ranks = []
     for rank, file in enumerate(optimizers):
-        held = [e for e in experts if e.number * count // counts[e.layer] == rank]
-        local = {layer: total // count for layer, total in counts.items()}
-        optimizer = _named(_optimizer(file), rank, local)
-        root = first.root | {"module": module_of(first, held), "optimizer": optimizer}
-        opened = [file, *(expert.file for expert in held)]
+        own = [e for e in experts if e.number * count // counts[e.layer] == rank]
+        optimizer = _with_global_names(_optimizer(file), rank, local)
+        root = first.root | {"module": insert_experts(first, own), "optimizer": optimizer}
+        opened = [file, *(expert.file for expert in own)]
         manifest = native.read(files.ranks[0], replace(first, root=root), opened)
-        if rank:  # what no expert is lies in one file for all
+        if rank:  # one file holds the weights outside the experts for all ranks
             manifest = manifest.with_entries(
                 entry
                 for entry in manifest.entries.values()
-                if entry.kind not in (PARAM, BUFFER) or expert_names.parse(entry.fqn)
+                if entry.kind not in (PARAM, BUFFER) or parse_expert_name(entry.fqn)
             )
         ranks.append(manifest)
     joined = combine.stages(ranks)
-    entries = sorted(joined.entries.values(), key=lambda entry: place.get(entry.fqn, len(place)))
+    entries = sorted(
+        joined.entries.values(), key=lambda entry: position.get(entry.fqn, len(position))
+    )
     return joined.with_entries(entries), dict.fromkeys(counts, count)
 
 
+def _open(files: TagFiles, rank: int) -> TorchFile:
+    path = files.expert_optim.get((rank, 0))
+    if path is None:
+        raise IncompleteError(
+            files.location, f"expp_rank_{rank}_mp_rank_00_optim_states.pt is missing", "copy it"
+        )
+    file = torch_reader.read(path)
+    expect(path, file.root, fields(optimizer=maybe(OPTIMIZER)))
+    return file
+
+
 def _optimizer(file: TorchFile) -> dict[str, Any]:
-    held: dict[str, Any] = file.root.get("optimizer") or {}
-    return held
+    optimizer: dict[str, Any] = file.root.get("optimizer") or {}
+    return optimizer
 
 
-def _named(optimizer: dict[str, Any], rank: int, local: Mapping[str, int]) -> dict[str, Any]:
-    """The same, where it names its parameters (``param_names``), by the whole model's names."""
-    inner = optimizer.get("optimizer_state_dict", optimizer)
+def _with_global_names(
+    optimizer: dict[str, Any], rank: int, local: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return an optimizer with ``param_names``, if it has them, as the whole model has them.
+
+    Args:
+        local: how many experts of each layer a rank has.
+    """
+    inner = inner_optimizer(optimizer)
     groups = inner.get("param_groups", [])
     if not any("param_names" in group for group in groups):
         return optimizer
 
-    def called(fqn: str) -> str:
-        own = expert_names.parse(fqn)
-        return str(own.numbered(rank * local[own.layer] + own.number)) if own else fqn
+    def global_name(fqn: str) -> str:
+        own = parse_expert_name(fqn)
+        return str(own.renumber(rank * local[own.layer] + own.number)) if own else fqn
 
-    named = [
-        {**group, "param_names": [called(str(name)) for name in group.get("param_names", ())]}
+    renamed = [
+        {**group, "param_names": [global_name(str(name)) for name in group.get("param_names", ())]}
         for group in groups
     ]
-    inner = {**inner, "param_groups": named}
-    return (
-        {**optimizer, "optimizer_state_dict": inner}
-        if "optimizer_state_dict" in optimizer
-        else inner
-    )
+    inner = {**inner, "param_groups": renamed}
+    is_wrapped = "optimizer_state_dict" in optimizer
+    return {**optimizer, "optimizer_state_dict": inner} if is_wrapped else inner
 
 
 def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None:
-    """All layers are shared by as many ranks, and files of so many are here."""
-    optimizer = _optimizer(file)
-    inner = optimizer.get("optimizer_state_dict", optimizer)
-    told = map(expert_names.ranks_of, inner.get("param_groups", []))
-    sizes = {size for size in told if size is not None}
+    """Check that the ranks that share each layer are as many as the files.
+
+    Args:
+        counts: experts of each layer.
+    """
+    groups = inner_optimizer(_optimizer(file)).get("param_groups", [])
+    sizes = {size for size in map(expert_parallel_size, groups) if size is not None}
     if len(sizes) > 1:
         raise UnsupportedError(
             file.path,
             f"is of a run without ZeRO, whose layers of experts are shared by {sorted(sizes)} ranks"
-            " each: which are shared by how many is nowhere said",
+            " each: no file says which layer is shared by how many",
         )
     if sizes and max(sizes) > count:
         raise IncompleteError(
@@ -109,7 +126,7 @@ def _check_sizes(file: TorchFile, count: int, counts: Mapping[str, int]) -> None
             f"is of {max(sizes)} expert-parallel ranks, and optimizer states of {count} are here",
             "copy the missing expp_rank_* files here",
         )
-    uneven = {layer: held for layer, held in counts.items() if held % count}
+    uneven = any(total % count for total in counts.values())
     if uneven or (sizes and max(sizes) < count):
         raise StaleError(
             file.path,

@@ -1,7 +1,7 @@
-"""A mixture of experts: its files, and the model as one rank with all experts would have it.
+"""Read a mixture of experts: its files, and the model as one rank with all experts would have it.
 
-An expert-parallel rank calls its experts 0, 1, ... (names in ``param_shapes`` and in optimizers are
-those of rank 0); its files number them through the layer: expert ``e`` of rank ``r`` is
+An expert-parallel rank numbers its experts 0, 1, ... (names in ``param_shapes`` and in optimizers
+are those of rank 0); its files number them through the layer: expert ``e`` of rank ``r`` is
 ``r * local + e``. Ranks that share an expert divide its optimizer state among them. Source:
 DeepSpeed 0.19.8 ``runtime/engine.py`` (``_save_moe_checkpoint``), ``moe/experts.py``,
 ``moe/utils.py``, ``utils/groups.py`` (``_create_expert_and_data_parallel``).
@@ -14,110 +14,119 @@ from dataclasses import replace
 
 from reshard import dtypes
 from reshard.errors import CorruptError, IncompleteError, StaleError, UnsupportedError
-from reshard.formats.deepspeed import expert_names, expert_optimizers, native, order
-from reshard.formats.deepspeed.directory import Files
-from reshard.formats.deepspeed.expert_files import Expert, counts_of, module_of, open_all
+from reshard.formats.deepspeed import expert_optimizers, native, order
+from reshard.formats.deepspeed.directory import TagFiles
+from reshard.formats.deepspeed.expert_files import (
+    Expert,
+    count_experts,
+    insert_experts,
+    open_experts,
+)
+from reshard.formats.deepspeed.expert_layout import expert_parallel_size, parse_expert_name
 from reshard.formats.deepspeed.states import MIXED, ModelStates
 from reshard.manifest import Manifest, ParamGroup
 
 
-def read(files: Files) -> Manifest:
+def read(files: TagFiles) -> Manifest:
     """Describe the training state that all expert-parallel ranks hold together.
 
     Raises:
         IncompleteError: an expert's or a rank's file is missing.
         CorruptError: the files contradict each other.
-        UnsupportedError: experts together with another form of model parallelism, and what is not
-            DeepSpeed's own layer of experts.
+        UnsupportedError: experts together with another form of model parallelism, or experts of
+            another class than DeepSpeed's MoE layer.
     """
-    first = native.first_of(files.ranks[0])
+    first = native.open_first(files.ranks[0])
     _refuse(files, first)
-    experts = open_all(files, first)
-    place = {name: at for at, name in enumerate(module_of(first, experts))}
+    experts = open_experts(files, first)
+    position = {name: at for at, name in enumerate(insert_experts(first, experts))}
     if files.expert_optim:
-        manifest, sizes = expert_optimizers.read(files, first, experts, place)
+        manifest, sizes = expert_optimizers.read(files, first, experts, position)
     else:
-        first, sizes = _with_all(first, experts)
+        first, sizes = _with_all_experts(first, experts)
         manifest = native.read(files.ranks[0], first, [expert.file for expert in experts])
     mesh = {**manifest.origin.mesh, "ep": max(sizes.values())}
     manifest = replace(manifest, origin=replace(manifest.origin, mesh=mesh))
-    local = {layer: count // sizes[layer] for layer, count in counts_of(experts).items()}
-    groups = [_in_order(manifest, group, place, local) for group in manifest.train.param_groups]
+    local = {layer: count // sizes[layer] for layer, count in count_experts(experts).items()}
+    groups = [
+        _sort_group(manifest, group, position, local) for group in manifest.train.param_groups
+    ]
     return replace(manifest, train=replace(manifest.train, param_groups=tuple(groups)))
 
 
-def _in_order(
-    manifest: Manifest, group: ParamGroup, place: Mapping[str, int], local: Mapping[str, int]
+def _sort_group(
+    manifest: Manifest, group: ParamGroup, position: Mapping[str, int], local: Mapping[str, int]
 ) -> ParamGroup:
-    """A group of experts in the module's order, where it stands rank by rank.
+    """Return a group of experts, which is stored rank by rank, in the module's order.
 
-    Where the ranks have it in another order it stays rank by rank, in the order in which each was
-    given it.
+    If the ranks have their members in another order, the group stays rank by rank, each rank's
+    members in the order in which the user gave them.
 
     Args:
-        place: the module's order.
+        position: fqn -> its position in the module.
         local: how many experts of each layer a rank has.
     """
     ranks: dict[int, list[str]] = {}
-    for fqn, own in zip(group.fqns, map(expert_names.parse, group.fqns), strict=True):
-        if own is None:  # of a group of experts all are
+    for fqn, own in zip(group.fqns, map(parse_expert_name, group.fqns), strict=True):
+        if own is None:  # in a group of experts all members are experts'
             return group
         ranks.setdefault(own.number // local[own.layer], []).append(fqn)
     config, world = manifest.train.config, manifest.origin.mesh["world"]
-    stage = order.section(config, "zero_optimization").get("stage", 0)
+    stage = order.zero_section(config).get("stage", 0)
     trained = manifest.origin.precision
-    if order.takes_turns(config, stage, dtypes.parse(trained) if trained else None):
-        each = world // (expert_names.ranks_of(group.hyper) or 1)
-        ranks = {rank: order.out_of_turns(held, each) for rank, held in ranks.items()}
+    if order.uses_round_robin(config, stage, dtypes.parse(trained) if trained else None):
+        each = world // (expert_parallel_size(group.hyper) or 1)
+        ranks = {rank: order.undo_round_robin(fqns, each) for rank, fqns in ranks.items()}
 
     def at(fqn: str) -> int:
-        return place.get(fqn, len(place))
+        return position.get(fqn, len(position))
 
     fqns = [fqn for rank in sorted(ranks) for fqn in ranks[rank]]
-    if all(held == sorted(held, key=at) for held in ranks.values()):
+    if all(own == sorted(own, key=at) for own in ranks.values()):
         fqns.sort(key=at)
     return replace(group, fqns=tuple(fqns))
 
 
-def _refuse(files: Files, first: ModelStates) -> None:
-    place = files.location
+def _refuse(files: TagFiles, first: ModelStates) -> None:
+    """Refuse runs with experts that are not read yet, and files of two runs."""
+    where = files.location
     if first.root.get("ds_autoep_layers"):
-        raise UnsupportedError(place, "holds experts of AutoEP, which are not read yet")
+        raise UnsupportedError(where, "holds experts of AutoEP, which are not read yet")
     if files.layers or set(files.ranks) != {0}:
         raise UnsupportedError(
-            place, "holds experts of a tensor- or pipeline-parallel run, which are not read yet"
+            where, "holds experts of a tensor- or pipeline-parallel run, which are not read yet"
         )
     if any(layer < 0 for layer, _ in files.experts):
         raise UnsupportedError(
-            place, "holds expert_N files that name no layer, of DeepSpeed before 0.5: not read"
+            where, "holds expert_N files that name no layer, of DeepSpeed before 0.5: not read"
         )
     if files.ranks[0].model_is_sharded:
-        raise UnsupportedError(place, "holds experts of ZeRO stage 3, which are not read yet")
+        raise UnsupportedError(where, "holds experts of ZeRO stage 3, which are not read yet")
     if not (files.expert_optim or first.shapes):
         raise IncompleteError(
-            place,
+            where,
             "holds experts of a run without ZeRO, and no expp_rank_*_optim_states.pt",
             "copy them here (each expert-parallel rank has one)",
         )
     if files.expert_optim and files.ranks[0].optim:
         raise StaleError(
-            place,
+            where,
             "holds optimizer states of a run with ZeRO (zero_pp_rank_*) and of one without"
             " (expp_rank_*)",
             "move the files of the older run away",
         )
 
 
-def _with_all(
+def _with_all_experts(
     first: ModelStates, experts: Sequence[Expert]
 ) -> tuple[ModelStates, Mapping[str, int]]:
-    """ZeRO's model states as of a rank with all experts, and the ranks that share each layer.
+    """Return the model states as of a rank with all experts, and the ranks that share each layer.
 
-    The members of a flat group of experts stand in it rank by rank.
+    The members of a flat group of experts are in it rank by rank.
     """
-    local = _local(first.names)
+    local = _count_local(first.declared_names)
     sizes: dict[str, int] = {}
-    for layer, count in counts_of(experts).items():
+    for layer, count in count_experts(experts).items():
         if not local.get(layer) or count % local[layer]:
             raise CorruptError(
                 first.file.path,
@@ -130,44 +139,51 @@ def _with_all(
             first.file.path, f"lists experts of {min(unknown)!r}, of which there is no file", MIXED
         )
 
-    def spread(names: Iterable[str]) -> dict[str, str]:
-        """Global name -> rank 0's, rank by rank; a name of no expert stands for itself."""
-        held = list(names)
+    def of_all_ranks(names: Iterable[str]) -> dict[str, str]:
+        """Return global name -> rank 0's name, rank by rank; other names map to themselves."""
+        listed = list(names)
         found = {}
         for rank in range(max(sizes.values())):
-            for name in held:
-                own = expert_names.parse(name)
+            for name in listed:
+                own = parse_expert_name(name)
                 if own and rank < sizes[own.layer]:
                     number = rank * local[own.layer] + own.number
-                    found[str(own.numbered(number))] = name
+                    found[str(own.renumber(number))] = name
                 elif not own and rank == 0:
                     found[name] = name
         return found
 
-    shapes = [{new: group[old] for new, old in spread(group).items()} for group in first.shapes]
     frozen, tied = first.mapping("frozen_param_shapes"), first.mapping("shared_params")
     root = first.root | {
-        "module": module_of(first, experts),
-        "param_shapes": shapes,
-        "frozen_param_shapes": {new: frozen[old] for new, old in spread(frozen).items()}
+        "module": insert_experts(first, experts),
+        "param_shapes": [
+            {new: group[old] for new, old in of_all_ranks(group).items()} for group in first.shapes
+        ],
+        "frozen_param_shapes": {new: frozen[old] for new, old in of_all_ranks(frozen).items()}
         if frozen
         else first.root.get("frozen_param_shapes"),
-        "buffer_names": list(spread(sorted(first.buffers))),
-        "shared_params": {new: _beside(new, tied[old]) for new, old in spread(tied).items()},
+        "buffer_names": list(of_all_ranks(sorted(first.buffers))),
+        "shared_params": {
+            new: _same_expert(new, tied[old]) for new, old in of_all_ranks(tied).items()
+        },
     }
-    groups = tuple(_size_of(first, group, sizes) for group in first.shapes)
-    return replace(first, root=root, group_ranks=groups), sizes
+    expert_ranks = tuple(_group_size(first, group, sizes) for group in first.shapes)
+    return replace(first, root=root, expert_ranks=expert_ranks), sizes
 
 
-def _beside(fqn: str, other: str) -> str:
-    """Another parameter of the same expert, or what is of none."""
-    own, its = expert_names.parse(fqn), expert_names.parse(other)
-    return str(its.numbered(own.number)) if own and its else other
+def _same_expert(fqn: str, other: str) -> str:
+    """Return another parameter's name with the expert of ``fqn``, if both are experts'."""
+    own, its = parse_expert_name(fqn), parse_expert_name(other)
+    return str(its.renumber(own.number)) if own and its else other
 
 
-def _size_of(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int]) -> int:
-    """The expert-parallel ranks of one group, whose members all have as many."""
-    names = map(expert_names.parse, group)
+def _group_size(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """Return the number of expert-parallel ranks of a group, which must be equal for all members.
+
+    Args:
+        sizes: the ranks that share each layer.
+    """
+    names = map(parse_expert_name, group)
     found = {sizes[name.layer] if name else 1 for name in names}
     if len(found) > 1:
         raise CorruptError(
@@ -178,9 +194,9 @@ def _size_of(first: ModelStates, group: Iterable[str], sizes: Mapping[str, int])
     return found.pop() if found else 1
 
 
-def _local(names: Iterable[str]) -> dict[str, int]:
-    """How many experts of each layer one rank names."""
+def _count_local(names: Iterable[str]) -> dict[str, int]:
+    """Return how many experts of each layer one rank lists."""
     found: dict[str, set[int]] = {}
-    for name in filter(None, map(expert_names.parse, names)):
+    for name in filter(None, map(parse_expert_name, names)):
         found.setdefault(name.layer, set()).add(name.number)
     return {layer: len(numbers) for layer, numbers in found.items()}

@@ -1,7 +1,7 @@
-"""A pipeline's layer files: of each layer a plain state dict, under the names that it has alone.
+"""Read a pipeline's layer files: a plain state dict of each layer, with the layer's own names.
 
 The optimizer, and a universal checkpoint, call a parameter ``{layer}.{name}``, or
-``tied_modules.{key}.{name}`` where several layers share a module. Source: DeepSpeed 0.19.8
+``tied_modules.{key}.{name}`` if several layers share a module. Source: DeepSpeed 0.19.8
 ``runtime/pipe/module.py`` (``_build``, ``ckpt_layer_path``, ``save_state_dict``).
 """
 
@@ -16,20 +16,20 @@ from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.deepspeed.directory import Files
+from reshard.formats.deepspeed.directory import TagFiles
 from reshard.state_dict import leaves
 
 TIED = "tied_modules."
-Names = Mapping[str, Index | None]  # name -> shape, where it is known
+Names = Mapping[str, Index | None]  # name -> shape, if it is known
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class DeclaredStage:
     """What a stage's model states say of its layers.
 
     Args:
-        names: of tensors in them.
-        count: how many parameters they have, where none is named: an optimizer by index.
+        names: of tensors in the layers.
+        count: number of parameters, if the optimizer stores them by index and names none.
     """
 
     names: Names
@@ -37,63 +37,69 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Module:
-    """What one rank of a pipeline holds of the model."""
+class StageModule:
+    """The tensors of the model that one rank of a pipeline holds, and the files they are in."""
 
     tensors: Mapping[str, Tensor]
     files: Sequence[TorchFile]
 
 
-def modules(files: Files, tensor: int, stages: Sequence[Said]) -> list[Module]:
-    """What each stage holds on one tensor-parallel rank, in order.
+def read_stages(
+    files: TagFiles, tensor_rank: int, stages: Sequence[DeclaredStage]
+) -> list[StageModule]:
+    """Read what each stage holds on one tensor-parallel rank, in order.
 
-    A layer is on the first stage that names something of it; one that none names (all of it frozen,
-    or no names at all), where the layer before it is or, by count, on the next.
+    A layer is on the first stage that names a tensor of it. A layer that no stage names (all of it
+    frozen, or no names at all) is on the stage of the layer before it; on the next stage if that
+    one has all the parameters that its optimizer counts.
 
     Raises:
         IncompleteError: a layer's file is missing.
-        CorruptError: a file is no layer's.
-        UnsupportedError: one may be any of several tied modules.
+        CorruptError: a file does not hold a layer.
+        UnsupportedError: a file may hold any of several tied modules.
     """
-    named = {name: shape for said in stages for name, shape in said.names.items()}
-    found = [Module({}, []) for _ in stages]
+    named = {name: shape for stage in stages for name, shape in stage.names.items()}
+    found = [StageModule({}, []) for _ in stages]
     at = 0
     for layer, ranks in sorted(files.layers.items()):
-        if tensor not in ranks:
+        if tensor_rank not in ranks:
             raise IncompleteError(
                 files.location,
-                f"holds layer {layer} of tensor-parallel rank {min(ranks)}, and not of {tensor}",
+                f"holds layer {layer} of tensor-parallel rank {min(ranks)}, but not of rank"
+                f" {tensor_rank}",
                 "copy the missing file here",
             )
-        file = torch_reader.read(ranks[tensor])
-        tensors = _tensors(file, layer, named)
-        owners = [n for n, said in enumerate(stages) if said.names.keys() & tensors.keys()]
+        file = torch_reader.read(ranks[tensor_rank])
+        tensors = _read_tensors(file, layer, named)
+        owners = [n for n, stage in enumerate(stages) if stage.names.keys() & tensors.keys()]
         if not owners and at + 1 < len(stages) and _is_full(found[at], stages[at]):
             owners = [at + 1]
         at = min(owners, default=at)
-        found[at] = Module({**found[at].tensors, **tensors}, [*found[at].files, file])
-    _check_all(files, named, found)
+        found[at] = StageModule({**found[at].tensors, **tensors}, [*found[at].files, file])
+    _check_named(files, named, found)
     return found
 
 
-def _is_full(held: Module, said: Said) -> bool:
-    """Whether a stage has all the parameters that its optimizer counts."""
-    return said.count is not None and len(held.tensors.keys() - said.names.keys()) >= said.count
+def _is_full(module: StageModule, stage: DeclaredStage) -> bool:
+    """Return whether a stage has all the parameters that its optimizer counts."""
+    unnamed = module.tensors.keys() - stage.names.keys()
+    return stage.count is not None and len(unnamed) >= stage.count
 
 
-def _tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
+def _read_tensors(file: TorchFile, layer: int, named: Names) -> dict[str, Tensor]:
+    """Return the tensors of a layer's file under the names that the optimizer has for them."""
     if not isinstance(file.root, dict):
         raise CorruptError(file.path, "is not a layer's state dict")
     leaves.find_opaque(file.path, file.root)
-    held = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
+    tensors = {str(key): value for key, value in file.root.items() if isinstance(value, Tensor)}
     prefix = f"{layer}."
-    if held and not any(prefix + key in named for key in held):
-        prefix = _tied(file, held, named) or prefix
-    return {prefix + key: value for key, value in held.items()}
+    if tensors and not any(prefix + key in named for key in tensors):
+        prefix = _find_tied_prefix(file, tensors, named) or prefix
+    return {prefix + key: value for key, value in tensors.items()}
 
 
-def _tied(file: TorchFile, held: Mapping[str, Tensor], named: Names) -> str | None:
-    """The prefix of the shared module that a file holds, if it is of one."""
+def _find_tied_prefix(file: TorchFile, tensors: Mapping[str, Tensor], named: Names) -> str | None:
+    """Return the prefix of the shared module that a file holds; None if it holds none."""
     prefixes: dict[str, dict[str, Index | None]] = {}
     for name, shape in named.items():
         if name.startswith(TIED):
@@ -102,33 +108,35 @@ def _tied(file: TorchFile, held: Mapping[str, Tensor], named: Names) -> str | No
     fitting = [
         prefix
         for prefix, members in prefixes.items()
-        if all(key in held and shape in (None, held[key].shape) for key, shape in members.items())
+        if all(
+            key in tensors and shape in (None, tensors[key].shape) for key, shape in members.items()
+        )
     ]
     if len(fitting) > 1:
         raise UnsupportedError(
             file.path,
             f"may be any of {', '.join(fitting)}, which have the same names and shapes",
-            "give reshard what DeepSpeed's ds_to_universal makes of it",
+            "convert the run with DeepSpeed's ds_to_universal, and give reshard its output",
         )
     return fitting[0] if fitting else None
 
 
-def _check_all(files: Files, named: Names, found: Sequence[Module]) -> None:
-    held = {name for module in found for name in module.tensors}
-    lacking = [name for name in named if name not in held]
-    if lacking:
-        layer = lacking[0].partition(".")[0]
-        number = counts.natural(layer)
+def _check_named(files: TagFiles, named: Names, found: Sequence[StageModule]) -> None:
+    """Check that the files hold every tensor that the stages name."""
+    tensors = {name for module in found for name in module.tensors}
+    missing = next((name for name in named if name not in tensors), None)
+    if missing is not None:
+        number = counts.natural(missing.partition(".")[0])
         where = "layer's file" if number is None else f"layer_{number:02d}-*"
         raise IncompleteError(
             files.location,
-            f"names {lacking[0]!r}, which no {where} here holds",
+            f"names {missing!r}, which no {where} here holds",
             "copy the missing file here",
         )
 
 
-def layer_of(path: str) -> int | None:
-    """The layer whose file this is; None where it is another file."""
+def parse_layer(path: str) -> int | None:
+    """Return the number of the layer whose file this is; None for another file."""
     parts = Path(path).name.removeprefix("layer_").partition("-")
     is_layer = Path(path).name.startswith("layer_") and parts[2].endswith("model_states.pt")
     return counts.natural(parts[0]) if is_layer else None

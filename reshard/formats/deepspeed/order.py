@@ -1,4 +1,4 @@
-"""In which order parameters stand in flat tensors, and which flat tensors there are.
+"""The flat tensors of a run and the order of parameters in them, as ``ds_config`` decides them.
 
 Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py`` (``_round_robin_reorder``),
 ``runtime/zero/stage3.py`` (``_create_fp16_sub_groups``), ``runtime/engine.py``
@@ -7,67 +7,74 @@ Source: DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py`` (``_round_robin_reord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
 
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
-from reshard.formats.deepspeed import expert_names
+from reshard.formats.deepspeed.expert_layout import expert_parallel_size, has_experts
 from reshard.training.state import Group, Trained, Training
 
 _SUB_GROUP_SIZE = 10**9
-_FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config takes
+_FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts
 T = TypeVar("T")
 
 
 def section(config: Any, name: str) -> dict[str, Any]:
-    """A section of a configuration that may lack it, or be none."""
+    """Return a section of a configuration; empty if either of them is absent."""
     found = config.get(name) if isinstance(config, dict) else None
     return found if isinstance(found, dict) else {}
 
 
-def is_flat_bf16(config: Any, stage: int, precision: DType | None) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer, which knows neither turns nor alignment."""
+def zero_section(config: Any) -> dict[str, Any]:
+    """Return the section that configures ZeRO."""
+    return section(config, "zero_optimization")
+
+
+def uses_bf16_optimizer(config: Any, stage: int, precision: DType | None) -> bool:
+    """Return whether DeepSpeed uses its BF16_Optimizer, which neither reorders nor aligns."""
     accumulated = section(config, "data_types").get("grad_accum_dtype")
-    offloads = bool(section(section(config, "zero_optimization"), "offload_optimizer"))
+    offloads = bool(section(zero_section(config), "offload_optimizer"))
     return precision == BFLOAT16 and stage == 1 and accumulated in _FP32 and not offloads
 
 
-def goes_round(config: Any) -> bool:
-    """Whether the run is asked to spread parameters round its ranks."""
-    return section(config, "zero_optimization").get("round_robin_gradients") is True
+def requests_round_robin(config: Any) -> bool:
+    """Return whether the configuration asks to distribute parameters round robin."""
+    return zero_section(config).get("round_robin_gradients") is True
 
 
-def takes_turns(config: Any, stage: int, precision: DType | None) -> bool:
-    """Whether parameters go round the ranks (``round_robin_gradients``)."""
-    return goes_round(config) and stage in (1, 2) and not is_flat_bf16(config, stage, precision)
+def uses_round_robin(config: Any, stage: int, precision: DType | None) -> bool:
+    """Return whether parameters stand in round-robin order in the flat tensors."""
+    uses_bf16 = uses_bf16_optimizer(config, stage, precision)
+    return requests_round_robin(config) and stage in (1, 2) and not uses_bf16
 
 
-def in_turns(members: Sequence[T], ranks: int) -> list[T]:
-    """Every ``ranks``-th member, from each of the first on.
+def to_round_robin(members: Sequence[T], ranks: int) -> list[T]:
+    """Return every ``ranks``-th member from the first on, then from the second on, and so on.
 
-    >>> in_turns("abcdefg", 3)
+    >>> to_round_robin("abcdefg", 3)
     ['a', 'd', 'g', 'b', 'e', 'c', 'f']
     """
     return [member for first in range(ranks) for member in members[first::ranks]]
 
 
-def out_of_turns(members: Sequence[T], ranks: int) -> list[T]:
-    """The order before `in_turns`.
+def undo_round_robin(members: Sequence[T], ranks: int) -> list[T]:
+    """Return the order before `to_round_robin`.
 
-    >>> "".join(out_of_turns("adgbecf", 3))
+    >>> "".join(undo_round_robin("adgbecf", 3))
     'abcdefg'
     """
-    order = in_turns(range(len(members)), ranks)
+    order = to_round_robin(range(len(members)), ranks)
     return [member for _, member in sorted(zip(order, members, strict=True), key=lambda i: i[0])]
 
 
-def sub_groups(
+def split_sub_groups(
     members: Sequence[Trained], config: Any, ranks: int
 ) -> Iterator[tuple[Trained, ...]]:
-    """Stage 3's flat tensors: closed as soon as a rank holds ``sub_group_size`` elements."""
-    limit = _sub_group_size(config)
+    """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
+    size = zero_section(config).get("sub_group_size")
+    limit = int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # may be written 1e9
     sizes = [-(-prod(member.weight.shape) // ranks) for member in members]
     if limit >= sum(sizes):
         yield tuple(members)
@@ -80,58 +87,47 @@ def sub_groups(
             first, held = index + 1, 0
 
 
-def _sub_group_size(config: Mapping[str, Any]) -> int:
-    """As configured; it may be written 1e9."""
-    size = section(config, "zero_optimization").get("sub_group_size")
-    return int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE
-
-
-def config_of(state: Training) -> dict[str, Any] | None:
-    """The ``ds_config`` of the run; other programs' configurations are none."""
+def engine_config(state: Training) -> dict[str, Any] | None:
+    """Return the ``ds_config`` of the run; None for a source of another program."""
     config = state.manifest.train.config
     of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
     return config if of_deepspeed and isinstance(config, dict) else None
 
 
-def users(state: Training) -> Callable[[Group], Sequence[Trained]]:
-    """Puts a group into the order in which a script gives it to DeepSpeed, which goes by place.
+def user_order(state: Training) -> Iterator[Sequence[Trained]]:
+    """Yield the members of each group in the order in which a script passes them to DeepSpeed.
 
-    DeepSpeed's own files say it; but ``param_shapes`` of a run with ``round_robin_gradients`` lists
-    the parameters as they go round its ranks (of groups of experts the reader has undone that). Of
-    other sources it is the model's order: some have one of their own (FSDP 1: unit after unit).
+    DeepSpeed finds parameters by position. Its own files have that order, except that
+    ``param_shapes`` under ``round_robin_gradients`` lists the parameters in round-robin order (the
+    reader has undone that for groups of experts). For other sources it is the model's order, which
+    some do not keep in their groups (FSDP 1: unit after unit).
     """
-    origin, config = state.manifest.origin, config_of(state)
+    origin, config = state.manifest.origin, engine_config(state)
+    groups = [group.members for group in state.groups]
     if state.regrouped or not origin.format.startswith("deepspeed"):
         place = {weight.fqn: number for number, weight in enumerate(state.weights)}
-        return lambda group: sorted(group.members, key=lambda member: place[member.fqn])
-    stage = section(config, "zero_optimization").get("stage", 0)
+        yield from (sorted(members, key=lambda member: place[member.fqn]) for members in groups)
+        return
+    stage = zero_section(config).get("stage", 0)
     precision = dtypes.parse(origin.precision) if origin.precision else None
-    if takes_turns(config, stage, precision):
-        ranks = origin.mesh.get("dp", origin.world)
-        return lambda group: (
-            group.members
-            if expert_names.is_of_experts(group.hyper)
-            else out_of_turns(group.members, ranks)
-        )
-    return lambda group: group.members
+    is_round_robin = uses_round_robin(config, stage, precision)
+    ranks = origin.mesh.get("dp", origin.world)
+    for group in state.groups:
+        reordered = is_round_robin and not has_experts(group.hyper)
+        yield undo_round_robin(group.members, ranks) if reordered else group.members
 
 
-def flats(
-    groups: Sequence[Group], config: dict[str, Any], ranks: int, stage: int, precision: DType
-) -> tuple[tuple[tuple[Trained, ...], ...], tuple[tuple[int, ...], ...]]:
-    """(the members of each flat tensor, the flat tensors of each group)."""
-    of_group: list[list[tuple[Trained, ...]]]
+def split_flat_tensors(
+    group: Group, config: Mapping[str, Any], ranks: int, stage: int, precision: DType
+) -> tuple[tuple[Trained, ...], ...]:
+    """Return the members of each flat tensor of a group."""
     if stage == 3:
-        of_group = [list(sub_groups(group.members, config, ranks)) for group in groups]
-    elif takes_turns(config, stage, precision):
-        of_group = [[tuple(in_turns(group.members, sharers(group, ranks)))] for group in groups]
-    else:
-        of_group = [[group.members] for group in groups]
-    listed = tuple(flat for held in of_group for flat in held)
-    numbers = iter(range(len(listed)))
-    return listed, tuple(tuple(next(numbers) for _ in held) for held in of_group)
+        return tuple(split_sub_groups(group.members, config, ranks))
+    if uses_round_robin(config, stage, precision):
+        return (tuple(to_round_robin(group.members, count_partitions(group, ranks))),)
+    return (group.members,)
 
 
-def sharers(group: Group, ranks: int) -> int:
-    """How many ranks share a group's flat tensors: all, or those that hold the same experts."""
-    return ranks // (expert_names.ranks_of(group.hyper) or 1)
+def count_partitions(group: Group, ranks: int) -> int:
+    """Return how many ranks share a group's flat tensors: all, or those with the same experts."""
+    return ranks // (expert_parallel_size(group.hyper) or 1)

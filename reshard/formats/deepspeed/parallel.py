@@ -1,4 +1,4 @@
-"""A model-parallel run: what each model-parallel rank holds, joined.
+"""Read a model-parallel run: join what each model-parallel rank holds.
 
 Ranks are numbered tensor-parallel first: ``mp_rank_MM`` is stage ``MM // TP``, tensor-parallel rank
 ``MM % TP`` (DeepSpeed 0.19.8 ``runtime/pipe/topology.py``, ``PipeModelDataParallelTopology``).
@@ -9,24 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from reshard import counts
-from reshard.containers.torch_objects import is_zero
+from reshard.containers.torch_objects import TorchFile, is_zero
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.formats.deepspeed import layers, native, whole
+from reshard.formats.deepspeed import layers, native
 from reshard.formats.deepspeed.cuts import Cuts
-from reshard.formats.deepspeed.directory import Census, Files
+from reshard.formats.deepspeed.directory import RankFiles, TagFiles
+from reshard.formats.deepspeed.stage0 import inner_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
-from reshard.manifest import WEIGHT_KINDS, Chunk, Manifest
+from reshard.manifest import BUFFER, WEIGHT_KINDS, Chunk, Manifest
 from reshard.model_parallel import combine
-from reshard.state_dict.plain_values import to_plain
-
-_INFO = "universal_checkpoint_info"
 
 
-def read(files: Files, rules: Path | None = None) -> Manifest:
+def read(files: TagFiles, rules: Path | None = None) -> Manifest:
     """Describe the training state that all ranks hold together.
 
     Args:
@@ -37,22 +34,30 @@ def read(files: Files, rules: Path | None = None) -> Manifest:
         CorruptError: the files contradict each other.
         UsageError: nothing says how tensor-parallel ranks share a parameter.
     """
-    firsts = [native.first_of(census) for _, census in sorted(files.ranks.items())]
-    tensor, pipeline = sizes_of(files, firsts)
-    opened = _with_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
+    firsts = [native.open_first(rank) for _, rank in sorted(files.ranks.items())]
+    tensor = _find_tensor_size(files, firsts)
+    opened = _add_layers(files, firsts, tensor) if files.layers else [(f, ()) for f in firsts]
     ranks = [
-        native.read(files.ranks[number], first, held) for number, (first, held) in enumerate(opened)
+        native.read(files.ranks[number], first, own) for number, (first, own) in enumerate(opened)
     ]
     stages = [ranks[at : at + tensor] for at in range(0, len(ranks), tensor)]
-    cuts = _cuts(files, firsts[0], stages, rules)
+    entries = [entry for stage in stages for entry in stage[0].entries.values()]
+    cuts = Cuts(
+        str(files.location),
+        firsts[0].tensor_parallel_info,
+        {entry.fqn: entry.shape for entry in entries},
+        ranks=tensor,
+        buffers=[entry.fqn for entry in entries if entry.kind == BUFFER],
+        rules=rules,
+    )
     joined = combine.stages(
         [
-            combine.tensor_ranks(_of_stage(cuts, stages, number), cuts.split)
+            combine.tensor_ranks(_drop_unused(cuts, stages, number), cuts.split)
             for number in range(len(stages))
         ]
     )
     data = int(joined.origin.mesh["dp"])
-    mesh = {"world": data * len(ranks), "dp": data, "tp": tensor, "pp": pipeline}
+    mesh = {"world": data * len(ranks), "dp": data, "tp": tensor, "pp": len(stages)}
     return replace(
         joined,
         origin=replace(joined.origin, mesh=mesh),
@@ -60,26 +65,26 @@ def read(files: Files, rules: Path | None = None) -> Manifest:
     )
 
 
-def sizes_of(files: Files, firsts: Sequence[ModelStates]) -> tuple[int, int]:
-    """(tensor-parallel ranks, pipeline stages), as names and files say.
+def _find_tensor_size(files: TagFiles, firsts: Sequence[ModelStates]) -> int:
+    """Return the number of tensor-parallel ranks, which names and files give.
 
     Raises:
         IncompleteError: model states of a rank are missing.
-        CorruptError: a layer has another number of files than the ranks would have.
+        CorruptError: the layers do not have a file for each of the ranks.
     """
     count, where = len(firsts), firsts[0].file.path
-    said = firsts[0].mapping("checkpoint_parallel_dimensions")
+    declared = firsts[0].mapping("checkpoint_parallel_dimensions")
     if files.layers:
         tensor = max(rank for ranks in files.layers.values() for rank in ranks) + 1
     else:
-        tensor = counts.count(where, "tp_degree", said.get("tp_degree"), default=count)
-    stages = counts.count(where, "pp_degree", said.get("pp_degree"), default=1)
+        tensor = counts.count(where, "tp_degree", declared.get("tp_degree"), default=count)
+    stages = counts.count(where, "pp_degree", declared.get("pp_degree"), default=1)
     ranks = counts.count(where, "mp_world_size", firsts[0].root.get("mp_world_size"), default=1)
-    wanted = max(ranks, stages * tensor)
-    if count < wanted:
+    expected = max(ranks, stages * tensor)
+    if count < expected:
         raise IncompleteError(
             files.location,
-            f"{wanted} model-parallel ranks saved it; model states of {count} are here",
+            f"{expected} model-parallel ranks saved it; model states of {count} are here",
             "copy the missing mp_rank_* files here",
         )
     if count % tensor:
@@ -88,86 +93,70 @@ def sizes_of(files: Files, firsts: Sequence[ModelStates]) -> tuple[int, int]:
             f"holds model states of {count} ranks, and files of {tensor} tensor-parallel ranks",
             "files of two runs are mixed: move those of the other run away",
         )
-    return tensor, count // tensor
+    return tensor
 
 
-def _with_layers(
-    files: Files, firsts: Sequence[ModelStates], tensor: int
-) -> list[tuple[ModelStates, Sequence[Any]]]:
-    """The model states with the module that their layers' files hold."""
-    found: dict[int, tuple[ModelStates, Sequence[Any]]] = {}
-    for rank in range(tensor):
-        held = firsts[rank::tensor]
-        members = [
-            _flat_members(files.ranks[number], first)
-            for number, first in zip(range(rank, len(firsts), tensor), held, strict=True)
-        ]
-        said = [
-            layers.Said(
-                first.names | {name: None for group in groups for name in group},
-                None if groups or first.shapes else _count(first),
+def _add_layers(
+    files: TagFiles, firsts: Sequence[ModelStates], tensor: int
+) -> list[tuple[ModelStates, Sequence[TorchFile]]]:
+    """Add the tensors of the layers' files to the model states; return them with the files."""
+    found: dict[int, tuple[ModelStates, Sequence[TorchFile]]] = {}
+    for tensor_rank in range(tensor):
+        numbers = range(tensor_rank, len(firsts), tensor)
+        members = [_list_flat_members(files.ranks[number], firsts[number]) for number in numbers]
+        declared = [
+            layers.DeclaredStage(
+                first.declared_names | {name: None for group in groups for name in group},
+                None if groups or first.shapes else _count_parameters(first),
             )
-            for first, groups in zip(held, members, strict=True)
+            for first, groups in zip(firsts[tensor_rank::tensor], members, strict=True)
         ]
-        modules = layers.modules(files, rank, said)
+        modules = layers.read_stages(files, tensor_rank, declared)
         shapes = {name: t.shape for module in modules for name, t in module.tensors.items()}
-        for stage, module in enumerate(modules):
-            root, groups = held[stage].root, members[stage]
-            if groups:  # a shared module is in every stage's, and its file in the first one's
-                told = [{name: shapes[name] for name in group} for group in groups]
-                root = {**root, "param_shapes": told}
-            first = replace(held[stage], root=root, elsewhere=module.tensors)
-            found[stage * tensor + rank] = (first, module.files)
+        for number, module, groups in zip(numbers, modules, members, strict=True):
+            root = firsts[number].root
+            if groups:  # a shared module is listed by every stage; its file is the first stage's
+                listed = [{name: shapes[name] for name in group} for group in groups]
+                root = {**root, "param_shapes": listed}
+            first = replace(firsts[number], root=root, layer_tensors=module.tensors)
+            found[number] = (first, module.files)
     return [found[number] for number in sorted(found)]
 
 
-def _flat_members(census: Census, first: ModelStates) -> list[list[str]]:
-    """The members of each flat tensor in order, where the model states do not list them.
+def _list_flat_members(files: RankFiles, first: ModelStates) -> list[list[str]]:
+    """Return the members of each flat tensor in order, if the model states do not list them.
 
     A pipeline in bf16 has the BF16_Optimizer at stage 0 too (``runtime/pipe/engine.py``), and the
-    engine lists shapes for ZeRO alone; each rank says which fragments it has.
+    engine lists shapes for ZeRO alone; each rank lists the fragments that it has.
     """
-    if first.shapes or not census.optim:
+    if first.shapes or not files.optim:
         return []
     groups: list[dict[str, None]] = []
-    for rank, path in sorted(census.optim.items()):
-        for number, mapping in enumerate(open_optimizer(path, rank).listed("param_slice_mappings")):
+    for rank, path in sorted(files.optim.items()):
+        mappings = open_optimizer(path, rank).require_list("param_slice_mappings")
+        for number, mapping in enumerate(mappings):
             groups += [{} for _ in range(number + 1 - len(groups))]
             groups[number].update(dict.fromkeys(mapping))
     return [list(group) for group in groups]
 
 
-def _count(first: ModelStates) -> int:
-    """How many parameters an optimizer by index has."""
-    groups = whole.torch_optimizer(first).get("param_groups", [])
+def _count_parameters(first: ModelStates) -> int:
+    """Return how many parameters an optimizer by index has."""
+    groups = inner_optimizer(first.mapping("optimizer")).get("param_groups", [])
     return sum(len(group.get("params", [])) for group in groups)
 
 
-def _cuts(
-    files: Files, first: ModelStates, stages: Sequence[Sequence[Manifest]], rules: Path | None
-) -> Cuts:
-    info = to_plain(first.root.get(_INFO))
-    shapes = {entry.fqn: entry.shape for ranks in stages for entry in ranks[0].entries.values()}
-    buffers = {entry.fqn for ranks in stages for entry in ranks[0].of_kind("buffer")}
-    return Cuts(
-        str(files.location),
-        info if isinstance(info, dict) else {},
-        shapes,
-        ranks=len(stages[0]),
-        buffers=buffers,
-        rules=rules,
-    )
-
-
-def _of_stage(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) -> list[Manifest]:
-    """Return the ranks of a stage without the copies for which only an earlier stage's counts."""
+def _drop_unused(cuts: Cuts, stages: Sequence[Sequence[Manifest]], number: int) -> list[Manifest]:
+    """Return the ranks of a stage without copies of parameters that only an earlier stage uses."""
     ranks = stages[number]
     if number == 0:
         return list(ranks)
     earlier = [rank for stage in stages[:number] for rank in stage]
     names = sorted({fqn for rank in ranks for _, fqn in rank.entries})
     unused = [
-        fqn for fqn in names if cuts.is_first_stages(fqn) or _is_trained_only(fqn, earlier, ranks)
+        fqn
+        for fqn in names
+        if cuts.is_from_first_stage(fqn) or _is_trained_only(fqn, earlier, ranks)
     ]
     for fqn in unused:
         cuts.notes[
@@ -181,9 +170,9 @@ def _is_trained_only(fqn: str, earlier: Sequence[Manifest], ranks: Sequence[Mani
     """Return whether a tied module's parameter got gradients on earlier stages and none on these.
 
     Stages share only the weights that ``tied_weight_attr`` names: DeepSpeed broadcasts those and
-    sums their gradients (0.19.8 ``runtime/pipe/module.py``, ``_synchronize_tied_weights``). What
-    else a tied module has, each stage trains for itself. Where a stage does not use it, its
-    gradients are zeros, and so are its moments, while weight decay goes on changing the copy.
+    sums their gradients (0.19.8 ``runtime/pipe/module.py``, ``_synchronize_tied_weights``). Each
+    stage trains the other weights of a tied module for itself. If a stage does not use one, its
+    gradients are zeros, and so are its moments, while weight decay continues to change the copy.
     """
     if not fqn.startswith(layers.TIED):
         return False
@@ -206,9 +195,9 @@ def _slots(fqn: str, ranks: Sequence[Manifest]) -> list[Chunk]:
 
 
 def _without(rank: Manifest, unused: Collection[str]) -> Manifest:
-    """Return a rank without parameters that the model does not use there, which lie in its files.
+    """Return a rank without parameters that the model does not use there, although it stores them.
 
-    Neither their values nor their moments are padding, as `verify` would take them for.
+    They are listed as unused copies, because `verify` would take their bytes for padding.
     """
     entries = rank.entries.values()
     kept = rank.with_entries(entry for entry in entries if entry.fqn not in unused)

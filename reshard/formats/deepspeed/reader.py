@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint as one manifest: which kind it is, with that kind's reader."""
+"""Read a DeepSpeed checkpoint as one manifest, with the reader of its kind."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def read(location: Location, tag: str | None = None, rules: Path | None = None) 
         from reshard.formats.deepspeed import universal
 
         return universal.read(location, rules)
-    files = directory.census(location)
-    mixed = bool(files.experts or files.expert_optim)
-    if files.is_parallel and not mixed:
+    files = directory.list_files(location)
+    has_experts = bool(files.experts or files.expert_optim)
+    if files.is_parallel and not has_experts:
         from reshard.formats.deepspeed import parallel
 
         return parallel.read(files, rules)
     if rules:
         from reshard.model_parallel.rules import Table, with_users
 
-        with_users(Table("", ()), rules)  # nothing is cut here: what is wrong with it is told
-    if mixed:
+        with_users(Table("", ()), rules)  # no rank shares anything here: only check the user's file
+    if has_experts:
         from reshard.formats.deepspeed import experts
 
         return experts.read(files)

@@ -1,4 +1,4 @@
-"""The two kinds of DeepSpeed file, opened: model states and optimizer states."""
+"""Open DeepSpeed's two kinds of file, model states and optimizer states."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import Alike
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
-from reshard.formats.deepspeed import kinds
+from reshard.formats.deepspeed import schemas
 from reshard.manifest import BUFFER, PARAM, Entry
 from reshard.schema import expect
 from reshard.state_dict import leaves
+from reshard.state_dict.plain_values import to_plain
 
 BUILDERS = {"deepspeed.runtime.zero.config.ZeroStageEnum": lambda stage: stage}
+MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 _FRAGMENTS = "frozen_param_fragments"
 
-Shapes = list[dict[str, Index]]  # a dict a (sub-)group: fqn -> shape, in flat order
+Shapes = list[dict[str, Index]]  # one dict for each flat tensor: fqn -> shape, in flat order
 
 
 @dataclass(slots=True)
@@ -32,34 +34,35 @@ class ModelStates:
     """One ``*_model_states.pt``.
 
     Args:
-        elsewhere: of the module, what lies in files of its own: layers of a pipeline.
-        group_ranks: a group of ``shapes`` each, the expert-parallel ranks whose members it lists,
-            rank by rank; every one has a flat tensor of its own. Empty: 1 of every group.
-        wrapped_names: fqn -> the name that DeepSpeed lists, where it differs from the module's.
+        layer_tensors: tensors of the module that are in the files of a pipeline's layers.
+        expert_ranks: for each group of ``shapes``, how many expert-parallel ranks its members are
+            listed of, rank by rank; each rank's members have a flat tensor of their own. Empty: 1
+            for every group.
+        wrapped_names: fqn -> the name that DeepSpeed lists, where it is not the module's.
     """
 
     file: TorchFile
     root: dict[str, Any]
-    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
-    group_ranks: tuple[int, ...] = ()
+    layer_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    expert_ranks: tuple[int, ...] = ()
     wrapped_names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> dict[str, Tensor]:
-        """Fqn -> tensor, as ``state_dict`` gave it; aliases included."""
+        """Fqn -> tensor, as ``state_dict`` returned it; aliases included."""
         found = self.root.get("module") or {}
         own = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        return {**own, **self.elsewhere}
+        return {**own, **self.layer_tensors}
 
     @property
     def unread(self) -> dict[str, str]:
-        """What the module's state dict holds beside tensors, as `leaves.find_opaque` has it.
+        """What the module's state dict holds beside tensors, as `leaves.find_opaque` describes it.
 
         Raises:
-            UnsupportedError, IncompleteError: weights that nothing reads.
+            UnsupportedError, IncompleteError: weights in a form that is not read.
         """
-        held = self.root.get("module") or {}
-        return leaves.find_opaque(self.file.path, held, prefix="module.")
+        module = self.root.get("module") or {}
+        return leaves.find_opaque(self.file.path, module, prefix="module.")
 
     @property
     def shapes(self) -> Shapes:
@@ -69,9 +72,9 @@ class ModelStates:
 
     @property
     def data_ranks(self) -> int:
-        """``dp_world_size``; 0 where it is not said."""
-        said = self.root.get("dp_world_size")
-        return counts.count(self.file.path, "dp_world_size", said, default=0)
+        """``dp_world_size``; 0 if the file does not declare it."""
+        declared = self.root.get("dp_world_size")
+        return counts.count(self.file.path, "dp_world_size", declared, default=0)
 
     @property
     def buffers(self) -> frozenset[str]:
@@ -79,28 +82,48 @@ class ModelStates:
         return frozenset(self.root.get("buffer_names") or ())
 
     @property
-    def names(self) -> dict[str, Index | None]:
-        """What it says of the module without holding it: name -> shape, where that is said."""
-        said: dict[str, Index | None] = dict.fromkeys(self.buffers)
+    def config(self) -> dict[str, Any]:
+        """``ds_config``, the configuration of the engine."""
+        return self.mapping("ds_config")
+
+    @property
+    def version(self) -> str:
+        """The version of DeepSpeed that wrote the file."""
+        return str(self.root.get("ds_version", "unknown"))
+
+    @property
+    def tensor_parallel_info(self) -> dict[str, Any]:
+        """``universal_checkpoint_info``, which says how ranks share parameters; may be empty."""
+        info = to_plain(self.root.get("universal_checkpoint_info"))
+        return info if isinstance(info, dict) else {}
+
+    @property
+    def declared_names(self) -> dict[str, Index | None]:
+        """Names of the module that the file lists beside its tensors -> shape, or None."""
+        declared: dict[str, Index | None] = dict.fromkeys(self.buffers)
         frozen = self.mapping("frozen_param_shapes").items()
-        said.update((str(name), tuple(shape)) for name, shape in frozen)
-        return said | {name: tuple(shape) for group in self.shapes for name, shape in group.items()}
+        declared.update((str(name), tuple(shape)) for name, shape in frozen)
+        trained = {name: tuple(shape) for group in self.shapes for name, shape in group.items()}
+        return declared | trained
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """A section that may be absent or None."""
+        """Return a section of the file; empty if it is absent or None."""
         value = self.root.get(key)
         return value if isinstance(value, dict) else {}
 
-    def whole_tensors(self, skip: Mapping[str, str]) -> Iterable[Entry]:
-        """Buffers and real (not placeholder) parameters of ``module``, without the aliases."""
+    def whole_tensors(self, skip: Container[str]) -> Iterable[Entry]:
+        """Yield the buffers and the parameters of ``module``, without the names in ``skip``."""
         buffers = self.buffers
         for name, tensor in self.module.items():
             if name not in skip:
-                kind = BUFFER if name in buffers else PARAM
-                yield whole_entry(name, kind, tensor)
+                yield whole_entry(name, BUFFER if name in buffers else PARAM, tensor)
 
-    def stored_again(self, tied: Mapping[str, str]) -> Iterator[Entry]:
-        """Aliases that are no view of the kept name's storage, as DeepSpeed's own always are."""
+    def tied_copies(self, tied: Mapping[str, str]) -> Iterator[Entry]:
+        """Yield the aliases that have a storage of their own, which DeepSpeed never writes.
+
+        Args:
+            tied: alias -> the name that is kept.
+        """
         module = self.module
         for alias, kept in tied.items():
             tensor, first = module.get(alias), module.get(kept)
@@ -108,9 +131,9 @@ class ModelStates:
                 yield whole_entry(alias, PARAM, tensor)
 
     def aliases(self) -> dict[str, str]:
-        """Tied names, alias -> kept: ``shared_params``, and equal views of one storage.
+        """Return the tied names, alias -> kept: ``shared_params``, and equal views of a storage.
 
-        Of two names for one view the kept one is that which the optimizer knows.
+        Of two names for one view, the one that the optimizer lists is kept.
         """
         tied = {str(alias): str(kept) for alias, kept in self.mapping("shared_params").items()}
         trained = {name for group in self.shapes for name in group}
@@ -136,11 +159,39 @@ class OptimizerStates:
     rank: int
     ds_version: str
 
-    def listed(self, key: str) -> list[Any]:
-        """A list that all ranks have where one has.
+    @property
+    def is_stage_3(self) -> bool:
+        """Whether the optimizer is that of stage 3."""
+        return "fp32_flat_groups" in self.root
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """State dict of the wrapped optimizer; empty if ``elastic_checkpoint`` took it apart."""
+        found = self.root.get("optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state")
+        return found if isinstance(found, dict) else {}
+
+    def group_state(self, index: int) -> dict[str, Any]:
+        """Return the optimizer's state of one flat tensor.
 
         Raises:
-            CorruptError: this one has none.
+            CorruptError: the list that ``elastic_checkpoint`` writes is too short.
+        """
+        states = self.root.get("base_optimizer_state")
+        if self.is_stage_3 or not isinstance(states, (list, tuple)):
+            return self.optimizer.get("state", {}).get(index) or {}
+        if index >= len(states):
+            raise CorruptError(
+                self.file.path,
+                f"base_optimizer_state holds {len(states)} groups; group {index} is missing",
+                MIXED,
+            )
+        return states[index] or {}
+
+    def require_list(self, key: str) -> list[Any]:
+        """Return a list of the file.
+
+        Raises:
+            CorruptError: the file does not have it.
         """
         found = self.root.get(key)
         if found is None:
@@ -148,9 +199,27 @@ class OptimizerStates:
         return list(found)
 
 
+def flat_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the flat tensors of an optimizer's state; the step, which is 0-d, is none of them."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and len(value.shape) == 1
+    }
+
+
+def scalar_slots(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the 0-d tensors of a state that are not its step (NAdam's ``mu_product``)."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not value.shape and name != "step"
+    }
+
+
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """One rank's flat tensor of a group: contiguous elements in a file."""
+class FlatPiece:
+    """One rank's part of a flat tensor: contiguous elements in a file."""
 
     file: str
     byte_offset: int
@@ -158,19 +227,19 @@ class Piece:
     dtype: DType
 
 
-def piece_of(file: TorchFile, tensor: Tensor) -> Piece:
-    """A flat tensor of an opened file.
+def locate_piece(file: TorchFile, tensor: Tensor) -> FlatPiece:
+    """Return where a flat tensor is in an opened file.
 
     Raises:
-        UnsupportedError: it is a numpy array, whose bytes do not lie raw in the file.
+        UnsupportedError: it is a numpy array, whose bytes are not raw in the file.
     """
     if tensor.storage.file != file.path:
         raise UnsupportedError(file.path, "holds a flat partition that is a numpy array")
-    return Piece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
+    return FlatPiece(file.path, tensor.chunk.byte_offset, tensor.numel, tensor.dtype)
 
 
 def whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
-    """A tensor that lies whole in one file."""
+    """Return the entry of a tensor that one file holds whole."""
     return Entry(fqn, kind, tensor.dtype, tensor.shape, (tensor.chunk,))
 
 
@@ -178,23 +247,24 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     """Open one model states file.
 
     Args:
-        alike: of other ranks' files, which at stage 3 differ in nothing; what the first rank's
-            says counts.
+        alike: pickles of the ranks before, which at stage 3 are mostly equal. Only the first rank's
+            file, opened without it, is checked in full.
 
     Raises:
-        CorruptError: it is not what its name says.
+        CorruptError: it is not a file of model states.
     """
     file = torch_reader.read(path, builders=BUILDERS, alike=alike)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
-    expect(path, file.root, kinds.MODEL_STATES if alike is None else kinds.OTHER_MODEL_STATES)
+    expect(path, file.root, schemas.MODEL_STATES if alike is None else schemas.OTHER_MODEL_STATES)
     return ModelStates(file, file.root)
 
 
-def own_name(listed: str, module: Container[str]) -> str:
-    """The name that the module has for a parameter which torch's ``checkpoint_wrapper`` is around.
+def unwrap_name(listed: str, module: Container[str]) -> str:
+    """Return the name that the module has for a parameter inside torch's ``checkpoint_wrapper``.
 
-    That hides itself from ``state_dict``, but not from ``named_parameters``, which DeepSpeed lists.
+    The wrapper hides itself from ``state_dict``, but not from ``named_parameters``, from which
+    DeepSpeed takes the names that it lists.
     """
     if _CHECKPOINTED not in listed or listed in module:
         return listed
@@ -202,39 +272,39 @@ def own_name(listed: str, module: Container[str]) -> str:
     return bare if bare in module else listed
 
 
-def under_own_names(models: Sequence[ModelStates]) -> list[ModelStates]:
-    """The ranks' model states, with what they say of parameters under the module's own names.
+def unwrap_names(models: Sequence[ModelStates]) -> list[ModelStates]:
+    """Return the ranks' model states with all that they list under the module's own names.
 
-    Of the other ranks only the fragments of frozen parameters are used.
+    Of the ranks after the first, only the fragments of frozen parameters are used.
     """
     first = models[0]
-    if not any(_CHECKPOINTED in name for name in first.names):
+    if not any(_CHECKPOINTED in name for name in first.declared_names):
         return list(models)
     module, root = first.module, first.root
 
-    def named(held: Mapping[Any, Any]) -> dict[Any, Any]:
-        return {own_name(str(name), module): value for name, value in held.items()}
+    def renamed(values: Mapping[Any, Any]) -> dict[Any, Any]:
+        return {unwrap_name(str(name), module): value for name, value in values.items()}
 
     own: dict[str, Any] = {
-        "param_shapes": [named(group) for group in first.shapes],
+        "param_shapes": [renamed(group) for group in first.shapes],
         "shared_params": {
-            own_name(str(alias), module): own_name(str(kept), module)
+            unwrap_name(str(alias), module): unwrap_name(str(kept), module)
             for alias, kept in first.mapping("shared_params").items()
         },
-        "buffer_names": [own_name(name, module) for name in sorted(first.buffers)],
+        "buffer_names": [unwrap_name(name, module) for name in sorted(first.buffers)],
     }
     if first.mapping("frozen_param_shapes"):
-        own["frozen_param_shapes"] = named(first.mapping("frozen_param_shapes"))
+        own["frozen_param_shapes"] = renamed(first.mapping("frozen_param_shapes"))
     own = {key: value for key, value in own.items() if key in root}
-    listed = [*first.names, *first.mapping("shared_params")]
-    wrapped_names = {own_name(name, module): name for name in map(str, listed)}
-    wrapped_names = {fqn: name for fqn, name in wrapped_names.items() if fqn != name}
-    made = [replace(first, root={**root, **own}, wrapped_names=wrapped_names), *models[1:]]
+    listed = map(str, (*first.declared_names, *first.mapping("shared_params")))
+    wrapped = {unwrap_name(name, module): name for name in listed}
+    wrapped = {fqn: name for fqn, name in wrapped.items() if fqn != name}
+    found = [replace(first, root={**root, **own}, wrapped_names=wrapped), *models[1:]]
     return [
-        replace(model, root={**model.root, _FRAGMENTS: named(model.mapping(_FRAGMENTS))})
-        if model.mapping(_FRAGMENTS)
+        replace(model, root={**model.root, _FRAGMENTS: renamed(fragments)})
+        if (fragments := model.mapping(_FRAGMENTS))
         else model
-        for model in made
+        for model in found
     ]
 
 
@@ -242,7 +312,7 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
     """Open one optimizer states file.
 
     Raises:
-        CorruptError: it is none.
+        CorruptError: it is not a file of optimizer states.
     """
     file = torch_reader.read(path, builders=BUILDERS)
     inner = file.root.get("optimizer_state_dict") if isinstance(file.root, dict) else None
@@ -250,36 +320,33 @@ def open_optimizer(path: Path, rank: int) -> OptimizerStates:
         raise CorruptError(
             path, "is not a DeepSpeed optimizer states file: it has no 'optimizer_state_dict'"
         )
-    expect(path, file.root, kinds.VERSIONED)
-    expect(path, inner, kinds.OPTIMIZER_STATES, "optimizer_state_dict")
+    expect(path, file.root, schemas.VERSIONED)
+    expect(path, inner, schemas.OPTIMIZER_STATES, "optimizer_state_dict")
     version = str(file.root.get("ds_version") or inner.get("ds_version") or "")
     return OptimizerStates(file, inner, rank, version)
 
 
-def agree(what: str, states: Mapping[str, Any], remedy: str) -> Any:
-    """The value that all files give.
+def require_equal(what: str, values: Mapping[str, Any]) -> Any:
+    """Return the value that all files have.
 
     Args:
-        states: file -> its value.
+        values: file -> its value.
 
     Raises:
         CorruptError: two files differ.
     """
-    items = iter(states.items())
+    items = iter(values.items())
     first_file, first = next(items)
     for file, value in items:
         if value != first:
             raise CorruptError(
                 file,
                 f"{what} is {shown(value)}, but {shown(first)} in {Path(first_file).name}",
-                remedy,
+                MIXED,
             )
     return first
 
 
-MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
-
-
-def each(states: Iterable[Any], pick: Callable[[Any], Any]) -> dict[str, Any]:
-    """``pick`` of every opened file, by path."""
-    return {state.file.path: pick(state) for state in states}
+def by_file(states: Iterable[Any], read: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return file -> the value that ``read`` returns for its opened states."""
+    return {state.file.path: read(state) for state in states}

@@ -1,7 +1,7 @@
-"""Optimizer states that stage 3 offloaded to disk: raw swap files beside the rank files.
+"""Find optimizer states that stage 3 offloaded to disk: raw swap files beside the rank files.
 
 The optimizer states then hold tensors of size 0. ``offloaded_tensors/rankRR`` holds a file for the
-fp32 weights of each swapped sub-group, ``BEGIN_END.tensor.swp``, and one a slot,
+fp32 weights of each swapped sub-group, ``BEGIN_END.tensor.swp``, and one for each slot,
 ``SLOT-BEGIN_END.tensor.swp``: float32 elements, then padding to a multiple of the I/O alignment.
 BEGIN and END are the ``ds_id`` of the sub-group's first and last parameter, ids in the order in
 which the parameters were made. No file says which sub-group that is: within one param group files
@@ -21,107 +21,112 @@ from reshard import dtypes
 from reshard.containers.torch_objects import Tensor
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
-from reshard.formats.deepspeed.partitioned import Swapped, piece_numel, sub_group_state
-from reshard.formats.deepspeed.states import OptimizerStates, Piece, Shapes
+from reshard.formats.deepspeed.stage3 import Swapped, count_piece_elements
+from reshard.formats.deepspeed.states import FlatPiece, OptimizerStates, Shapes
 from reshard.location import Location
 from reshard.manifest import MASTER
 
 _WEIGHTS = re.compile(r"(\d+)_(\d+)\.tensor\.swp")
-_ALIGNMENT = 1024  # bytes; a multiple of it (the aio parallelism times) pads every file
+_ALIGNMENT = 1024  # bytes; every file is padded to a multiple of it times the aio parallelism
 _MAX_PADDING = 64 * _ALIGNMENT
 
 
-def find(location: Location, shapes: Shapes, ranks: Sequence[OptimizerStates]) -> Swapped:
-    """Every piece that lies in a swap file.
+def find_swap_files(
+    location: Location, shapes: Shapes, ranks: Sequence[OptimizerStates]
+) -> Swapped:
+    """Return every piece of the optimizer's tensors that is in a swap file.
 
     Raises:
         IncompleteError: a sub-group was offloaded, and its files are not in the checkpoint.
-        CorruptError: a file of another size than its sub-group.
-        UnsupportedError: sizes do not tell two sub-groups apart.
+        CorruptError: a file does not have the size of its sub-group.
+        UnsupportedError: the sizes do not tell two sub-groups apart.
     """
-    found: dict[tuple[int, int, str], Piece] = {}
+    found: dict[tuple[int, int, str], FlatPiece] = {}
     for rank in ranks:
         groups = rank.root.get("fp32_flat_groups") or []
-        wanted = [
+        offloaded = [
             index
             for index, group in enumerate(groups)
             if isinstance(group, Tensor) and group.numel == 0 and index < len(shapes)
         ]
-        if wanted:
+        if offloaded:
             folder = _folder(location, rank.rank)
-            _refuse_ambiguous(folder, wanted, shapes, rank)
-            for index, kind, piece in _of_rank(folder, wanted, shapes, rank, len(ranks)):
+            _refuse_ambiguous(folder, offloaded, shapes, rank)
+            for index, kind, piece in _pieces_of_rank(folder, offloaded, shapes, rank, len(ranks)):
                 found[rank.rank, index, kind] = piece
     return found
 
 
 def _folder(location: Location, rank: int) -> Path:
-    """Where a rank's swap files lie, or should."""
+    """Return the directory of a rank's swap files, which may be missing."""
     name = f"rank{rank:02d}"
     offloaded = location.folders.get("offloaded_tensors")
     found = offloaded.folders.get(name) if offloaded else None
     return found.path if found else location.path / "offloaded_tensors" / name
 
 
-def _of_rank(
-    folder: Path, wanted: list[int], shapes: Shapes, rank: OptimizerStates, ranks: int
-) -> Iterator[tuple[int, str, Piece]]:
+def _pieces_of_rank(
+    folder: Path, offloaded: list[int], shapes: Shapes, rank: OptimizerStates, ranks: int
+) -> Iterator[tuple[int, str, FlatPiece]]:
+    """Yield (sub-group, kind, piece) for each swap file of a rank."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     matches = [match for name in names if (match := _WEIGHTS.fullmatch(name))]
     ids = sorted((int(match[1]), int(match[2])) for match in matches)
-    if len(ids) != len(wanted):
+    if len(ids) != len(offloaded):
         raise IncompleteError(
             folder,
-            f"{len(wanted)} sub-groups of rank {rank.rank} were offloaded to disk, but"
+            f"{len(offloaded)} sub-groups of rank {rank.rank} were offloaded to disk, but"
             f" {len(ids)} of their swap files are here",
             "DeepSpeed before 0.13 left them in nvme_path: look there, or save again without"
             " offload",
         )
-    if _group_count(wanted, rank) > 1:
-        wanted = sorted(wanted, key=lambda index: piece_numel(shapes[index], ranks))
+    if _count_groups(offloaded, rank) > 1:
+        offloaded = sorted(offloaded, key=lambda index: count_piece_elements(shapes[index], ranks))
         ids.sort(key=lambda pair: size_of(folder / f"{pair[0]}_{pair[1]}.tensor.swp"))
-    for index, (begin, end) in zip(wanted, ids, strict=True):
-        numel = piece_numel(shapes[index], ranks)
+    for index, (begin, end) in zip(offloaded, ids, strict=True):
+        numel = count_piece_elements(shapes[index], ranks)
         slots = [
             name
-            for name, value in sub_group_state(rank, index).items()
+            for name, value in rank.group_state(index).items()
             if isinstance(value, Tensor) and value.shape == (0,)
         ]
         for kind in (MASTER, *slots):
             prefix = "" if kind == MASTER else f"{kind}-"
             path = folder / f"{prefix}{begin}_{end}.tensor.swp"
             _check_size(path, numel)
-            yield index, kind, Piece(str(path), 0, numel, dtypes.FLOAT32)
+            yield index, kind, FlatPiece(str(path), 0, numel, dtypes.FLOAT32)
 
 
 def _check_size(path: Path, numel: int) -> None:
-    held, needed = size_of(path), numel * dtypes.FLOAT32.itemsize
-    if held % _ALIGNMENT or not needed <= held < needed + _MAX_PADDING:
+    size, needed = size_of(path), numel * dtypes.FLOAT32.itemsize
+    if size % _ALIGNMENT or not needed <= size < needed + _MAX_PADDING:
         raise CorruptError(
             path,
-            f"has {held} bytes; its sub-group takes {needed} and padding to a multiple of"
+            f"has {size} bytes; its sub-group takes {needed} and padding to a multiple of"
             f" {_ALIGNMENT}",
             "the file is truncated, or of another run",
         )
 
 
-def _group_count(wanted: list[int], rank: OptimizerStates) -> int:
-    """To how many param groups the sub-groups belong."""
-    optimizer = rank.root.get("optimizer_state_dict") or {}
+def _count_groups(offloaded: list[int], rank: OptimizerStates) -> int:
+    """Return to how many param groups the sub-groups belong."""
     owner = {
         index: number
-        for number, group in enumerate(optimizer.get("param_groups", []))
+        for number, group in enumerate(rank.optimizer.get("param_groups", []))
         for index in group.get("params", [])
     }
-    return len({owner.get(index) for index in wanted})
+    return len({owner.get(index) for index in offloaded})
 
 
 def _refuse_ambiguous(
-    folder: Path, wanted: list[int], shapes: Shapes, rank: OptimizerStates
+    folder: Path, offloaded: list[int], shapes: Shapes, rank: OptimizerStates
 ) -> None:
-    """Ids rise along one param group; between groups only a size tells sub-groups apart."""
-    sizes = {piece_numel(shapes[index], 1) * 4 // _MAX_PADDING for index in wanted}
-    if _group_count(wanted, rank) > 1 and len(sizes) < len(wanted):
+    """Refuse sub-groups of several param groups that their sizes do not tell apart.
+
+    Ids rise along one param group; between groups only a size tells sub-groups apart.
+    """
+    sizes = {count_piece_elements(shapes[index], 1) * 4 // _MAX_PADDING for index in offloaded}
+    if _count_groups(offloaded, rank) > 1 and len(sizes) < len(offloaded):
         raise UnsupportedError(
             folder,
             "sub-groups of several param groups were offloaded to disk, and their sizes do not"

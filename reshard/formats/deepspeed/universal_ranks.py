@@ -1,7 +1,7 @@
-"""The model-parallel ranks that a universal directory was made of, as their model states tell.
+"""Find the model-parallel ranks that a universal directory was converted from.
 
-``ds_to_universal --no_strict`` (DeepSpeed 0.19.8) joins along dim 0 whatever no pattern finds, also
-what every tensor-parallel rank held whole: such a tensor stands in its file once a rank.
+``ds_to_universal --no_strict`` (DeepSpeed 0.19.8) joins along dim 0 what no pattern matches, also
+tensors that every tensor-parallel rank held whole: such a file holds a copy for each rank.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
 from reshard.manifest import Entry
 from reshard.model_parallel.shards import Split, shared
-from reshard.state_dict.plain_values import to_plain
-
-_INFO = "universal_checkpoint_info"
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
-    """What the ranks held.
+class SourceRanks:
+    """The ranks of the converted run.
 
     Args:
         tensor: tensor-parallel ranks of a stage.
-        pipeline: stages.
-        shapes: of the parameters of all stages, a dict a group, as each stage's first rank held
-            them.
+        pipeline: number of stages.
+        shapes: of the parameters of all stages, one dict for each group, as each stage's first rank
+            held them.
     """
 
     tensor: int
@@ -40,33 +37,34 @@ class Ranks:
     cuts: Cuts
     notes: dict[str, None] = field(default_factory=dict)
 
-    def checked(self, entry: Entry) -> Entry:
-        """The whole tensor; of one that stands there once a rank, the ranks' copies as replicas.
+    def normalize(self, entry: Entry) -> Entry:
+        """Return the entry of the whole tensor.
 
-        Of what ranks add up the share of one stands there, which each of them is given.
+        If the file holds a copy for each rank, the copies become replicas. If ranks add the tensor
+        up, the file holds one rank's share, which every rank is given.
 
         Raises:
             UnsupportedError: it was joined along another dim than it was cut.
             UsageError: nothing says how it was cut.
         """
-        local = next((held[entry.fqn] for held in self.shapes if entry.fqn in held), None)
+        local = next((group[entry.fqn] for group in self.shapes if entry.fqn in group), None)
         if self.tensor == 1 or not local:
             return entry
         split = self.cuts.split(entry.fqn, local)
-        joined = (local[0] * self.tensor, *local[1:])
-        if entry.shape != joined or entry.shape == _wanted(local, split, self.tensor):
+        expected = _whole_shape(local, split, self.tensor)
+        if entry.shape != (local[0] * self.tensor, *local[1:]) or entry.shape == expected:
             return shared(entry, split, self.tensor)
         if split.dim is not None:
             raise UnsupportedError(
                 entry.chunks[0].file,
                 f"joins {entry.fqn!r} along dim 0, which the ranks shared along dim {split.dim}:"
-                f" it is {entry.shape}, not {_wanted(local, split, self.tensor)}",
-                "read the run that it was made of",
+                f" it is {entry.shape}, not {expected}",
+                "read the run that it was converted from",
             )
         self.notes.setdefault(
-            f"{entry.fqn!r} stands there {self.tensor} times over, as ds_to_universal --no_strict"
-            f" joins what no pattern finds: {entry.shape}. It is taken once, the copies are"
-            " compared, and DeepSpeed itself loads this directory into no such model"
+            f"{entry.fqn!r} is stored {self.tensor} times, as ds_to_universal --no_strict joins"
+            f" what no pattern matches: {entry.shape}. It is taken once, the copies are compared;"
+            " DeepSpeed itself does not load this directory into such a model"
         )
         rows = prod(local) * entry.dtype.itemsize
         first = entry.chunks[0]
@@ -77,10 +75,10 @@ class Ranks:
         return replace(entry, shape=local, chunks=tuple(copies))
 
 
-def ranks_of(models: Sequence[ModelStates], where: str, rules: Path | None) -> Ranks:
-    """What the model states of all ranks tell, in the order of their numbers.
+def find_source_ranks(models: Sequence[ModelStates], where: str, rules: Path | None) -> SourceRanks:
+    """Find the ranks from the model states of all ranks, in the order of their numbers.
 
-    The ranks of a stage hold the same parameters, those of another stage others.
+    The ranks of a stage hold the same parameters; those of another stage hold others.
     """
     first = models[0]
     names = [list(group) for group in first.shapes]
@@ -92,17 +90,16 @@ def ranks_of(models: Sequence[ModelStates], where: str, rules: Path | None) -> R
             shapes += [{} for _ in range(number + 1 - len(shapes))]
             for name, shape in group.items():
                 shapes[number].setdefault(name, tuple(shape))
-    info = to_plain(first.root.get(_INFO))
     cuts = Cuts(
         where,
-        info if isinstance(info, dict) else {},
+        first.tensor_parallel_info,
         {name: shape for group in shapes for name, shape in group.items()},
         ranks=tensor,
         rules=rules,
     )
-    return Ranks(tensor, len(models) // tensor, shapes, cuts)
+    return SourceRanks(tensor, len(models) // tensor, shapes, cuts)
 
 
-def _wanted(local: Index, split: Split, ranks: int) -> Index:
-    """The shape of what the ranks share so."""
+def _whole_shape(local: Index, split: Split, ranks: int) -> Index:
+    """Return the shape of a tensor that ranks share, from the shape that each has."""
     return tuple(n * ranks if dim == split.dim else n for dim, n in enumerate(local))

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_ranks, order
+from reshard.formats.deepspeed import expert_layout, order
 from reshard.formats.deepspeed.write import carried, scaling
 from reshard.manifest import Entry
 from reshard.model_parallel.sizes import ONE, Sizes
@@ -115,12 +115,12 @@ class Choice:
 
     def sharers(self, group: Group) -> int:
         """How many ranks share a group's flat tensors: all that hold the same experts, or all."""
-        return order.sharers(group, self.world_size)
+        return order.count_partitions(group, self.world_size)
 
     def share(self, group: Group, rank: int) -> int:
         """A rank's place among those."""
         size = self.world_size // self.sharers(group)
-        return expert_ranks.place(self.world_size, size, self.config, rank)[1]
+        return expert_layout.locate_rank(self.world_size, size, self.config, rank)[1]
 
     def param_groups(self) -> list[dict[str, Any]]:
         """As the optimizer keeps them: hyper-parameters, and the indices of the flat tensors."""
@@ -158,14 +158,18 @@ def choose(
         refuse_without_optimizer(state)
     _check_source(state, needs_hyper=not (universal or weights_only))
     of_run = precision or trained or precision_of(state)
-    config = _adapted(order.config_of(state), stage, of_run)
-    turns_ended = universal and order.goes_round(config)
+    config = _adapted(order.engine_config(state), stage, of_run)
+    turns_ended = universal and order.requests_round_robin(config)
     if turns_ended:
         config["zero_optimization"]["round_robin_gradients"] = False
     bare = stage == 0 and of_run == FLOAT32  # the optimizer itself, with all that it was given
     _refuse_slots(state, stage, universal=universal)
     groups = _groups(state, keep_empty=bare)
-    flats, flats_of = order.flats(groups, config, world_size, 2 if universal else stage, of_run)
+    split = [
+        order.split_flat_tensors(group, config, world_size, 2 if universal else stage, of_run)
+        for group in groups
+    ]
+    numbers = iter(range(sum(map(len, split))))
     owned = {member.fqn for group in groups for member in group.members}
     rest = [weight for weight in state.weights if weight.fqn not in owned]
     kept, lost = carried.carried(state)
@@ -179,8 +183,8 @@ def choose(
         recast=precision,
         config=config,
         groups=groups,
-        flats=flats,
-        flats_of=flats_of,
+        flats=tuple(flat for own in split for flat in own),
+        flats_of=tuple(tuple(next(numbers) for _ in own) for own in split),
         frozen=tuple(weight for weight in rest if weight.is_float),
         buffers=tuple(weight for weight in rest if not weight.is_float),
         carried=kept,
@@ -275,10 +279,9 @@ def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dic
 
 def _groups(state: Training, *, keep_empty: bool) -> tuple[Group, ...]:
     """The groups in the user's order, without the parameters that DeepSpeed never optimizes."""
-    put = order.users(state)
     groups = []
-    for group in state.groups:
-        members = [m for m in put(group) if m.weight.value.numel or keep_empty]
+    for group, ordered in zip(state.groups, order.user_order(state), strict=True):
+        members = [m for m in ordered if m.weight.value.numel or keep_empty]
         groups.append(replace(group, members=tuple(members)))
     return tuple(groups)
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed import expert_names
+from reshard.formats.deepspeed import expert_layout
 from reshard.training.state import Group, Trained, Training
 
 _LARGEST = 178_956_971  # max_group_size: elements that a rank has of one group
@@ -37,7 +37,7 @@ def over(
     place = {weight.fqn: number for number, weight in enumerate(state.weights)}
     groups: list[Group] = []
     for held in _of_users(state.groups, _Local(counts, before)):
-        if not expert_names.is_of_experts(held[0].hyper):
+        if not expert_layout.has_experts(held[0].hyper):
             groups += held
             continue
         for number, group in enumerate(held):
@@ -64,15 +64,15 @@ class _Local:
 
     def name(self, fqn: str) -> str:
         """The rank's name of it."""
-        own = expert_names.parse(fqn)
-        return str(own.numbered(own.number % self._experts[own.layer])) if own else fqn
+        own = expert_layout.parse_expert_name(fqn)
+        return str(own.renumber(own.number % self._experts[own.layer])) if own else fqn
 
     def group_of(self, expert: str) -> str:
         """The name of the groups that hold it."""
-        own = expert_names.parse(expert)
+        own = expert_layout.parse_expert_name(expert)
         if own is None:  # the caller asks of experts
             raise AssertionError(expert)
-        return expert_names.group_name(self._sizes[own.layer])
+        return expert_layout.expert_group_name(self._sizes[own.layer])
 
     def first(self, members: Sequence[Trained]) -> list[Trained]:
         """What the first rank has."""
@@ -97,7 +97,7 @@ def _continues(held: Sequence[Group], group: Group, local: _Local) -> bool:
     It is where it differs in no more than its ranks, or where it would not have fitted in.
     """
     last = held[-1]
-    if not expert_names.is_of_experts(group.hyper) or _others(group) != _others(last):
+    if not expert_layout.has_experts(group.hyper) or _others(group) != _others(last):
         return False
     if group.hyper["name"] != last.hyper["name"]:
         return all(group.hyper["name"] != each.hyper["name"] for each in held)
@@ -129,7 +129,7 @@ def _numel(member: Trained) -> int:
 
 def _told(before: Sequence[Group], after: Sequence[Group]) -> tuple[str, ...]:
     counts = [
-        sum(expert_names.is_of_experts(group.hyper) for group in each) for each in (before, after)
+        sum(expert_layout.has_experts(group.hyper) for group in each) for each in (before, after)
     ]
     if counts[0] == counts[1]:
         return ()

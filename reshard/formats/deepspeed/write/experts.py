@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.formats.deepspeed import expert_names, expert_ranks, order
+from reshard.formats.deepspeed import expert_layout, order
 from reshard.formats.deepspeed.write import expert_groups
 from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.manifest import Entry, Skeleton
@@ -65,7 +65,10 @@ class Mixture:
 
     def owners(self) -> list[int]:
         """The first rank of each of those, which saves its optimizer where there is no ZeRO."""
-        return [ranks[0] for ranks in expert_ranks.owners(self.world, self.largest, self._config)]
+        return [
+            ranks[0]
+            for ranks in expert_layout.expert_data_ranks(self.world, self.largest, self._config)
+        ]
 
     def files(self) -> Iterator[tuple[str, dict[str, str]]]:
         """Each expert's file, and what is in it: name -> the name whose values it has."""
@@ -73,7 +76,7 @@ class Mixture:
         numbers = {layer: number for number, layer in enumerate(self.counts)}
         named = {weight.fqn: weight.fqn for weight in self.state.weights}
         for fqn, kept in (named | dict(self.state.manifest.tied)).items():
-            if own := expert_names.parse(fqn):
+            if own := expert_layout.parse_expert_name(fqn):
                 name = f"layer_{numbers[own.layer]}_expert_{own.number}_mp_rank_00_model_states.pt"
                 found.setdefault(name, {})[fqn] = kept
         yield from found.items()
@@ -96,22 +99,22 @@ class Mixture:
         return self._made[key]
 
     def _place(self, size: int, rank: int) -> int:
-        return expert_ranks.place(self.world, size, self._config, rank)[0]
+        return expert_layout.locate_rank(self.world, size, self._config, rank)[0]
 
     @property
     def _config(self) -> Mapping[str, Any]:
-        return order.config_of(self.state) or {}
+        return order.engine_config(self.state) or {}
 
     def _held(self, places: Mapping[int, int]) -> Held:
         names: dict[str, str] = {}
 
         def called(fqn: str) -> str | None:
-            own = expert_names.parse(fqn)
+            own = expert_layout.parse_expert_name(fqn)
             if own is None:
                 return fqn
             size = self.sizes[own.layer]
             rank, number = divmod(own.number, self.counts[own.layer] // size)
-            return str(own.numbered(number)) if rank == places[size] else None
+            return str(own.renumber(number)) if rank == places[size] else None
 
         def change(entry: Entry) -> Entry | None:
             name = called(entry.fqn)
@@ -200,7 +203,7 @@ def refuse_universal(state: Training) -> None:
     Raises:
         UnsupportedError: there are experts.
     """
-    found = next((w.fqn for w in state.weights if expert_names.parse(w.fqn)), None)
+    found = next((w.fqn for w in state.weights if expert_layout.parse_expert_name(w.fqn)), None)
     if found is not None:
         raise UnsupportedError(
             state.manifest.origin.path,
@@ -212,7 +215,7 @@ def refuse_universal(state: Training) -> None:
 
 def _counts(state: Training) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for own in (expert_names.parse(weight.fqn) for weight in state.weights):
+    for own in (expert_layout.parse_expert_name(weight.fqn) for weight in state.weights):
         if own:
             counts[own.layer] = max(counts.get(own.layer, 0), own.number + 1)
     return counts
@@ -226,8 +229,8 @@ def _sizes(state: Training, counts: Mapping[str, int]) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for number, group in enumerate(state.groups):
-        named = [expert_names.parse(fqn) for fqn in group.fqns]
-        ranks = expert_names.ranks_of(group.hyper)
+        named = [expert_layout.parse_expert_name(fqn) for fqn in group.fqns]
+        ranks = expert_layout.expert_parallel_size(group.hyper)
         if any(named) and (ranks is None or not all(named)):
             raise UnsupportedError(
                 state.manifest.origin.path,

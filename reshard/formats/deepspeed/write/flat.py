@@ -157,7 +157,7 @@ def _keeps_matrices(choice: Choice, group: Group) -> bool:
     return (
         group.hyper.get("use_muon") is True
         and offloads.get("device", "none") == "none"
-        and not order.is_flat_bf16(choice.config, choice.stage, choice.precision)
+        and not order.uses_bf16_optimizer(choice.config, choice.stage, choice.precision)
     )
 
 
@@ -180,7 +180,7 @@ def _alignment(choice: Choice, flat: Sequence[Trained]) -> int:
     """In elements of the module's dtype."""
     config = choice.config
     asked = order.section(config, "zero_optimization").get("parameter_alignment") is True
-    if not asked or not flat or order.is_flat_bf16(config, choice.stage, choice.precision):
+    if not asked or not flat or order.uses_bf16_optimizer(config, choice.stage, choice.precision):
         return 1
     _, dtype = choice.stored(flat[0].weight)
     return _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, dtype.itemsize)

@@ -31,7 +31,7 @@ def settings(state: Training, tag: str) -> Skeleton:
     """The files of ``configs/``, which say how ranks share biases; as they were."""
     if not _is_neox(state):
         return Skeleton((), ())
-    held = neox.files(state.manifest.origin.path)
+    held = neox.read_files(state.manifest.origin.path)
     named = {f"{tag}/{neox.FOLDER}/{path.name}": data for path, data in held.items()}
     return skeletons.joined(skeletons.of_bytes(name, data) for name, data in named.items())
 
@@ -78,7 +78,9 @@ def notes(state: Training, sizes: Sizes) -> Iterator[str]:
 def _is_neox(state: Training) -> bool:
     origin = state.manifest.origin
     names = (weight.fqn for weight in state.weights)
-    return origin.format.startswith("deepspeed") and dialects.of_names(names)[0] == dialects.NEOX
+    return (
+        origin.format.startswith("deepspeed") and dialects.detect_dialect(names)[0] == dialects.NEOX
+    )
 
 
 def _args(state: Training) -> Mapping[str, Any]:

@@ -147,7 +147,7 @@ def grid(state: Training, wanted: Wanted) -> Grid:
 def _refuse_turns(state: Training) -> None:
     """The turns of a model-parallel rank's parameters are its own: they cannot be put together."""
     mesh, config = state.manifest.origin.mesh, state.manifest.train.config
-    if order.goes_round(config) and mesh.get("dp", 1) > 1:
+    if order.requests_round_robin(config) and mesh.get("dp", 1) > 1:
         raise UnsupportedError(
             state.manifest.origin.path,
             "was trained with round_robin_gradients, under which each model-parallel rank has an"

@@ -60,7 +60,7 @@ class Marks:
             return {"cat_dim": 0}
         shape = self._shapes[fqn]
         split = self._cuts.split(fqn, shape)
-        fused = self._cuts.fused(fqn)
+        fused = self._cuts.find_fused(fqn)
         if split.dim is None:
             return {}
         if fused is not None and len(split.parts) > 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.containers.torch_writer import Slot, Storage, whole_tensor
-from reshard.formats.deepspeed import expert_names
+from reshard.formats.deepspeed import expert_layout
 from reshard.formats.deepspeed.write import carried, whole
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
@@ -106,7 +106,11 @@ def _root(
     sharded = choice.stage > 0
     experts: dict[str, Any] = {}
     if choice.experts:
-        own = ((name, slot) for name, slot in module.items() if not expert_names.parse(name))
+        own = (
+            (name, slot)
+            for name, slot in module.items()
+            if not expert_layout.parse_expert_name(name)
+        )
         module = OrderedDict(own)
         experts = {"num_experts": list(choice.experts), "ds_autoep_layers": None}
     root = {

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 
 from reshard.errors import UsageError
 from reshard.formats.deepspeed import dialects
-from reshard.formats.deepspeed.layers import TIED, layer_of
+from reshard.formats.deepspeed.layers import TIED, parse_layer
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
@@ -46,7 +46,7 @@ def layers_of(manifest: Manifest) -> tuple[Layer, ...]:
     """
     found: dict[int, dict[str, str]] = {}
     for entry in manifest.of_kind(PARAM, BUFFER):
-        for number in {layer_of(chunk.file) for chunk in entry.chunks} - {None}:
+        for number in {parse_layer(chunk.file) for chunk in entry.chunks} - {None}:
             found.setdefault(number or 0, {})[_local(entry.fqn, number or 0)] = entry.fqn
     layers = [Layer(number, names) for number, names in sorted(found.items())]
     shared = Counter(fqn for layer in layers for fqn in layer.holds if fqn.startswith(TIED))
@@ -147,7 +147,7 @@ def _methods(
         "uniform": lambda count: uniform(total, count),
     }
     order = ["parameters", "uniform", "type:"]
-    if dialects.of_names(sizes)[0] is not None:
+    if dialects.detect_dialect(sizes)[0] is not None:
         order = ["type:", "parameters", "uniform"]
     return {name: methods[name] for name in order}
 

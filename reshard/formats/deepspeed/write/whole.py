@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.containers.torch_writer import Slot, whole_tensor
 from reshard.dtypes import FLOAT32, DType
-from reshard.formats.deepspeed import expert_names
+from reshard.formats.deepspeed import expert_layout
 from reshard.formats.deepspeed.write import scaling
 from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.objects import deepspeeds_own, step
@@ -99,11 +99,11 @@ def _are_told(choice: Choice) -> bool:
         for weight in choice.state.weights
         if weight.value.numel and weight.fqn not in buffers
     }
-    experts = {fqn for fqn in candidates if expert_names.parse(fqn)}
+    experts = {fqn for fqn in candidates if expert_layout.parse_expert_name(fqn)}
     return all(
         optimizer_names.can_name_groups(
             {fqn: shape for fqn, shape in candidates.items() if (fqn in experts) == of_experts},
-            [g for g in choice.groups if expert_names.is_of_experts(g.hyper) == of_experts],
+            [g for g in choice.groups if expert_layout.has_experts(g.hyper) == of_experts],
         )
         for of_experts in ((False, True) if experts else (False,))
     )

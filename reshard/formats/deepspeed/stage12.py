@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 and BF16_Optimizer: one flat tensor a group, in equal pieces a rank.
+"""Read the flat groups of ZeRO stages 1 and 2 and of BF16_Optimizer: an equal piece for each rank.
 
 Geometry (DeepSpeed 0.19.8 ``stage_1_and_2.py``, ``bf16_optimizer.py``): the parameters of
 ``param_shapes[g]`` in that order, each followed by its alignment padding, then a tail that makes
@@ -16,44 +16,51 @@ from reshard.box import Index, whole
 from reshard.containers.torch_objects import Tensor
 from reshard.counts import elements
 from reshard.errors import CorruptError
-from reshard.formats.deepspeed.states import MIXED, OptimizerStates, Shapes, agree, each
+from reshard.formats.deepspeed.states import (
+    MIXED,
+    OptimizerStates,
+    Shapes,
+    by_file,
+    flat_slots,
+    require_equal,
+    scalar_slots,
+)
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import MASTER, Chunk, Claim, Entry, contiguous
 
 _MAPPINGS = "param_slice_mappings"
-Slots = dict[str, Tensor]  # slot name -> this rank's flat piece
 
 
 def read_groups(
     shapes: Shapes,
     ranks: Sequence[OptimizerStates],
     owners: Sequence[Sequence[Sequence[OptimizerStates]]],
-) -> Iterator[Group]:
-    """Describe the flat tensor of every group, and of every expert-parallel part of one.
+) -> Iterator[FlatGroup]:
+    """Yield the flat tensor of every group, and of every expert-parallel part of one.
 
     Args:
-        owners: of each group, the ranks that share each of its flat tensors: all ranks share one,
-            but for experts, of which every expert-parallel rank has an equal part of the members.
+        owners: for each group, the ranks that share each of its flat tensors: all ranks share one;
+            but of a group of experts, every expert-parallel rank has an equal part of the members.
 
     Raises:
-        CorruptError: pieces that do not add up to the groups' shapes.
+        CorruptError: the pieces do not add up to the groups' shapes.
     """
     for rank in ranks:
-        count = len(_pieces(rank))
+        count = len(_masters(rank))
         if count != len(shapes):
             raise CorruptError(
                 rank.file.path, f"holds {count} groups, param_shapes lists {len(shapes)}", MIXED
             )
-    for group, (members, shared) in enumerate(zip(shapes, owners, strict=True)):
+    for group, (members, parts) in enumerate(zip(shapes, owners, strict=True)):
         names = list(members)
-        size = len(names) // len(shared)
-        for part, own in enumerate(shared):
-            held = {name: members[name] for name in names[part * size : (part + 1) * size]}
-            yield Group(group, held, own, is_part=len(shared) > 1)
+        size = len(names) // len(parts)
+        for part, own in enumerate(parts):
+            inside = {name: members[name] for name in names[part * size : (part + 1) * size]}
+            yield FlatGroup(group, inside, own, is_part=len(parts) > 1)
 
 
 def find_partition_claims(
-    groups: Iterable[Group], wrapped_names: Mapping[str, str]
+    groups: Iterable[FlatGroup], wrapped_names: Mapping[str, str]
 ) -> dict[str, tuple[Claim, ...]]:
     """Return file -> what its ``param_slice_mappings`` states about the partition that it holds.
 
@@ -71,72 +78,34 @@ def find_partition_claims(
     return found
 
 
-def _pieces(rank: OptimizerStates) -> list[Tensor]:
-    return rank.listed("single_partition_of_fp32_groups")
+def _masters(rank: OptimizerStates) -> list[Tensor]:
+    """Return a rank's piece of the master weights of each group."""
+    return rank.require_list("single_partition_of_fp32_groups")
 
 
-def group_state(rank: OptimizerStates, group: int) -> dict[str, Any]:
-    """The optimizer's state of one group; under elastic_checkpoint it is a list.
-
-    Raises:
-        CorruptError: there is no such group.
-    """
-    state = rank.root.get("base_optimizer_state")
-    if state is None:
-        return {}
-    if isinstance(state, dict):
-        return state.get("state", {}).get(group) or {}
-    if group >= len(state):
-        raise CorruptError(
-            rank.file.path, f"base_optimizer_state holds {len(state)} groups, and no {group}", MIXED
-        )
-    return state[group] or {}
-
-
-def slots_of(state: dict[str, Any]) -> Slots:
-    """The flat tensors among a group's state; the step is 0-d and not one of them."""
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor) and len(value.shape) == 1
-    }
-
-
-def scalars_of(state: dict[str, Any]) -> Slots:
-    """Return the 0-d tensors of a group's state that are not its step (NAdam's ``mu_product``)."""
-    return {
-        name: value
-        for name, value in state.items()
-        if isinstance(value, Tensor) and not value.shape and name != "step"
-    }
-
-
-def scalars(
-    fqns: Iterable[str], states: Sequence[tuple[OptimizerStates, dict[str, Any]]]
+def read_scalars(
+    fqns: Iterable[str], states: Sequence[tuple[OptimizerStates, Mapping[str, Any]]]
 ) -> Iterator[Entry]:
     """Yield the 0-d values of a flat tensor's state as slots of each of its members.
 
     Every rank keeps each value: the entries have the ranks' values as replicas, which must agree.
+
+    Args:
+        states: each rank and its state of the flat tensor.
     """
-    found = {rank.file.path: scalars_of(state) for rank, state in states}
-    if not found:
-        return
-    names = agree(
-        "the list of 0-d optimizer values", {k: sorted(v) for k, v in found.items()}, MIXED
+    found = {rank.file.path: scalar_slots(state) for rank, state in states}
+    names = require_equal(
+        "the list of 0-d optimizer values",
+        {path: sorted(slots) for path, slots in found.items()} or {"": []},
     )
-    held = {name: [own[name] for own in found.values()] for name in names}
-    for name, tensors in held.items():
+    for name in names:
+        tensors = [slots[name] for slots in found.values()]
         chunks = tuple(tensor.chunk for tensor in tensors)
         for fqn in fqns:
             yield Entry(fqn, name, tensors[0].dtype, (), chunks)
 
 
-def left_out(names: Iterable[str]) -> list[str]:
-    """What to say of a state that `slots_of` has no place for."""
-    return [f"optimizer state {n!r} is not per element and is left out" for n in sorted(names)]
-
-
-class Group:
+class FlatGroup:
     """One group's flat tensor: where each parameter begins, and what each rank stored."""
 
     def __init__(
@@ -147,19 +116,19 @@ class Group:
         *,
         is_part: bool,
     ) -> None:
-        self.is_part = is_part  # of a group of experts
+        self.is_part = is_part  # whether these are one expert-parallel rank's members of a group
         self.index = index
         self.members = members
         self.ranks = ranks
-        self.flat, self.end = self._places()
+        self.flat, self.end = self._place_members()
         self.tails = self._tails()
         self.piece_numel = self._piece_numel()
         self._check_tail()
 
     def _tails(self) -> list[int]:
-        """Each rank's padding at the end.
+        """Return each rank's padding at the end, in elements.
 
-        DeepSpeed before 0.7.0 does not say it: it made every group a multiple of twice the ranks.
+        DeepSpeed before 0.7.0 does not store it; there a group is a multiple of twice the ranks.
         """
         if any("group_paddings" in rank.root for rank in self.ranks):
             return [self._tail(rank) for rank in self.ranks]
@@ -179,30 +148,30 @@ class Group:
         than P, the bound of the slice ``[:P - padding]`` is negative and counts from the end:
         the rank keeps elements that are padding as well.
         """
-        held = [_pieces(rank)[self.index].numel for rank in self.ranks]
-        padded = [numel + tail for numel, tail in zip(held, self.tails, strict=True)]
-        if len(set(held)) == 1:
-            return held[0]
-        for numel in sorted({*held, *padded}):
-            if held == [len(range(numel)[: numel - tail]) for tail in self.tails]:
+        stored = self._stored_numels()
+        padded = [numel + tail for numel, tail in zip(stored, self.tails, strict=True)]
+        if len(set(stored)) == 1:
+            return stored[0]
+        for numel in sorted({*stored, *padded}):
+            if stored == [len(range(numel)[: numel - tail]) for tail in self.tails]:
                 return numel
         raise CorruptError(
             self.ranks[0].file.path,
-            f"group {self.index}: the ranks hold {held} elements, with padding {padded}; equal"
+            f"group {self.index}: the ranks hold {stored} elements, with padding {padded}; equal"
             " pieces are expected",
             MIXED,
         )
 
-    def _places(self) -> tuple[list[Member], int]:
-        """Where each parameter lies, and the end of the last."""
-        declared = agree(
-            f"alignment padding of group {self.index}",
-            each(self.ranks, self._alignment),
-            MIXED,
-        )
-        places = []
-        at = 0
-        for (fqn, shape), padding in zip(self.members.items(), declared, strict=True):
+    def _stored_numels(self) -> list[int]:
+        """Return how many elements of the master weights each rank stores."""
+        return [_masters(rank)[self.index].numel for rank in self.ranks]
+
+    def _place_members(self) -> tuple[list[Member], int]:
+        """Return where each parameter begins, and the end of the last."""
+        what = f"alignment padding of group {self.index}"
+        paddings = require_equal(what, by_file(self.ranks, self._alignment))
+        places, at = [], 0
+        for (fqn, shape), padding in zip(self.members.items(), paddings, strict=True):
             places.append(Member(fqn, shape, at))
             at = places[-1].stop + padding
         return places, at
@@ -221,10 +190,13 @@ class Group:
         return [elements(rank.file.path, "a parameter's padding", padding) for padding in own]
 
     def _check_tail(self) -> None:
-        """The group ends where the padding begins, of which the reader knows how much there is."""
+        """Check that the parameters end where the padding begins.
+
+        Raises:
+            CorruptError: parameters and padding do not add up to what the ranks hold.
+        """
         total = self.piece_numel * len(self.ranks)
-        declared = sum(self.tails)
-        stored = sum(_pieces(rank)[self.index].numel for rank in self.ranks)
+        declared, stored = sum(self.tails), sum(self._stored_numels())
         if self.end + declared != total and self.end != stored:
             raise CorruptError(
                 self.ranks[0].file.path,
@@ -255,17 +227,19 @@ class Group:
 
     def _slices(self, position: int) -> dict[str, tuple[int, int]]:
         """Return fqn -> (start, numel) of what a rank's partition holds of each parameter."""
-        first = position * self.piece_numel
-        last = first + self.piece_numel
+        first, last = self._bounds(position)
         return {
             m.fqn: (max(m.start - first, 0), min(m.stop, last) - max(m.start, first))
-            for m in self._meeting(position)
+            for m in self._members_of(position)
         }
 
-    def _meeting(self, position: int) -> list[Member]:
+    def _bounds(self, position: int) -> tuple[int, int]:
+        """Return the first element of a rank's partition, and the one after its last."""
+        return position * self.piece_numel, (position + 1) * self.piece_numel
+
+    def _members_of(self, position: int) -> list[Member]:
         """Return the members whose range meets a rank's partition, empty ones inside it too."""
-        first = position * self.piece_numel
-        last = first + self.piece_numel
+        first, last = self._bounds(position)
         return [m for m in self.flat if m.start < last and m.stop > first]
 
     def _stated_slices(self, position: int) -> dict[str, tuple[int, int]] | None:
@@ -284,32 +258,31 @@ class Group:
         return slices
 
     def entries(self) -> Iterator[Entry]:
-        """The master weights, then each slot, in flat order."""
-        yield from self._split(MASTER, [_pieces(rank)[self.index] for rank in self.ranks])
-        states = [(rank, group_state(rank, self.index)) for rank in self.ranks]
-        slots = [slots_of(state) for _, state in states]
-        inside = [self._inside(number) for number in range(len(self.ranks))]
-        names = agree(
+        """Yield the master weights, then each slot, in flat order."""
+        yield from self._split(MASTER, [_masters(rank)[self.index] for rank in self.ranks])
+        states = [rank.group_state(self.index) for rank in self.ranks]
+        slots = [flat_slots(state) for state in states]
+        inside = [
+            [m for m in self._members_of(position) if m.stop > m.start]
+            for position in range(len(self.ranks))
+        ]
+        names = require_equal(
             f"the list of optimizer slots of group {self.index}",
             {
-                rank.file.path: sorted(held)
-                for rank, held, members in zip(self.ranks, slots, inside, strict=True)
-                if held or members
+                rank.file.path: sorted(own)
+                for rank, own, members in zip(self.ranks, slots, inside, strict=True)
+                if own or members
             }
             or {"": []},
-            MIXED,
         )
         for name in names:
-            pieces = [held.get(name) for held in slots]
+            pieces = [own.get(name) for own in slots]
             if self._is_by_member(pieces):
-                yield from self._by_member(name, pieces, inside)
+                yield from self._read_whole_members(name, pieces, inside)
             else:
                 yield from self._split(name, [piece for piece in pieces if piece is not None])
-        yield from scalars(self.members, [each for each in states if each[1]])
-
-    def _inside(self, number: int) -> list[Member]:
-        """Return the members of which a rank's partition holds an element."""
-        return [m for m in self._meeting(number) if m.stop > m.start]
+        with_state = [each for each in zip(self.ranks, states, strict=True) if each[1]]
+        yield from read_scalars(self.members, with_state)
 
     def _is_by_member(self, pieces: Sequence[Tensor | None]) -> bool:
         """Return whether ranks hold whole members, as DeepSpeed's Muon keeps its momentum.
@@ -318,13 +291,12 @@ class Group:
         all parameters that meet the partition. With an offloaded optimizer it is as long as the
         partition.
         """
-        masters = [_pieces(rank)[self.index].numel for rank in self.ranks]
         return any(
             piece is None or piece.numel not in (self.piece_numel, master, master + tail)
-            for piece, master, tail in zip(pieces, masters, self.tails, strict=True)
+            for piece, master, tail in zip(pieces, self._stored_numels(), self.tails, strict=True)
         )
 
-    def _by_member(
+    def _read_whole_members(
         self, name: str, pieces: Sequence[Tensor | None], inside: Sequence[list[Member]]
     ) -> Iterator[Entry]:
         """Yield a slot of which each rank holds the whole of every member that it shares.
@@ -334,31 +306,30 @@ class Group:
         """
         chunks: dict[str, list[Chunk]] = {member.fqn: [] for member in self.flat}
         dtypes = {piece.dtype for piece in pieces if piece is not None}
+        dtype = next(iter(dtypes))
         for rank, piece, members in zip(self.ranks, pieces, inside, strict=True):
             numel = sum(member.stop - member.start for member in members)
-            held = piece.numel if piece else 0
-            if held != numel or len(dtypes) > 1:
+            stored = piece.numel if piece else 0
+            if stored != numel or len(dtypes) > 1:
                 raise CorruptError(
                     rank.file.path,
-                    f"group {self.index}: {name} has {held} elements; a partition has"
+                    f"group {self.index}: {name} has {stored} elements; a partition has"
                     f" {self.piece_numel}, and the parameters that it meets have {numel}",
                     MIXED,
                 )
             at = piece.chunk.byte_offset if piece else 0
             for member in members:
-                dtype = next(iter(dtypes))
                 box, shape = whole(member.shape), member.shape
                 chunks[member.fqn].append(contiguous(rank.file.path, at, dtype, box, shape))
                 at += (member.stop - member.start) * dtype.itemsize
         for member in self.flat:
-            yield Entry(
-                member.fqn, name, next(iter(dtypes)), member.shape, tuple(chunks[member.fqn])
-            )
+            yield Entry(member.fqn, name, dtype, member.shape, tuple(chunks[member.fqn]))
 
     def _split(self, kind: str, pieces: list[Tensor]) -> Iterator[Entry]:
-        held = [piece.chunk for piece in pieces]
-        starts = range(0, self.piece_numel * len(held), self.piece_numel or 1)
-        chunks = flat_chunks(self.flat, zip(starts, held, strict=False))
+        """Yield the entries of all members, from the ranks' pieces of the flat tensor."""
+        stored = [piece.chunk for piece in pieces]
+        starts = range(0, self.piece_numel * len(stored), self.piece_numel or 1)
+        chunks = flat_chunks(self.flat, zip(starts, stored, strict=False))
         for member in self.flat:
-            stored = tuple(chunks[member.fqn])
-            yield Entry(member.fqn, kind, pieces[0].dtype, member.shape, stored)
+            own = tuple(chunks[member.fqn])
+            yield Entry(member.fqn, kind, pieces[0].dtype, member.shape, own)

@@ -1,4 +1,4 @@
-"""What the files of DeepSpeed hold, as far as readers take it (see `schema`).
+"""Declare the values that the readers take out of DeepSpeed's files (see `reshard.schema`).
 
 Source: DeepSpeed 0.3 to 0.19 ``runtime/engine.py``, ``runtime/zero/`` and
 ``runtime/bf16_optimizer.py`` (``state_dict`` of each); ``checkpoint/affine.py``
@@ -36,7 +36,7 @@ _TORCH = {
     "param_groups": sequence(fields(params=sequence(COUNT))),
 }
 
-OPTIMIZER = fields(  # of stage 0, or of an expert-parallel rank without ZeRO
+OPTIMIZER = fields(  # stage 0, also of an expert-parallel rank
     **_TORCH,
     optimizer_state_dict=fields(**_TORCH),
     fp32_groups=maybe(sequence(sequence(_TENSOR))),
@@ -51,7 +51,7 @@ _MAP = record(
 _FUSED = record(
     patterns=sequence(TEXT),
     partition_dim=COUNT,
-    shape=sequence(either(INTEGER, sequence(COUNT))),  # -1: as it is
+    shape=sequence(either(INTEGER, sequence(COUNT))),  # -1: the whole dim
 )
 _UNIVERSAL = fields(
     tp_replicated_parameter_patterns=_PATTERNS,
@@ -82,7 +82,7 @@ MODEL_STATES = fields(
     skipped_steps=maybe(INTEGER),
     global_samples=maybe(INTEGER),
 )
-OTHER_MODEL_STATES = fields(  # of a rank whose file is like the first one's
+OTHER_MODEL_STATES = fields(  # ranks after the first: only what is used of them
     module=maybe(mapping()), frozen_param_fragments=maybe(mapping())
 )
 VERSIONED = fields(ds_version=maybe(TEXT))

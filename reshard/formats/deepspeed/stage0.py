@@ -1,0 +1,317 @@
+"""Read the optimizer of stage 0: whole tensors under an index instead of a name.
+
+fp32: torch's own optimizer dict. bf16 and fp16 (DeepSpeed 0.19.8 ``runtime/fp16/
+unfused_optimizer.py``, ``fused_optimizer.py``): fp32 copies of each group, whole (``fp32_groups``)
+or flat (``fp32_groups_flat``), and a state by index over the groups.
+
+No file names the indices. `optimizer_names` finds the names where it can; otherwise the optimizer
+is left out, with a warning.
+
+`_name_fused_groups` finds the members of a fused optimizer's flat tensors. ``FP16_Optimizer`` joins
+the masters of each param group and names none. The sizes show which shapes a group has, if all
+parameters of one shape are in one group; inside a group the parameters are in the order in which
+the user gave them, which is nearly always the model's. To be sure, each weight is compared with its
+master at its beginning, middle and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from math import isclose, prod
+from typing import Any
+
+from reshard.box import Index, whole
+from reshard.containers.torch_objects import Tensor, weight_at
+from reshard.errors import CorruptError
+from reshard.files import SourceFiles
+from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
+from reshard.formats.deepspeed.states import ModelStates, flat_slots, whole_entry
+from reshard.formats.deepspeed.train_state import (
+    OptimizerContent,
+    find_step,
+    read_hyper,
+    read_number,
+    read_train_state,
+)
+from reshard.manifest import MASTER, Entry, ParamGroup, contiguous
+from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
+
+_Names = list[list[str | None]]  # for each group its members; None for one that has no name
+
+# Limits of the search for the members of fused groups.
+_MOST_SHAPES = 200  # no model has more; the search goes one step deeper with each
+_MOST_STEPS = 100_000
+_MOST_ASSIGNMENTS = 100
+_REL, _ABS = 2**-8, 2**-24  # half a unit of bfloat16's last place; float16's smallest number
+
+
+def read(first: ModelStates, tied: Mapping[str, str]) -> OptimizerContent:
+    """Read the optimizer that the model states hold; there may be none.
+
+    Args:
+        tied: alias -> the name that is kept.
+
+    Raises:
+        CorruptError: a flat tensor is not as long as its parameters.
+    """
+    wrapper = first.mapping("optimizer")
+    stored = inner_optimizer(wrapper).get("param_groups", [])
+    warnings: list[str] = []
+    names: _Names = []
+    if wrapper:
+        try:
+            names = _name_members(first, _candidates(first, tied))
+        except AmbiguousError as reason:
+            warnings.append(
+                f"stage 0 stores its optimizer by index, and {reason}; fp32 masters and moments are"
+                " left out"
+            )
+    groups = [
+        ParamGroup(read_hyper(group), tuple(fqn for fqn in fqns if fqn is not None))
+        for group, fqns in zip(stored, names or [[] for _ in stored], strict=False)
+    ]
+    unnamed = sum(fqn is None for fqns in names for fqn in fqns)
+    if unnamed:
+        warnings.append(
+            f"{unnamed} parameters without state (never stepped, or empty) cannot be named by"
+            " their index: they are in no param group here"
+        )
+    states = _states(wrapper, names)
+    warnings += warn_unread(_unread(wrapper, states))
+    steps = _read_steps(first, states)
+    train = read_train_state(first, groups=groups, steps=steps, optimizer_root=wrapper)
+    return OptimizerContent(0, list(_entries(first, names, states)), train, warnings)
+
+
+def _candidates(first: ModelStates, tied: Mapping[str, str]) -> dict[str, Index]:
+    """Return the shapes of what may be in the optimizer; frozen parameters are among them."""
+    return {
+        name: tensor.shape
+        for name, tensor in first.module.items()
+        if name not in first.buffers and name not in tied and tensor.numel
+    }
+
+
+def inner_optimizer(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return torch's state dict of an optimizer, which 16-bit training wraps."""
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    return inner if isinstance(inner, dict) else {}
+
+
+def warn_unread(names: Collection[str]) -> list[str]:
+    """Return a warning for each part of an optimizer's state that is not read."""
+    return [f"optimizer state {n!r} is not per element and is left out" for n in sorted(names)]
+
+
+def _name_members(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
+    """Return the fqn of each member of every group, as declared there or as the shapes show.
+
+    Raises:
+        AmbiguousError: see `optimizer_names.name_groups`.
+    """
+    declared = _declared_names(model, candidates)
+    if declared:
+        return declared
+    wrapper = model.mapping("optimizer")
+    groups = inner_optimizer(wrapper).get("param_groups", [])
+    flats = wrapper.get("fp32_groups_flat")
+    of_experts = [has_experts(group) for group in groups]
+    if any(of_experts):
+        return _name_expert_groups(candidates, _member_shapes(wrapper), of_experts)
+    if flats:
+        return [[*names] for names in _name_fused_groups(model, candidates, flats)]
+    return name_groups(candidates, _member_shapes(wrapper))
+
+
+def _declared_names(model: ModelStates, candidates: Mapping[str, Index]) -> _Names:
+    """Return ``param_names`` of the groups (torch 2.6 ``optim/optimizer.py``); none if unusable."""
+    listed: _Names = []
+    for group in inner_optimizer(model.mapping("optimizer")).get("param_groups", []):
+        given = group.get("param_names")
+        names = list(given) if isinstance(given, (list, tuple)) else []
+        if not names or not all(name in candidates for name in names):
+            return []
+        listed.append(names)
+    flat = [name for names in listed for name in names]
+    return listed if len(set(flat)) == len(flat) else []
+
+
+def _member_shapes(wrapper: Mapping[str, Any]) -> list[list[Signature]]:
+    """Return the shapes of every group's members as far as the file shows them."""
+    masters = wrapper.get("fp32_groups")
+    if masters:
+        return [[tensor.shape for tensor in group] for group in masters]
+    optimizer = inner_optimizer(wrapper)
+    state = optimizer.get("state", {})
+    return [
+        [_slot_shape(state.get(index, {})) for index in group.get("params", [])]
+        for group in optimizer.get("param_groups", [])
+    ]
+
+
+def _slot_shape(state: Mapping[str, Any]) -> Signature:
+    """Return the shape of a state's parameter, which is that of the largest slot."""
+    shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
+    return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
+
+
+def _name_expert_groups(
+    candidates: Mapping[str, Index],
+    shapes: Sequence[Sequence[Signature]],
+    of_experts: Sequence[bool],
+) -> _Names:
+    """Name groups of experts and other groups apart (DeepSpeed 0.19.8 ``moe/utils.py``)."""
+    named: dict[bool, Iterator[list[str | None]]] = {}
+    for kind in (False, True):
+        own = {n: s for n, s in candidates.items() if (parse_expert_name(n) is not None) == kind}
+        groups = [group for group, moe in zip(shapes, of_experts, strict=True) if moe == kind]
+        named[kind] = iter(name_groups(own, groups))
+    return [next(named[kind]) for kind in of_experts]
+
+
+_States = list[tuple[Sequence[str | None], Mapping[str, Any]]]
+
+
+def _states(wrapper: Mapping[str, Any], names: _Names) -> _States:
+    """Return pairs of names and their state: one for each flat group, or for each parameter."""
+    owners = names if wrapper.get("fp32_groups_flat") else [[fqn] for own in names for fqn in own]
+    state = inner_optimizer(wrapper).get("state", {})
+    return [(fqns, state.get(index, {})) for index, fqns in enumerate(owners)]
+
+
+def _unread(wrapper: Mapping[str, Any], states: _States) -> set[str]:
+    """Return the keys of the states that neither an entry nor the step has."""
+    if wrapper.get("fp32_groups_flat"):
+        return {name for _, state in states for name in state.keys() - flat_slots(state)} - {"step"}
+    return {
+        str(name)
+        for fqns, state in states
+        if fqns != [None]
+        for name, value in state.items()
+        if name != "step" and not isinstance(value, Tensor)
+    }
+
+
+def _read_steps(model: ModelStates, states: _States) -> dict[str, float]:
+    """Read how many updates were applied to each named parameter."""
+    optimizer = inner_optimizer(model.mapping("optimizer"))
+    found: dict[str, float] = {}
+    for index, (fqns, state) in enumerate(states):
+        step = read_number(model.file, find_step(state, optimizer, index))
+        if step is not None:
+            found.update({fqn: step for fqn in fqns if fqn is not None})
+    return found
+
+
+def _entries(model: ModelStates, names: _Names, states: _States) -> Iterator[Entry]:
+    """Yield the master weights and slots of every named parameter."""
+    wrapper = model.mapping("optimizer")
+    flats = wrapper.get("fp32_groups_flat") or []
+    for members, masters in zip(names, wrapper.get("fp32_groups") or [], strict=False):
+        for fqn, tensor in zip(members, masters, strict=True):
+            if fqn is not None:
+                yield whole_entry(fqn, MASTER, tensor)
+    for number, (fqns, state) in enumerate(states):
+        own = [fqn for fqn in fqns if fqn is not None]
+        if number < len(flats):
+            yield from _split(model, own, {MASTER: flats[number]} | flat_slots(state))
+        elif own and not flats:
+            for slot, value in state.items():
+                if slot != "step" and isinstance(value, Tensor):
+                    yield whole_entry(own[0], slot, value)
+
+
+def _split(
+    model: ModelStates, names: Sequence[str], slots: Mapping[str, Tensor]
+) -> Iterator[Entry]:
+    """Yield the members of a group's flat tensors, which have no padding (FP16_Optimizer)."""
+    module = model.module
+    shapes = {fqn: module[fqn].shape for fqn in names}
+    total = sum(map(prod, shapes.values()))
+    for kind, flat in slots.items():
+        if flat.numel != total:
+            raise CorruptError(
+                model.file.path,
+                f"has a flat {kind} of {flat.numel} elements; the members of its group have"
+                f" {total}",
+            )
+        offset = flat.chunk.byte_offset
+        for fqn, shape in shapes.items():
+            chunk = contiguous(model.file.path, offset, flat.dtype, whole(shape), shape)
+            yield Entry(fqn, kind, flat.dtype, shape, (chunk,))
+            offset += prod(shape) * flat.dtype.itemsize
+
+
+def _name_fused_groups(
+    model: ModelStates, candidates: Mapping[str, Index], flats: Sequence[Tensor]
+) -> list[list[str]]:
+    """Return the members of each flat tensor of a fused optimizer.
+
+    Raises:
+        AmbiguousError: more than one assignment fits, or none.
+    """
+    by_shape: dict[Index, list[str]] = {}
+    for fqn, shape in candidates.items():
+        by_shape.setdefault(shape, []).append(fqn)
+    sizes = {shape: prod(shape) * len(fqns) for shape, fqns in by_shape.items()}
+    fitting = islice(_assignments(sizes, [flat.numel for flat in flats]), _MOST_ASSIGNMENTS)
+    named = (
+        [[f for f, shape in candidates.items() if owners[shape] == n] for n in range(len(flats))]
+        for owners in fitting
+    )
+    with SourceFiles() as files:
+        found = list(islice((n for n in named if _match_masters(files, model.module, n, flats)), 2))
+    if len(found) != 1:
+        raise AmbiguousError(
+            list(candidates), "were joined by a fused optimizer in an order that no file gives"
+        )
+    return found[0]
+
+
+def _assignments(
+    sizes: Mapping[Index, int], numels: Sequence[int]
+) -> Iterator[dict[Index, int | None]]:
+    """Yield each way to fill the groups: shape -> its group; None if it is in no group.
+
+    Args:
+        sizes: elements of all candidates of a shape.
+        numels: elements of each group.
+    """
+    order = sorted(sizes, key=lambda shape: -sizes[shape])
+    steps = iter(range(_MOST_STEPS if len(order) <= _MOST_SHAPES else 0))
+
+    def search(at: int, left: list[int], rest: int) -> Iterator[dict[Index, int | None]]:
+        if sum(left) > rest or next(steps, None) is None:
+            return
+        if at == len(order):
+            yield {}
+            return
+        size = sizes[order[at]]
+        for owner in (*range(len(left)), None):
+            after = [n - size if number == owner else n for number, n in enumerate(left)]
+            if min(after, default=0) >= 0:
+                for others in search(at + 1, after, rest - size):
+                    yield {order[at]: owner, **others}
+
+    return search(0, list(numels), sum(sizes.values()))
+
+
+def _match_masters(
+    files: SourceFiles,
+    module: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]],
+    flats: Sequence[Tensor],
+) -> bool:
+    """Return whether three elements of each weight agree with the masters in that order."""
+    for names, flat in zip(groups, flats, strict=True):
+        start = 0
+        for weight in (module[fqn] for fqn in names):
+            last = weight.numel - 1
+            for at in sorted({0, weight.numel // 2, last}) if weight.numel else ():
+                own = weight_at(files, weight.chunk, at)
+                master = weight_at(files, flat.chunk, start + at)
+                if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
+                    return False
+            start += weight.numel
+    return True

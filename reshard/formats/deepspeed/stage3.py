@@ -1,0 +1,113 @@
+"""Read ZeRO stage 3: every parameter in ``ceil(numel / ranks)`` elements on each rank.
+
+Geometry (DeepSpeed 0.19.8 ``stage3.py``, ``partition_parameters.py``): a sub-group's flat tensor
+holds this rank's pieces one after the other, in the order of ``param_shapes[sub_group]``; the
+last ranks' pieces are padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from reshard.box import Index
+from reshard.containers.torch_objects import Tensor
+from reshard.errors import CorruptError
+from reshard.formats.deepspeed.stage12 import read_scalars
+from reshard.formats.deepspeed.states import (
+    MIXED,
+    FlatPiece,
+    ModelStates,
+    OptimizerStates,
+    Shapes,
+    flat_slots,
+    locate_piece,
+    require_equal,
+)
+from reshard.layout.runs import EqualRuns, RankOffsets
+from reshard.manifest import MASTER, PARAM, Entry
+
+Swapped = Mapping[tuple[int, int, str], FlatPiece]  # (rank, sub-group, kind) -> its swap file
+
+
+def read(shapes: Shapes, ranks: Sequence[OptimizerStates], swapped: Swapped) -> Iterator[Entry]:
+    """Yield the master weights and every optimizer slot of every sub-group.
+
+    Args:
+        swapped: the pieces that are in swap files instead of the optimizer states.
+
+    Raises:
+        CorruptError: a sub-group is not as long as its parameters.
+    """
+    masters = [_masters(rank, len(shapes)) for rank in ranks]
+    for index, members in enumerate(shapes):
+        states = [rank.group_state(index) for rank in ranks]
+        slots = [flat_slots(state) for state in states]
+        kinds = require_equal(
+            f"the list of optimizer slots of sub-group {index}",
+            {rank.file.path: sorted(own) for rank, own in zip(ranks, slots, strict=True)},
+        )
+        for kind in (MASTER, *kinds):
+            tensors = [m[index] for m in masters] if kind == MASTER else [s[kind] for s in slots]
+            pieces = [
+                swapped.get((rank.rank, index, kind)) or locate_piece(rank.file, tensor)
+                for rank, tensor in zip(ranks, tensors, strict=True)
+            ]
+            yield from _split(kind, members, pieces)
+        yield from read_scalars(members, list(zip(ranks, states, strict=True)))
+
+
+def _masters(rank: OptimizerStates, count: int) -> list[Tensor]:
+    """Return a rank's piece of the master weights of each sub-group."""
+    groups = rank.require_list("fp32_flat_groups")
+    if len(groups) != count:
+        raise CorruptError(
+            rank.file.path, f"holds {len(groups)} sub-groups, param_shapes lists {count}", MIXED
+        )
+    return groups
+
+
+def count_piece_elements(members: Mapping[str, Index], ranks: int) -> int:
+    """Return how many elements of a sub-group one rank holds, padding included."""
+    return sum(-(-prod(shape) // ranks) for shape in members.values())
+
+
+def _split(kind: str, members: Mapping[str, Index], pieces: Sequence[FlatPiece]) -> Iterator[Entry]:
+    """Yield the entries of one sub-group from the ranks' pieces."""
+    ranks = len(pieces)
+    expected = count_piece_elements(members, ranks)
+    for number, piece in enumerate(pieces):
+        if piece.numel != expected:
+            raise CorruptError(
+                piece.file,
+                f"rank {number} holds {piece.numel} elements of {kind} in a sub-group whose"
+                f" {len(members)} parameters take {expected} elements on each of {ranks} ranks",
+                MIXED,
+            )
+    dtype = require_equal(f"the dtype of {kind}", {p.file: p.dtype for p in pieces})
+    files, offsets = tuple(p.file for p in pieces), tuple(p.byte_offset for p in pieces)
+    locations, skipped = RankOffsets(files, offsets), 0
+    for fqn, shape in members.items():
+        yield Entry(fqn, kind, dtype, shape, EqualRuns(locations, dtype, shape, skipped))
+        skipped += count_piece_elements({fqn: shape}, ranks) * dtype.itemsize
+
+
+def read_frozen(models: Sequence[ModelStates]) -> Iterator[Entry]:
+    """Yield the frozen parameters: the ranks' fragments one after the other, cut to numel.
+
+    Raises:
+        CorruptError: the fragments do not add up to the parameter.
+    """
+    for fqn, shape in models[0].mapping("frozen_param_shapes").items():
+        fragments = [model.mapping("frozen_param_fragments").get(fqn) for model in models]
+        pieces = [
+            locate_piece(model.file, fragment)
+            for model, fragment in zip(models, fragments, strict=True)
+            if isinstance(fragment, Tensor)
+        ]
+        if len(pieces) < len(models):
+            continue  # saved with exclude_frozen_parameters: its values are not in the checkpoint
+        if prod(shape):
+            yield from _split(PARAM, {fqn: tuple(shape)}, pieces)
+        else:
+            yield Entry(fqn, PARAM, pieces[0].dtype, tuple(shape), ())

@@ -1,0 +1,186 @@
+"""Read the part of a DeepSpeed training state that is not a sharded tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.containers.torch_objects import Tensor, TorchFile
+from reshard.formats.deepspeed.states import (
+    ModelStates,
+    OptimizerStates,
+    Shapes,
+    by_file,
+    require_equal,
+)
+from reshard.manifest import Claim, Entry, ParamGroup, TrainState
+from reshard.pickles import objects
+from reshard.pickles.values import Call
+from reshard.state_dict.plain_values import to_plain
+
+# Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
+ENGINE_KEYS = frozenset(
+    """
+    module buffer_names optimizer param_shapes frozen_param_shapes shared_params
+    frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names
+    csr_tensor_module_names skipped_steps global_steps global_samples dp_world_size mp_world_size
+    num_experts ds_autoep_layers checkpoint_parallel_dimensions ds_config ds_version
+    universal_checkpoint_info
+    """.split()
+)
+_OPAQUE_KEYS = ("data_sampler", "random_ltd", "universal_checkpoint_info")
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+
+@dataclass(slots=True)
+class OptimizerContent:
+    """What is read of a run's optimizer.
+
+    Args:
+        stage: ZeRO stage.
+        entries: master weights and slots.
+        claims: file -> what it states about the partition that it holds.
+    """
+
+    stage: int
+    entries: list[Entry]
+    train: TrainState
+    warnings: list[str]
+    claims: dict[str, tuple[Claim, ...]] = field(default_factory=dict)
+
+
+def read_number(file: TorchFile, value: Any) -> float | None:
+    """Read a step counter, which is a number or a 0-d tensor."""
+    if isinstance(value, Tensor):
+        return float(file.number(value))
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def read_scaler(root: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Read the loss scaler: an object at stages 1 to 3, separate keys at stage 0."""
+    found = root.get("loss_scaler")
+    if isinstance(found, Call):
+        state = to_plain(found.state)
+        return {"class": found.name.rsplit(".", 1)[-1], **(state or {})}
+    return {key: to_plain(root[key]) for key in _SCALER_KEYS if key in root} or None
+
+
+def read_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the hyper-parameters of a param group."""
+    kept = (item for item in group.items() if item[0] not in ("params", "param_names"))
+    return {str(key): to_plain(value) for key, value in kept}
+
+
+def read_train_state(
+    model: ModelStates,
+    *,
+    groups: Sequence[ParamGroup],
+    steps: Mapping[str, float],
+    optimizer_root: Mapping[str, Any],
+) -> TrainState:
+    """Read the train state of a checkpoint from its first model states file.
+
+    Args:
+        steps: fqn -> updates of the optimizer.
+        optimizer_root: the dict that holds the loss scaler.
+    """
+    root = model.root
+    client = {str(key): to_plain(root[key]) for key in root if key not in ENGINE_KEYS}
+    clip = optimizer_root.get("clip_grad")  # absent at stage 3
+    return TrainState(
+        step=root.get("global_steps"),
+        skipped_steps=root.get("skipped_steps"),
+        samples=root.get("global_samples"),
+        optimizer_step=dict(steps),
+        param_groups=tuple(groups),
+        scheduler=to_plain(root.get("lr_scheduler")),
+        scaler=read_scaler(optimizer_root),
+        clip=clip if isinstance(clip, (int, float)) else None,
+        client=client,
+        config=to_plain(root.get("ds_config")),
+        opaque={key: to_plain(root[key]) for key in _OPAQUE_KEYS if root.get(key) is not None},
+        objects=objects.kept(root, [key for key in root if str(key) in client]),
+    )
+
+
+def read_param_groups(ranks: Sequence[OptimizerStates], shapes: Shapes) -> list[ParamGroup]:
+    """Read the user's param groups, which must be equal on all ranks.
+
+    ``params`` of a stored group lists its flat tensors by index: one at stages 1 and 2, its
+    sub-groups at stage 3. elastic_checkpoint stores no hyper-parameters; there each flat tensor
+    becomes a group.
+
+    Raises:
+        CorruptError: the ranks have different groups.
+    """
+    groups: list[ParamGroup] = require_equal(
+        "the list of param groups",
+        by_file(ranks, lambda rank: name_members(rank.optimizer, shapes)),
+    )
+    return groups or [ParamGroup({}, tuple(members)) for members in shapes]
+
+
+def name_members(optimizer: Mapping[str, Any], shapes: Shapes) -> list[ParamGroup]:
+    """Return an optimizer's param groups, whose members are stored as indices of flat tensors."""
+    return [
+        ParamGroup(
+            read_hyper(group),
+            tuple(
+                fqn
+                for index in group.get("params", [])
+                if index < len(shapes)
+                for fqn in shapes[index]
+            ),
+        )
+        for group in optimizer.get("param_groups", [])
+    ]
+
+
+def read_steps(ranks: Sequence[OptimizerStates], shapes: Shapes) -> dict[str, float]:
+    """Read how many updates the optimizer has applied to each fqn.
+
+    Raises:
+        CorruptError: ranks have different counts.
+    """
+    steps = {}
+    for index, members in enumerate(shapes):
+        step = require_equal(
+            f"the optimizer step of group {index}",
+            by_file(ranks, lambda rank, i=index: _read_step(rank, i)),  # type: ignore[misc]
+        )
+        if step is not None:
+            steps.update(dict.fromkeys(members, step))
+    return steps
+
+
+def _read_step(rank: OptimizerStates, index: int) -> float | None:
+    common = rank.root.get("base_optimizer_state_step")  # elastic_checkpoint has no param groups
+    step = find_step(rank.group_state(index), rank.optimizer, index, common)
+    return read_number(rank.file, step)
+
+
+def find_step(
+    state: Mapping[str, Any], optimizer: Mapping[str, Any], index: int, otherwise: Any = None
+) -> Any:
+    """Return the counter of a parameter's state, or of its group (apex's FusedAdam)."""
+    if not state or "step" in state:
+        return state.get("step")
+    groups = optimizer.get("param_groups", [])
+    return next((g["step"] for g in groups if index in g["params"] and "step" in g), otherwise)
+
+
+def possible_initial_updates(version: str, stage: int, *, in_16_bit: bool) -> tuple[int, ...]:
+    """Return how many updates with zero gradients a run may have started with.
+
+    DeepSpeed makes them to allocate the moments (``initialize_optimizer_states``):
+    ``unfused_optimizer.py`` in all versions, ZeRO until 0.13.1, and BF16_Optimizer, whose files are
+    those of stage 1, until 0.15.0.
+    """
+    if stage == 0:
+        return (int(in_16_bit),)
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    numbers = tuple(map(int, found.groups())) if found else ()
+    older = bool(numbers) and numbers < ((0, 15, 1) if stage == 1 else (0, 13, 2))
+    return (0, 1) if older else (0,)
