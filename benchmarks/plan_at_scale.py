@@ -30,7 +30,7 @@ from typing import Any
 
 from reshard import dtypes, formats
 from reshard.box import whole
-from reshard.commands.target import check_places
+from reshard.commands.output import check_overlaps
 from reshard.dtypes import DType
 from reshard.formats.megatron.target.choice import Described, Wanted
 from reshard.formats.targets import TARGETS
@@ -243,7 +243,7 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     request = case.request(ranks, False)
     laid = timed("lay out", lambda: TARGETS[case.target].lay_out(training(manifest), request))
     skeleton = laid.skeleton
-    timed("prove target", lambda: check_places(skeleton))
+    timed("prove target", lambda: check_overlaps(skeleton))
     planned = Plan(manifest.entries, skeleton)
     found["copies"] = timed("plan", lambda: sum(len(window.copies) for window in planned))
     found["files"] = len(manifest.files), len(skeleton.files)

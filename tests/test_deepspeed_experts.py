@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard.commands.target import check_places, check_skeleton
+from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_layout, write
@@ -162,7 +162,7 @@ def test_every_part_has_its_place(world, ranks, stage):
     laid = write.lay_out(made, world_size=world, stage=stage, wanted=Wanted(experts=ranks))
     skeleton = laid.skeleton
     check_skeleton(skeleton)
-    check_places(skeleton)
+    check_overlaps(skeleton)
     optimizers = [file for file in skeleton.files if file.name.endswith("optim_states.pt")]
     assert len(optimizers) == (world if stage else ranks)
 

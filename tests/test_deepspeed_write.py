@@ -10,7 +10,7 @@ from math import prod
 import pytest
 
 from reshard.box import whole
-from reshard.commands.target import check_places, check_skeleton
+from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, write
@@ -100,7 +100,7 @@ def test_every_layout_covers_every_tensor_once():
         precision = chance.choice((None, FLOAT32, BFLOAT16, FLOAT16))
         skeleton = write.lay_out(state, world_size=ranks, stage=stage, precision=precision).skeleton
         check_skeleton(skeleton)
-        check_places(skeleton)
+        check_overlaps(skeleton)
         Plan(source.entries, skeleton)
         held = {key for key in source.entries if prod(source.entries[key].shape)}
         assert {e.key for e in skeleton.entries if e.numel} == held
@@ -296,7 +296,7 @@ def test_every_universal_layout_covers_every_tensor_once():
         asked = {"world_size": chance.choice((1, 3, 33)), "stage": chance.randint(0, 3)}
         skeleton = write.lay_out_universal(state, **asked).skeleton
         check_skeleton(skeleton)
-        check_places(skeleton)
+        check_overlaps(skeleton)
         Plan(source.entries, skeleton)
         held = {key for key in source.entries if prod(source.entries[key].shape)}
         assert {e.key for e in skeleton.entries if e.numel} == held

@@ -87,7 +87,7 @@ def show_programs() -> Iterator[Callable[[str, float, str], None]]:
 
     On a terminal that is one line that changes every second; elsewhere a line every 30 seconds.
     """
-    from reshard.commands.lines import printable
+    from reshard.commands.lines import make_printable
 
     live = _shows_progress(quiet=False)
     shown = 0.0
@@ -98,7 +98,7 @@ def show_programs() -> Iterator[Callable[[str, float, str], None]]:
         if not live and seconds - shown < _SHOWN_EVERY_S:
             return
         shown = seconds
-        text = printable(f"{name}: {seconds:.0f} s; {line or 'nothing printed yet'}")
+        text = make_printable(f"{name}: {seconds:.0f} s; {line or 'nothing printed yet'}")
         if not live:
             say(text)
             return
@@ -129,10 +129,10 @@ def show_result(result: Any, *, as_json: bool) -> None:
     except BrokenPipeError:  # the reader has closed the pipe
         raise
     except OSError as error:
-        from reshard.commands.page import whole
+        from reshard.commands.page import describe_whole_output
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # it is flushed at the end
-        done = whole(result.destination) if getattr(result, "done", False) else ""
+        done = describe_whole_output(result.destination) if getattr(result, "done", False) else ""
         raise ResourceError(
             "standard output", f"the report cannot be written: {error.strerror}", done
         ) from error
@@ -144,6 +144,6 @@ def say(line: str) -> None:
 
 
 def _show(line: str, *, err: bool = False) -> None:
-    from reshard.commands.lines import printable
+    from reshard.commands.lines import make_printable
 
-    click.echo(printable(line), err=err)
+    click.echo(make_printable(line), err=err)

@@ -1,11 +1,11 @@
-"""The balance of a checkpoint's leaves: what became of every value that its files hold."""
+"""Counts of leaves: what every value in the files of a checkpoint was read as."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from reshard import units
-from reshard.commands.lines import row
+from reshard.commands.lines import format_row
 from reshard.manifest import WEIGHT_KINDS, Manifest, TrainState
 from reshard.state_dict.plain_values import is_description
 
@@ -13,7 +13,7 @@ _SHOWN = 3
 _SECTIONS = ("scheduler", "scaler", "rng", "client", "trainer_state", "opaque")
 
 
-def balance(manifest: Manifest) -> dict[str, Any]:
+def count_leaves(manifest: Manifest) -> dict[str, Any]:
     """Return how many leaves became weights, optimizer state and train state, and which are opaque.
 
     Names of tied weights count as weights, step counters as optimizer state.
@@ -24,35 +24,36 @@ def balance(manifest: Manifest) -> dict[str, Any]:
     counts = {
         "weights": weights,
         "optimizer": slots + len(manifest.train.optimizer_step),
-        "train_state": _of_train_state(manifest.train),
+        "train_state": _count_train_state(manifest.train),
     }
     read = sum(counts.values()) + len(manifest.unread)
     return {"read": read, **counts, "opaque": dict(manifest.unread)}
 
 
-def line(held: dict[str, Any]) -> str:
-    """Return the balance as a line of a report."""
+def format_leaves(counts: dict[str, Any]) -> str:
+    """Return the counts of `count_leaves` as a line of a report."""
     text = (
-        f"{held['read']} read: {units.counted(held['weights'], 'weight')},"
-        f" {held['optimizer']} optimizer,"
-        f" {held['train_state']} train state"
+        f"{counts['read']} read: {units.counted(counts['weights'], 'weight')},"
+        f" {counts['optimizer']} optimizer,"
+        f" {counts['train_state']} train state"
     )
-    opaque = held["opaque"]
+    opaque = counts["opaque"]
     if opaque:
         text += f", {len(opaque)} opaque ({units.some(list(opaque), _SHOWN)})"
-    return row("leaves", text)
+    return format_row("leaves", text)
 
 
-def _of_train_state(train: TrainState) -> int:
-    """The values beside tensors that a framework or a script saved."""
+def _count_train_state(train: TrainState) -> int:
+    """Return the number of values other than tensors that a framework or a script saved."""
     counters = (train.step, train.samples, train.skipped_steps)
-    sections = sum(_leaves(getattr(train, name)) for name in _SECTIONS)
+    sections = sum(_count(getattr(train, name)) for name in _SECTIONS)
     return sections + sum(counter is not None for counter in counters)
 
 
-def _leaves(value: Any) -> int:
+def _count(value: Any) -> int:
+    """Return the number of leaves of a nested value."""
     if isinstance(value, dict) and not is_description(value):
-        return sum(map(_leaves, value.values()))
+        return sum(map(_count, value.values()))
     if isinstance(value, (list, tuple)):
-        return sum(map(_leaves, value))
+        return sum(map(_count, value))
     return int(value is not None)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from reshard import dtypes, formats, keys, units
 from reshard.box import index_of
 from reshard.commands.inspect import Inspection
-from reshard.commands.lines import LISTED, listed, row
+from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.options import ReadOptions
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, metered, trusted
+from reshard.commands.reading import Meter, open_progress, read_trusted
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
@@ -138,19 +138,23 @@ class DiffReport:
         counts = ", ".join(f"{count} {kind}" for kind, count in self.equal_by_kind.items())
         verdict = "the same" if self.same else "DIFFERENT"
         yield f"{self.a} and {self.b}: {verdict}"
-        yield row("equal", f"{self.equal} tensors {how}" + (f" ({counts})" if counts else ""))
-        yield from listed("unequal", [each.text() for each in self.unequal])
-        yield from listed("only in A", [f"{kind} {fqn}" for kind, fqn in self.only_a])
-        yield from listed("only in B", [f"{kind} {fqn}" for kind, fqn in self.only_b])
+        yield format_row(
+            "equal", f"{self.equal} tensors {how}" + (f" ({counts})" if counts else "")
+        )
+        yield from format_list("unequal", [each.text() for each in self.unequal])
+        yield from format_list("only in A", [f"{kind} {fqn}" for kind, fqn in self.only_a])
+        yield from format_list("only in B", [f"{kind} {fqn}" for kind, fqn in self.only_b])
         for value in self.train:
             if value.only:
-                yield row(f"only in {value.only.upper()}", value.name)
+                yield format_row(f"only in {value.only.upper()}", value.name)
             else:
-                yield row("unequal", f"{value.name}: {_short(value.a)} and {_short(value.b)}")
-        yield from listed("note", self.notes)
+                yield format_row(
+                    "unequal", f"{value.name}: {_short(value.a)} and {_short(value.b)}"
+                )
+        yield from format_list("note", self.notes)
         rate = units.show_bytes(self.bytes_read / max(self.seconds, 1e-9))
         read = units.show_bytes(self.bytes_read)
-        yield row("time", f"{self.seconds:.2f} s, {read} read, {rate}/s")
+        yield format_row("time", f"{self.seconds:.2f} s, {read} read, {rate}/s")
 
 
 def _short(value: Any) -> str:
@@ -222,7 +226,7 @@ def opened(paths: formats.Paths, options: ReadOptions) -> Manifest:
     Raises:
         ReshardError: it cannot be read or trusted.
     """
-    return keys.edit(trusted(formats.as_paths(paths), options), keys.Edits()).manifest
+    return keys.edit(read_trusted(formats.as_paths(paths), options), keys.Edits()).manifest
 
 
 class _Wanted:
@@ -277,7 +281,7 @@ def _compare(
         if each.a.shape == each.b.shape and (common := _common(each, dtype))
     ]
     report.bytes_read = sum(a.nbytes + b.nbytes for _, (a, b, _) in compared)
-    with metered(meter, report.bytes_read) as progress:
+    with open_progress(meter, report.bytes_read) as progress:
         differing = differences(
             [held for _, held in compared],
             tolerance,

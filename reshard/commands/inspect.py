@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard import formats, units
-from reshard.commands.balance import balance, line
-from reshard.commands.lines import row
+from reshard.commands.balance import count_leaves, format_leaves
+from reshard.commands.lines import format_row
 from reshard.commands.options import ReportOptions
 from reshard.commands.page import check_page, write_page
 from reshard.identity import find_conflicts
@@ -79,7 +79,7 @@ class Inspection:
             "scaler": train.scaler,
             "client": dict(train.client),
             "config": train.config,
-            "leaves": balance(manifest),
+            "leaves": count_leaves(manifest),
             "complete": True,  # formats.read raises where a rank's file or an element is missing
             "warnings": self.warnings,
             "unknown_globals": list(manifest.unknown_globals),
@@ -167,7 +167,7 @@ class Inspection:
             f"{units.show_bytes(disk)} in {files}; tensors {units.show_bytes(logical)}",
         )
         yield _row("optimizer", "yes" if manifest.has_optimizer else "no")
-        yield f"  {line(balance(manifest))}"
+        yield f"  {format_leaves(count_leaves(manifest))}"
         yield _row("complete", f"yes, {files} of all ranks, every element once")
 
     def _names(self) -> Iterator[str]:
@@ -199,7 +199,7 @@ def _page(inspection: Inspection) -> Page:
 
 
 def _row(label: str, text: str) -> str:
-    return f"  {row(label, text)}"
+    return f"  {format_row(label, text)}"
 
 
 def _weights(manifest: Manifest) -> Iterator[Entry]:

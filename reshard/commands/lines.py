@@ -1,4 +1,4 @@
-"""How every report writes its lines for a person."""
+"""The lines of reports as text."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from reshard import units
 
-LISTED = 8  # of many; all of them with --json
+LISTED = 8  # items of a list that a report shows; --json has all of them
 
 
-def printable(text: str) -> str:
-    r"""A line as a terminal may have it: names come from files, and may hold what it would obey.
+def make_printable(text: str) -> str:
+    r"""Return a line with escapes for all characters that are not printable.
 
-    Line breaks, escape sequences, what turns the direction of writing, and halves of surrogate
-    pairs (a file name that is no UTF-8 has such) are shown as Python writes them.
+    Names come from files and may contain line breaks, terminal escape sequences, changes of the
+    writing direction, and lone surrogates (for bytes of a file name that are not UTF-8).
 
-    >>> printable("w\x1b[31m")
+    >>> make_printable("w\x1b[31m")
     'w\\x1b[31m'
     """
     if text.isprintable():
@@ -26,21 +26,21 @@ def printable(text: str) -> str:
     )
 
 
-def row(label: str, text: str) -> str:
-    """One line: a label, and what there is to say."""
+def format_row(label: str, text: str) -> str:
+    """Return a line with its label in the first column."""
     return f"{label:<12}{text}"
 
 
-def listed(label: str, items: Sequence[str]) -> Iterator[str]:
-    """A line each for the first, and how many more there are."""
+def format_list(label: str, items: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each of the first items, and one with the number of further items."""
     for item in items[:LISTED]:
-        yield row(label, item)
+        yield format_row(label, item)
     if len(items) > LISTED:
-        yield row(label, f"... {len(items) - LISTED} more (all of them with --json)")
+        yield format_row(label, f"... {len(items) - LISTED} more (all of them with --json)")
 
 
-def written(nbytes: int, seconds: float, *, verified: bool) -> str:
-    """How long it took to write, and whether that was read back."""
+def format_timing(nbytes: int, seconds: float, *, verified: bool) -> str:
+    """Return the line that shows how long writing took, and whether the output was read back."""
     rate = units.show_bytes(nbytes / max(seconds, 1e-9))
     checked = "every byte read back" if verified else "not verified (--no-verify)"
-    return row("time", f"{seconds:.2f} s, {rate}/s; {checked}")
+    return format_row("time", f"{seconds:.2f} s, {rate}/s; {checked}")

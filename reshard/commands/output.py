@@ -1,4 +1,4 @@
-"""What every command that writes shares: its options, staging, a look at what was made."""
+"""Writing a checkpoint: the destination, staging, and checks of the plan and of the output."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from reshard import formats, units
 from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.options import OutputOptions
-from reshard.commands.reading import Meter, metered, trusted
+from reshard.commands.reading import Meter, open_progress, read_trusted
 from reshard.errors import DifferentError
-from reshard.manifest import Manifest, Skeleton
+from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Origin, Skeleton, SourceFile
+from reshard.manifest import check as check_manifest
 from reshard.move import job as jobs
 from reshard.move.outcome import Outcome
 from reshard.move.unfinished import Unfinished, open_unfinished
 from reshard.output import commit
 from reshard.output.destination import check_destination
 from reshard.paths import as_path, is_remote
+from reshard.plan.extents import iterate_output_files
 from reshard.plan.planner import Plan
 from reshard.ranks.team import (
     broadcast_text,
@@ -32,16 +34,16 @@ from reshard.ranks.team import (
 if TYPE_CHECKING:
     from reshard.html.page import Page
 
-Check = Callable[[Path], None]
+CheckOutput = Callable[[Path], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """What came of writing an output.
+class WriteResult:
+    """The result of writing an output.
 
     Args:
-        resumed_bytes: what an interrupted run had done of it.
-        notes: what else a user should know.
+        resumed_bytes: bytes of it that an interrupted run had written.
+        notes: further facts for the report.
     """
 
     outcome: Outcome
@@ -49,29 +51,29 @@ class Written:
     notes: list[str]
 
 
-def is_file(destination: str | Path) -> bool:
-    """Whether output goes into one file there: its name says so, as no directory's does."""
+def is_single_file(destination: str | Path) -> bool:
+    """Return whether the name of a destination is that of one file, not of a directory."""
     return Path(destination).suffix in (".safetensors", *formats.PLAIN_SUFFIXES)
 
 
-def resolved(destination: str | Path) -> Path:
-    """Return the path that output gets: links on the way to it are followed.
+def resolve_destination(destination: str | Path) -> Path:
+    """Return the path of the output, with links resolved, except a link to an output file.
 
-    So is a link that stands for a directory. One that stands for a file is replaced, not written
-    through: in Hugging Face's cache it leads to a blob that other snapshots share.
+    A link to a file is replaced, not written through: in Hugging Face's cache it leads to a blob
+    that other snapshots share.
     """
     path = as_path(destination)
-    if not is_file(path) or is_remote(str(path)):
+    if not is_single_file(path) or is_remote(str(path)):
         return path.resolve()
     return path.parent.resolve() / path.name
 
 
 @contextlib.contextmanager
-def untouched(destination: Path) -> Iterator[None]:
-    """Let an interrupt say that nothing was written, unless it says already what was.
+def report_untouched(destination: Path) -> Iterator[None]:
+    """Add to an interrupt of this block that nothing was written, if it has no message yet.
 
-    One that comes while the source is read may be raised at once or, where Python is cleaning up,
-    a little later, when the output has begun: the message must not depend on that.
+    An interrupt during the reading of the source may be raised later, when writing has begun, if
+    it arrives while Python cleans up; the message must not depend on that.
     """
     try:
         yield
@@ -81,7 +83,7 @@ def untouched(destination: Path) -> Iterator[None]:
         raise
 
 
-def opened(
+def open_source(
     sources: Sequence[Path],
     destination: Path,
     options: OutputOptions,
@@ -89,15 +91,15 @@ def opened(
     is_directory: bool,
     beside: Sequence[Path] = (),
 ) -> Manifest:
-    """The checkpoint that is asked for, once it is known to be safe and its destination free.
+    """Read the manifest of a source, and check that it is safe and that the destination is free.
 
     Args:
-        beside: what else is read, and so is never written to.
+        beside: further paths that are read and therefore must not be written to.
 
     Raises:
-        ReshardError: the source cannot be read or trusted, or the destination is taken.
+        ReshardError: the source cannot be read or trusted, or the destination exists.
     """
-    manifest = trusted(sources, options)
+    manifest = read_trusted(sources, options)
     check_destination(
         destination,
         [*sources, as_path(manifest.origin.path), *beside],
@@ -115,13 +117,13 @@ def write(
     options: OutputOptions,
     *,
     is_directory: bool,
-    look: Check,
+    check: CheckOutput,
     meter: Meter | None = None,
-) -> Written:
-    """Write the target's files to a partial place, check them, and move them to theirs.
+) -> WriteResult:
+    """Write the planned files to a hidden directory, check them, and move them to the destination.
 
     Args:
-        look: reads the written files' own headers, as a stranger would.
+        check: reads the headers of the written files and compares them with the plan.
 
     Raises:
         ReshardError: nothing is left at the destination then.
@@ -136,48 +138,49 @@ def write(
         resume=options.resume,
         team=team,
     )
-    with claimed as place, metered(meter, plan.target.nbytes) as bar, team.abort_on_failure():
+    with claimed as place, open_progress(meter, plan.target.nbytes) as bar, team.abort_on_failure():
         growing = open_unfinished(place, job, plan, manifest.files, options.move_options(bar))
-        done, notes = _begun(place, growing, options)
+        done, notes = _resume_or_clear(place, growing, options)
         if done is not None:
             bar(done.nbytes)
         outcome = growing.finish(done)
         jobs.check_sources(job, select_share(team, list(manifest.files.values())))
-        _check_written(outcome, plan.target, place.output, options, look)
-    return Written(outcome, done.nbytes if done else 0, notes)
+        _check_written(outcome, plan.target, place.output, options, check)
+    return WriteResult(outcome, done.nbytes if done else 0, notes)
 
 
-def _begun(
+def _resume_or_clear(
     place: commit.PartialOutput, growing: Unfinished, options: OutputOptions
 ) -> tuple[Outcome | None, list[str]]:
-    """What an interrupted run had done, if it is to be gone on with, and what to say of it."""
+    """Return what an interrupted run had written, or clear it if it is not resumed; and notes."""
     team = options.team
     left = growing.read_progress() if options.resume and team.first else None
-    goes_on = broadcast_text(team, "on" if left else "")
-    if not goes_on:
+    is_resumed = broadcast_text(team, "on" if left else "")
+    if not is_resumed:
         size = place.used_bytes if team.first else 0
         if team.first:
             place.clear()
         team.barrier()
         gone = f"{units.show_bytes(size)} of an interrupted run were removed from {place.path}"
-        return None, [gone if options.resume else f"{gone}: --resume goes on"] if size else []
+        missed = "" if options.resume else "; --resume would have continued it"
+        return None, [gone + missed] if size else []
     left = left or Outcome()
     done = growing.check_progress(left)
     lost = left.nbytes - done.nbytes
-    again = f"{units.show_bytes(lost)} of it were not as they had been written: done again"
+    again = f"{units.show_bytes(lost)} of the interrupted run had changed and were written again"
     return done, [again] if lost > 0 else []
 
 
 def _check_written(
-    outcome: Outcome, skeleton: Skeleton, output: Path, options: OutputOptions, look: Check
+    outcome: Outcome, skeleton: Skeleton, output: Path, options: OutputOptions, check: CheckOutput
 ) -> None:
     if outcome.overflowed and options.on_overflow == "error":
         _refuse_overflow(outcome, skeleton)
     if options.verify and options.team.first:
         for file in skeleton.files:
             if file.nbytes != (output / file.name).stat().st_size:
-                raise DifferentError(file.name, "has another size than planned")
-        look(output)
+                raise DifferentError(file.name, "the size differs from the plan")
+        check(output)
 
 
 def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
@@ -194,8 +197,8 @@ def _refuse_overflow(outcome: Outcome, skeleton: Skeleton) -> None:
     )
 
 
-def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
-    """The page of a report: what came in, what went out.
+def build_page(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton) -> Page:
+    """Build the page of a report: the source and the output.
 
     Args:
         document: ``to_json()`` of the report.
@@ -203,3 +206,47 @@ def page_of(document: Mapping[str, Any], manifest: Manifest, skeleton: Skeleton)
     from reshard.html import pages
 
     return pages.written(document, Inspection(manifest).to_json(), manifest, skeleton)
+
+
+def check_skeleton(skeleton: Skeleton) -> None:
+    """Check the coverage of planned files by the proof that sources must pass.
+
+    Raises:
+        ReshardError: an element is missing, or is there twice.
+    """
+    files = {file.name: SourceFile(file.name, file.nbytes) for file in skeleton.files}
+    entries = {(e.kind, f"{e.fqn} ({e.dtype}, {n})"): e for n, e in enumerate(skeleton.entries)}
+    check_manifest(Manifest(Origin("target", ""), entries, files, ordered=False))
+
+
+def check_overlaps(skeleton: Skeleton) -> None:
+    """Check that every planned chunk is inside its file and that no two chunks overlap.
+
+    Raises:
+        DifferentError: the plan is wrong: the output would be damaged.
+    """
+    sizes = {file.name: file.nbytes for file in skeleton.files}
+    for file, extents in iterate_output_files(skeleton):
+        begin, end, last = 0, 0, None
+        for extent in extents:
+            entry = skeleton.entries[extent.entry]
+            stop = extent.byte_offset + extent.nbytes
+            if extent.byte_offset < 0 or stop > sizes[file]:
+                raise DifferentError(file, f"{entry.fqn!r} would be outside of the file")
+            same_bytes = (begin, end) == (extent.byte_offset, stop)
+            if last is not None and same_bytes and _may_share_bytes(last, entry):
+                continue
+            if last is not None and extent.byte_offset < end:
+                names = f"{last.fqn!r} and {entry.fqn!r}"
+                raise DifferentError(file, f"{names} would overlap")
+            begin, end, last = extent.byte_offset, stop, entry
+
+
+def _may_share_bytes(one: Entry, other: Entry) -> bool:
+    """Return whether two entries may be one value: a 0-d optimizer value of a flat parameter."""
+    return (
+        one.kind == other.kind
+        and not one.shape
+        and not other.shape
+        and one.kind not in WEIGHT_KINDS
+    )

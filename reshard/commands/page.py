@@ -1,41 +1,30 @@
-"""The page that a command writes beside its report, where one is asked for with ``--html``."""
+"""The HTML page of a report (``--html``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from reshard.commands.options import ReportOptions
 from reshard.errors import ReshardError
 from reshard.paths import as_path
 
-if TYPE_CHECKING:  # its imports cost time that only a page is worth
+if TYPE_CHECKING:  # imported only if a page is written: it takes time
     from reshard.html.page import Page
 
 
-class PageOptions(Protocol):
-    """Options of a command whose report can be a page."""
-
-    @property
-    def html(self) -> str | Path | None:
-        """Where to write it; None: nowhere."""
-
-    @property
-    def overwrite(self) -> bool:
-        """Whether it may replace what is there."""
-
-
 def check_page(
-    options: PageOptions, sources: Sequence[Path], destination: Path | None = None
+    options: ReportOptions, sources: Sequence[Path], destination: Path | None = None
 ) -> None:
-    """Refuse a place for the page before any work is done.
+    """Check that the page can be written, before any work is done.
 
     Args:
         destination: where the command writes its output.
 
     Raises:
-        ExistsError: it exists, or lies inside a source or the output.
-        UsageError: there is no directory for it.
+        ExistsError: the file exists, or is inside a source or the output.
+        UsageError: its directory does not exist.
     """
     if options.html is not None:
         from reshard.html import document
@@ -45,27 +34,27 @@ def check_page(
         )
 
 
-def write_page(options: PageOptions, make: Callable[[], Page], *, written: str = "") -> None:
-    """Write the page that ``make`` gives, whole or not at all.
+def write_page(options: ReportOptions, build: Callable[[], Page], *, written: str = "") -> None:
+    """Write the page that ``build`` returns, complete or not at all.
 
     Args:
-        written: the output that the command has written before.
+        written: the output that the command has written already.
 
     Raises:
-        ReshardError: it cannot be written; the message says that the output is whole.
+        ReshardError: the page cannot be written; the message says that the output is complete.
     """
     if options.html is None:
         return
     from reshard.html import document
 
     try:
-        document.write(make(), as_path(options.html), overwrite=options.overwrite)
+        document.write(build(), as_path(options.html), overwrite=options.overwrite)
     except ReshardError as error:
         if written:
-            error.remedy = "; ".join(filter(None, [error.remedy, whole(written)]))
+            error.remedy = "; ".join(filter(None, [error.remedy, describe_whole_output(written)]))
         raise
 
 
-def whole(written: str) -> str:
-    """Return what to say of an output where only the report of it failed."""
+def describe_whole_output(written: str) -> str:
+    """Return the sentence that an error adds if only the report of an output failed."""
     return f"{written} was written before, whole"

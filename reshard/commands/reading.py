@@ -1,4 +1,4 @@
-"""What every command that reads tensors shares: which source, whether to trust it, the budget."""
+"""Opening a source that a command reads tensors from: trust in its pickles, and progress."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from reshard.errors import UnsafeError
 from reshard.manifest import Manifest
 from reshard.ranks.team import Progress, ignore_progress
 
-Meter = Callable[[int], AbstractContextManager[Progress]]
+Meter = Callable[[int], AbstractContextManager[Progress]]  # opens a display for a number of bytes
 
 
-def metered(meter: Meter | None, nbytes: int) -> AbstractContextManager[Progress]:
-    """A progress display for a number of bytes; for nobody where there is no meter."""
+def open_progress(meter: Meter | None, nbytes: int) -> AbstractContextManager[Progress]:
+    """Open a progress display for a number of bytes; without a meter, it shows nothing."""
     return meter(nbytes) if meter else nullcontext(ignore_progress)
 
 
-def trusted(sources: Sequence[Path], options: ReadOptions) -> Manifest:
-    """The checkpoint that is asked for, once it is known to be safe.
+def read_trusted(sources: Sequence[Path], options: ReadOptions) -> Manifest:
+    """Read the manifest of a checkpoint and check that its pickles are safe.
 
     Raises:
-        ReshardError: it cannot be read or trusted.
+        ReshardError: the checkpoint cannot be read or trusted.
     """
     manifest = formats.read(sources, **options.reader_arguments())
     check_trust(manifest, options.allow_pickle)
@@ -32,17 +32,17 @@ def trusted(sources: Sequence[Path], options: ReadOptions) -> Manifest:
 
 
 def check_trust(manifest: Manifest, allowed: Sequence[str]) -> None:
-    """Refuse a source whose pickles name classes that nobody knows.
+    """Refuse a source whose pickles name unknown classes that the user does not allow.
 
     Raises:
-        UnsafeError: naming them.
+        UnsafeError: naming these classes.
     """
     refused = [name for name in manifest.unknown_globals if name not in allowed]
     if refused:
         raise UnsafeError(
             manifest.origin.path,
             f"its pickles name {', '.join(refused)}, which no known framework writes",
-            "if they are your own classes, go on with "
+            "if they are your own classes, pass "
             + " ".join(f"--allow-pickle {name}" for name in refused)
             + " (they are never executed either way)",
         )

@@ -14,7 +14,7 @@ from reshard.commands.inspect import Inspection
 from reshard.commands.lines import LISTED
 from reshard.commands.options import ReadOptions
 from reshard.commands.page import check_page, write_page
-from reshard.commands.reading import Meter, metered
+from reshard.commands.reading import Meter, open_progress
 from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError, UsageError
 from reshard.formats import engines
@@ -256,7 +256,7 @@ def _deep(
             digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *dtypes)))
     planned = deep.tasks(manifest, config=config, told=told, digests=digests)
     workers, window_bytes = options.budget()
-    with metered(meter, sum(task.nbytes for task in planned)) as progress:
+    with open_progress(meter, sum(task.nbytes for task in planned)) as progress:
         seen = scan.scan(
             planned,
             manifest.files,

@@ -15,7 +15,7 @@ import torch
 
 from reshard import formats, keys
 from reshard.box import whole
-from reshard.commands.target import check_places, check_skeleton
+from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor
 from reshard.containers.torch_writer import AS_WRITTEN
@@ -60,7 +60,7 @@ def split(source, directory, **options):
     manifest = read(source)
     skeleton = write.lay_out(replace(training(manifest), save=Save("an id", 3)), **options).skeleton
     check_skeleton(skeleton)
-    check_places(skeleton)
+    check_overlaps(skeleton)
     directory.mkdir(parents=True, exist_ok=True)
     planned = Plan(manifest.entries, skeleton)
     execute(planned, manifest.files, directory, MoveOptions(workers=2))

@@ -12,10 +12,17 @@ from reshard.adapters import names as adapters
 from reshard.commands import naming
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
-from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
+from reshard.commands.output import (
+    build_page,
+    check_skeleton,
+    is_single_file,
+    open_source,
+    report_untouched,
+    resolve_destination,
+    write,
+)
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
-from reshard.commands.target import check_skeleton
 from reshard.containers import safetensors_shards as writer
 from reshard.containers.json_files import json_text
 from reshard.dtypes import DType
@@ -56,14 +63,16 @@ def merge(
     options = options or MergeOptions()
     began = time.perf_counter()
     report_as, sources = str(destination), formats.as_paths(source)
-    is_directory = not is_file(destination)
+    is_directory = not is_single_file(destination)
     if options.adapter is not None and not is_directory:
         raise UsageError(destination, "is one file, and --adapter writes a directory")
-    destination = resolved(destination)
+    destination = resolve_destination(destination)
     check_page(options, sources, destination)
     beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
-    with untouched(destination):
-        manifest = opened(sources, destination, options, is_directory=is_directory, beside=beside)
+    with report_untouched(destination):
+        manifest = open_source(
+            sources, destination, options, is_directory=is_directory, beside=beside
+        )
         identity = check_identity(manifest, options.trust)
         with replicas.average_replicas(manifest, options.replicas, WEIGHT_KINDS) as (
             averaged,
@@ -79,7 +88,7 @@ def merge(
             report.seconds = time.perf_counter() - began if report.done else 0.0
             write_page(
                 options,
-                lambda: page_of(report.to_json(), averaged, job.skeleton),
+                lambda: build_page(report.to_json(), averaged, job.skeleton),
                 written=report_as if report.done else "",
             )
     return report
@@ -103,8 +112,8 @@ def _written(
         job.edited.manifest,
         destination,
         options,
-        is_directory=not is_file(destination),
-        look=lambda staging: _look(job, staging),
+        is_directory=not is_single_file(destination),
+        check=lambda staging: _look(job, staging),
         meter=meter,
     )
     report.overflowed = dict(made.outcome.overflowed)

@@ -14,7 +14,7 @@ from pathlib import Path
 from reshard import escaped, keys, units, weights
 from reshard.commands.merge.options import FILL
 from reshard.commands.options import ReadOptions
-from reshard.commands.reading import trusted
+from reshard.commands.reading import read_trusted
 from reshard.errors import UsageError
 from reshard.formats import placeholders
 from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifest, index_entries
@@ -35,7 +35,7 @@ class Base:
             UsageError: it is a training checkpoint, whose weights are those of a step.
             ReshardError: it cannot be read or trusted.
         """
-        manifest = trusted([path], ReadOptions(allow_pickle=allow_pickle))
+        manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
         if any(manifest.of_kind(MASTER)):
             raise UsageError(
                 f"{FILL} {path}",

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import keys, units
-from reshard.commands.balance import balance, line
-from reshard.commands.lines import LISTED, listed, written
+from reshard.commands.balance import count_leaves, format_leaves
+from reshard.commands.lines import LISTED, format_list, format_timing
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
@@ -45,7 +45,7 @@ class MergeReport:
     renamed: list[tuple[str, str]] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     optimizer_tensors_left: int = 0
-    leaves: dict[str, Any] = field(default_factory=dict)  # see `balance`
+    leaves: dict[str, Any] = field(default_factory=dict)  # see `count_leaves`
     overflowed: dict[str, int] = field(default_factory=dict)
     flushed: dict[str, int] = field(default_factory=dict)
     changes: list[str] = field(default_factory=list)
@@ -75,16 +75,16 @@ class MergeReport:
             + ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
         )
         yield f"source      {self._sources()}"
-        yield from listed("identity", [str(self.identity)] if self.identity else [])
+        yield from format_list("identity", [str(self.identity)] if self.identity else [])
         yield from self._drops()
-        yield line(self.leaves)
+        yield format_leaves(self.leaves)
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
         if self.resumed_bytes:
             size = units.show_bytes(self.resumed_bytes)
             yield f"resumed     {size} of an interrupted run"
         if self.done:
-            yield written(self.bytes_written, self.seconds, verified=self.verified)
+            yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
 
     def _sources(self) -> str:
         parts = []
@@ -102,16 +102,18 @@ class MergeReport:
             yield f"tied        {alias} = {kept}: not written twice"
         for alias, kept in self.written_aliases.items():
             yield f"tied        {alias} = {kept}: written as a copy"
-        yield from listed("stripped", [f"{old} -> {new}" for old, new in self.stripped])
-        yield from listed("renamed", [f"{old} -> {new}" for old, new in self.renamed])
-        yield from listed("excluded", self.excluded)
-        yield from listed("kept fp32", self.kept_fp32)
-        yield from listed("filled", self.filled)
+        yield from format_list("stripped", [f"{old} -> {new}" for old, new in self.stripped])
+        yield from format_list("renamed", [f"{old} -> {new}" for old, new in self.renamed])
+        yield from format_list("excluded", self.excluded)
+        yield from format_list("kept fp32", self.kept_fp32)
+        yield from format_list("filled", self.filled)
         if self.optimizer_tensors_left:
             count = units.counted(self.optimizer_tensors_left, "optimizer tensor")
             yield f"left out    {count} (merge writes weights)"
-        yield from listed("overflowed", [f"{n}: {c} values" for n, c in self.overflowed.items()])
-        yield from listed("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
+        yield from format_list(
+            "overflowed", [f"{n}: {c} values" for n, c in self.overflowed.items()]
+        )
+        yield from format_list("to zero", [f"{n}: {c} values" for n, c in self.flushed.items()])
         for text in self.changes:
             yield f"changed     {text}"
         for text in self.warnings:
@@ -144,7 +146,7 @@ def describe(
         renamed=edited.renamed,
         excluded=edited.excluded,
         optimizer_tensors_left=optimizer,
-        leaves=balance(manifest),
+        leaves=count_leaves(manifest),
         warnings=[
             *manifest.warnings,
             *find_counter_conflicts(manifest),

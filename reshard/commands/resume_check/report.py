@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from reshard.commands.diff import DiffReport
-from reshard.commands.lines import LISTED, listed, row
+from reshard.commands.lines import LISTED, format_list, format_row
 from reshard.commands.split.report import SplitReport
 from reshard.errors import NotRunError
 from reshard.proof.trajectory import Distance, Number, Point, Series, Trajectory
@@ -201,16 +201,16 @@ class ResumeReport:
         count = f"{good} of {len(self.targets)} layouts"
         yield f"{self.source}: {verdict}{self.require} reached by {count}"
         at = "" if self.step is None else f", step {self.step}"
-        yield row("from", f"{self.format}, {self.ranks} ranks{at}")
+        yield format_row("from", f"{self.format}, {self.ranks} ranks{at}")
         how = "its log was given" if not self.unbroken.command else f"{self.unbroken.ranks} ranks"
-        yield row("unbroken", f"{how}; {_span(self.unbroken.points)}")
+        yield format_row("unbroken", f"{how}; {_span(self.unbroken.points)}")
         yield from _table([self.unbroken, *(outcome.run for outcome in self.targets)])
         for outcome in self.targets:
             yield from self._outcome(outcome)
         if self.control:
             yield from self._control(self.control)
-        yield from listed("note", self.notes)
-        yield row("time", f"{self.seconds:.1f} s")
+        yield from format_list("note", self.notes)
+        yield format_row("time", f"{self.seconds:.1f} s")
 
     def _outcome(self, outcome: Outcome) -> Iterator[str]:
         best = [level for level in LEVELS if self.reaches(outcome, level)]
@@ -218,11 +218,11 @@ class ResumeReport:
         if not outcome.run.ended:
             verdict = f"{best[-1]}; could not run" if best else "could not run"
         yield f"{outcome.run.name}: {verdict}"
-        yield row("  state", _state(outcome))
+        yield format_row("  state", _state(outcome))
         for item in outcome.written.notes[:LISTED]:
-            yield row("  note", item)
+            yield format_row("  note", item)
         for item in outcome.written.warnings[:LISTED]:
-            yield row("  warning", item)
+            yield format_row("  warning", item)
         if outcome.trajectory is None:
             yield from _failure(outcome.run)
             return
@@ -235,9 +235,11 @@ class ResumeReport:
         else:
             far = _far(control.trajectory.loss)
             seen = "noticed" if control.noticed(self.rtol) else "NOT noticed"
-            yield row("  losses", f"{seen}: {far} (tolerance {self.rtol:g})")
+            yield format_row("  losses", f"{seen}: {far} (tolerance {self.rtol:g})")
         if self.blind:
-            yield row("  verdict", "these steps cannot tell: give more --steps or a smaller --rtol")
+            yield format_row(
+                "  verdict", "these steps cannot tell: give more --steps or a smaller --rtol"
+            )
 
 
 def _state(outcome: Outcome) -> str:
@@ -257,15 +259,15 @@ def _trajectory(seen: Trajectory, rtol: float, steps: int) -> Iterator[str]:
     at = f"at {len(seen.steps)} of {steps} steps" if len(seen.steps) != steps else f"{steps} steps"
     outside = "" if seen.within(rtol) else "OUTSIDE the "
     tolerance = "" if seen.loss.equal else f" ({outside}tolerance {rtol:g})"
-    yield row("  losses", f"{_far(seen.loss)}{tolerance}; {at}")
+    yield format_row("  losses", f"{_far(seen.loss)}{tolerance}; {at}")
     if seen.loss.not_finite:
         steps_text = ", ".join(map(str, seen.loss.not_finite))
-        yield row("  losses", f"NOT finite in either run: step {steps_text}")
+        yield format_row("  losses", f"NOT finite in either run: step {steps_text}")
     if seen.alone:
-        yield row("  losses", f"one run alone logged step {', '.join(map(str, seen.alone))}")
+        yield format_row("  losses", f"one run alone logged step {', '.join(map(str, seen.alone))}")
     norms = _far(seen.grad_norm) if seen.grad_norm else "not in both logs: not compared"
-    yield row("  norms", norms)
-    yield row("  weights", _PARAMETERS[seen.parameters])
+    yield format_row("  norms", norms)
+    yield format_row("  weights", _PARAMETERS[seen.parameters])
 
 
 _PARAMETERS = {
@@ -282,7 +284,7 @@ def _far(distance: Distance) -> str:
 
 
 def _failure(run: Run) -> Iterator[str]:
-    yield row("  failed", run.failure)
+    yield format_row("  failed", run.failure)
     yield from (f"    {line}" for line in run.said)
 
 

@@ -10,7 +10,15 @@ from pathlib import Path, PurePosixPath
 from reshard import formats, keys, replicas, weights
 from reshard.commands import naming
 from reshard.commands.naming import Naming
-from reshard.commands.output import is_file, opened, page_of, resolved, untouched, write
+from reshard.commands.output import (
+    build_page,
+    check_overlaps,
+    is_single_file,
+    open_source,
+    report_untouched,
+    resolve_destination,
+    write,
+)
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.split import for_megatron, own_states, read_back, run_of_trainer
@@ -26,7 +34,6 @@ from reshard.commands.split.state import (
     stored,
     told,
 )
-from reshard.commands.target import check_places
 from reshard.containers import skeletons
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
@@ -55,10 +62,10 @@ def split(
     """
     options = options or SplitOptions()
     began = time.perf_counter()
-    sources, place = formats.as_paths(source), resolved(destination)
+    sources, place = formats.as_paths(source), resolve_destination(destination)
     check_page(options, sources, place)
-    with untouched(place):
-        manifest = opened(sources, place, options, is_directory=not is_file(place))
+    with report_untouched(place):
+        manifest = open_source(sources, place, options, is_directory=not is_single_file(place))
         identity = check_identity(manifest, options.trust)
         kinds = WEIGHT_KINDS if options.without_optimizer else None
         with replicas.average_replicas(manifest, options.replicas, kinds) as (averaged, means):
@@ -103,7 +110,7 @@ def _split(
         report.seconds = time.perf_counter() - begun.began
     write_page(
         options,
-        lambda: page_of(report.to_json(), job.manifest, job.skeleton),
+        lambda: build_page(report.to_json(), job.manifest, job.skeleton),
         written=report.destination if report.done else "",
     )
     return report
@@ -144,15 +151,15 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     manifest, request = named.manifest, replace(request, described=named.described)
     request, own = own_states.chosen(manifest, request, target, options)
     state, made = made_state(manifest, request, options)
-    if is_file(destination):
+    if is_single_file(destination):
         request = replace(request, file=destination.name)
     rng = tuple(rank for each in own for rank in each.states)
     state = replace(state, rng=rng, save=save_of(state, request, target))
     laid = run_of_trainer.directory(target.lay_out(state, request), request, target, options)
     skeleton = laid.skeleton
-    if not is_file(destination):
+    if not is_single_file(destination):
         skeleton = _with_companions(skeleton, state, request, target, destination.name)
-    check_places(skeleton)
+    check_overlaps(skeleton)
     held = stored(skeleton, state)
     carried = request.megatron.carried.entries if request.megatron is not None else ()
     added = [*carried, *copied_files.entries(manifest, skeleton)]
@@ -215,9 +222,9 @@ def _written(job: _Job, destination: Path, options: SplitOptions, meter: Meter |
         job.manifest,
         destination,
         options,
-        is_directory=not is_file(destination),
-        look=lambda staging: read_back.check(
-            staging / destination.name if is_file(destination) else staging,
+        is_directory=not is_single_file(destination),
+        check=lambda staging: read_back.check(
+            staging / destination.name if is_single_file(destination) else staging,
             *(job.skeleton, job.state, job.named, options),
         ),
         meter=meter,
@@ -237,7 +244,9 @@ def _check_form(destination: str, target: Target) -> None:
         UsageError: it ends as a file does, and the target is no file of torch.save.
     """
     suffix = Path(destination).suffix
-    if is_file(destination) and not (target.name == "torch" and suffix in formats.PLAIN_SUFFIXES):
+    if is_single_file(destination) and not (
+        target.name == "torch" and suffix in formats.PLAIN_SUFFIXES
+    ):
         raise UsageError(
             destination,
             f"ends in {suffix} as one file does, and --to {target.name} writes "

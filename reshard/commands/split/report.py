@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from reshard import units
-from reshard.commands.balance import balance, line
-from reshard.commands.lines import listed, written
+from reshard.commands.balance import count_leaves, format_leaves
+from reshard.commands.lines import format_list, format_timing
 from reshard.containers.skeletons import Laid
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
@@ -42,7 +42,7 @@ class SplitReport:
     weights: int = 0
     optimizer_tensors_in: int = 0
     optimizer_tensors_out: int = 0
-    leaves: dict[str, Any] = field(default_factory=dict)  # see `balance`
+    leaves: dict[str, Any] = field(default_factory=dict)  # see `count_leaves`
     kept: list[str] = field(default_factory=list)
     derived: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
@@ -65,11 +65,11 @@ class SplitReport:
         yield f"{verb} {self.destination}: {total} in {units.counted(len(self.files), 'file')}"
         yield f"from        {self.format}, {self.ranks_before} ranks"
         yield f"to          {self.target}, {self.ranks} ranks"
-        yield from listed("identity", [str(self.identity)] if self.identity else [])
+        yield from format_list("identity", [str(self.identity)] if self.identity else [])
         yield f"weights     {self.weights}"
         counts = f"{self.optimizer_tensors_in} tensors in, {self.optimizer_tensors_out} out"
         yield f"optimizer   {counts}"
-        yield line(self.leaves)
+        yield format_leaves(self.leaves)
         for label, items in (
             ("kept", self.kept),
             ("derived", self.derived),
@@ -78,12 +78,12 @@ class SplitReport:
             ("overflowed", [f"{name}: {count} values" for name, count in self.overflowed.items()]),
             ("warning", self.warnings),
         ):
-            yield from listed(label, items)
+            yield from format_list(label, items)
         if self.resumed_bytes:
             size = units.show_bytes(self.resumed_bytes)
             yield f"resumed     {size} of an interrupted run"
         if self.done:
-            yield written(self.bytes_written, self.seconds, verified=self.verified)
+            yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
 
 
 def _form(target: Target, request: Request) -> str:
@@ -110,7 +110,7 @@ def describe(
         weights=len(state.weights),
         optimizer_tensors_in=len(held),
         optimizer_tensors_out=len(out),
-        leaves=balance(manifest),
+        leaves=count_leaves(manifest),
         notes=[*laid.notes, *_unread(manifest)],
         warnings=[*manifest.warnings, *find_counter_conflicts(manifest)],
         bytes_read=plan.copied_bytes,
