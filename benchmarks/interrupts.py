@@ -2,10 +2,11 @@
 
     python benchmarks/interrupts.py --out /dev/shm/interrupts --points 500
 
-A point is an instruction of the main thread at which Python may run a handler (`tests.points`), in
-our modules or the library's, at its first time or another. After each, nothing or all must be at
-the destination, the message must say which, and going on must give the bytes of a run that nothing
-stopped. A line is printed for every command; any failure ends it with 1.
+A point is an instruction of the main thread at which Python may run a handler
+(`tests.support.signal_points`), in our modules or the library's, at its first time or another.
+After each, nothing or all must be at the destination, the message must say which, and going on must
+give the bytes of a run that nothing stopped. A line is printed for every command; any failure ends
+it with 1.
 """
 
 from __future__ import annotations

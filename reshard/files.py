@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from reshard import escaped
+from reshard import escaped, signals
 from reshard.errors import CorruptError, IncompleteError, ReshardError
 from reshard.paths import as_path, is_remote
 
@@ -230,6 +230,7 @@ class Descriptor:
 
     def __init__(self, path: str, flags: int) -> None:
         self.path = path
+        signals.check()
         try:
             self.number = os.open(path, flags)
         except FileNotFoundError as error:

@@ -1,171 +1,192 @@
-"""Signals that end a program: they interrupt it, but not in a step that must not stay half-way.
+"""Signals that end a program: Ctrl-C, SIGTERM, SIGHUP.
 
-Python runs a handler between any two steps of the main thread: also where a `with` has been entered
-and its block has not, where a lock is taken and nobody knows it yet, in what cleans up. There the
-interrupt waits, see `undivided`, or comes again if Python drops it.
+While a command only reads and plans, the first of them raises KeyboardInterrupt at once (`raised`).
+Code that has something to clean up (an unfinished output, threads, a child process) runs in a
+block of `checked`: a signal is only recorded there, and `check`, called between two pieces of work,
+raises it. So no interrupt comes between two steps of a cleanup. In a block of `deferred`, for
+steps that belong together, `check` waits too.
+
+Python runs handlers in the main thread only. In other threads, all of this does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
-import time
-from _thread import start_new_thread
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-_SOON = 0.01  # seconds until an interrupt that was dropped, or has to wait, comes again
-_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120 - pathlib takes longer to import
-_NAMES = ("contextlib.py", "threading.py", "weakref.py", "_weakrefset.py", "concurrent/futures/")
-_DELICATE = tuple(f"{_LIBRARY}/{name}" for name in _NAMES)
-_WAITING = threading.Condition.wait.__code__  # where they may wait long, and leave it well
-_undivided: set[CodeType] = set()
-
-F = TypeVar("F", bound=Callable[..., Any])
+Handler = Callable[[int, "FrameType | None"], object]
 
 
-def undivided(function: F) -> F:
-    """A function that no interrupt of `raised` divides, nor what it calls; not ours alone."""
-    _undivided.add(function.__code__)
-    return function
-
-
-class _Interrupted(KeyboardInterrupt):
-    def __init__(self, number: int, *said: str) -> None:
-        super().__init__(*said)
-        self.number = number
-
-
-class _Handler:
-    """Raises the first signal that comes, and again if Python drops what was raised."""
+class _Recorder:
+    """The handler of all ending signals while a block of `checked` or `deferred` is open."""
 
     def __init__(self) -> None:
-        self._heeded: list[signal.Signals] = []
-        self._dropped: int | None = None
-        self._said: tuple[str, ...] = ()
+        self.blocks = 0  # open blocks of both kinds
+        self.deferrals = 0  # open blocks of `deferred`
+        self.recorded: list[int] = []  # numbers of the signals that came since
+        self._replaced: dict[int, Handler] = {}
+        self._has_raised = False
 
-    def heed(self) -> None:
-        self._said = ()
-        self._heeded = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]
-        self._listen()
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.blocks:  # the block has ended, and `uninstall` is still running
+            self._replaced[number](number, frame)
+        elif not self._has_raised:  # the cleanup after an interrupt is not interrupted
+            self.recorded.append(number)
 
-    def say(self, what: str) -> None:
-        """Nobody hears it where nothing is raised."""
-        if self._heeded:
-            self._said = (*self._said, what)
+    def install(self) -> None:
+        """Replace the handlers, except where a signal is ignored or has no handler."""
+        self._has_raised = False
+        self.recorded.clear()
+        for number in ENDING:
+            handler = signal.getsignal(number)
+            if callable(handler) and handler is not self:
+                self._replaced[number] = handler
+                signal.signal(number, self)
 
-    def unraisable(self, dropped: UnraisableHookArgs) -> None:
-        """A `sys.unraisablehook`: it runs in the finalizer, where it cannot raise either."""
-        if not isinstance(dropped.exc_value, _Interrupted):
-            sys.__unraisablehook__(dropped)
-            return
-        self._listen()
-        self._wait(dropped.exc_value.number)
+    def uninstall(self) -> None:
+        """Put the handlers back, except where a handler itself was replaced in the meantime."""
+        for number, handler in self._replaced.items():
+            if signal.getsignal(number) is self:
+                signal.signal(number, handler)
+
+    def run_handlers(self) -> None:
+        """Run the replaced handlers of the recorded signals, until one of them raises."""
+        while self.recorded:
+            number = self.recorded.pop(0)
+            try:
+                self._replaced[number](number, None)
+            except BaseException:
+                self._has_raised = True
+                self.recorded.clear()
+                raise
+
+
+class _Interrupts:
+    """The handlers of `raised`: the first signal raises KeyboardInterrupt, later ones are ignored.
+
+    Python drops an exception that is raised in a finalizer. The next block of `checked` or
+    `deferred`, or the end of the program, then raises it again.
+    """
+
+    def __init__(self) -> None:
+        self.is_dropped = False
+        self.messages: list[str] = []
+        self._numbers: list[signal.Signals] = []
+
+    def install(self) -> None:
+        """Handle the signals that are not ignored; `nohup`, for example, ignores SIGHUP."""
+        self.is_dropped, self.messages = False, []
+        self._numbers = [n for n in ENDING if signal.getsignal(n) != signal.SIG_IGN]
+        self._handle(self._raise)
+
+    def uninstall(self) -> None:
+        """Let signals end the program by themselves, unless one has already interrupted it."""
+        if all(signal.getsignal(number) == self._raise for number in self._numbers):
+            self._handle(signal.SIG_DFL)
 
     def raise_dropped(self) -> None:
-        """Raise at once what comes again otherwise."""
-        if self._dropped is not None:
-            self._raise(self._dropped, sys._getframe())  # noqa: SLF001 - there is no other way
+        """Raise the interrupt that Python has dropped, if there is one."""
+        if self.is_dropped:
+            self._raise(0, None)
 
-    def end(self) -> None:
-        """From now on a signal ends the program as it ends any; after one, they stay ignored."""
-        then = signal.SIG_DFL if self._dropped is None else signal.SIG_IGN
-        for number in self._heeded:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, then)
-        self._heeded = []
-
-    def _listen(self) -> None:
-        for number in self._heeded:
-            signal.signal(number, self._raise)
-
-    def _wait(self, number: int) -> None:
-        self._dropped = number
-        start_new_thread(_signal_soon, (number,))  # a Thread takes locks that may be taken
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        if _is_delicate(frame):
-            self._wait(number)
+    def show_unraisable(self, dropped: UnraisableHookArgs) -> None:
+        """Note a dropped interrupt; show other exceptions as Python does."""
+        if dropped.exc_type is not KeyboardInterrupt:
+            sys.__unraisablehook__(dropped)
             return
-        self._dropped = None
-        for each in self._heeded:
-            signal.signal(each, signal.SIG_IGN)
-        raise _Interrupted(number, *self._said)
+        self.is_dropped = True
+        self._handle(self._raise)
+
+    def _raise(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_dropped = False
+        self._handle(signal.SIG_IGN)
+        raise KeyboardInterrupt(*self.messages)
+
+    def _handle(self, handler: Handler | signal.Handlers) -> None:
+        for number in self._numbers:
+            signal.signal(number, handler)
 
 
-def _signal_soon(number: int) -> None:
-    time.sleep(_SOON)
-    os.kill(os.getpid(), number)
-
-
-def _is_delicate(frame: FrameType | None) -> bool:
-    """Whether locks, threads or clean-up would stay half-way if it were interrupted here."""
-    if frame is None:
-        return False
-    code = frame.f_code
-    if code.co_filename.startswith(_DELICATE) and code is not _WAITING:
-        return True
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code not in _undivided:
-        outer = outer.f_back
-    return outer is not None
-
-
-_handler = _Handler()
-
-
-def say(what: str) -> None:
-    """What an interrupt of `raised` is to say too, from now on."""
-    _handler.say(what)
+_recorder = _Recorder()
+_interrupts = _Interrupts()
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """In the block, the first signal that ends a program raises KeyboardInterrupt.
 
-    Those after it are ignored: they must not end the cleaning-up. What was ignored before, as
-    nohup leaves SIGHUP, stays so. Python drops what is raised while it finalizes an object: then
-    it is raised once more, before a `deferred` step at the latest. After the block, a signal ends
-    the program as it ends any.
+    Later ones are ignored, so that they do not end the cleanup. Signals that were ignored before
+    stay ignored. After the block, a signal ends the program in the default way.
     """
-    hook, sys.unraisablehook = sys.unraisablehook, _handler.unraisable
-    _handler.heed()
+    hook, sys.unraisablehook = sys.unraisablehook, _interrupts.show_unraisable
+    _interrupts.install()
     try:
         yield
-        _handler.raise_dropped()
+        _interrupts.raise_dropped()
     finally:
-        _handler.end()
+        _interrupts.uninstall()
         sys.unraisablehook = hook
+
+
+def add_message(text: str) -> None:
+    """Add a text to the message of every later interrupt of `raised`."""
+    _interrupts.messages.append(text)
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """In the block, handlers of the signals that end a program run only when `check` is called.
+
+    They run at the end of the outermost block at the latest, unless the block raises an error.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    if not _recorder.blocks:
+        _interrupts.raise_dropped()
+        _recorder.install()
+    _recorder.blocks += 1
+    try:
+        yield
+    finally:
+        _recorder.blocks -= 1
+        if not _recorder.blocks:
+            _recorder.uninstall()
+    if not _recorder.blocks:
+        _recorder.run_handlers()
 
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Handlers of the signals that end a program run before the block or after it, not in it.
+    """Open a block of `checked` in which `check` does nothing.
 
-    A mask would not do: the signal would go to another thread, and the handler runs in this one.
+    A signal mask would not do: the system would give the signal to another thread, and Python
+    would still run the handler in this one.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # handlers run in the main thread only
-        return
-    _handler.raise_dropped()
-    came: list[tuple[int, FrameType | None]] = []
-    handlers = {number: signal.getsignal(number) for number in ENDING}
-    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
-    try:
-        for number in ours:
-            signal.signal(number, lambda *call: came.append(call))
         yield
-    finally:
-        for number, handler in ours.items():
-            signal.signal(number, handler)
-    for call in came[:1]:
-        ours[signal.Signals(call[0])](call[0], sys._getframe())  # noqa: SLF001 - where it is now
+        return
+    with checked():
+        _recorder.deferrals += 1
+        try:
+            yield
+        finally:
+            _recorder.deferrals -= 1
+
+
+def check() -> None:
+    """Run the handlers that wait for this call: after a Ctrl-C, raise KeyboardInterrupt."""
+    if not _recorder.recorded or _recorder.deferrals:
+        return
+    if threading.current_thread() is threading.main_thread():
+        _recorder.run_handlers()

@@ -1,15 +1,14 @@
 """Threads that process a list of items or run one task in the background; none outlives its block.
 
-A signal may interrupt the wait for a result, but never the final join. An exception raised inside
-`threading.Thread.join`, or while `concurrent.futures` releases its locks, would leave threads that
-nobody joins or that block forever.
+A signal interrupts the wait for a result, never a start or the final join (`signals.checked`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard import signals
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
-_Ended = tuple[str, "BaseException | None"]
+
+_CHECK_SECONDS = 0.1  # between two looks for a signal while the main thread waits
 
 
 class ThreadGroup:
@@ -30,18 +30,23 @@ class ThreadGroup:
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        # SimpleQueue is written in C, so a signal handler that raises cannot leave it half updated.
-        self._ended: SimpleQueue[_Ended] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[str, BaseException | None]] = SimpleQueue()
+        self._signals = signals.checked()
 
     def __enter__(self) -> Self:
+        self._signals.__enter__()
         return self
 
-    @signals.undivided
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for thread in self._threads:
             thread.join()
+        self._signals.__exit__(kind, error, trace)
 
-    @signals.undivided
     def start(self, act: Callable[[], object], name: str = "worker") -> None:
         """Start a thread that calls `act`.
 
@@ -57,7 +62,13 @@ class ThreadGroup:
 
     def wait(self) -> str:
         """Wait until one more thread ends and return its name, or raise what it raised."""
-        name, error = self._ended.get()
+        while True:
+            signals.check()
+            try:
+                name, error = self._ended.get(timeout=_CHECK_SECONDS)
+                break
+            except Empty:
+                continue
         if error is not None:
             try:
                 raise error
@@ -92,6 +103,7 @@ def parallel_for(
     if workers == 1:
         run = make()
         for item in items:
+            signals.check()
             run(item)
             done(item)
         return

@@ -22,8 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def menagerie():
+def sample_tensors():
     """Return one tensor of every form, by name."""
-    from tests.menagerie import menagerie
+    from tests.support.sample_tensors import sample_tensors
 
-    return menagerie()
+    return sample_tensors()

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 64 << 10
+FAULTS = "tests.support.faults:reshard"
 SHAPE = (128, 128)
 SMALL = ["--workers", "2", "--max-memory", str(4 * WINDOW)]  # bytes: windows of 64 KiB
 MERGE = ["merge", "x.pt", "out", "--max-shard-size", "500KB", "--dtype", "bf16", *SMALL]
@@ -44,7 +45,7 @@ class Child:
     def __init__(self, directory: Path, imported: list[str]) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults", *imported],
+            [sys.executable, "-m", "tests.support.faults", *imported],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -99,7 +100,7 @@ class Lab(Child):
             self.whole[name] = contents(directory / name)
 
     def run(self, arguments, *, within=".out.partial", batch=1, **fault) -> int:
-        return super().run("tests.faults:reshard", [arguments, batch], within=within, **fault)
+        return super().run(FAULTS, [arguments, batch], within=within, **fault)
 
     def beside(self) -> set[str]:
         own = {"x.pt", "groups.json", "stdout", "stderr", "calls", *COMMANDS}

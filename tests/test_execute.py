@@ -27,7 +27,15 @@ from reshard.move.fill import Filler
 from reshard.move.options import MoveOptions
 from reshard.plan.copies import Window
 from reshard.plan.planner import Plan
-from tests.scenes import contents, expected, run, scene, sharded_target, single, whole_target
+from tests.support.random_checkpoints import (
+    contents,
+    expected,
+    run,
+    scene,
+    sharded_target,
+    single,
+    whole_target,
+)
 
 F32 = dtypes.FLOAT32
 

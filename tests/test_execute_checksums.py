@@ -17,7 +17,7 @@ from reshard.manifest import Chunk, Entry, Record, SourceFile, StoredChecksum, c
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan
-from tests.scenes import contents, expected, run, scene, single, whole_target
+from tests.support.random_checkpoints import contents, expected, run, scene, single, whole_target
 
 F32 = dtypes.FLOAT32
 

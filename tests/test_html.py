@@ -27,13 +27,13 @@ from reshard.html import document, pages, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
 from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
-from tests import html_scenes
+from tests.support import large_manifests
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "llama-zero3-4ranks"
 ASSETS = ROOT / "reshard" / "html" / "assets"
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">&amp;{{ 7 * 7 }}'\"\u202e"
-SMALL = html_scenes.llama(layers=3, hidden=64, inner=160, heads=32, vocabulary=97)
+SMALL = large_manifests.llama(layers=3, hidden=64, inner=160, heads=32, vocabulary=97)
 
 
 class Parsed(HTMLParser):
@@ -117,7 +117,7 @@ def chunks_of(manifest, names):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("make", [html_scenes.zero3, html_scenes.flat])
+@pytest.mark.parametrize("make", [large_manifests.zero3, large_manifests.flat])
 def test_every_element_stands_at_its_byte(make, ranks):
     manifest = make(SMALL, ranks)
     side = shards.of_manifest("x", manifest).to_json()
@@ -146,13 +146,13 @@ def test_replicas_and_ranks_in_any_order_keep_their_elements(order):
 
 
 def test_ranks_that_are_alike_share_a_layout():
-    side = shards.of_manifest("x", html_scenes.zero3(SMALL, 32)).to_json()
+    side = shards.of_manifest("x", large_manifests.zero3(SMALL, 32)).to_json()
     assert len(side["layouts"]) < 8
     assert len(side["rows"]) == 32
 
 
 def test_a_thousand_ranks_stay_small():
-    manifest = html_scenes.zero3(html_scenes.llama(layers=4), 1024)
+    manifest = large_manifests.zero3(large_manifests.llama(layers=4), 1024)
     side = shards.of_manifest("x", manifest)
     assert sum(len(row.pieces) for row in side.rows) > 100_000
     assert side.coarse == 0
@@ -161,7 +161,7 @@ def test_a_thousand_ranks_stay_small():
 
 @pytest.mark.parametrize("most", [40, 400])
 def test_what_is_too_much_is_drawn_together_and_said(most):
-    manifest = html_scenes.irregular(SMALL, 8, random.Random(3))
+    manifest = large_manifests.irregular(SMALL, 8, random.Random(3))
     full = shards.of_manifest("x", manifest)
     side = shards.of_manifest("x", manifest, most)
     document = side.to_json()

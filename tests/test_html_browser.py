@@ -12,7 +12,7 @@ import reshard
 from reshard.html import document, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Maps, Page, Table
-from tests import browser, html_scenes
+from tests.support import browser, large_manifests
 from tests.test_html import EXAMPLE, HOSTILE, hostile_page
 
 pytestmark = pytest.mark.skipif(
@@ -97,16 +97,18 @@ def test_a_row_that_is_clicked_is_listed(tab, tmp_path):
 
 
 def test_kinds_have_their_colours_by_day_and_by_night(show):
-    side = shards.of_manifest("x", html_scenes.zero3(html_scenes.llama(layers=2), 4))
+    side = shards.of_manifest("x", large_manifests.zero3(large_manifests.llama(layers=2), 4))
     for dark in (False, True):
         tab = show(Maps([side]), dark=dark)
-        wanted = [tab.js(f"colour('kind-{kind}')") for kind in html_scenes.SLOTS]
+        wanted = [tab.js(f"colour('kind-{kind}')") for kind in large_manifests.SLOTS]
         counts = colours(tab)
         assert all(counts.get(name, 0) > 5000 for name in wanted), counts
 
 
 def test_a_kind_alone_stands_out(show):
-    tab = show(Maps([shards.of_manifest("x", html_scenes.zero3(html_scenes.llama(layers=2), 4))]))
+    tab = show(
+        Maps([shards.of_manifest("x", large_manifests.zero3(large_manifests.llama(layers=2), 4))])
+    )
     tab.js(
         "[...document.querySelectorAll('.chip')].find((c) => /^master/.test(c.textContent)).click()"
     )
@@ -116,10 +118,10 @@ def test_a_kind_alone_stands_out(show):
 
 
 def test_a_thousand_ranks_are_drawn_at_once(show):
-    shapes = html_scenes.llama(layers=8)
+    shapes = large_manifests.llama(layers=8)
     sides = [
-        shards.of_manifest("Before", html_scenes.zero3(shapes, 1024)),
-        shards.of_manifest("After", html_scenes.flat(shapes, 256)),
+        shards.of_manifest("Before", large_manifests.zero3(shapes, 1024)),
+        shards.of_manifest("After", large_manifests.flat(shapes, 256)),
     ]
     tab = show(Maps(sides))
     milliseconds = tab.js(
@@ -205,7 +207,7 @@ def test_no_page_is_wider_than_its_window(tab, tmp_path, width):
 def test_on_paper_all_is_light_and_tables_are_written_out(show, tmp_path):
     tab = show(
         many(200),
-        Maps([shards.of_manifest("x", html_scenes.zero3(html_scenes.llama(2), 4))]),
+        Maps([shards.of_manifest("x", large_manifests.zero3(large_manifests.llama(2), 4))]),
         dark=True,
     )
     tab.js("window.dispatchEvent(new Event('beforeprint'))")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.points import Point
+from tests.support.signal_points import Point
 from tests.test_crashes import MERGE, Lab, contents, shared  # noqa: F401
 
 pytestmark = pytest.mark.skipif(

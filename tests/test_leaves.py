@@ -160,7 +160,10 @@ def test_the_report_states_the_balance(tmp_path, capsys):
     cli.main(["inspect", str(path), "--json"], standalone_mode=False)
     leaves = json.loads(capsys.readouterr().out)["leaves"]
     assert (leaves["weights"], leaves["optimizer"]) == (2, 6)
-    assert leaves["opaque"] == {"model._extra_state": "bytes", "queue.0": "a tensor of no model"}
+    assert leaves["opaque"] == {
+        "model._extra_state": "bytes",
+        "queue.0": "a tensor outside the model",
+    }
     assert leaves["read"] == sum(v for k, v in leaves.items() if k in KINDS) + 2
     report = reshard.merge(path, tmp_path / "out.safetensors")
     (line,) = (line for line in report.lines() if line.startswith("leaves "))

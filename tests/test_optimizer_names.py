@@ -44,7 +44,7 @@ def test_a_shape_in_two_groups_is_not_named():
 
 
 def test_a_shape_that_no_parameter_has():
-    with pytest.raises(AmbiguousError, match=r"none is of \(7,\)"):
+    with pytest.raises(AmbiguousError, match=r"no parameter is \(7,\)"):
         named([[(7,)]])
 
 

@@ -196,7 +196,7 @@ def test_of_two_optimizers_both_go_along(tmp_path):
     saved = two_optimizers((0, 4), (1, 2, 3, 5))
     torch.save(saved, tmp_path / "a.pt")
     report = split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="torch"))
-    said = [text for text in report.warnings if "2 optimizers become one" in text]
+    said = [text for text in report.warnings if "2 optimizers are merged into one" in text]
     assert "optimizers.0, optimizers.1" in said[0]
     got = torch.load(tmp_path / "out/checkpoint.pt", weights_only=False)["optimizer"]
     first, second = saved["optimizers"]
@@ -212,7 +212,7 @@ def test_one_of_two_that_nothing_names_is_not_lost(tmp_path):
     with reshard.open(tmp_path / "a.pt") as checkpoint:
         assert checkpoint.manifest.unnamed_optimizers == ("optimizers.0",)
         assert any("optimizers.0" in text for text in checkpoint.manifest.warnings)
-    with pytest.raises(IncompleteError, match=r"holds an optimizer \(optimizers.0\), and nothing"):
+    with pytest.raises(IncompleteError, match=r"holds an optimizer \(optimizers.0\), and no file"):
         split(tmp_path / "a.pt", tmp_path / "out", SplitOptions(to="dcp"))
 
 

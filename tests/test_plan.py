@@ -29,7 +29,7 @@ from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.copies import plan_block
 from reshard.plan.planner import Plan
-from tests.scenes import expected, scene, sharded_target, whole_target
+from tests.support.random_checkpoints import expected, scene, sharded_target, whole_target
 
 F32 = dtypes.FLOAT32
 WINDOWS = (1, 64, 1 << 10, 4 << 20)

@@ -15,8 +15,8 @@ import reshard
 from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageError
 from reshard.paths import as_path, is_remote
 from reshard.remote import attempts, writing
-from tests import s3
-from tests.s3 import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
+from tests.support import object_stores
+from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,11 @@ def test_one_file_is_written_to_a_store(files, tmp_path):
 
 
 def test_what_fails_once_is_asked_again(files, proxy, converted):
-    kinds, struck = [s3.DROP, 500, s3.CUT, 503, s3.SLOW], set()
+    kinds, struck = [object_stores.DROP, 500, object_stores.CUT, 503, object_stores.SLOW], set()
 
     def fault(method, _path, count):
         kind = kinds[count // 4 % len(kinds)] if count % 4 == 0 else None
-        if kind == s3.CUT and method != "GET":
+        if kind == object_stores.CUT and method != "GET":
             return None
         struck.add((kind, method))
         return kind
@@ -122,7 +122,7 @@ def test_a_large_file_is_sent_in_parts_and_a_lost_part_again(files, proxy, tmp_p
     def fault(method, path, _number):
         if method == "PUT" and "partNumber=2" in path and not lost:
             lost.append(path)
-            return s3.DROP
+            return object_stores.DROP
         return None
 
     proxy.fault = fault

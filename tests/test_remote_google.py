@@ -11,7 +11,7 @@ import reshard
 from reshard.errors import ExistsError, ReshardError, UsageError
 from reshard.move import receipts
 from reshard.remote import store
-from tests.s3 import CUT, DROP, EXAMPLE, Proxy, contents, free_port, local
+from tests.support.object_stores import CUT, DROP, EXAMPLE, Proxy, contents, free_port, local
 
 OUT = "gs://bucket/out/dcp"
 

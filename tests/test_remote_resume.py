@@ -14,7 +14,7 @@ import reshard
 from reshard.errors import DifferentError, ExistsError, ReshardError, UsageError
 from reshard.move import receipts
 from reshard.remote import attempts, lease
-from tests.s3 import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
+from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 
 OUT = "s3://bucket/out/dcp"
 PLACE = "bucket/out/.dcp.partial"

@@ -22,9 +22,9 @@ from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan
-from tests.menagerie import menagerie, raw, same
+from tests.support.sample_tensors import raw, same, sample_tensors
 
-ZOO = {name: tensor.clone().contiguous() for name, tensor in menagerie().items()}
+ZOO = {name: tensor.clone().contiguous() for name, tensor in sample_tensors().items()}
 METADATAS = {"none": None, "one": {"format": "pt"}, "odd": {"größe\n": '"权重"\t\\ \x01'}}
 
 

@@ -17,8 +17,8 @@ from reshard.errors import UsageError
 from reshard.files import Section, SourceFiles
 from reshard.manifest import Entry, Manifest, Origin, SourceFile, contiguous, index_entries
 from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
-from tests.menagerie import menagerie, raw, same
-from tests.scenes import scene
+from tests.support.random_checkpoints import scene
+from tests.support.sample_tensors import raw, same, sample_tensors
 
 
 class CountingFiles(SourceFiles):
@@ -39,9 +39,9 @@ class CountingFiles(SourceFiles):
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory):
-    """The menagerie in a zip, opened lazily."""
+    """Open a zip of the sample tensors lazily."""
     path = tmp_path_factory.mktemp("zoo") / "zoo.pt"
-    torch.save(menagerie(), path)
+    torch.save(sample_tensors(), path)
     with reshard.open(path) as checkpoint:
         yield checkpoint
 
@@ -67,9 +67,9 @@ def random_index(chance, shape):
     return tuple(items)
 
 
-@pytest.mark.parametrize("name", list(menagerie()))
+@pytest.mark.parametrize("name", list(sample_tensors()))
 def test_any_index_gives_what_torch_gives(zoo, name):
-    tensor = menagerie()[name]
+    tensor = sample_tensors()[name]
     chance = random.Random(name)
     for _ in range(40):
         index = random_index(chance, tensor.shape)
@@ -98,7 +98,7 @@ def test_an_index_that_is_not_supported_is_a_plain_error_and_no_wrong_tensor(ind
 def test_indexing_gives_tensors_of_their_own(zoo):
     first = zoo["prime"][...]
     first.zero_()
-    assert same(zoo["prime"][...], menagerie()["prime"])
+    assert same(zoo["prime"][...], sample_tensors()["prime"])
 
 
 def test_a_lazy_tensor_describes_itself_without_reading(zoo):
@@ -216,7 +216,7 @@ def test_a_negative_zero_is_different_and_equal_nans_are_not(tmp_path):
 
 
 def test_a_checkpoint_is_a_mapping_with_its_aliases(zoo):
-    names = set(menagerie())
+    names = set(sample_tensors())
     assert set(zoo) == set(zoo.keys()) == names
     assert len(zoo) == len(list(zoo)) == len(names)
     assert "tied.b" in zoo
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_a_mapping_with_its_aliases(zoo):
     assert zoo.get("nothing") is None
     assert same(zoo["tied.b"][...], zoo["tied.a"][...])
     assert {name for name, lazy in zoo.items() if lazy.shape == ()} == {
-        name for name, tensor in menagerie().items() if tensor.shape == ()
+        name for name, tensor in sample_tensors().items() if tensor.shape == ()
     }
     with pytest.raises(KeyError):
         zoo["nothing"]

@@ -20,9 +20,9 @@ from reshard.errors import CorruptError, ReshardError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, Manifest, Origin, check
 from reshard.tensors import read_block
-from tests.menagerie import menagerie, raw, same
+from tests.support.sample_tensors import raw, same, sample_tensors
 
-NAMES = list(menagerie())
+NAMES = list(sample_tensors())
 FORMATS = {"zip": True, "legacy": False}
 
 
@@ -44,7 +44,7 @@ def bits(file, tensor):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_tensor_is_read_bit_for_bit(tmp_path, name, form):
-    tensor = menagerie()[name]
+    tensor = sample_tensors()[name]
     path = save({"x": tensor}, tmp_path / "x.pt", form)
     with reshard.open(path) as checkpoint:
         assert same(checkpoint["x"][...], tensor)
@@ -60,7 +60,7 @@ def torch_can_load_legacy():
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_whole_menagerie_in_one_file_is_read_bit_for_bit(tmp_path, form):
-    zoo = menagerie()
+    zoo = sample_tensors()
     path = save(zoo, tmp_path / "zoo.pt", form)
     with reshard.open(path) as checkpoint:
         assert set(checkpoint) == set(zoo)
@@ -107,17 +107,17 @@ def test_files_without_checksums_are_read(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        path = save(menagerie(), tmp_path / "x.pt")
+        path = save(sample_tensors(), tmp_path / "x.pt")
     finally:
         torch.serialization.set_crc32_options(before)
     file = torch_reader.read(path)
     assert all(record.crc32 is None for record in file.records.values())
     with reshard.open(path) as checkpoint:
-        assert all(same(checkpoint[name][...], t) for name, t in menagerie().items())
+        assert all(same(checkpoint[name][...], t) for name, t in sample_tensors().items())
 
 
 def test_every_storage_has_the_archives_checksum(tmp_path):
-    path = save(menagerie(), tmp_path / "x.pt")
+    path = save(sample_tensors(), tmp_path / "x.pt")
     file = torch_reader.read(path)
     with zipfile.ZipFile(path) as archive:
         stored = {info.filename: info for info in archive.infolist()}

@@ -14,7 +14,7 @@ import torch
 import reshard
 from reshard.containers import torch_reader
 from reshard.errors import CorruptError, ReshardError
-from tests.menagerie import raw, same
+from tests.support.sample_tensors import raw, same
 
 STATE = {"w": torch.arange(300.0).view(10, 30), "b": torch.ones(7, dtype=torch.float64)}
 

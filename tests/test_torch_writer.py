@@ -32,7 +32,7 @@ from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global
 from reshard.plan.planner import Plan
 from reshard.stamps import Stamp
-from tests.menagerie import menagerie, raw, same
+from tests.support.sample_tensors import raw, same, sample_tensors
 
 
 @dataclass
@@ -143,9 +143,9 @@ def test_a_state_dict_of_every_dtype(source, tmp_path, kind):
 
 
 def test_every_form_of_tensor(source, tmp_path):
-    ours = assert_as_torch(source, menagerie(), tmp_path)
+    ours = assert_as_torch(source, sample_tensors(), tmp_path)
     loaded = torch.load(ours, weights_only=True)
-    assert all(same(loaded[name], tensor) for name, tensor in menagerie().items())
+    assert all(same(loaded[name], tensor) for name, tensor in sample_tensors().items())
     assert loaded["tied.a"].data_ptr() == loaded["tied.b"].data_ptr()
 
 
@@ -392,7 +392,7 @@ def test_two_writes_of_the_same_are_the_same(tmp_path):
     for number in range(2):
         place = tmp_path / str(number)
         place.mkdir()
-        state = {"model": menagerie(), "names": {"b", "a", "c"}, "at": (1, 2.5)}
+        state = {"model": sample_tensors(), "names": {"b", "a", "c"}, "at": (1, 2.5)}
         made.add(written(Source(place / "source"), state, place).read_bytes())
     assert len(made) == 1
 
@@ -529,7 +529,7 @@ def test_a_stamp_is_the_last_key_of_the_root(source, tmp_path, keys):
 
 
 def test_a_stamped_file_is_torchs(source, tmp_path):
-    root = {"model": OrderedDict(menagerie()), "world": 3}
+    root = {"model": OrderedDict(sample_tensors()), "world": 3}
     ours = source.fill(
         lay_out_object("rank.300.pt", root, slot_of=source.slot_of, stamp=STAMP), tmp_path
     )
@@ -697,7 +697,7 @@ def assert_copied(path, tmp_path, **options):
 
 def test_a_checkpoint_is_written_again_byte_for_byte(tmp_path):
     state = {
-        "model": OrderedDict(menagerie()),
+        "model": OrderedDict(sample_tensors()),
         "optimizer": trained(torch.optim.AdamW),
         "size": torch.Size([2, 3]),
         "counts": defaultdict(int, a=1),

@@ -18,6 +18,7 @@ from reshard.errors import UsageError
 
 _GRACE_S = 35.0  # torchrun stops its ranks itself, and gives them 30
 _TOLD_EVERY_S = 1.0
+_CHECK_S = 0.1  # between two looks for a signal
 _LAST_LINES = 12
 _LAST_BYTES = 16 << 10
 _SIGNALS = {number.value: number.name for number in signal.Signals}  # not those of real time
@@ -102,16 +103,19 @@ def run(command: Sequence[str], place: Path, timeout_s: float, watch: Watch | No
     began = time.monotonic()
     timed_out = False
     process: subprocess.Popen[bytes] | None = None
-    with (place / "stdout.txt").open("wb") as out, (place / "stderr.txt").open("wb") as err:
+    with (
+        signals.checked(),
+        (place / "stdout.txt").open("wb") as out,
+        (place / "stderr.txt").open("wb") as err,
+    ):
         try:
-            with signals.deferred():  # until there is something to end
-                process = subprocess.Popen(  # noqa: S603 - what the user asked for, without a shell
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                )
+            process = subprocess.Popen(  # noqa: S603 - what the user asked for, without a shell
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
             _wait(process, place, timeout_s, watch)
         except OSError as error:
             raise UsageError(command[0], f"cannot be started: {error.strerror}") from error
@@ -132,18 +136,16 @@ def _wait(
     Raises:
         subprocess.TimeoutExpired: there is none.
     """
-    began = time.monotonic()
-    while watch is not None:
-        left = timeout_s - (time.monotonic() - began)
-        if left <= _TOLD_EVERY_S:
-            break
-        try:
-            process.wait(_TOLD_EVERY_S)
-        except subprocess.TimeoutExpired:
-            watch(time.monotonic() - began, _newest_line(place))
-        else:
+    began = told = time.monotonic()
+    while (now := time.monotonic()) < began + timeout_s:
+        signals.check()
+        if watch is not None and now >= told + _TOLD_EVERY_S:
+            watch(now - began, _newest_line(place))
+            told = now
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(min(_CHECK_S, began + timeout_s - now))
             return
-    process.wait(max(0.0, timeout_s - (time.monotonic() - began)))
+    raise subprocess.TimeoutExpired(process.args, timeout_s)
 
 
 def _newest_line(place: Path) -> str:
@@ -155,7 +157,6 @@ def _newest_line(place: Path) -> str:
     return lines[-1].rstrip().rpartition("\r")[2].strip() if lines else ""
 
 
-@signals.undivided
 def _end(process: subprocess.Popen[bytes]) -> int:
     """Ask the group to end, and make it, if the program has not ended; its exit code."""
     if process.returncode is not None:

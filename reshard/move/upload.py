@@ -15,7 +15,6 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from reshard import signals
 from reshard.errors import ResourceError
 from reshard.files import SourceFiles
 from reshard.manifest import OutputFile, SourceFile
@@ -128,7 +127,6 @@ class _Uploads:
     def __enter__(self) -> _Uploads:
         return self
 
-    @signals.undivided
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Stop the uploads after an error instead of completing them."""
         if kind is not None:

@@ -114,31 +114,33 @@ def claim_output(
         ExistsError: another process is writing there, or the destination exists already.
     """
     partial = _open_partial(destination)
-    if not team.first:
-        with _join_output(partial, team, resume=resume):
+    with signals.checked():
+        if not team.first:
+            with _join_output(partial, team, resume=resume):
+                yield partial
+            return
+        if resume:
+            partial.resumable_bytes = partial.recorded_bytes  # until the records are read
+        try:
+            partial.claim()
+            if not overwrite:
+                partial.check_destination_free()
+            team.barrier()  # claimed
             yield partial
-        return
-    if resume:
-        partial.resumable_bytes = partial.recorded_bytes  # an estimate until the records are read
-    try:
-        partial.claim()
-        if not overwrite:
-            partial.check_destination_free()
-        team.barrier()  # claimed
-        yield partial
-        partial.make_durable()
-        team.barrier()  # written
-        partial.publish(is_directory=is_directory, overwrite=overwrite)
-        signals.say(_WRITTEN.format(partial.destination))
-        team.barrier()
-        _remove(partial)
-    except BaseException as error:
-        if _is_kept(partial, error, team, resume=resume):
+            partial.make_durable()
+            team.barrier()  # written
+            partial.publish(is_directory=is_directory, overwrite=overwrite)
+            signals.add_message(_WRITTEN.format(partial.destination))
+            team.barrier()
+            _remove(partial)
+        except BaseException as error:
+            if _is_kept(partial, error, team, resume=resume):
+                raise
+            _remove(partial)
             raise
-        _remove(partial)
-        raise
-    finally:
-        partial.release()
+        finally:
+            with signals.deferred():
+                partial.release()
 
 
 def _open_partial(destination: Path) -> PartialOutput:
@@ -159,11 +161,13 @@ def _join_output(partial: PartialOutput, team: Team, *, resume: bool) -> Iterato
         yield
         partial.make_durable()
     except BaseException:
-        with contextlib.suppress(OSError, ReshardError):  # the first error is reported instead
+        # The first error is reported, not what goes wrong here.
+        with signals.deferred(), contextlib.suppress(OSError, ReshardError):
             partial.discard_share(resume=resume)
         raise
     finally:
-        partial.release()
+        with signals.deferred():
+            partial.release()
     team.barrier()  # written
     team.barrier()  # published
 
@@ -192,10 +196,9 @@ def _is_kept(partial: PartialOutput, error: BaseException, team: Team, *, resume
     return False
 
 
-@signals.undivided
 def _remove(partial: PartialOutput) -> None:
     """Remove the partial output as far as possible; the next run clears what remains."""
-    with contextlib.suppress(OSError, ReshardError):
+    with signals.deferred(), contextlib.suppress(OSError, ReshardError):
         partial.remove()
 
 

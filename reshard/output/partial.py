@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from reshard import signals, threads
+from reshard import threads
 from reshard.errors import ExistsError, ReshardError, ResourceError
 from reshard.ranks import holder
 
@@ -95,11 +95,10 @@ class Partial:
             ExistsError: a living process has locked it, or another file has its name.
             ReshardError: the parent directory cannot be written to.
         """
-        with signals.deferred():
-            while not self._try_claim():
-                pass  # its holder has removed it in the meantime
-            if self.replaced.exists() and not os.path.lexists(self.destination):
-                self.replaced.rename(self.destination)  # the last run died between the two renames
+        while not self._try_claim():
+            pass  # its holder has removed it in the meantime
+        if self.replaced.exists() and not os.path.lexists(self.destination):
+            self.replaced.rename(self.destination)  # the last run died between the two renames
 
     def join(self, rank: int) -> None:
         """Lock this rank's file in the claimed directory, so that nobody claims it before it ends.
@@ -107,13 +106,10 @@ class Partial:
         Raises:
             ReshardError: the directory cannot be written to.
         """
-        with signals.deferred():
-            lock = self._open_lock(f"lock-{rank}")
-            self._lock = lock
-            self._acquire(lock)
-            _write_holder(lock, self.path)
+        self._lock = self._open_lock(f"lock-{rank}")
+        self._acquire(self._lock)
+        _write_holder(self._lock, self.path)
 
-    @signals.undivided
     def release(self) -> None:
         """Release the lock, so that another process can claim the directory."""
         if self._lock is not None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 
 from reshard import signals
 
-signals.undivided(TemporaryDirectory.__init__)
-signals.undivided(TemporaryDirectory.cleanup)
 
-
-def temporary(prefix: str = "reshard-") -> TemporaryDirectory[str]:
-    """Return a temporary directory for a `with` block; its removal cannot be interrupted."""
-    return TemporaryDirectory(prefix=prefix)
+@contextmanager
+def temporary(prefix: str = "reshard-") -> Iterator[str]:
+    """Yield a temporary directory; its creation and its removal cannot be interrupted."""
+    with signals.deferred():
+        directory = TemporaryDirectory(prefix=prefix)
+    try:
+        yield directory.name
+    finally:
+        with signals.deferred():
+            directory.cleanup()

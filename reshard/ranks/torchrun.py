@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
+from reshard import signals
 from reshard.errors import INTERRUPTED, ReshardError
 from reshard.ranks.heartbeat import (
     RankWatch,
@@ -24,7 +25,6 @@ from reshard.ranks.heartbeat import (
     read_failure,
 )
 from reshard.ranks.team import ALONE, Progress, Team
-from reshard.signals import ENDING
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -130,6 +130,7 @@ class Ranks:
             count = self._store.add(name, 1)
             while count < self.size:
                 self._watch.check()
+                signals.check()
                 time.sleep(step)
                 step = min(step * 1.5, _STEP[1])
                 count = self._store.add(name, 0)
@@ -261,9 +262,8 @@ class Ranks:
         if self._is_reported:
             return error
         self._is_reported = True
-        for (
-            number
-        ) in ENDING:  # when one rank ends, a launcher sends signals to the rest of its node
+        # When one rank ends, a launcher sends signals to the rest of its node.
+        for number in signals.ENDING:
             signal.signal(number, signal.SIG_IGN)
         ours = isinstance(error, ReshardError)
         failure = error if ours or self._watch.failure is None else self._watch.failure

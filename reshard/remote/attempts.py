@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from reshard import signals
 from reshard.errors import IncompleteError, ReshardError
 
 T = TypeVar("T")
@@ -14,6 +15,7 @@ T = TypeVar("T")
 ATTEMPTS = 6  # for one request
 FIRST_WAIT = 0.3  # seconds before the second attempt; each later wait is twice as long
 _LONGEST_WAIT = 10.0
+_STEP = 0.1  # seconds between two looks for an interrupt
 _PATIENT = {"gs": 2, "gcs": 2, "az": 2, "abfs": 2}  # their libraries repeat requests themselves
 _FINAL = (IsADirectoryError, NotADirectoryError)
 _REFUSED = (401, 403)
@@ -41,6 +43,7 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
     """
     most = min(ATTEMPTS, _PATIENT.get(url.partition("://")[0], ATTEMPTS))
     for number in range(most):
+        signals.check()
         try:
             return request()
         except Exception as error:
@@ -58,8 +61,16 @@ def attempt(url: str, request: Callable[[], T], what: str = "cannot be reached")
                     "check the network and the store, then run the same command again",
                 ) from _as_os_error(error)
             wait = min(FIRST_WAIT * 2**number, _LONGEST_WAIT)
-            time.sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - spread concurrent requests
+            _sleep(wait * random.uniform(0.5, 1))  # noqa: S311 - spread concurrent requests
     raise AssertionError("unreachable")
+
+
+def _sleep(seconds: float) -> None:
+    """Wait in short steps, between which an interrupt is raised."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        signals.check()
+        time.sleep(min(left, _STEP))
 
 
 def _is_external(error: Exception) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard import signals
 from reshard.ranks import holder
 from reshard.remote import publish, writing
 from reshard.remote.lease import LOCK, Lease
@@ -70,7 +69,6 @@ class RemotePartial:
         """Join the first rank's claim; no lease is needed, since all ranks end soon after it."""
         self._joined = True
 
-    @signals.undivided
     def release(self) -> None:
         """Release the lease, so that another process can claim the folder."""
         if self._lease is not None:

@@ -12,10 +12,10 @@ import os
 import stat
 from collections.abc import Generator, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import PosixPath
 from typing import Any, NoReturn
 
-from reshard import signals
 from reshard.errors import IncompleteError, UsageError
 from reshard.remote import reading
 from reshard.remote.attempts import attempt
@@ -160,13 +160,8 @@ class RemotePath(PosixPath):
 
     def write_bytes(self, data: Any) -> int:
         """Write a small object with one request and return its size."""
-
-        def send() -> None:
-            # An interrupted request could still create the object after the cleanup has run.
-            with signals.deferred():
-                self.store.files.pipe_file(self.key, bytes(data))
-
-        attempt(str(self), send, "cannot be written")
+        request = partial(self.store.files.pipe_file, self.key, bytes(data))
+        attempt(str(self), request, "cannot be written")
         self.store.forget()
         return len(data)
 

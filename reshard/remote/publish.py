@@ -100,9 +100,9 @@ def copy_directory(
         raise
 
 
-@signals.undivided
 def _remove(destination: RemotePath, names: Sequence[str]) -> None:
-    writing.remove([destination / name for name in names])
+    with signals.deferred():
+        writing.remove([destination / name for name in names])
 
 
 def _is_marker(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""From one tree of all ranks to a manifest: entries, train state, and what is to be said."""
+"""Build a manifest from one tree of all ranks: entries, training state and warnings."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from reshard.state_dict.tree import (
 _LISTED = 6
 _FAIRSCALE = "shard_metadata"
 _OPEN_END = (
-    "no file says how many ranks saved: there are shards of {}, and tensors are as large as these"
-    " make them; --model config.json has the shapes checked"
+    "no file states how many ranks saved: there are shards of {}, and each tensor is taken to end"
+    " with the last of them; --model config.json checks the shapes"
 )
 _COUNTER = re.compile(r"(global_?)?steps?|iterations?|last_epoch|_step_count|epoch")
 
 
 def build_manifest(
-    found: ParsedTree,
+    parsed: ParsedTree,
     origin: Origin,
     *,
     key: str | None = None,
@@ -63,7 +63,7 @@ def build_manifest(
     nearby: ModelHint | None = None,
     warnings: Sequence[str] = (),
 ) -> Manifest:
-    """The manifest of one tree.
+    """Build the manifest of one tree.
 
     Args:
         origin: its mesh and precision are filled in here.
@@ -74,43 +74,52 @@ def build_manifest(
     Raises:
         ReshardError: no model in it, or one that is stored in a way that nothing explains.
     """
-    _refuse_mixed(found)
-    split = sections.find(found.root, found.where, key)
-    model, notes = _resolve_model(split, found, model_hint, nearby)
-    state, units = _resolve_flat_params(split, found, model)
-    weights = _resolve_weights(state, found, model)
-    flats = any(flat_params.parse_prefix(key) is not None for key in split.model)
-    ordered = found.ordered and not flats and not (units and model is None)
+    _refuse_mixed(parsed)
+    parts = sections.find(parsed.root, parsed.where, key)
+    model, notes = _resolve_model(parts, parsed, model_hint, nearby)
+    state, units = _resolve_flat_params(parts, parsed, model)
+    weights = _resolve_weights(state, parsed, model)
+    flats = any(flat_params.parse_prefix(key) is not None for key in parts.model)
+    ordered = parsed.ordered and not flats and not (units and model is None)
     if model and not ordered:
-        place = {fqn: index for index, fqn in enumerate(model.parameters)}
-        weights = dict(sorted(weights.items(), key=lambda item: place.get(item[0], len(place))))
-    first, tied = _build_weight_entries(weights)
+        position = {fqn: index for index, fqn in enumerate(model.parameters)}
+        weights = dict(
+            sorted(weights.items(), key=lambda item: position.get(item[0], len(position)))
+        )
+    entries, tied = _build_weight_entries(weights)
     if model:
-        tied |= {a: k for a, k in model.tied.items() if k in first and a not in weights}
-    first = _mark_buffers(first, state, split, found, model)
+        tied |= {a: k for a, k in model.tied.items() if k in entries and a not in weights}
+    entries = _mark_buffers(entries, state, parts, parsed, model)
     with SourceFiles() as pool:
-        read, first = model_optimizers.select_optimizers(split, first, units, model, found, pool)
-    said = [*warnings, *found.notes, *notes, *_collect_notes(split, found, read, {*first, *tied})]
-    entries = [*first.values(), *model_optimizers.iterate_slots(read, tied)]
-    train = _build_train_state(split, read)
+        read, entries = model_optimizers.select_optimizers(
+            parts, entries, units, model, parsed, pool
+        )
+    all_warnings = [
+        *warnings,
+        *parsed.notes,
+        *notes,
+        *_collect_notes(parts, parsed, read, {*entries, *tied}),
+    ]
+    all_entries = [*entries.values(), *model_optimizers.iterate_slots(read, tied)]
+    train = _build_train_state(parts, read)
     return Manifest(
         origin=replace(
             origin,
-            mesh=origin.mesh or {"world": found.world},
-            precision=origin.precision or most_common_dtype(e.dtype for e in first.values()),
+            mesh=origin.mesh or {"world": parsed.world},
+            precision=origin.precision or most_common_dtype(e.dtype for e in entries.values()),
         ),
-        entries=index_entries(entries),
-        files=_add_step_claims(found.files, read),
+        entries=index_entries(all_entries),
+        files=_add_step_claims(parsed.files, read),
         train=train,
         tied=tied,
-        frozen=_find_frozen(train, entries, first),
-        trained_dtypes={fqn: entry.dtype for fqn, entry in first.items()},
-        warnings=tuple(said),
+        frozen=_find_frozen(train, all_entries, entries),
+        trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
+        warnings=tuple(all_warnings),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
-        unread=_describe_unread(split),
-        unknown_globals=trust.unknown(found.globals),
+        unread=_describe_unread(parts),
+        unknown_globals=trust.unknown(parsed.globals),
         ordered=ordered or model is not None,
-        keyed=None if flats or units else optimizer_state.find_keying(split.optimizers.values()),
+        keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
         ordered_by_model=model is not None and not ordered,  # sorted by it above
     )
 
@@ -128,31 +137,31 @@ def _add_step_claims(
     for one in read:
         for fqn, path in one.step_files.items():
             counted[path].append(one.steps[fqn])
-    made = dict(files)
+    result = dict(files)
     for path, steps in counted.items():
         if len(steps) > 1 and len(set(steps)) == 1:
             claim = Claim("optimizer step", f"{steps[0]:g}", "the step counter of its parameters")
-            made[path] = replace(made[path], claims=(*made[path].claims, claim))
-    return made
+            result[path] = replace(result[path], claims=(*result[path].claims, claim))
+    return result
 
 
-def _build_train_state(split: sections.Sections, read: Sequence[ParsedOptimizer]) -> TrainState:
-    """Everything that is no tensor of the model's or of an optimizer's."""
+def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]) -> TrainState:
+    """Collect everything that is neither a tensor of the model nor of an optimizer."""
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
     other = {fqn: value for one in read for fqn, value in one.other.items()}
-    step, opaque = _resolve_step(split, steps)
+    step, opaque = _resolve_step(parts, steps)
     return TrainState(
         step=step,
-        samples=split.samples,
-        skipped_steps=split.skipped_steps,
+        samples=parts.samples,
+        skipped_steps=parts.skipped_steps,
         optimizer_step=steps,
         non_tensor_state=other,
         param_groups=tuple(group for one in read for group in one.groups),
-        scheduler=to_plain(split.scheduler),
-        scaler=to_plain(split.scaler),
-        rng=to_plain(split.rng),
-        client={name: to_plain(value) for name, value in split.client.items()},
-        objects=objects.kept(split.client, split.client),
+        scheduler=to_plain(parts.scheduler),
+        scaler=to_plain(parts.scaler),
+        rng=to_plain(parts.rng),
+        client={name: to_plain(value) for name, value in parts.client.items()},
+        objects=objects.kept(parts.client, parts.client),
         opaque=opaque,
     )
 
@@ -160,7 +169,7 @@ def _build_train_state(split: sections.Sections, read: Sequence[ParsedOptimizer]
 def _find_frozen(
     train: TrainState, entries: Iterable[Entry], weights: Mapping[str, Entry]
 ) -> frozenset[str]:
-    """Parameters of param groups without a state, where others have one."""
+    """Return the parameters of param groups that have no state, where others have one."""
     stated = {entry.fqn for entry in entries if entry.kind not in (PARAM, BUFFER)}
     named = {fqn for group in train.param_groups for fqn in group.fqns}
     idle = named - stated - train.opaque.get("optimizer", {}).keys()
@@ -169,57 +178,57 @@ def _find_frozen(
 
 
 def _resolve_step(
-    split: sections.Sections, steps: Mapping[str, float]
+    parts: sections.Sections, steps: Mapping[str, float]
 ) -> tuple[int | None, dict[str, Any]]:
-    """The run's step; beside it what Accelerate counted, where that is something else."""
-    if split.accumulated is None:
-        return split.step, {}
-    updates = int(max(steps.values(), default=split.accumulated))
-    step = updates if split.step is None else split.step
-    return step, {} if split.accumulated == step else {sections.ACCUMULATED: split.accumulated}
+    """Return the run's step, and Accelerate's own count where it differs."""
+    if parts.accumulated is None:
+        return parts.step, {}
+    updates = int(max(steps.values(), default=parts.accumulated))
+    step = updates if parts.step is None else parts.step
+    return step, {} if parts.accumulated == step else {sections.ACCUMULATED: parts.accumulated}
 
 
-def _refuse_mixed(found: ParsedTree) -> None:
-    """Ranks that counted other steps did not save together.
+def _refuse_mixed(parsed: ParsedTree) -> None:
+    """Refuse ranks whose counters differ: they did not save together.
 
     Raises:
         CorruptError: naming the counter; or the files have nothing in common.
     """
-    for path in found.differing:
+    for path in parsed.differing:
         if not path:
-            raise CorruptError(found.where, "the ranks' files hold different things", tree.MIXED)
+            raise CorruptError(parsed.where, "the ranks' files have different contents", tree.MIXED)
         if _COUNTER.fullmatch(str(path[-1])) and not any(sections.RNG.search(str(p)) for p in path):
             raise CorruptError(
-                found.where, f"the ranks' files disagree on {format_path(path)!r}", tree.MIXED
+                parsed.where, f"the ranks' files disagree on {format_path(path)!r}", tree.MIXED
             )
 
 
 def _resolve_model(
-    split: sections.Sections,
-    found: ParsedTree,
+    parts: sections.Sections,
+    parsed: ParsedTree,
     model_hint: ModelHint | None,
     nearby: ModelHint | None,
 ) -> tuple[ModelShapes | None, list[str]]:
-    """The model that the user named, or the one beside where the files leave something open.
+    """Return the model that the user named, or the nearby one where files leave something open.
 
     Raises:
         UsageError: the user named another model than the checkpoint's.
     """
     prefixes = [
-        prefix for key in split.model if (prefix := flat_params.parse_prefix(key)) is not None
+        prefix for key in parts.model if (prefix := flat_params.parse_prefix(key)) is not None
     ]
     if model_hint:
         model = model_hint.shapes(prefixes)
-        foreign = _describe_mismatch(model, split.model)
-        if foreign and not prefixes:
+        mismatch = _describe_mismatch(model, parts.model)
+        if mismatch and not prefixes:
             raise UsageError(
-                f"--model {model_hint.model}", f"is another model than the checkpoint's: {foreign}"
+                f"--model {model_hint.model}", f"is not the checkpoint's model: {mismatch}"
             )
         return model, []
-    numbered = any(map(optimizer_state.is_numbered, split.optimizers.values()))
-    named = any(map(optimizer_state.collect_shapes, split.optimizers.values()))
-    unordered = numbered and not found.ordered
-    open_end = [] if found.proved else [_OPEN_END.format(found.world)]
+    numbered = any(map(optimizer_state.is_numbered, parts.optimizers.values()))
+    named = any(map(optimizer_state.collect_shapes, parts.optimizers.values()))
+    unordered = numbered and not parsed.ordered
+    open_end = [] if parsed.proved else [_OPEN_END.format(parsed.world)]
     wrapped = nearby and (nearby.wrap or (nearby.by_blocks and numbered))
     needed = wrapped or unordered or open_end or (prefixes and not named)
     if nearby is None or not needed:
@@ -227,52 +236,53 @@ def _resolve_model(
     try:
         model = nearby.shapes(prefixes)
     except (UsageError, UnsupportedError) as error:
-        return None, [f"{nearby.model} does not help: {error.problem}"]
-    foreign = _describe_mismatch(model, split.model)
-    if foreign and not prefixes:
+        return None, [f"{nearby.model} cannot be used: {error.problem}"]
+    mismatch = _describe_mismatch(model, parts.model)
+    if mismatch and not prefixes:
         if open_end:
             raise IncompleteError(
-                found.where,
-                f"{found.world} ranks' shards do not make the model of {nearby.model}: {foreign}",
+                parsed.where,
+                f"{parsed.world} ranks' shards do not form the model of {nearby.model}: {mismatch}",
                 "copy the missing shards here (a node-local disk may still hold them)",
             )
-        return None, [f"{nearby.model} describes another model: {foreign}"]
-    return model, [f"the parameters' names and order are those of {nearby.model}"]
+        return None, [f"{nearby.model} describes another model: {mismatch}"]
+    return model, [f"the names and the order of parameters are taken from {nearby.model}"]
 
 
 def _describe_mismatch(model: ModelShapes, state: Mapping[str, Any]) -> str:
-    """What a model and a state dict do not have in common; empty where they fit."""
-    held = {fqn: as_global(leaf) for fqn, leaf in state.items()}
+    """Describe how a model and a state dict differ; return an empty text if they agree."""
+    tensors = {fqn: as_global(leaf) for fqn, leaf in state.items()}
     for fqn, shape in model.parameters.items():
         names = [fqn, *(alias for alias, kept in model.tied.items() if kept == fqn)]
-        found = next((held[name] for name in names if name in held), None)
-        if not any(name in held for name in names):
+        tensor = next((tensors[name] for name in names if name in tensors), None)
+        if not any(name in tensors for name in names):
             return f"the checkpoint has no {fqn!r}"
-        if found and found.shape != shape:
-            return f"{fqn!r} is {found.shape} in the checkpoint, {shape} in the model"
-    extra = held.keys() - model.parameters.keys() - model.buffers.keys() - model.tied.keys()
+        if tensor and tensor.shape != shape:
+            return f"{fqn!r} is {tensor.shape} in the checkpoint, {shape} in the model"
+    extra = tensors.keys() - model.parameters.keys() - model.buffers.keys() - model.tied.keys()
     return f"the model has no {min(extra)!r}" if extra else ""
 
 
 def _resolve_flat_params(
-    split: sections.Sections, found: ParsedTree, model: ModelShapes | None
+    parts: sections.Sections, parsed: ParsedTree, model: ModelShapes | None
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
-    """The model's state dict without flat parameters, and the units that it had."""
-    beside = format_path((*split.model_path[:-1], _FAIRSCALE))
-    if beside in split.client:
-        about = split.client.pop(beside)
-        return _resolve_fairscale(split.model, about, found.where)
-    if any(flat_params.parse_prefix(key) is not None for key in split.model):
+    """Return the model's state dict without flat parameters, and the units it had."""
+    beside = format_path((*parts.model_path[:-1], _FAIRSCALE))
+    if beside in parts.client:
+        about = parts.client.pop(beside)
+        return _resolve_fairscale(parts.model, about, parsed.where)
+    if any(flat_params.parse_prefix(key) is not None for key in parts.model):
         shapes: dict[str, Index] = {}
-        for value in split.optimizers.values():
+        for value in parts.optimizers.values():
             shapes.update(optimizer_state.collect_shapes(value))
-        return flat_params.resolve(split.model, where=found.where, model=model, shapes=shapes)
-    return split.model, flat_params.build_units(model) if model else []
+        return flat_params.resolve(parts.model, where=parsed.where, model=model, shapes=shapes)
+    return parts.model, flat_params.build_units(model) if model else []
 
 
 def _resolve_fairscale(
     state: Mapping[str, Any], about: Any, where: str
 ) -> tuple[dict[str, Any], list[flat_params.FlatUnit]]:
+    """Return a FairScale state dict without flat parameters, and its units."""
     named = flat_params.read_fairscale_units(about, where)
     units = {key: named[key] for key in state if key in named}  # in the optimizer's order
     tensors: dict[str, Any] = {}
@@ -282,27 +292,29 @@ def _resolve_fairscale(
             tensors[key] = value
             continue
         if not isinstance(value, LocalTensors):
-            raise CorruptError(where, f"{key!r} is no flat parameter, as shard_metadata says it is")
+            raise CorruptError(
+                where, f"shard_metadata lists {key!r} as a flat parameter, which it is not"
+            )
         pieces = [value.pieces[rank] for rank in sorted(value.pieces)]
         tensors.update(unit.tensors(flat_params.locate_pieces(pieces, unit.numel)))
     return tensors, list(units.values())
 
 
 def _resolve_weights(
-    state: Mapping[str, Any], found: ParsedTree, model: ModelShapes | None
+    state: Mapping[str, Any], parsed: ParsedTree, model: ModelShapes | None
 ) -> dict[str, GlobalTensor]:
-    """Every tensor of the model's state dict with its global shape."""
+    """Return every tensor of the model's state dict with its global shape."""
     weights = {}
     for fqn, leaf in state.items():
         tensor = as_global(leaf)
-        wanted = model.parameters.get(fqn) if model else None
-        if tensor is None and wanted is not None:
-            tensor = flat_params.join_slices(found.where, fqn, wanted, list(leaf.pieces.values()))
+        shape = model.parameters.get(fqn) if model else None
+        if tensor is None and shape is not None:
+            tensor = flat_params.join_slices(parsed.where, fqn, shape, list(leaf.pieces.values()))
         if tensor is None:
             raise CorruptError(
                 next(iter(leaf.pieces.values())).file,
-                f"{fqn!r} has other shapes on other ranks ({sorted(leaf.shapes())}), and nothing"
-                " says how they belong together",
+                f"{fqn!r} has different shapes on different ranks ({sorted(leaf.shapes())}), and no"
+                " file states how they fit together",
                 "the files are of model-parallel ranks, or of different runs",
             )
         weights[fqn] = tensor
@@ -312,13 +324,13 @@ def _resolve_weights(
 def _build_weight_entries(
     weights: Mapping[str, GlobalTensor],
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """One entry a weight; names of the same bytes are aliases of the first."""
+    """Build one entry for each weight, and map names of the same bytes to the first of them."""
     first: dict[tuple[Chunk, ...], str] = {}
     tied: dict[str, str] = {}
     entries = {}
     for fqn, tensor in weights.items():
-        held = tuple(chunk for chunk in tensor.chunks if chunk.box.volume)
-        kept = first.setdefault(held, fqn) if held else fqn
+        stored = tuple(chunk for chunk in tensor.chunks if chunk.box.volume)
+        kept = first.setdefault(stored, fqn) if stored else fqn
         if kept != fqn:
             tied[fqn] = kept
         else:
@@ -329,19 +341,19 @@ def _build_weight_entries(
 def _mark_buffers(
     entries: Mapping[str, Entry],
     state: Mapping[str, Any],
-    split: sections.Sections,
-    found: ParsedTree,
+    parts: sections.Sections,
+    parsed: ParsedTree,
     model: ModelShapes | None,
 ) -> dict[str, Entry]:
-    """Buffers told from parameters, where anything tells."""
+    """Mark the entries that the model, the optimizers or the sharding show to be buffers."""
     if model is not None:
         buffers = set(model.buffers)
     else:
         trained: set[str] = set()
-        for value in split.optimizers.values():
+        for value in parts.optimizers.values():
             trained |= optimizer_state.collect_names(value)
         is_local = {fqn: isinstance(state.get(fqn), LocalTensors) for fqn in entries}
-        mixed = found.plain_is_buffer and len(set(is_local.values())) > 1
+        mixed = parsed.plain_is_buffer and len(set(is_local.values())) > 1
         buffers = {fqn for fqn, local in is_local.items() if mixed and local} - trained
     return {
         fqn: replace(entry, kind=BUFFER) if fqn in buffers else entry
@@ -349,46 +361,48 @@ def _mark_buffers(
     }
 
 
-def _find_stray_tensors(split: sections.Sections) -> list[str]:
-    """Tensors outside of every model and optimizer, but for the states of generators."""
+def _find_stray_tensors(parts: sections.Sections) -> list[str]:
+    """Return the names of tensors outside every model and optimizer, except random states."""
     return [
         name
-        for path, value in split.client.items()
+        for path, value in parts.client.items()
         if not sections.RNG.search(path)
         for name in ([path] if is_tensor(value) else leaves.find_weights(value, path))
     ]
 
 
-def _describe_unread(split: sections.Sections) -> dict[str, str]:
-    """Name -> what it is, of each value that is neither weight nor optimizer nor train state."""
-    models = dict.fromkeys(split.other_models, "another state dict")
+def _describe_unread(parts: sections.Sections) -> dict[str, str]:
+    """Describe each value that is not a weight, optimizer state or training state, by name."""
+    models = dict.fromkeys(parts.other_models, "another state dict")
     return {
-        **split.unread,
+        **parts.unread,
         **models,
-        **dict.fromkeys(_find_stray_tensors(split), "a tensor of no model"),
+        **dict.fromkeys(_find_stray_tensors(parts), "a tensor outside the model"),
     }
 
 
 def _collect_notes(
-    split: sections.Sections, found: ParsedTree, read: Iterable[ParsedOptimizer], names: set[str]
+    parts: sections.Sections, parsed: ParsedTree, read: Iterable[ParsedOptimizer], names: set[str]
 ) -> Iterable[str]:
+    """Yield what the user should know about values that were chosen or left out."""
     for one in read:
         yield from one.notes
-    strange = sorted({entry.fqn for one in read for entry in one.entries} - names)
-    if strange:
-        yield f"optimizer state of what is no weight here: {', '.join(strange[:_LISTED])}"
-    if split.other_models:
-        shown = ", ".join(split.other_models[:_LISTED])
-        yield f"other state dicts are in it, which --key NAME chooses: {shown}"
-    beside = _find_stray_tensors(split)
-    if beside:
-        yield f"tensors that belong to no model are left out: {', '.join(beside[:_LISTED])}"
-    quiet = sections.RNG
+    unknown = sorted({entry.fqn for one in read for entry in one.entries} - names)
+    if unknown:
+        shown = ", ".join(unknown[:_LISTED])
+        yield f"optimizer state of parameters that are not among the weights: {shown}"
+    if parts.other_models:
+        shown = ", ".join(parts.other_models[:_LISTED])
+        yield f"the checkpoint has other state dicts, which --key NAME selects: {shown}"
+    strays = _find_stray_tensors(parts)
+    if strays:
+        yield f"tensors outside the model are left out: {', '.join(strays[:_LISTED])}"
+    rng = sections.RNG
     differing = [
         path
-        for path in found.differing
-        if not any(quiet.search(str(part)) or part == _FAIRSCALE for part in path)
+        for path in parsed.differing
+        if not any(rng.search(str(part)) or part == _FAIRSCALE for part in path)
     ]
     if differing:
         shown = ", ".join(format_path(path) for path in differing[:_LISTED])
-        yield f"the ranks saved different values of {shown}: the first rank's are taken"
+        yield f"the ranks saved different values of {shown}: the first rank's are used"

@@ -1,9 +1,10 @@
-"""Flat parameters: FSDP 1's ``_flat_param`` and FairScale's ``flat_param_N``.
+"""Resolve flat parameters: FSDP 1's ``_flat_param`` and FairScale's ``flat_param_N``.
 
-A unit's parameters lie end to end in one flat tensor of which each rank has a piece. The pieces
-do not say what lies where in them. That is taken, in this order, from: the rank files' own views
-(``use_orig_params=True``), FairScale's ``shard_metadata``, ``--model`` and ``--wrap``, an optimizer
-that is saved by fqn. A layout counts only if it fills every unit to the last element.
+A unit's parameters are stored end to end in one flat tensor, of which each rank has a piece. The
+pieces do not state which parameter is where. The layout comes from the first of these that exists:
+the rank files' own views (``use_orig_params=True``), FairScale's ``shard_metadata``, ``--model``
+and ``--wrap``, an optimizer that is saved by fqn. A layout is accepted only if it fills every unit
+to the last element.
 
 Sources: torch 2.13 ``distributed/fsdp/_state_dict_utils.py`` (local state dicts),
 ``_flat_param.py``; fairscale 0.4.13 ``nn/data_parallel/fully_sharded_data_parallel.py``
@@ -28,7 +29,7 @@ from reshard.state_dict.tree import GlobalTensor, LocalTensors
 
 KEY = "_flat_param"
 _HINT = (
-    "say which model was wrapped and how: --model config.json|DIR|module:factory"
+    "pass the model and how it was wrapped: --model config.json|DIR|module:factory"
     " --wrap LlamaDecoderLayer|size=N|none"
 )
 _FLAT = record(names=sequence(TEXT), shapes=sequence(SHAPE), numels=sequence(COUNT))
@@ -37,14 +38,14 @@ _FAIRSCALE = record(param_metadata=sequence(record(fsdp_path=TEXT, params=mappin
 
 @dataclass(frozen=True, slots=True)
 class FlatUnit:
-    """One flat parameter with what lies in it."""
+    """One flat parameter and its members."""
 
     prefix: str
     members: tuple[Member, ...]
-    numel: int  # with the padding that belongs to it, before it is cut
+    numel: int  # elements before it is cut, with its padding
 
     def tensors(self, pieces: Iterable[tuple[int, Chunk]]) -> dict[str, GlobalTensor]:
-        """The members as logical tensors, from pieces with their first flat element."""
+        """Build the members' global tensors from pieces, each with its first flat element."""
         pieces = list(pieces)
         chunks = flat_chunks(self.members, pieces)
         dtype = pieces[0][1].dtype
@@ -55,7 +56,7 @@ class FlatUnit:
 
 
 def parse_prefix(key: str) -> str | None:
-    """The wrapped module that a flat parameter belongs to; None for other names."""
+    """Return the wrapped module that a flat parameter belongs to; None for other names."""
     if key == KEY or key.endswith(f".{KEY}"):
         return key.removesuffix(KEY).removesuffix(".")
     return None
@@ -68,16 +69,16 @@ def resolve(
     model: ModelShapes | None,
     shapes: Mapping[str, Index],
 ) -> tuple[dict[str, Any], list[FlatUnit]]:
-    """A model's state dict with its flat parameters resolved, and the units.
+    """Return a model's state dict with its flat parameters resolved, and the units.
 
     Args:
         state: every rank's LOCAL_STATE_DICT, joined.
         model: the model that was wrapped, with its units, where the user named it.
-        shapes: what an optimizer that is saved by fqn says of the parameters.
+        shapes: the shapes of parameters in an optimizer that is saved by fqn.
 
     Raises:
-        UnsupportedError: nothing says what a flat parameter holds.
-        CorruptError: what was said does not fill it.
+        UnsupportedError: nothing states which parameters a flat parameter contains.
+        CorruptError: the given parameters do not fill it.
     """
     flats = {
         prefix: value
@@ -94,14 +95,14 @@ def resolve(
     units = [
         _resolve_unit(prefix, flat, flats, model, shapes, where) for prefix, flat in flats.items()
     ]
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for unit, value in zip(units, flats.values(), strict=True):
-        found.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
-    return {**found, **rest}, units
+        tensors.update(unit.tensors((chunk.box.origin[0], chunk) for chunk in value.chunks))
+    return {**tensors, **rest}, units
 
 
 class _ShardOrigins:
-    """Where the flat shards lie in the ranks' files, and at which flat element each begins."""
+    """The byte ranges of the flat shards in the ranks' files, each with its first flat element."""
 
     def __init__(self, flats: Mapping[str, GlobalTensor]) -> None:
         self._shards: dict[str, list[tuple[int, int, int]]] = {}
@@ -111,32 +112,32 @@ class _ShardOrigins:
                 self._shards.setdefault(chunk.file, []).append(shard)
 
     def of(self, chunk: Chunk) -> int | None:
-        """The first flat element of the shard that a slice lies in."""
+        """Return the first flat element of the shard that contains a slice."""
         start, stop = chunk.byte_span
         shards = self._shards.get(chunk.file, ())
         return next((origin for a, b, origin in shards if a <= start and stop <= b), None)
 
     def holds(self, value: Any) -> bool:
-        """Whether ranks' plain 1-d tensors are slices of the flat shards in the same files."""
+        """Return whether ranks' plain 1-d tensors are slices of the flat shards in their files."""
         if not isinstance(value, LocalTensors) or any(len(shape) != 1 for shape in value.shapes()):
             return False
-        held = [chunk for chunk in value.pieces.values() if chunk.box.volume]
-        return all(self.of(chunk) is not None for chunk in held)
+        slices = [chunk for chunk in value.pieces.values() if chunk.box.volume]
+        return all(self.of(chunk) is not None for chunk in slices)
 
     def ordered(self, view: LocalTensors) -> list[Chunk]:
-        """A parameter's slices in the order of their shards, which the files state."""
-        held = [chunk for chunk in view.pieces.values() if chunk.box.volume]
+        """Return a parameter's slices in the order of the shards that contain them."""
+        slices = [chunk for chunk in view.pieces.values() if chunk.box.volume]
         empty = [chunk for chunk in view.pieces.values() if not chunk.box.volume]
-        return [*sorted(held, key=lambda chunk: self.of(chunk) or 0), *empty]
+        return [*sorted(slices, key=lambda chunk: self.of(chunk) or 0), *empty]
 
 
 def _resolve_views(
     views: Mapping[str, Sequence[Chunk]], known: Mapping[str, Index], where: str
 ) -> dict[str, GlobalTensor]:
-    """use_orig_params=True: every rank names its own slices; only shapes are missing."""
-    same = {tuple(held): known[fqn] for fqn, held in views.items() if fqn in known}
-    tied = {fqn: tuple(held) for fqn, held in views.items() if fqn not in known}
-    known = {**known, **{fqn: same[held] for fqn, held in tied.items() if held in same}}
+    """Resolve ``use_orig_params=True``, where ranks name their slices but not the shapes."""
+    same = {tuple(slices): known[fqn] for fqn, slices in views.items() if fqn in known}
+    tied = {fqn: tuple(slices) for fqn, slices in views.items() if fqn not in known}
+    known = {**known, **{fqn: same[slices] for fqn, slices in tied.items() if slices in same}}
     missing = [fqn for fqn in views if fqn not in known]
     if missing:
         sizes = ", ".join(
@@ -145,15 +146,15 @@ def _resolve_views(
         )
         raise UnsupportedError(
             where,
-            f"holds flat slices of {len(missing)} parameters whose shapes no file says: {sizes}"
+            f"holds flat slices of {len(missing)} parameters whose shapes no file states: {sizes}"
             + (" ..." if len(missing) > 3 else ""),
-            "say which model it is: --model config.json|DIR|module:factory",
+            "pass the model: --model config.json|DIR|module:factory",
         )
-    return {fqn: join_slices(where, fqn, known[fqn], held) for fqn, held in views.items()}
+    return {fqn: join_slices(where, fqn, known[fqn], slices) for fqn, slices in views.items()}
 
 
 def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> GlobalTensor:
-    """A tensor whose 1-d slices follow one another.
+    """Build a tensor whose 1-d slices follow one another.
 
     Raises:
         CorruptError: they do not add up to the shape.
@@ -165,7 +166,7 @@ def join_slices(where: str, fqn: str, shape: Index, pieces: Sequence[Chunk]) -> 
         raise CorruptError(
             where,
             f"{fqn!r} is {shape}, {prod(shape)} elements, but the ranks hold {total} of it",
-            "the model is another one, or a rank's file is missing",
+            "pass the model of this checkpoint, or copy the missing rank's file here",
         )
     for piece in pieces:
         stop = at + piece.box.volume
@@ -182,15 +183,16 @@ def _resolve_unit(
     shapes: Mapping[str, Index],
     where: str,
 ) -> FlatUnit:
+    """Find the members of one flat parameter."""
     total = prod(flat.shape)
     given = {unit.prefix: unit for unit in model.units} if model else {}
     if model and given:
         if prefix not in given:
             raise CorruptError(
                 where,
-                f"has a flat parameter of {prefix or 'the root'!r}, which --wrap does not make;"
-                f" it makes {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
-                "give --wrap as the run had it",
+                f"has a flat parameter of {prefix or 'the root'!r}, which --wrap does not create;"
+                f" it creates {', '.join(repr(p or 'the root') for p in list(given)[:4])}",
+                "pass --wrap as the run was wrapped",
             )
         members = [(fqn, model.parameters[fqn]) for fqn in given[prefix].members]
     else:
@@ -203,8 +205,8 @@ def _resolve_unit(
     if not members:
         raise UnsupportedError(
             where,
-            f"holds the flat parameter of {prefix or 'the root'!r}, {total} elements, and nothing"
-            " that says which parameters lie in it",
+            f"holds the flat parameter of {prefix or 'the root'!r}, {total} elements, and no"
+            " file states which parameters it contains",
             _HINT,
         )
     return build_unit(prefix, members, total, where)
@@ -217,7 +219,7 @@ def _under(fqn: str, prefix: str) -> bool:
 def build_unit(
     prefix: str, members: Sequence[tuple[str, Index]], total: int, where: str
 ) -> FlatUnit:
-    """A flat parameter of ``total`` elements filled with these members.
+    """Build a flat parameter of ``total`` elements that these members fill.
 
     Raises:
         CorruptError: they do not fill it.
@@ -235,53 +237,53 @@ def build_unit(
 
 
 def build_units(model: ModelShapes) -> list[FlatUnit]:
-    """The units of a model whose optimizer is flat and whose weights are not."""
-    found = []
+    """Build the units of a model whose optimizer is flat and whose weights are not."""
+    units = []
     for unit in model.units:
         members = [(fqn, model.parameters[fqn]) for fqn in unit.members]
-        found.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
-    return found
+        units.append(build_unit(unit.prefix, members, sum(prod(s) for _, s in members), ""))
+    return units
 
 
 def locate_pieces(pieces: Sequence[Chunk], numel: int) -> list[tuple[int, Chunk]]:
-    """Equal pieces of a flat tensor in shard order, with their places; zero padding cut off.
+    """Pair the equal pieces of a flat tensor with their first elements, without zero padding.
 
     Raises:
         CorruptError: they are not the equal pieces of so many elements.
     """
     size = -(-numel // len(pieces))
-    found = []
+    located = []
     for number, piece in enumerate(pieces):
         if piece.box.volume != size:
             raise CorruptError(
                 piece.file,
                 f"holds {piece.box.volume} elements of a flat parameter of {numel}; each of"
                 f" {len(pieces)} ranks has {size}",
-                "files of runs of other sizes are mixed",
+                "files of runs with different numbers of ranks are mixed",
             )
         at = number * size
         box = Box((0,), (min(size, max(numel - at, 0)),))
-        found.append((at, replace(piece, box=box)))
-    return found
+        located.append((at, replace(piece, box=box)))
+    return located
 
 
 def read_fairscale_units(metadata: Any, where: str) -> dict[str, FlatUnit]:
-    """Key of each flat parameter -> what FairScale's own metadata say of it.
+    """Read the units in FairScale's metadata: key of each flat parameter -> unit.
 
     Raises:
         CorruptError: they contradict themselves.
     """
     expect(where, metadata, _FAIRSCALE, "shard_metadata")
     units = {}
-    for about in metadata["param_metadata"]:
-        path = about["fsdp_path"]
+    for entry in metadata["param_metadata"]:
+        path = entry["fsdp_path"]
         prefix = f"{path}." if path else ""
-        for name, held in about["params"].items():
-            if len(held["names"]) != len(held["shapes"]):
+        for name, flat in entry["params"].items():
+            if len(flat["names"]) != len(flat["shapes"]):
                 raise CorruptError(where, f"shard_metadata of {name!r}: not a shape for each name")
-            named = zip(held["names"], held["shapes"], strict=True)
+            named = zip(flat["names"], flat["shapes"], strict=True)
             members = [(prefix + fqn, as_index(shape)) for fqn, shape in named]
             if not members:
                 raise CorruptError(where, f"shard_metadata of {name!r} names no parameter")
-            units[prefix + name] = build_unit(path, members, sum(held["numels"]), where)
+            units[prefix + name] = build_unit(path, members, sum(flat["numels"]), where)
     return units

@@ -1,7 +1,7 @@
-"""The balance of a state dict: what becomes of each of its values, so that none is lost unseen.
+"""Account for each value of a state dict, so that nothing is lost silently.
 
-A tensor by itself is a weight. Any other value is opaque: it is named in the report. A value that
-holds tensors which look like weights, where nobody looks for weights, is refused.
+A tensor by itself is a weight. Any other value is opaque: the report names it. A container with
+tensors that look like weights is refused, because nothing reads weights there.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ _LISTED = 4
 def find_opaque(
     where: object, state: Mapping[Any, Any], known: Container[Any] = (), *, prefix: str = ""
 ) -> dict[str, str]:
-    """Return the values of a model's state dict that are no tensors: name -> what it is.
+    """Return the values of a model's state dict that are not tensors: name -> kind.
 
     Args:
-        known: keys whose values somebody else reads.
-        prefix: of the names.
+        known: keys whose values are read elsewhere.
+        prefix: text before each name.
 
     Raises:
         UnsupportedError: a weight is stored in a way that cannot be read.
-        IncompleteError: values hold weights where none are read, as a list of tensors does.
+        IncompleteError: a container holds weights, as a list of tensors does.
     """
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     hidden: list[str] = []
     for key, value in state.items():
         if key in known or is_tensor(value) or isinstance(value, Tensor):
             continue
         name = f"{prefix}{key}"
         _refuse_unreadable(where, name, value)
-        held = list(find_weights(value, name))
-        hidden += held
-        if not held:
-            found[name] = _describe_kind(value)
+        weights = list(find_weights(value, name))
+        hidden += weights
+        if not weights:
+            kinds[name] = _describe_kind(value)
     if hidden:
         raise IncompleteError(
             where,
@@ -51,20 +51,20 @@ def find_opaque(
             " lie in lists or dicts inside the state dict, where no module keeps its weights",
             "save them under names of their own, as Module.state_dict() does",
         )
-    return found
+    return kinds
 
 
 def find_weights(value: Any, name: str) -> Iterator[str]:
-    """Yield the places of tensors in a container that look like weights: floats, more than one."""
+    """Yield the paths of tensors in a container that look like weights."""
     seen: set[int] = set()
     waiting = [(name, value)]
-    for at, held in waiting:
-        if isinstance(held, _CONTAINERS):
-            if id(held) not in seen:
-                seen.add(id(held))
-                items = held.items() if isinstance(held, dict) else enumerate(held)
+    for at, item in waiting:
+        if isinstance(item, _CONTAINERS):
+            if id(item) not in seen:
+                seen.add(id(item))
+                items = item.items() if isinstance(item, dict) else enumerate(item)
                 waiting += [(f"{at}.{key}", item) for key, item in items]
-        elif looks_like_weight(held):
+        elif looks_like_weight(item):
             yield at
 
 
@@ -87,7 +87,7 @@ def looks_like_weight(value: Any) -> bool:
 
 
 def _refuse_unreadable(where: object, name: str, value: Any) -> None:
-    """Refuse a weight whose elements only its own class can compute, or that is no tensor's dtype.
+    """Refuse a weight that only its own class can compute, or of a dtype that torch lacks.
 
     Raises:
         UnsupportedError: naming it.

@@ -1,4 +1,4 @@
-"""Which optimizers of a checkpoint are those of its model, where there are several."""
+"""Select the optimizers of the model, where a checkpoint has several."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from reshard.state_dict.tree import ParsedTree, format_path
 
 
 def select_optimizers(
-    split: sections.Sections,
+    parts: sections.Sections,
     weights: dict[str, Entry],
     units: Sequence[flat_params.FlatUnit],
     model: ModelShapes | None,
-    found: ParsedTree,
+    parsed: ParsedTree,
     pool: SourceFiles,
 ) -> tuple[list[ParsedOptimizer], dict[str, Entry]]:
-    """The model's optimizers, and the weights with those that turn out to be trained parameters.
+    """Return the model's optimizers, and the weights with trained ones marked as parameters.
 
     Args:
-        weights: by fqn; of what kind each is so far.
-        units: the flat parameters that the model has, or had.
+        weights: entries by fqn, with their kinds as known so far.
+        units: the model's flat parameters, also if they were resolved.
 
     Raises:
         ReshardError: as `optimizer_state.read`.
     """
     read: dict[sections.Path, ParsedOptimizer] = {}
-    known = KnownParameters({}, units, found.world, ordered=found.ordered or model is not None)
+    known = KnownParameters({}, units, parsed.world, ordered=parsed.ordered or model is not None)
     every = {fqn: entry.shape for fqn, entry in weights.items()}
-    for path, value in split.optimizers.items():
+    for path, value in parts.optimizers.items():
         shapes = {fqn: entry.shape for fqn, entry in weights.items() if entry.kind == PARAM}
         shapes = dict(model.parameters) if model else shapes
-        one = optimizer_state.read(value, replace(known, shapes=shapes), pool)
-        if not one.entries and model is None and len(shapes) < len(every):
+        optimizer = optimizer_state.read(value, replace(known, shapes=shapes), pool)
+        if not optimizer.entries and model is None and len(shapes) < len(every):
             # plain tensors beside sharded ones are parameters where only some modules are sharded
-            second = optimizer_state.read(value, replace(known, shapes=every), pool)
-            one = second if second.entries else one
-        read[path] = one
-    kept = _select_own(split, read, set(every))
-    trained = {entry.fqn for one in kept for entry in one.entries}
+            retry = optimizer_state.read(value, replace(known, shapes=every), pool)
+            optimizer = retry if retry.entries else optimizer
+        read[path] = optimizer
+    kept = _select_own(parts, read, set(every))
+    trained = {entry.fqn for optimizer in kept for entry in optimizer.entries}
     return kept, {
         fqn: replace(entry, kind=PARAM) if fqn in trained else entry
         for fqn, entry in weights.items()
@@ -53,30 +53,38 @@ def select_optimizers(
 
 
 def _select_own(
-    split: sections.Sections, read: Mapping[sections.Path, ParsedOptimizer], weights: set[str]
+    parts: sections.Sections, read: Mapping[sections.Path, ParsedOptimizer], weights: set[str]
 ) -> list[ParsedOptimizer]:
-    """The optimizers of the chosen model, where a checkpoint holds those of several."""
+    """Return the optimizers of the chosen model, where a checkpoint has those of several."""
     if len(read) == 1:
         return list(read.values())
-    number = sections.parse_number(split.model_path)
-    fitting = {p: one for p, one in read.items() if weights & {e.fqn for e in one.entries}}
-    claimed = Counter(fqn for one in fitting.values() for fqn in {e.fqn for e in one.entries})
+    number = sections.parse_number(parts.model_path)
+    fitting = {
+        p: optimizer
+        for p, optimizer in read.items()
+        if weights & {e.fqn for e in optimizer.entries}
+    }
+    claimed = Counter(
+        fqn for optimizer in fitting.values() for fqn in {e.fqn for e in optimizer.entries}
+    )
     numbered = len({sections.parse_number(path) for path in read}) == len(read)
-    if any(n > 1 for n in claimed.values()) or (numbered and split.other_models):
-        fitting = {p: one for p, one in read.items() if sections.parse_number(p) == number}
-        fitting = _select_nearest(split.model_path, fitting)
-    lost = [path for path in read if path not in fitting and not split.other_models]
+    if any(n > 1 for n in claimed.values()) or (numbered and parts.other_models):
+        fitting = {
+            p: optimizer for p, optimizer in read.items() if sections.parse_number(p) == number
+        }
+        fitting = _select_nearest(parts.model_path, fitting)
+    lost = [path for path in read if path not in fitting and not parts.other_models]
     if len(fitting) > 1:
         shown = ", ".join(map(format_path, fitting))
-        text = f"{len(fitting)} optimizers become one, which has the param groups of all: {shown}"
+        text = f"{len(fitting)} optimizers are merged into one with all param groups: {shown}"
         next(iter(fitting.values())).notes.append(text)
     if not lost:
         return list(fitting.values())
     notes = [note for path in lost for note in read[path].notes]
     shown = ", ".join(map(format_path, lost))
-    notes.append(f"optimizers that fit no parameter are left out: {shown}")
+    notes.append(f"optimizers that match no parameter are left out: {shown}")
     stated = tuple(
-        format_path(path) for path in lost if optimizer_state.has_state(split.optimizers[path])
+        format_path(path) for path in lost if optimizer_state.has_state(parts.optimizers[path])
     )
     return [*fitting.values(), ParsedOptimizer(notes=notes, unnamed_optimizers=stated)]
 
@@ -84,7 +92,7 @@ def _select_own(
 def _select_nearest(
     model: sections.Path, fitting: Mapping[sections.Path, ParsedOptimizer]
 ) -> dict[sections.Path, ParsedOptimizer]:
-    """Those under the model's own root, or those of as many files: not a copy's beside them."""
+    """Prefer optimizers under the model's own root, else those of the most files (no copy)."""
     if len(fitting) < 2:
         return dict(fitting)
     same = {p: one for p, one in fitting.items() if p and model and p[0] == model[0]}
@@ -94,7 +102,7 @@ def _select_nearest(
 
 
 def iterate_slots(read: Iterable[ParsedOptimizer], tied: Mapping[str, str]) -> Iterable[Entry]:
-    """Every optimizer's entries; a state under an alias is the kept name's."""
+    """Yield every optimizer's entries, under the kept name of a tied parameter."""
     for one in read:
         for entry in one.entries:
             yield replace(entry, fqn=tied.get(entry.fqn, entry.fqn))

@@ -1,4 +1,4 @@
-"""A parameter's state that is nested: its tensors as slots with joined names, and back.
+"""Flatten a parameter's nested optimizer state into slots with joined names, and restore it.
 
 bitsandbytes keeps all tensors of a parameter in a dict of its own
 (``__bnb_optimizer_quant_state__``), Shampoo and SOAP keep lists of them.
@@ -18,24 +18,24 @@ _DEEPEST = 8
 def flatten(
     state: Mapping[str, Any], is_tensor: Callable[[Any], bool], deepest: int = _DEEPEST
 ) -> dict[str, Any]:
-    """The state without dicts and lists that hold tensors.
+    """Return the state without dicts and lists that contain tensors.
 
     >>> flattened({"step": 3, "GG": [b"t", None]}, lambda value: isinstance(value, bytes))
     {'step': 3, 'GG/0': b't', 'GG/1': None}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in state.items():
         parts = _list_parts(value) if deepest else None
-        held = flatten(parts, is_tensor, deepest - 1) if parts else {}
-        if any(map(is_tensor, held.values())):
-            found.update((f"{name}{JOINT}{key}", item) for key, item in held.items())
+        nested = flatten(parts, is_tensor, deepest - 1) if parts else {}
+        if any(map(is_tensor, nested.values())):
+            flat.update((f"{name}{JOINT}{key}", item) for key, item in nested.items())
         else:
-            found[name] = value
-    return found
+            flat[name] = value
+    return flat
 
 
 def unflatten(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with its dicts and lists.
+    """Return the state with its dicts and lists again.
 
     >>> restored({"step": 3, "GG/1": "t", "GG/0": None})
     {'step': 3, 'GG': [None, 't']}
@@ -43,20 +43,20 @@ def unflatten(state: Mapping[str, Any]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for name, value in state.items():
         *above, last = name.split(JOINT) if is_nested(name) else [name]
-        place = root
+        node = root
         for part in above:
-            place = place.setdefault(part, {})
-        place[last] = value
+            node = node.setdefault(part, {})
+        node[last] = value
     return {name: _restore_lists(value) for name, value in root.items()}
 
 
 def is_nested(name: object) -> bool:
-    """Whether a slot's name is one that `flatten` joined."""
+    """Return whether `flatten` joined a slot's name."""
     return isinstance(name, str) and JOINT in name
 
 
 def _list_parts(value: Any) -> Mapping[str, Any] | None:
-    """What a container holds, by name or position; None where no name could tell it again."""
+    """Return a container's items by name or position; None if no name could be split again."""
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return None if any(key.isdecimal() or JOINT in key for key in value) else value
     items = None if isinstance(value, tuple) else as_list(value)
@@ -66,6 +66,6 @@ def _list_parts(value: Any) -> Mapping[str, Any] | None:
 def _restore_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    held = {name: _restore_lists(item) for name, item in value.items()}
-    order = [str(at) for at in range(len(held))]
-    return [held[at] for at in order] if held and held.keys() == set(order) else held
+    items = {name: _restore_lists(item) for name, item in value.items()}
+    order = [str(at) for at in range(len(items))]
+    return [items[at] for at in order] if items and items.keys() == set(order) else items

@@ -1,7 +1,7 @@
-"""How an optimizer's tensors are stored: whole, in 1-d runs of parameters, or in flat units.
+"""Layouts of an optimizer's tensors: whole, 1-d runs of parameters, or flat units.
 
 A state dict that names its parameters has whole tensors (sharded or not). One that numbers them may
-have any of the three; the form under which every number gets a name is the one.
+have any of the three layouts; it has the one under which every number gets a name.
 
 Sources: torch 2.13 ``distributed/fsdp/_optim_utils.py``, ``_init_utils.py`` (hybrid groups).
 """
@@ -36,124 +36,128 @@ class KnownParameters:
 
 
 def infer_shape(slots: Slots) -> Index | None:
-    """The shape of the parameter that a state belongs to: that of its largest slot.
+    """Infer the shape of a parameter from its largest slot.
 
     Adafactor keeps a row and a column instead: torch's as (7, 1) and (1, 13), transformers' as (7,)
-    and (13,). What is nested counts where there is nothing else: SOAP's preconditioners do not.
+    and (13,). Nested slots count only if there are no others, because SOAP's preconditioners have
+    other shapes.
     """
     tensors = select_tensors(slots)
     own = {name: value for name, value in tensors.items() if not nested_slots.is_nested(name)}
-    held = {k: tensor.shape for k, v in (own or tensors).items() if (tensor := as_global(v))}
-    row, column = held.get("exp_avg_sq_row"), held.get("exp_avg_sq_col")
+    shapes = {k: tensor.shape for k, v in (own or tensors).items() if (tensor := as_global(v))}
+    row, column = shapes.get("exp_avg_sq_row"), shapes.get("exp_avg_sq_col")
     if row and column:
         return (*row, column[-1])
-    most = max(map(len, held.values()), default=None)
-    dims = zip(*(shape for shape in held.values() if len(shape) == most), strict=True)
+    most = max(map(len, shapes.values()), default=None)
+    dims = zip(*(shape for shape in shapes.values() if len(shape) == most), strict=True)
     return None if most is None else tuple(max(extents) for extents in dims)
 
 
 def select_tensors(slots: Slots) -> dict[str, Any]:
-    """The slots that are per element, or at least no counter."""
+    """Return the slots that are tensors, except the step counter."""
     return {name: value for name, value in slots.items() if is_tensor(value) and name != "step"}
 
 
 @dataclass(frozen=True, slots=True)
 class WholeLayout:
-    """Tensors have their parameter's own shape."""
+    """The layout in which tensors have their parameter's own shape."""
 
     known: KnownParameters
 
     def candidates(self) -> Mapping[Owner, Signature]:
-        """What a state may belong to, and what it would then be known by."""
+        """Return the possible owners of a state, each with the signature that it would have."""
         return dict(self.known.shapes)
 
     def sign(self, slots: Slots) -> Signature:
-        """What is known of whom a state belongs to; None without state."""
+        """Return the signature of a state's owner; None if there is no state."""
         return infer_shape(slots)
 
     def fqns(self, owner: Owner) -> list[str]:
-        """The parameters of an owner."""
+        """Return the parameters of an owner."""
         return [owner]
 
     def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
-        """The entries of one slot.
+        """Yield the entries of one slot.
 
         Raises:
-            CorruptError: it is not stored in this form.
+            CorruptError: it does not have this layout.
         """
         tensor = as_global(value)
         if tensor is None:
             raise CorruptError(
                 next(iter(value.pieces.values())).file,
-                f"{slot} of {owner!r} has other shapes on other ranks: {sorted(value.shapes())}",
-                "these are slices of a flat optimizer under a parameter's name",
+                f"{slot} of {owner!r} has different shapes on different ranks:"
+                f" {sorted(value.shapes())}",
+                "slices of a flat optimizer are stored under a parameter's name: save it with DCP",
             )
         yield Entry(owner, slot, tensor.dtype, tensor.shape, tensor.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class RunLayout(WholeLayout):
-    """use_orig_params=True: each of ``shards`` ranks has a 1-d slice of each parameter."""
+    """The layout of ``use_orig_params=True``: each shard has a 1-d slice of each parameter."""
 
     shards: int = 1
 
     def candidates(self) -> Mapping[Owner, Signature]:
-        """Parameters by their number of elements."""
+        """Return each parameter with its number of elements."""
         return {fqn: prod(shape) for fqn, shape in self.known.shapes.items()}
 
     def sign(self, slots: Slots) -> Signature:
-        """The elements that the ranks of a replica hold together."""
+        """Return the number of elements that the ranks of a replica have together."""
         sizes = set()
         for value in select_tensors(slots).values():
             replicas = _split_replicas(value, self.shards) if _is_1d(value) else None
-            sizes |= {sum(c.box.volume for c in held) for held in replicas} if replicas else {-1}
+            sizes |= (
+                {sum(c.box.volume for c in pieces) for pieces in replicas} if replicas else {-1}
+            )
         return _get_single_size(sizes)
 
     def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
-        """One entry, the replicas' chunks one after the other."""
+        """Yield one entry, with the chunks of all replicas."""
         shape = self.known.shapes[owner]
-        made = [
-            flat_params.join_slices(held[0].file, owner, shape, held)
-            for held in _split_replicas(value, self.shards)
+        tensors = [
+            flat_params.join_slices(pieces[0].file, owner, shape, pieces)
+            for pieces in _split_replicas(value, self.shards)
         ]
-        chunks = tuple(chunk for tensor in made for chunk in tensor.chunks)
-        yield Entry(owner, slot, made[0].dtype, shape, chunks)
+        chunks = tuple(chunk for tensor in tensors for chunk in tensor.chunks)
+        yield Entry(owner, slot, tensors[0].dtype, shape, chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout(WholeLayout):
-    """use_orig_params=False: one 1-d state a flat parameter, each rank's zero-padded."""
+    """The layout of ``use_orig_params=False``: one zero-padded 1-d state for each unit."""
 
     shards: int = 1
 
     def candidates(self) -> Mapping[Owner, Signature]:
-        """Units by the elements of a rank's piece."""
+        """Return each unit with the number of elements in a rank's piece."""
         return {unit: -(-unit.numel // self.shards) for unit in self.known.units}
 
     def sign(self, slots: Slots) -> Signature:
-        """The elements of a rank's piece."""
+        """Return the number of elements in a rank's piece."""
         sizes = set()
         for value in select_tensors(slots).values():
             sizes |= {c.box.volume for c in value.pieces.values()} if _is_1d(value) else {-1}
         return _get_single_size(sizes)
 
     def fqns(self, owner: Owner) -> list[str]:
-        """The parameters of a unit."""
+        """Return the parameters of a unit."""
         return [member.fqn for member in owner.members]
 
     def entries(self, owner: Owner, slot: str, value: Any) -> Iterator[Entry]:
-        """One entry a member."""
+        """Yield one entry for each member."""
         pieces = [
             piece
-            for held in _split_replicas(value, self.shards)
-            for piece in flat_params.locate_pieces(held, owner.numel)
+            for replica in _split_replicas(value, self.shards)
+            for piece in flat_params.locate_pieces(replica, owner.numel)
         ]
         for fqn, tensor in owner.tensors(pieces).items():
             yield Entry(fqn, slot, tensor.dtype, tensor.shape, tensor.chunks)
 
 
 def _get_single_size(sizes: set[int]) -> Signature:
-    """The one size; -1, which nothing has, where there are several."""
+    """Return the only size; -1, which nothing has, if there are several; None if there is none."""
     return sizes.pop() if len(sizes) == 1 else -1 if sizes else None
 
 
@@ -162,7 +166,7 @@ def _is_1d(value: Any) -> bool:
 
 
 def _split_replicas(value: LocalTensors, shards: int) -> list[list[Chunk]]:
-    """The ranks' pieces, a list a replica: ranks 0 to shards-1 are the first.
+    """Split the ranks' pieces by replica: ranks 0 to ``shards - 1`` are the first replica.
 
     FSDP 1's hybrid groups are consecutive ranks (``_init_process_group_state_for_hybrid_shard``).
     """
@@ -178,40 +182,42 @@ def identify_layout(
     known: KnownParameters,
     stored: Mapping[Any, str],
 ) -> tuple[WholeLayout, dict[Any, Owner]]:
-    """The one form under which every number gets a name, and what each number means.
+    """Return the one layout under which every number gets a name, and the owner of each number.
 
     Args:
         members: the numbers of each param group.
-        stored: the names that the file gives beside them, if it does.
+        stored: the names that the file gives for the numbers, if any.
 
     Raises:
-        AmbiguousError: none, for the reason that holds for whole tensors.
+        AmbiguousError: there is none; the reason is that of the layout of whole tensors.
     """
     order = [key for keys in members for key in keys]
     if not all(isinstance(key, int) for key in order):
-        raise AmbiguousError(list(map(str, order)), "stand among numbered ones")
+        raise AmbiguousError(list(map(str, order)), "are listed among numbered ones")
     if order != sorted(order):
         members = [sorted(keys) for keys in members]  # FSDP's rekeyed ids count the whole model
-    forms: list[WholeLayout] = [WholeLayout(known)]
+    layouts: list[WholeLayout] = [WholeLayout(known)]
     leaves = [value for slots in state.values() for value in select_tensors(slots).values()]
     world = max((len(leaf.pieces) for leaf in leaves if isinstance(leaf, LocalTensors)), default=0)
     if world:
         shards = [n for n in range(known.world, 0, -1) if known.world % n == 0]
-        forms += [UnitLayout(known, n) for n in shards if known.units]
-        forms += [RunLayout(known, n) for n in shards]
+        layouts += [UnitLayout(known, n) for n in shards if known.units]
+        layouts += [RunLayout(known, n) for n in shards]
     reason: AmbiguousError | None = None
-    for form in forms:
-        signs = [[form.sign(state.get(key, {})) for key in keys] for keys in members]
-        candidates = form.candidates()
+    for layout in layouts:
+        signs = [[layout.sign(state.get(key, {})) for key in keys] for keys in members]
+        candidates = layout.candidates()
         try:
             if stored:
-                return form, _check_stored_names(stored, candidates, members, signs)
+                return layout, _check_stored_names(stored, candidates, members, signs)
             named = name_groups(candidates, signs, ordered=known.ordered)
         except AmbiguousError as error:
             reason = reason or error
             continue
         pairs = zip(members, named, strict=True)
-        return form, {key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True)}
+        return layout, {
+            key: fqn for keys, fqns in pairs for key, fqn in zip(keys, fqns, strict=True)
+        }
     raise reason or AmbiguousError(list(known.shapes))
 
 
@@ -221,9 +227,9 @@ def _check_stored_names(
     members: Sequence[Sequence[Any]],
     signs: Sequence[Sequence[Signature]],
 ) -> dict[Any, str]:
-    """The names that the file itself gives, where the states fit the parameters."""
-    for keys, held in zip(members, signs, strict=True):
-        for key, sign in zip(keys, held, strict=True):
+    """Return the names that the file itself gives, if the states fit those parameters."""
+    for keys, group_signs in zip(members, signs, strict=True):
+        for key, sign in zip(keys, group_signs, strict=True):
             if sign is not None and candidates.get(stored[key]) != sign:
                 raise AmbiguousError([stored[key]])
     return dict(stored)

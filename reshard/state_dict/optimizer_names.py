@@ -1,8 +1,8 @@
-"""Names for optimizers that number their parameters instead of naming them.
+"""Find names for optimizers that number their parameters.
 
-The numbers count the parameters of the param groups in the order in which the user gave them,
-which for nearly everybody is the model's. The files say no more, so every answer is held against
-what they do say (shape or size of each state), and where more than one fits there is none.
+The numbers count the parameters of the param groups in the order in which the program passed them,
+which is nearly always the model's order. Every assignment is checked against the shape or size of
+each state. If more than one assignment fits, none is used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NameGroups = list[list[str | None]]
 
 
 class AmbiguousError(Exception):
-    """What is known of the parameters does not say which of them the numbers mean."""
+    """The known shapes or sizes fit more than one assignment of numbers to parameters, or none."""
 
     def __init__(
         self,
         fqns: Sequence[str],
-        why: str = "look alike and stand in several groups, or are frozen, buffers or never stepped"
-        " in part",
+        why: str = "have the same shape and are in several groups, or some of them are frozen,"
+        " buffers or never stepped",
     ) -> None:
         shown = ", ".join(fqns[:3]) + (" ..." if len(fqns) > 3 else "")
         super().__init__(f"these parameters {why}: {shown}")
@@ -35,13 +35,13 @@ class AmbiguousError(Exception):
 def name_groups(
     candidates: Mapping[str, Signature], groups: SignatureGroups, *, ordered: bool = True
 ) -> NameGroups:
-    """The fqn of each member of each group; None for one without state that has no name either.
+    """Return the fqn of each member of each group; None for one without state that has no name.
 
     Args:
         candidates: every parameter of the model; frozen ones and buffers may be among them.
-        groups: what is known of each member, in order.
-        ordered: whether both are in the model's order. Where they are not (safetensors sorts its
-            tensors), only what looks like nothing else gets a name.
+        groups: the signature of each member, in order.
+        ordered: whether both are in the model's order. If not (safetensors sorts its tensors),
+            only parameters with a unique signature get a name.
 
     Raises:
         AmbiguousError: more than one assignment of the members with state fits, or none.
@@ -51,25 +51,25 @@ def name_groups(
     elif len(groups) == 1:
         if len(groups[0]) == len(candidates):
             pairs = zip(groups[0], candidates.values(), strict=True)
-            if all(sign in (None, held) for sign, held in pairs):
+            if all(sign in (None, expected) for sign, expected in pairs):
                 return [list(candidates)]
-        found = _match_subsequence(candidates, groups[0])
-        if found:
-            return [[*found]]
+        names = _match_subsequence(candidates, groups[0])
+        if names:
+            return [[*names]]
     return _match_by_signature(candidates, groups)
 
 
 def can_name_groups(candidates: Mapping[str, Signature], groups: Sequence[Group]) -> bool:
-    """Whether `name_groups` finds the members of the groups, so that no name need be written."""
+    """Return whether `name_groups` finds the members, so that no names need to be written."""
     shapes = [
         [member.weight.shape if member.slots else None for member in group.members]
         for group in groups
     ]
     try:
-        found = name_groups(candidates, shapes)
+        names = name_groups(candidates, shapes)
     except AmbiguousError:
         return False
-    return found == [group.fqns for group in groups]
+    return names == [group.fqns for group in groups]
 
 
 def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) -> None:
@@ -77,13 +77,15 @@ def _refuse_alike(candidates: Mapping[str, Signature], groups: SignatureGroups) 
     stated = {sign for group in groups for sign in group if sign is not None}
     alike = [fqn for fqn, sign in candidates.items() if sign in stated and counts[sign] > 1]
     if alike:
-        raise AmbiguousError(alike, "look alike, and the file does not keep the model's order")
+        raise AmbiguousError(
+            alike, "have the same shape, and the file does not keep the model's order"
+        )
 
 
 def _match_subsequence(
     candidates: Mapping[str, Signature], group: Sequence[Signature]
 ) -> list[str] | None:
-    """The names, where the group fits into the model's order in exactly one way."""
+    """Return the names if the group fits into the model's order in exactly one way."""
     order = list(candidates.items())
     first = _match_leftmost(order, group)
     last = _match_leftmost(order[::-1], group[::-1])
@@ -93,20 +95,20 @@ def _match_subsequence(
 def _match_leftmost(
     order: Sequence[tuple[str, Signature]], group: Sequence[Signature]
 ) -> list[str] | None:
-    found: list[str] = []
-    at = 0
+    names: list[str] = []
+    position = 0
     for sign in group:
-        while at < len(order) and sign not in (None, order[at][1]):
-            at += 1
-        if at == len(order):
+        while position < len(order) and sign not in (None, order[position][1]):
+            position += 1
+        if position == len(order):
             return None
-        found.append(order[at][0])
-        at += 1
-    return found
+        names.append(order[position][0])
+        position += 1
+    return names
 
 
 def _match_by_signature(candidates: Mapping[str, Signature], groups: SignatureGroups) -> NameGroups:
-    """Parameters that look alike all stand in one group, and none of them elsewhere."""
+    """Name members whose signature no other group shares."""
     alike: dict[Signature, list[str]] = defaultdict(list)
     for fqn, sign in candidates.items():
         alike[sign].append(fqn)
@@ -114,7 +116,7 @@ def _match_by_signature(candidates: Mapping[str, Signature], groups: SignatureGr
     for sign in set().union(*counts) - {None}:
         holders = [count[sign] for count in counts if count[sign]]
         if holders != [len(alike[sign])]:
-            raise AmbiguousError(alike[sign] or [f"none is of {sign}"])
+            raise AmbiguousError(alike[sign] or [f"no parameter is {sign}"])
     orders = {sign: iter(fqns) for sign, fqns in alike.items()}
     named = [[None if s is None else next(orders[s]) for s in group] for group in groups]
     _refuse_other_order(candidates, alike, named)
@@ -127,17 +129,19 @@ def _refuse_other_order(
     alike: Mapping[Signature, Sequence[str]],
     groups: NameGroups,
 ) -> None:
-    """Within a group, parameters stand in the model's order, or what looks alike has no name."""
+    """Refuse parameters with equal signatures in a group that is not in the model's order."""
     position = {fqn: index for index, fqn in enumerate(candidates)}
     for group in groups:
         names = [fqn for fqn in group if fqn is not None]
         twins = [fqn for fqn in names if len(alike[candidates[fqn]]) > 1]
         if twins and names != sorted(names, key=position.__getitem__):
-            raise AmbiguousError(twins, "look alike, and their group has an order of its own")
+            raise AmbiguousError(
+                twins, "have the same shape, and their group is not in the model's order"
+            )
 
 
 def _name_stateless(groups: NameGroups, order: list[str]) -> None:
-    """Name members without state where the names around them in their group leave one choice."""
+    """Name members without state where the names around them leave one choice."""
     position = {fqn: index for index, fqn in enumerate(order)}
     free = set(order) - {fqn for group in groups for fqn in group}
     for group in groups:

@@ -1,4 +1,4 @@
-"""Optimizer state dicts in every keying: by fqn or by index, nested or flattened.
+"""Read optimizer state dicts in every keying: by fqn or by index, nested or flattened.
 
 Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``distributed/fsdp/_optim_utils.py``
 (full, sharded and raw forms), ``distributed/checkpoint/state_dict.py``
@@ -40,7 +40,7 @@ _FAIRSCALE = "param_id_map"  # fairscale's consolidated form numbers parameters 
 
 @dataclass(slots=True)
 class ParsedOptimizer:
-    """What one optimizer state dict says, by fqn."""
+    """The content of one optimizer state dict, by fqn."""
 
     entries: list[Entry] = field(default_factory=list)
     steps: dict[str, float] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class ParsedOptimizer:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether a value has the form of an optimizer's state dict."""
+    """Return whether a value has the form of an optimizer's state dict."""
     if not isinstance(value, dict) or not value:
         return False
     if _GROUPS in value and isinstance(value.get(_STATE, {}), dict):
@@ -64,7 +64,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def collect_shapes(value: Any) -> dict[str, Index]:
-    """The shapes of the parameters that an optimizer names, as far as it has state for them.
+    """Return the shapes of the parameters that an optimizer names and has state for.
 
     In the order of its param groups, which is that of the parameters in their flat unit.
     """
@@ -79,7 +79,7 @@ def collect_shapes(value: Any) -> dict[str, Index]:
 
 
 def is_numbered(value: Any) -> bool:
-    """Whether an optimizer numbers its parameters and keeps no names beside."""
+    """Return whether an optimizer numbers its parameters and stores no names."""
     state, groups = _normalize(value)
     keys = [key for group in groups for key in _list_members(group)] or list(state)
     return any(isinstance(key, int) for key in keys) and not _read_stored_names(groups)
@@ -96,21 +96,21 @@ def find_keying(values: Iterable[Any]) -> Keyed | None:
 
 
 def has_state(value: Any) -> bool:
-    """Whether an optimizer has made an update, of which it keeps anything."""
+    """Return whether an optimizer has made an update and keeps state of it."""
     return any(map(select_tensors, _normalize(value)[0].values()))
 
 
 def collect_names(value: Any) -> set[str]:
-    """The fqns that an optimizer names itself."""
+    """Return the fqns that an optimizer stores itself."""
     state, groups = _normalize(value)
     keys = {key for group in groups for key in _list_members(group)} | state.keys()
     return {key for key in keys if isinstance(key, str)} | set(_read_stored_names(groups).values())
 
 
 def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimizer:
-    """Every slot, step and group of one optimizer.
+    """Read every slot, step and group of one optimizer.
 
-    What cannot be named is left out and noted; it is never guessed.
+    State whose parameter is unknown is left out with a note; it is never guessed.
 
     Raises:
         CorruptError: slots that contradict one another.
@@ -119,37 +119,37 @@ def read(value: Any, known: KnownParameters, pool: SourceFiles) -> ParsedOptimiz
     groups = groups if _GROUPS in value else _merge_equal_groups(groups, pool)
     if _FAIRSCALE in value:
         known = replace(known, ordered=False)
-    found = ParsedOptimizer()
+    parsed = ParsedOptimizer()
     keys = [key for group in groups for key in _list_members(group)] or list(state)
     if all(isinstance(key, str) and not key.isdecimal() for key in [*keys, *state]):
         owned = _add_states(
-            found, state, {key: key for key in [*keys, *state]}, WholeLayout(known), pool
+            parsed, state, {key: key for key in [*keys, *state]}, WholeLayout(known), pool
         )
     else:
-        owned = _add_numbered(found, state, groups, known, pool)
+        owned = _add_numbered(parsed, state, groups, known, pool)
     unnamed = 0
     listed = set(keys)
     if len(groups) == 1 and (lost := [key for key in owned if key not in listed]):
         groups = [{**groups[0], "params": [*_list_members(groups[0]), *lost]}]
-        found.notes.append(
+        parsed.notes.append(
             f"{len(lost)} parameters with state are not listed in the only param group (DCP keeps"
-            " one pipeline stage's list): they are taken to be in it"
+            " one pipeline stage's list): they are added to it"
         )
     for group in groups:
         members = [owned.get(key, ()) for key in _list_members(group)]
         unnamed += members.count(())
         fqns = tuple(fqn for names in members for fqn in names)
-        found.groups.append(ParamGroup(_read_hyper(group, pool), fqns))
+        parsed.groups.append(ParamGroup(_read_hyper(group, pool), fqns))
     if unnamed and owned:
-        found.notes.append(
+        parsed.notes.append(
             f"{unnamed} parameters without state (never stepped) cannot be named by their index:"
-            " they are in no param group here"
+            " they are in no param group"
         )
-    return found
+    return parsed
 
 
 def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
-    """State by key and the list of groups, whatever the form; indices are ints."""
+    """Return the state by key and the list of groups, in any form; indices become ints."""
     if _GROUPS in value:
         state = {
             _parse_key(key): nested_slots.flatten(slots, is_tensor)
@@ -165,7 +165,7 @@ def _normalize(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
 
 
 def _parse_key(key: Any) -> Any:
-    """DCP turns an index into text. What is neither index nor name stands for nothing."""
+    """Return a key as an index or a name; DCP turns an index into text."""
     if isinstance(key, str):
         number = counts.natural(key)
         return key if number is None else number
@@ -173,9 +173,9 @@ def _parse_key(key: Any) -> Any:
 
 
 def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[str, Any]]]:
-    """flatten_optimizer_state_dict: ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper>``.
+    """Undo ``flatten_optimizer_state_dict``, where each parameter is a group of its own.
 
-    Each parameter is a group of its own.
+    Keys are ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<hyper-parameter>``.
     """
     state: dict[Any, Slots] = {}
     hypers: dict[str, dict[str, Any]] = {}
@@ -195,20 +195,20 @@ def _unflatten(value: Mapping[str, Any]) -> tuple[dict[Any, Slots], list[dict[st
 def _merge_equal_groups(
     groups: Sequence[dict[str, Any]], pool: SourceFiles
 ) -> list[dict[str, Any]]:
-    """Parameters with the same hyper-parameters as one group."""
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    """Merge the groups that have the same hyper-parameters."""
+    merged: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for group in groups:
         hyper = _read_hyper(group, pool)
-        same = next((held for held, others in found if others == hyper), None)
+        same = next((kept for kept, others in merged if others == hyper), None)
         if same is None:
-            found.append(({**group, "params": _list_members(group)}, hyper))
+            merged.append(({**group, "params": _list_members(group)}, hyper))
         else:
             same["params"] += _list_members(group)
-    return [held for held, _ in found]
+    return [kept for kept, _ in merged]
 
 
 def _split_owner(rest: str, fqns: Container[str]) -> tuple[str, str]:
-    """The parameter and the slot of ``<fqn>.<slot>``; what a slot nests adds names of its own."""
+    """Split ``<fqn>.<slot>``; a nested slot has further names behind its own."""
     fqn, _, name = rest.rpartition(".")
     above, below = fqn, name
     while above:
@@ -224,7 +224,7 @@ def _list_members(group: Mapping[str, Any]) -> list[Any]:
 
 
 def _read_hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
-    """A group's hyper-parameters; a learning rate may be a tensor."""
+    """Return a group's hyper-parameters; a learning rate may be a tensor."""
     hyper = {}
     for name, value in group.items():
         if name not in _MEMBERS:
@@ -234,7 +234,7 @@ def _read_hyper(group: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
 
 
 def _read_number(value: Any, pool: SourceFiles) -> float | None:
-    """The value of a counter, a plain number or a tensor of one element."""
+    """Return the value of a counter: a plain number or a tensor of one element."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value if abs(value) < _LARGEST else None
     tensor = as_global(value)
@@ -246,16 +246,16 @@ def _read_number(value: Any, pool: SourceFiles) -> float | None:
 
 
 def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
-    """The step, which all ranks must agree on.
+    """Return the step, on which all ranks must agree.
 
     Raises:
-        CorruptError: they do not.
+        CorruptError: ranks disagree.
     """
     if not isinstance(value, LocalTensors):
         return _read_number(value, pool)
-    held = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
+    chunks = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
     try:
-        counted = {chunk.file: number_at(pool, chunk) for chunk in held}
+        counted = {chunk.file: number_at(pool, chunk) for chunk in chunks}
     except UnsupportedError:  # a dtype that no counter has
         return None
     if not counted:
@@ -270,45 +270,45 @@ def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
 
 
 def _add_states(
-    found: ParsedOptimizer,
+    parsed: ParsedOptimizer,
     state: Mapping[Any, Slots],
     names: Mapping[Any, Any],
-    form: WholeLayout,
+    layout: WholeLayout,
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
-    """Every state that has a name, as its form has it; the parameters under each key."""
+    """Add every state that has a name; return the parameters of each key."""
     for key, slots in state.items():
         owner = names.get(key)
         if owner is not None:
             for name, value in select_tensors(slots).items():
-                found.entries += form.entries(owner, name, value)
-            _add_non_tensor_state(found, form.fqns(owner), slots, pool)
-    return {key: tuple(form.fqns(owner)) for key, owner in names.items() if owner is not None}
+                parsed.entries += layout.entries(owner, name, value)
+            _add_non_tensor_state(parsed, layout.fqns(owner), slots, pool)
+    return {key: tuple(layout.fqns(owner)) for key, owner in names.items() if owner is not None}
 
 
 def _add_non_tensor_state(
-    found: ParsedOptimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles
+    parsed: ParsedOptimizer, fqns: Sequence[str], slots: Slots, pool: SourceFiles
 ) -> None:
-    """The step, and what is neither tensor nor step."""
+    """Add the step and the values that are not tensors."""
     step = _read_step(fqns[0] if fqns else "", slots.get("step"), pool)
     other = {k: to_plain(v) for k, v in slots.items() if k != "step" and not is_tensor(v)}
     for fqn in fqns:
         if step is not None:
-            found.steps[fqn] = step
+            parsed.steps[fqn] = step
             if isinstance(stored := slots.get("step"), GlobalTensor):
-                found.step_files[fqn] = stored.chunks[0].file
+                parsed.step_files[fqn] = stored.chunks[0].file
         if other:
-            found.other[fqn] = other
+            parsed.other[fqn] = other
 
 
 def _add_numbered(
-    found: ParsedOptimizer,
+    parsed: ParsedOptimizer,
     state: Mapping[Any, Slots],
     groups: Sequence[Mapping[str, Any]],
     known: KnownParameters,
     pool: SourceFiles,
 ) -> dict[Any, tuple[str, ...]]:
-    """States under an index; the parameters that each index means."""
+    """Add the states of an optimizer that numbers its parameters; return those of each index."""
     stored = _read_stored_names(groups)
     if stored:
         known = replace(
@@ -316,18 +316,18 @@ def _add_numbered(
         )
     try:
         members = [_list_members(group) for group in groups] or [list(state)]
-        form, names = identify_layout(state, members, known, stored)
+        layout, names = identify_layout(state, members, known, stored)
     except AmbiguousError as reason:
-        found.notes.append(
-            f"the optimizer is stored by index, and {reason}; it is left out (--model"
-            " config.json|DIR|module:factory says which parameters there are)"
+        parsed.notes.append(
+            f"the optimizer is stored by index, and {reason}; it is left out (pass --model"
+            " config.json|DIR|module:factory to name its parameters)"
         )
         return {}
-    return _add_states(found, state, names, form, pool)
+    return _add_states(parsed, state, names, layout, pool)
 
 
 def _read_stored_names(groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Index -> name, where the optimizer was made of named parameters (torch >= 2.6)."""
+    """Return the names that ``param_names`` stores for each index (torch >= 2.6)."""
     names: dict[Any, str] = {}
     for group in groups:
         given = as_list(group.get("param_names"))

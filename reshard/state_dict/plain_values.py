@@ -1,4 +1,4 @@
-"""Plain values from a checkpoint: what prints, and what is a number."""
+"""Convert the values of a pickle into plain ones that print and serialize as JSON."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MAX_PARTS = 50_000  # of one value; a pickle can refer to one part from many pl
 
 
 def to_plain(value: Any) -> Any:
-    """A value that prints and serialises as JSON; what is neither is described, not lost."""
+    """Return a value that serializes as JSON; anything else becomes a description of itself."""
     return _Converter().of(value)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether neither a value nor one within it stands for a tensor, an object or bytes.
+    """Return whether a value and its parts are plain, not descriptions that `to_plain` made.
 
     Those are the descriptions that `to_plain` makes.
     """
@@ -35,12 +35,12 @@ def is_description(value: dict[Any, Any]) -> bool:
 
 
 def _is_count(value: dict[Any, Any]) -> bool:
-    """Whether a dict stands for a part that is no more than counted (see `_summarize`)."""
+    """Return whether a dict is the count that stands for a part (see `_summarize`)."""
     return len(value) == 1 and all(k in _COUNTED and type(n) is int for k, n in value.items())
 
 
 class _Converter:
-    """Converts one value; beyond a number of parts they are no more than counted."""
+    """Converts one value; beyond a number of parts, the rest is only counted."""
 
     def __init__(self) -> None:
         self._parts = 0
@@ -48,7 +48,7 @@ class _Converter:
         self._long: set[int] = set()  # texts that stand somewhere; one may stand in many places
 
     def of(self, value: Any) -> Any:
-        """The value, or a short description where it is too large, too deep or within itself."""
+        """Convert a value; summarize it if it is too large, too deep or inside itself."""
         self._parts += 1
         if isinstance(value, str) and len(value) > _LONG:
             return self._text(value)
@@ -63,7 +63,7 @@ class _Converter:
             self._inside.discard(id(value))
 
     def _text(self, value: str) -> Any:
-        """A long text counts as parts wherever it stands again."""
+        """Convert a long text, which counts as several parts each time it is repeated."""
         if id(value) in self._long:
             self._parts += len(value) // _LONG
             return _summarize(value) if self._parts > _MAX_PARTS else value
@@ -103,7 +103,7 @@ def _convert_scalar(value: Any) -> Any:
 
 
 def _summarize(value: Any) -> dict[str, Any]:
-    """What stands for a part that is not shown."""
+    """Return what stands for a part that is not shown."""
     if isinstance(value, Call):
         return {"class": value.name}
     return {type(value).__name__: len(value)}

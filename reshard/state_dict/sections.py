@@ -1,7 +1,7 @@
-"""Which part of a saved tree is the model, which an optimizer, and what the rest is.
+"""Divide a saved tree into sections: the model, optimizers, the scheduler, and the rest.
 
-Frameworks agree on the forms of these parts and not on their names, so a part is told by its form;
-names decide only between several models.
+Frameworks agree on the structure of these sections and not on their names, so a section is
+identified by its structure; names decide only between several models.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ACCUMULATED = "accelerate's micro batches"
 
 @dataclass(slots=True)
 class Sections:
-    """A tree taken apart."""
+    """The sections of a tree."""
 
     model: dict[str, Any]
     model_path: Path
@@ -65,20 +65,20 @@ class Sections:
     skipped_steps: int | None = None
     client: dict[str, Any] = field(default_factory=dict)  # everything else, by dotted path
     other_models: list[str] = field(default_factory=list)
-    unread: dict[str, str] = field(default_factory=dict)  # of the model's dict: name -> what it is
+    unread: dict[str, str] = field(default_factory=dict)  # in the model's dict: name -> kind
 
 
 def find(tree: Any, where: str, key: str | None = None) -> Sections:
-    """Take a tree apart.
+    """Divide a tree into sections.
 
     Args:
-        key: the path of the model, dotted, where the user chose one.
+        key: the dotted path of the model, if the user chose one.
 
     Raises:
-        UnrecognisedError: no model in it, or several and no telling which.
-        UnsupportedError: a weight that is no plain tensor.
-        IncompleteError: weights in lists or dicts of the state dict, which nothing reads.
-        UsageError: there is none at ``key``.
+        UnrecognisedError: there is no model, or several and nothing decides between them.
+        UnsupportedError: a weight is not a plain tensor.
+        IncompleteError: the state dict has weights in lists or dicts, which nothing reads.
+        UsageError: there is no state dict at ``key``.
     """
     optimizers = _find_optimizers(tree)
     models = _find_models(tree, optimizers)
@@ -99,56 +99,59 @@ def find(tree: Any, where: str, key: str | None = None) -> Sections:
 
 
 def _find_opaque(item: Any, where: str, path: Path, read: Collection[Path]) -> dict[str, str]:
-    """What the model's own dict holds beside tensors, which nothing else reads.
+    """Return the values of the model's own dict that are not tensors and that nothing reads.
 
-    At the top level that is the rest of the checkpoint, too: it has names of its own.
+    At the top level those include the rest of the checkpoint, which has names of its own; they are
+    checked and not returned.
     """
     if not isinstance(item, dict):
         return {}
     known = {key for key in item if any(at[: len(path) + 1] == (*path, key) for at in read)}
     known |= {key for key in item if _classify((key,)) or _NEVER_A_MODEL.search(str(key))}
     prefix = f"{format_path(path)}." if path else ""
-    held = leaves.find_opaque(where, item, known, prefix=prefix)
-    return held if path else {}
+    opaque = leaves.find_opaque(where, item, known, prefix=prefix)
+    return opaque if path else {}
 
 
 def _find_optimizers(tree: Any) -> dict[Path, Any]:
-    """Every optimizer's state dict, by path."""
-    found: dict[Path, Any] = {}
+    """Return every optimizer's state dict, by path."""
+    optimizers: dict[Path, Any] = {}
     for path, node in walk(tree, _DEPTH):
-        if is_optimizer(node) and not any(path[: len(p)] == p for p in found):
-            found[path] = node
-    return found
+        if is_optimizer(node) and not any(path[: len(p)] == p for p in optimizers):
+            optimizers[path] = node
+    return optimizers
 
 
 def _find_models(tree: Any, optimizers: Mapping[Path, Any]) -> dict[Path, dict[str, Any]]:
-    """Every dict with tensors that no optimizer and no generator's state is."""
-    found = {}
+    """Return every dict with tensors that is neither an optimizer's nor a generator's state."""
+    models = {}
     for path, node in walk(tree, _DEPTH):
         inside = any(path[: len(p)] == p for p in optimizers)
         named = any(isinstance(part, str) and _NEVER_A_MODEL.search(part) for part in path)
-        if not inside and not named and (held := collect_tensors(node)):
-            held = {k: v for k, v in held.items() if not _NEVER_A_MODEL.fullmatch(k)}
-            if held:
-                found[path] = held
-    # States of generators are bytes, and metrics single values; a model is that if nothing else is.
-    # A dict of a script's own may hold both, so one tensor must be of floats and of many elements.
-    floats = {p: held for p, held in found.items() if any(map(_is_float, held.values()))}
+        if not inside and not named and (tensors := collect_tensors(node)):
+            tensors = {k: v for k, v in tensors.items() if not _NEVER_A_MODEL.fullmatch(k)}
+            if tensors:
+                models[path] = tensors
+    # Generator states are bytes and metrics are single values; they count as a model only if
+    # nothing else does. A script's own dict may have both, so one tensor must be of floats and have
+    # several elements.
+    floats = {p: tensors for p, tensors in models.items() if any(map(_is_float, tensors.values()))}
     large = {
-        path: held
-        for path, held in floats.items()
-        if any(_is_float(leaf) and _numel(leaf) > 1 for leaf in held.values())
+        path: tensors
+        for path, tensors in floats.items()
+        if any(_is_float(leaf) and _numel(leaf) > 1 for leaf in tensors.values())
     }
-    return large or floats or found
+    return large or floats or models
 
 
 def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Path, Any]) -> Path:
+    """Return the path of the model, if names, files or sizes decide."""
     preferred = [path for path in models if path and MODEL_KEYS.fullmatch(str(path[-1]))]
-    spread = [path for path, held in models.items() if trees.is_in_several_files(held)]
-    for candidates in (spread, preferred, list(models)):  # a copy may lie beside rank files
+    scattered = [path for path, state in models.items() if trees.is_in_several_files(state)]
+    for candidates in (scattered, preferred, list(models)):  # a copy may lie beside rank files
         if len(candidates) == 1:
             return candidates[0]
-    sizes = {path: sum(map(_numel, held.values())) for path, held in models.items()}
+    sizes = {path: sum(map(_numel, state.values())) for path, state in models.items()}
     largest = max(sizes, key=lambda path: sizes[path], default=())
     if not preferred and () in sizes and (not largest or _is_incidental(sizes, largest)):
         return largest
@@ -158,14 +161,14 @@ def _choose_model(where: str, models: Mapping[Path, Any], optimizers: Mapping[Pa
         raise UnrecognisedError(
             where,
             f"holds state dicts under {', '.join(names[:8])}" + (" ..." if len(names) > 8 else ""),
-            f"choose with --key {key}",
+            f"choose one with --key {key}",
         )
     only = "an optimizer but no weights" if optimizers else "no state dict"
     raise UnrecognisedError(where, f"holds {only}")
 
 
 def _is_incidental(sizes: Mapping[Path, int], largest: Path) -> bool:
-    """Whether the tensors at the top are odd values beside one model (a metric, a counter)."""
+    """Return whether the tensors at the top level are small values beside one model."""
     return len(sizes) == _TWO and sizes[()] * _MIN_RATIO < sizes[largest]
 
 
@@ -182,6 +185,7 @@ def _numel(leaf: Any) -> int:
 
 
 def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) -> Path:
+    """Return the path that the user's ``--key`` names."""
     by_name = {format_path(path): path for path in models}
     if key in by_name:
         return by_name[key]
@@ -201,9 +205,9 @@ def _resolve_key(tree: Any, where: str, key: str, models: Mapping[Path, Any]) ->
 
 
 def parse_number(path: Path) -> int:
-    """Which of several a part is: ``optimizer_1``, ``pytorch_model_fsdp_1``; 0 without a number."""
-    found = (re.search(r"_(\d+)$", str(part)) for part in path)
-    return next((int(match[1]) for match in found if match), 0)
+    """Return the number in a section's name (``optimizer_1``); 0 without one."""
+    matches = (re.search(r"_(\d+)$", str(part)) for part in path)
+    return next((int(match[1]) for match in matches if match), 0)
 
 
 def _item_at(tree: Any, path: Path) -> Any:
@@ -213,7 +217,7 @@ def _item_at(tree: Any, path: Path) -> Any:
 
 
 def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
-    """Everything beside the model and the optimizers, by the name it has in its dict."""
+    """Sort everything beside the model and the optimizers, by its name."""
     taken = {*parts.optimizers, *models}
     waiting: list[tuple[Path, Any]] = [((), tree)]
     while waiting:
@@ -232,13 +236,13 @@ def _sort_rest(parts: Sections, tree: Any, models: Mapping[Path, Any]) -> None:
 
 
 def _classify(path: Path) -> str | None:
-    """What the name of a part says it is."""
+    """Return the section that a name stands for, if any."""
     name = str(path[-1])
     return next((kind for kind, pattern in _NAMED.items() if pattern.fullmatch(name)), None)
 
 
 def _has_named_sections(value: Any) -> bool:
-    """Whether a dict holds parts that have names: Lightning's ``meta``, torchtitan's state."""
+    """Return whether a dict has sections with known names, as Lightning's ``meta`` does."""
     return isinstance(value, dict) and any(_classify((key,)) for key in value)
 
 

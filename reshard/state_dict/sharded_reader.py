@@ -1,4 +1,4 @@
-"""ShardedTensor and DTensor as ``torch.save`` pickles them: which box of which tensor a rank has.
+"""Read ShardedTensor and DTensor as ``torch.save`` pickles them: which box of a tensor a rank has.
 
 Sources: torch 2.13 ``distributed/_shard/sharded_tensor/api.py`` (``__getstate__``),
 ``distributed/_shard/metadata.py``, ``distributed/tensor/_api.py``, ``_dtensor_spec.py``,
@@ -22,24 +22,26 @@ from reshard.pickles.values import Call
 
 _SHARDED_TENSOR = "ShardedTensor"
 _DTENSOR = "DTensor"
-_NEWER = "it was saved by a torch that reshard does not know yet: save it with DCP instead"
+_NEWER = "a newer torch than reshard supports saved it: save it with DCP instead"
 
 Described = tuple[DType, Index, tuple[Chunk, ...]]
 
 
 def describe_shards(file: TorchFile, call: Call) -> Described | None:
-    """Dtype, global shape and this rank's chunks; None where the call is no sharded tensor.
+    """Return dtype, global shape and this rank's chunks; None if the call is not a sharded tensor.
 
-    Nor is one, here, whose elements a class computes from others.
+    A tensor whose class computes its elements from others is not described either.
 
     Raises:
         UnsupportedError: a tensor that cannot be described: sparse, quantised, partial ...
-        CorruptError: a shard that does not fit what is said of it.
+        CorruptError: a shard does not match its metadata.
     """
     kind = call.name.rsplit(".", 1)[-1]
     if kind not in (_SHARDED_TENSOR, _DTENSOR) or not call.name.startswith("torch.distributed."):
         if call.name.startswith(("torch._utils.", "torch._tensor.")):
-            raise UnsupportedError(file.path, f"holds a tensor made by {call.name}, no plain one")
+            raise UnsupportedError(
+                file.path, f"holds a tensor built by {call.name}, which is not a plain one"
+            )
         return None
     if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
         return None
@@ -68,7 +70,7 @@ def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
     if (tensor.shape, tensor.dtype) != (box.shape, dtype):
         raise CorruptError(
             file.path,
-            f"a shard of {tensor.dtype} {tensor.shape} is said to be {dtype} {box.origin}+"
+            f"a shard of {tensor.dtype} {tensor.shape} is declared as {dtype} {box.origin}+"
             f"{box.shape}",
             "the file was altered: fetch it again",
         )
@@ -76,18 +78,19 @@ def _place_shard(file: TorchFile, tensor: Any, box: Box, dtype: DType) -> Chunk:
 
 
 def _read_sharded_tensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
-    """ShardedTensor: the rank's own shards, none on a rank without rows."""
+    """Return a ShardedTensor's own shards of the rank; none on a rank without rows."""
     local_shards = call.state[0]
-    found = []
+    chunks = []
     for shard in local_shards:
-        about = shard.get("metadata")
-        origin = as_index(about.get("shard_offsets"), len(shape))
-        box = Box(origin, as_index(about.get("shard_sizes"), len(shape)))
-        found.append(_place_shard(file, shard.get("tensor"), box, dtype))
-    return found
+        metadata = shard.get("metadata")
+        origin = as_index(metadata.get("shard_offsets"), len(shape))
+        box = Box(origin, as_index(metadata.get("shard_sizes"), len(shape)))
+        chunks.append(_place_shard(file, shard.get("tensor"), box, dtype))
+    return chunks
 
 
 def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> list[Chunk]:
+    """Return the chunk of a DTensor that the rank has."""
     spec = call.get("_spec")
     mesh = spec.get("mesh")
     placements = [_parse_placement(file, placement) for placement in spec.get("placements")]
@@ -95,21 +98,21 @@ def _read_dtensor(file: TorchFile, call: Call, shape: Index, dtype: DType) -> li
     if coordinate is None:  # this rank is not in the tensor's mesh
         return []
     if not all(type(at) is int for at in coordinate):
-        raise TypeError(f"{shown(coordinate)} is no place in a mesh")
+        raise TypeError(f"{shown(coordinate)} is not a mesh coordinate")
     sizes = _read_mesh_sizes(mesh)
     if not len(sizes) == len(placements) == len(coordinate):
         raise ValueError(f"{len(placements)} placements at {coordinate} on a mesh of {sizes}")
     if not all(0 <= at < size for at, size in zip(coordinate, sizes, strict=True)):
         raise CorruptError(
             file.path,
-            f"a DTensor's rank stands at {coordinate} of a mesh of {sizes}",
+            f"a DTensor's rank has coordinates {coordinate} on a mesh of {sizes}",
             "the file was altered: fetch it again",
         )
     box = mesh_box(shape, placements, sizes, coordinate, _read_shard_order(spec, placements))
     if box is None:
         raise UnsupportedError(
             file.path,
-            f"holds a DTensor whose strided shards are no blocks: {placements} on a mesh {sizes}",
+            f"holds a DTensor whose strided shards are not blocks: {placements} on a mesh {sizes}",
             "save it with DCP, or gather it before saving",
         )
     chunk = _place_shard(file, call.get("_local_tensor"), box, dtype)
@@ -125,12 +128,14 @@ def _parse_placement(file: TorchFile, placement: Call) -> Cut | None:
     if kind == "_StridedShard":
         return Cut(_read_field(placement, "dim", 0), _read_field(placement, "split_factor", 1))
     raise UnsupportedError(
-        file.path, f"holds a DTensor placed as {kind}", "its value is not in any one rank's file"
+        file.path,
+        f"holds a DTensor placed as {kind}",
+        "no rank's file has its value: save a gathered or sharded state dict",
     )
 
 
 def _read_field(placement: Call, name: str, position: int) -> int:
-    """A placement's field: an attribute, or an argument where it is pickled by its constructor."""
+    """Read a placement's field: an attribute, or an argument if its constructor pickled it."""
     value = placement.get(name)
     if value is None:
         value = placement.items.get(name)
@@ -148,14 +153,14 @@ def _read_mesh_sizes(mesh: Call) -> Sequence[int]:
 
 
 def _count_ranks(extent: Any) -> int:
-    """The size of a mesh axis, which may be several axes made one."""
+    """Return the size of a mesh axis, which may be several axes merged."""
     return prod(as_index(extent)) if isinstance(extent, (tuple, list)) else extent
 
 
 def _read_shard_order(
     spec: Call, placements: Sequence[Cut | None]
 ) -> dict[int, Sequence[int]] | None:
-    """The order that the spec states; split factors state it where there are any."""
+    """Return the order that the spec states; None if split factors state it."""
     entries = spec.get("shard_order")
     if not entries or any(cut and cut.split_factor > 1 for cut in placements):
         return None

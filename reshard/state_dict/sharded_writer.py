@@ -1,4 +1,4 @@
-"""DTensor and ShardedTensor as ``torch.save`` pickles one rank's: what `sharded_reader` reads.
+"""Build DTensor and ShardedTensor as ``torch.save`` pickles them on one rank.
 
 Sources: torch 2.13 ``distributed/tensor/_api.py``, ``_dtensor_spec.py``, ``placement_types.py``,
 ``distributed/device_mesh.py``, ``distributed/_mesh_layout.py``;
@@ -31,7 +31,7 @@ _INT32 = dtypes.parse("int32")
 
 @dataclass(eq=False)
 class DTensorBuilder:
-    """Makes one rank's DTensors, which share their meshes; one for each file."""
+    """Builds one rank's DTensors, which share their meshes; use one for each file."""
 
     grid: MeshGrid
     rank: int
@@ -41,7 +41,7 @@ class DTensorBuilder:
     )
 
     def make(self, shape: Index, dtype: DType, placed: TensorPlacement, local: Slot) -> Call:
-        """A tensor of which this rank holds ``local``."""
+        """Build a tensor of which this rank has ``local``."""
         strides = row_major(shape)
         placements, order = self._placed(placed.cuts)
         named = Global(f"torch.{dtype.name}")
@@ -58,7 +58,7 @@ class DTensorBuilder:
         return Call(_DTENSOR, _list_wrapper_args(_DTENSOR, dtype, shape, "cpu", grad=False), state)
 
     def _mesh(self, axes: Index) -> Call:
-        """The mesh of these axes: the root mesh, a slice of it, or one joined of slices."""
+        """Return the mesh of these axes: the root mesh, a slice of it, or joined slices."""
         if axes not in self._meshes:
             alone = len(axes) == len(self.grid.sizes) and not self._is_joined
             self._meshes[axes] = self._root if alone else self._made(axes, self._root)
@@ -66,7 +66,7 @@ class DTensorBuilder:
 
     @property
     def _is_joined(self) -> bool:
-        """Whether ``fully_shard`` joins its own axes with those of tensor parallelism."""
+        """Whether ``fully_shard`` joins its axes with those of tensor parallelism."""
         return len(set(self.grid.roles) & {"shard", "tensor"}) > 1
 
     @cached_property
@@ -112,7 +112,7 @@ class DTensorBuilder:
     def _placed(
         self, cuts: tuple[Cut | None, ...]
     ) -> tuple[tuple[Call, ...], tuple[Call, ...] | None]:
-        """Placements, and the order of the cuts: per tensor dim the mesh axes, left to right.
+        """Return placements and the order of the cuts: for each dim its mesh axes, left to right.
 
         Strided shards state their order by themselves.
         """
@@ -151,9 +151,9 @@ def _build_placement(cut: Cut | None) -> Call:
 def _list_wrapper_args(
     kind: str, dtype: DType, shape: Index, device: str, *, grad: bool
 ) -> tuple[object, ...]:
-    """The arguments of ``_rebuild_wrapper_subclass``."""
-    made = (_build_strided_layout(), Call("torch.device", (device,)))
-    return (Global(kind), Global(f"torch.{dtype.name}"), shape, row_major(shape), 0, *made, grad)
+    """Return the arguments of ``_rebuild_wrapper_subclass``."""
+    layout = (_build_strided_layout(), Call("torch.device", (device,)))
+    return (Global(kind), Global(f"torch.{dtype.name}"), shape, row_major(shape), 0, *layout, grad)
 
 
 def _build_strided_layout() -> Call:
@@ -163,22 +163,24 @@ def _build_strided_layout() -> Call:
 def build_sharded_tensor(
     dtype: DType, numel: int, local: Slot | None, rank: int, pieces: Sequence[tuple[int, int]]
 ) -> Call:
-    """A 1-d tensor cut over all ranks, as FSDP 1's flat parameter is.
+    """Build a 1-d tensor that is cut over all ranks, like FSDP 1's flat parameter.
 
     Args:
         pieces: each rank's ``[start, stop)``.
 
-    A rank without elements has no shard, and none is told of it.
+    A rank without elements has no shard, and the metadata list none for it.
     """
-    held = {number: piece for number, piece in enumerate(pieces) if piece[0] < piece[1]}
+    shards = {number: piece for number, piece in enumerate(pieces) if piece[0] < piece[1]}
     own = []
-    if local is not None and rank in held:
-        shard = (None, {"tensor": local, "metadata": _build_shard_metadata(rank, held[rank])})
+    if local is not None and rank in shards:
+        shard = (None, {"tensor": local, "metadata": _build_shard_metadata(rank, shards[rank])})
         own.append(Call(f"{_SHARDED}.shard.Shard", (), shard))
     memory = Call(f"{_SHARDED}.metadata.MEM_FORMAT_ENCODING", (0,))
     properties = (Global(f"torch.{dtype.name}"), _build_strided_layout(), True, memory, False)
-    about = {
-        "shards_metadata": [_build_shard_metadata(number, piece) for number, piece in held.items()],
+    metadata = {
+        "shards_metadata": [
+            _build_shard_metadata(number, piece) for number, piece in shards.items()
+        ],
         "size": Call("torch.Size", ((numel,),)),
         "tensor_properties": Call(f"{_SHARDED}.metadata.TensorProperties", (), properties),
     }
@@ -192,7 +194,7 @@ def build_sharded_tensor(
     sharding = "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec"
     state = (
         own,
-        Call(f"{_SHARDED}.metadata.ShardedTensorMetadata", (), about),
+        Call(f"{_SHARDED}.metadata.ShardedTensorMetadata", (), metadata),
         Call(f"{_SHARDED_TENSOR}.ProcessGroupState", (), group),
         Call(sharding, (), spec),
         False,

@@ -13,7 +13,7 @@ from reshard.state_dict.torch_state_dict import Value
 
 
 class RankSharder:
-    """One file's tree with its `Value` leaves as that rank saves them."""
+    """Converts a tree, replacing each `Value` with the tensor that one rank saves."""
 
     def __init__(self, placing: MeshPlacements, rank: int) -> None:
         self._placing, self._rank = placing, rank
@@ -22,7 +22,7 @@ class RankSharder:
         self._shapes: dict[Index, Index] = {}
 
     def of(self, value: Any) -> Any:
-        """The tree, or one leaf of it."""
+        """Convert a tree, or one leaf of it."""
         if isinstance(value, Value):
             if id(value) not in self._made:
                 self._made[id(value)] = self._tensor(value)
@@ -42,26 +42,26 @@ class RankSharder:
 
 
 def _list_parts(value: Value, box: Box) -> tuple[Part, ...]:
-    """What fills a block of a tensor; nothing where it is empty."""
+    """Return what fills a box of a tensor; nothing if the box is empty."""
     if value.entry is None or not box.volume:
         return ()
     return (Part(value.entry.kind, value.entry.fqn, value.shape, box),)
 
 
 def build_whole_slot(value: Value) -> Slot:
-    """A tensor that is stored whole."""
+    """Build a tensor that is stored whole."""
     storage = Storage(value.dtype, value.numel, _list_parts(value, whole(value.shape)), value.data)
     return Slot(storage, value.shape)
 
 
 class WholeSlots:
-    """One file's tree with its `Value` leaves stored whole."""
+    """Converts each `Value` to a tensor that is stored whole, once for each file."""
 
     def __init__(self) -> None:
         self._made: dict[int, Slot] = {}
 
     def __call__(self, value: Any) -> Slot | None:
-        """The slot of a `Value`, the same each time; None for all else."""
+        """Return the slot of a `Value`, the same one each time; None for anything else."""
         if not isinstance(value, Value):
             return None
         if id(value) not in self._made:

@@ -1,8 +1,8 @@
-"""State dicts as PyTorch would save them, with a `Value` for each tensor, before any is sharded.
+"""Build state dicts as torch has them, with a `Value` for each tensor, before sharding.
 
-Parameters are written in the precision of their master: PyTorch's sharded training has no other
-copy of it. Optimizer state is keyed by fqn, as ``get_optimizer_state_dict`` has it, or numbered, as
-``Optimizer.state_dict`` has it: group by group, each in the model's order.
+Parameters have the precision of their master weights, because PyTorch's sharded training stores no
+other copy. Optimizer state is keyed by fqn, like ``get_optimizer_state_dict``, or by index, like
+``Optimizer.state_dict``: group by group, each in the model's order.
 
 Sources: torch 2.13 ``optim/optimizer.py`` (``state_dict``), ``optim/adam.py`` (a group's keys),
 ``distributed/checkpoint/state_dict.py``.
@@ -33,7 +33,7 @@ GroupStates = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 _ADAM = {"exp_avg", "exp_avg_sq"}
 _AMSGRAD = "max_exp_avg_sq"
 _OF_ADAM = {"betas", "eps"}  # hyper-parameters
-# What torch's AdamW keeps in a group beside its numbers, where another library's Adam does not.
+# Settings that torch's AdamW keeps in a group and another library's Adam does not.
 _SWITCHES: dict[str, Any] = {
     "maximize": False,
     "foreach": None,
@@ -42,7 +42,7 @@ _SWITCHES: dict[str, Any] = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-_STAND_INS = ("class", "tensor", "bytes")  # of what `plain_values.to_plain` could not keep
+_STAND_INS = ("class", "tensor", "bytes")  # keys of descriptions by `plain_values.to_plain`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +50,8 @@ class Value:
     """A tensor of a state dict.
 
     Args:
-        entry: all of which it is; None where its content is ``data``, or zeros.
-        divided: whether sharded training cuts it; what is not is whole on every rank.
+        entry: its content; None if the content is ``data`` or zeros.
+        divided: whether sharded training cuts it; otherwise it is whole on every rank.
         owner: the parameter that it is, or is a slot of.
     """
 
@@ -69,10 +69,10 @@ class Value:
 
 
 def build_counter(step: float, slots: Collection[str]) -> Value | int:
-    """A step as torch's optimizers count it; what others count in Python stays a number of it.
+    """Return a step as torch's optimizers count it; other optimizers' Python number stays one.
 
     Args:
-        slots: of the parameter; an Adam's are taken for torch's, wherever they come from.
+        slots: the parameter's slots; those of an Adam are treated as torch's, whatever wrote them.
     """
     if isinstance(step, int) and not set(slots) >= _ADAM:
         return step
@@ -85,16 +85,16 @@ def build_weights(
     dtype: DType | None = None,
     divided: Callable[[Weight], bool] | None = None,
 ) -> dict[str, Value]:
-    """The model's state dict; the names of one tensor have one `Value`.
+    """Build the model's state dict; all names of one tensor have one `Value`.
 
     Args:
-        dtype: of the parameters; None keeps each in that of its master.
-        divided: whether a weight is sharded; by default what is not known to be a buffer.
+        dtype: dtype of the parameters; None keeps that of each master.
+        divided: whether a weight is sharded; by default every weight that is not a known buffer.
     """
-    found: dict[str, Value] = {}
+    values: dict[str, Value] = {}
     for weight in state.weights:
         cut = divided(weight) if divided else not weight.is_buffer
-        found[weight.fqn] = Value(
+        values[weight.fqn] = Value(
             choose_weight_dtype(weight, dtype),
             weight.shape,
             weight.value,
@@ -102,13 +102,13 @@ def build_weights(
             owner=weight.fqn,
         )
     for alias, kept in state.manifest.tied.items():
-        if kept in found:
-            found.setdefault(alias, found[kept])
-    return found
+        if kept in values:
+            values.setdefault(alias, values[kept])
+    return values
 
 
 def choose_weight_dtype(weight: Weight, dtype: DType | None) -> DType:
-    """What was asked for, of a float parameter; else the dtype of its value."""
+    """Return the requested dtype for a float parameter, else the dtype of its value."""
     own = weight.value.dtype
     return own if dtype is None or weight.is_buffer or own.family != "float" else dtype
 
@@ -116,24 +116,24 @@ def choose_weight_dtype(weight: Weight, dtype: DType | None) -> DType:
 def build_optimizer(
     state: Training, keyed: Keyed, model: ModelShapes | None = None, *, named: bool = False
 ) -> dict[str, Any]:
-    """The optimizer's state dict.
+    """Build the optimizer's state dict.
 
     Args:
-        model: says in which order its parameters are numbered.
-        named: whether names stand beside the numbers (``param_names``) also where they need not.
+        model: gives the order in which its parameters are numbered.
+        named: whether to store names (``param_names``) also where numbers are enough.
 
     Raises:
-        IncompleteError: the source has no optimizer, or a part of it is missing, or nothing says
+        IncompleteError: the source has no optimizer, or a part of it is missing, or nothing states
             how its parameters are numbered.
-        UnsupportedError: it does what torch's does not.
+        UnsupportedError: the optimizer has a setting that torch's lacks.
     """
     refuse_without_optimizer(state)
     groups = (
         (
             build_hyper(state, group),
-            [(member.fqn, _build_member_state(state, group, member)) for member in held],
+            [(member.fqn, _build_member_state(state, group, member)) for member in members],
         )
-        for group, held in zip(state.groups, order_members(state, keyed, model), strict=True)
+        for group, members in zip(state.groups, order_members(state, keyed, model), strict=True)
     )
     return assemble_optimizer(groups, keyed, named=named or needs_param_names(state))
 
@@ -141,28 +141,27 @@ def build_optimizer(
 def assemble_optimizer(
     groups: Iterable[GroupStates], keyed: Keyed = "index", *, named: bool
 ) -> dict[str, Any]:
-    """A state dict as ``Optimizer.state_dict`` has it: numbers count through all groups.
+    """Assemble a state dict as ``Optimizer.state_dict`` does: numbers count through all groups.
 
     Args:
-        groups: hyper-parameters, and of each parameter its name and state; nothing where it has
-            none.
-        named: whether names stand beside the numbers.
+        groups: hyper-parameters, and the name and state of each parameter; the state may be empty.
+        named: whether to store names (``param_names``) with the numbers.
     """
     states: dict[Any, Mapping[str, Any]] = {}
-    made = []
+    param_groups = []
     numbers = count()
     for hyper, members in groups:
         keys: list[Any] = [fqn if keyed == "fqn" else next(numbers) for fqn, _ in members]
-        states.update((key, held) for key, (_, held) in zip(keys, members, strict=True) if held)
+        states.update((key, slots) for key, (_, slots) in zip(keys, members, strict=True) if slots)
         names = {"param_names": [fqn for fqn, _ in members]} if keyed == "index" and named else {}
-        made.append({**hyper, "params": keys, **names})
-    return {"state": states, "param_groups": made}
+        param_groups.append({**hyper, "params": keys, **names})
+    return {"state": states, "param_groups": param_groups}
 
 
 def needs_param_names(state: Training) -> bool:
-    """Whether a number says little by itself.
+    """Return whether numbers alone do not identify the parameters.
 
-    There are parameters that no group has, or like ones in several groups.
+    This is so if some parameters are in no group, or ones of equal shape in several groups.
     """
     owned = {member.fqn for group in state.groups for member in group.members}
     if any(weight.fqn not in owned and not weight.is_buffer for weight in state.weights):
@@ -174,35 +173,37 @@ def needs_param_names(state: Training) -> bool:
 def order_members(
     state: Training, keyed: Keyed, model: ModelShapes | None
 ) -> list[tuple[Trained, ...]]:
-    """The members of each group in the order in which their optimizer has them.
+    """Return the members of each group in the order in which their optimizer has them.
 
-    FSDP 1 names the parameters of a flat optimizer unit by unit, which is not the model's order; a
-    state under another parameter's number would be taken without a word where shapes agree.
+    FSDP 1 names the parameters of a flat optimizer unit by unit, which is not the model's order. A
+    state under another parameter's number would be loaded silently if the shapes agree.
 
     Raises:
-        IncompleteError: they are to be numbered, and only a model could tell how.
-        UsageError: the model is another one.
+        IncompleteError: the order is unknown, and only a model can give it.
+        UsageError: the given model is not that of the checkpoint.
     """
     groups = [group.members for group in state.groups]
     if keyed == "fqn" or (state.manifest.keyed == "index" and not state.regrouped):
-        return groups  # the source numbers them, too: in the order in which its program does
-    place = {weight.fqn: at for at, weight in enumerate(state.weights)}
+        return groups  # the source's own numbers, in the order of its program
+    position = {weight.fqn: at for at, weight in enumerate(state.weights)}
     if model is not None:
-        place = _find_positions(state, model)
-    ordered = [tuple(sorted(held, key=lambda member: place[member.fqn])) for held in groups]
-    is_told = model is not None or state.manifest.ordered_by_model
-    if not is_told and (ordered != groups or has_flat_storage(state.manifest)):
+        position = _find_positions(state, model)
+    ordered = [
+        tuple(sorted(members, key=lambda member: position[member.fqn])) for members in groups
+    ]
+    is_known = model is not None or state.manifest.ordered_by_model
+    if not is_known and (ordered != groups or has_flat_storage(state.manifest)):
         raise IncompleteError(
             state.manifest.origin.path,
-            "the optimizer is to be written by number, and no file says in which order the model"
-            " has its parameters: they stand in the order of FSDP's units, or of their names",
-            "say which model it is: --model config.json|DIR|module:factory",
+            "the optimizer is written by number, and no file states the model's order of"
+            " parameters: the files have the order of FSDP's units or of names",
+            "pass the model: --model config.json|DIR|module:factory",
         )
     return ordered
 
 
 def _find_positions(state: Training, model: ModelShapes) -> dict[str, int]:
-    """Where in the model each trained parameter stands, under any of its names."""
+    """Return the position of each trained parameter in the model, under any of its names."""
     at = {fqn: number for number, fqn in enumerate(model.parameters)}
     at.update((alias, at[first]) for alias, first in model.tied.items() if first in at)
     for alias, kept in state.manifest.tied.items():
@@ -216,9 +217,9 @@ def _find_positions(state: Training, model: ModelShapes) -> dict[str, int]:
 
 
 def has_flat_storage(manifest: Manifest) -> bool:
-    """Whether one stored buffer holds several parameters, end to end, as FSDP 1's units do."""
+    """Return whether one stored buffer has several parameters end to end, as FSDP 1's units do."""
     if manifest.origin.format.startswith(("deepspeed", "megatron")):
-        return False  # whose readers give the model's order
+        return False  # their readers give the model's order
     starts = {
         path: [record.byte_offset for record in file.records]
         for path, file in manifest.files.items()
@@ -228,18 +229,18 @@ def has_flat_storage(manifest: Manifest) -> bool:
         for chunk in entry.chunks:
             if chunk.box.volume and starts.get(chunk.file):
                 record = bisect_right(starts[chunk.file], chunk.byte_offset)
-                held = entry.fqn, chunk.byte_offset
-                owner, at = owners.setdefault((chunk.file, record), held)
-                if owner != entry.fqn and at != chunk.byte_offset:  # no tensor that both share
+                tensor = entry.fqn, chunk.byte_offset
+                owner, at = owners.setdefault((chunk.file, record), tensor)
+                if owner != entry.fqn and at != chunk.byte_offset:  # not a tensor that both share
                     return True
     return False
 
 
 def _build_member_state(state: Training, group: Group, member: Trained) -> dict[str, Any]:
-    """All state of one parameter, as its optimizer had it.
+    """Build all state of one parameter, as its optimizer had it.
 
     Raises:
-        UnsupportedError: a part of it is an object that cannot be written again.
+        UnsupportedError: a part of it is an object that cannot be written.
     """
     return nested_slots.unflatten(
         {**_build_slots(state, group, member), **get_non_tensor_state(state, member)}
@@ -247,24 +248,24 @@ def _build_member_state(state: Training, group: Group, member: Trained) -> dict[
 
 
 def get_non_tensor_state(state: Training, member: Trained) -> Mapping[str, Any]:
-    """What an optimizer keeps of a parameter that is neither tensor nor step.
+    """Return what an optimizer keeps of a parameter that is neither a tensor nor the step.
 
     Raises:
-        UnsupportedError: a part of it is an object that cannot be written again.
+        UnsupportedError: a part of it is an object that cannot be written.
     """
     other: Mapping[str, Any] = state.manifest.train.non_tensor_state.get(member.fqn, {})
     lost = [name for name, value in other.items() if not is_restorable(value)]
     if lost:
         raise UnsupportedError(
             state.manifest.origin.path,
-            f"keeps {lost[0]!r} of {member.fqn!r} as an object that can only be described",
-            "write the weights alone with --weights-only",
+            f"keeps {lost[0]!r} of {member.fqn!r} as an object that cannot be written",
+            "pass --weights-only to write the weights alone",
         )
     return other
 
 
 def _build_slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:
-    """Step and slots of one parameter; nothing where it was never stepped."""
+    """Build the step and slots of one parameter; nothing if it was never stepped."""
     slots: dict[str, Value | int] = {
         n: _build_slot(member, entry) for n, entry in member.slots.items()
     }
@@ -285,7 +286,7 @@ def _build_slot(member: Trained, entry: Entry) -> Value:
 
 
 def find_expected_slots(group: Group) -> tuple[str, ...]:
-    """The slots that members of a group have which have the shape of their parameter."""
+    """Return the slots of a group's members that have the shape of their parameter."""
     names = (
         name
         for member in group.members
@@ -296,56 +297,58 @@ def find_expected_slots(group: Group) -> tuple[str, ...]:
 
 
 def check_adam_slots(state: Training, group: Group, member: Trained) -> None:
-    """Refuse half of an Adam's state.
+    """Refuse an Adam state that lacks a part.
 
-    Others share a name with it: Lion has an exp_avg alone, Adamax another beside, Adafactor an
-    exp_avg_sq of its vectors.
+    Other optimizers share slot names with Adam: Lion has exp_avg alone, Adamax a further slot,
+    Adafactor an exp_avg_sq of vectors.
 
     Raises:
-        IncompleteError: naming what is missing.
+        IncompleteError: a slot or the step is missing.
     """
-    held = member.slots.keys()
-    adam = held >= _ADAM or (held <= {*_ADAM, _AMSGRAD} and group.hyper.keys() >= _OF_ADAM)
-    missing = sorted(_ADAM - held) if adam else []
+    slots = member.slots.keys()
+    adam = slots >= _ADAM or (slots <= {*_ADAM, _AMSGRAD} and group.hyper.keys() >= _OF_ADAM)
+    missing = sorted(_ADAM - slots) if adam else []
     if adam and member.step is None:
         missing.append("step")
     if missing:
         raise IncompleteError(
             state.manifest.origin.path,
             f"has optimizer state of {member.fqn!r}, but no {missing[0]} of it",
-            "write the weights alone with --weights-only",
+            "pass --weights-only to write the weights alone",
         )
 
 
 def build_hyper(state: Training, group: Group) -> dict[str, Any]:
-    """A group's hyper-parameters under torch's names; an Adam's switches where it has none.
+    """Return a group's hyper-parameters under torch's names, with an Adam's defaults added.
 
     Raises:
         IncompleteError: there is no learning rate.
-        UnsupportedError: an Adam without bias correction, which torch has not.
+        UnsupportedError: an Adam without bias correction, which torch lacks.
     """
-    where, found = state.manifest.origin.path, dict(group.hyper)
-    if "lr" not in found:
+    where, hyper = state.manifest.origin.path, dict(group.hyper)
+    if "lr" not in hyper:
         raise IncompleteError(
             where,
             "does not keep the optimizer's hyper-parameters (lr, betas ...)",
-            "write the weights alone with --weights-only",
+            "pass --weights-only to write the weights alone",
         )
     slots = {name for member in group.members for name in member.slots}
     if slots >= _ADAM:
-        if found.pop("bias_correction", True) is False:
+        if hyper.pop("bias_correction", True) is False:
             raise UnsupportedError(
-                where, "was trained by an Adam without bias correction, which torch has not"
+                where, "was trained by an Adam without bias correction, which torch lacks"
             )
-        if "foreach" not in found:  # torch's own have that; NAdam and RAdam not all the others
-            found.setdefault("amsgrad", _AMSGRAD in slots)
+        if (
+            "foreach" not in hyper
+        ):  # all of torch's have it; NAdam and RAdam lack some of the others
+            hyper.setdefault("amsgrad", _AMSGRAD in slots)
             for name, value in _SWITCHES.items():
-                found.setdefault(name, value)
-    return found
+                hyper.setdefault(name, value)
+    return hyper
 
 
 def collect_extra_state(train: TrainState) -> dict[str, Any]:
-    """What else a checkpoint can hold: scheduler, scaler, step, the application's own values."""
+    """Return scheduler, scaler, step and the application's values that can be written."""
     extra = {
         name: train.objects.get(name, value)
         for name, value in train.client.items()
@@ -366,7 +369,7 @@ def collect_extra_state(train: TrainState) -> dict[str, Any]:
 
 
 def describe_derived(train: TrainState) -> list[str]:
-    """What is carried in another form than the source's, to be told."""
+    """Return notes about values that are written in another form than the source's."""
     scaler = loss_scale.as_torch(train.scaler)
     if scaler is None or "cur_scale" not in train.scaler:
         return []
@@ -375,27 +378,29 @@ def describe_derived(train: TrainState) -> list[str]:
     return [f"DeepSpeed's loss scaler as a GradScaler{without}"]
 
 
-def list_dropped(train: TrainState, held: Collection[str] | None = None) -> list[str]:
-    """What of the train state a target of PyTorch's does not hold, to be told.
+def list_dropped(train: TrainState, storable: Collection[str] | None = None) -> list[str]:
+    """Return the parts of the training state that a target of PyTorch's cannot hold.
 
     Args:
-        held: names from `collect_extra_state` that the target can store; None for all.
+        storable: names from `collect_extra_state` that the target can store; None for all.
     """
     lost = [
         name
         for name, value in train.client.items()
         if name not in train.objects and not is_restorable(value)
     ]
-    lost += [name for name in collect_extra_state(train) if held is not None and name not in held]
+    lost += [
+        name for name in collect_extra_state(train) if storable is not None and name not in storable
+    ]
     if train.scheduler is not None and not is_restorable(train.scheduler):
         lost.append("scheduler")
     if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:
-        lost.append("loss scaler, which is not a dynamic one")
+        lost.append("loss scaler, because it is not dynamic")
     return lost
 
 
 def is_restorable(value: Any) -> bool:
-    """Whether a value is as saved: a manifest has texts for keys, and stand-ins for objects."""
+    """Return whether a value is as it was saved: without converted keys and descriptions."""
     if isinstance(value, Mapping):
         return all(
             key not in _STAND_INS and not key.lstrip("-").isdecimal() and is_restorable(item)

@@ -1,4 +1,4 @@
-"""Nested state from all ranks' files: dicts as saved, every tensor a description of its chunks."""
+"""Nested state from all ranks' files: dicts as saved, each tensor replaced by its chunks."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class GlobalTensor:
 class LocalTensors:
     """Plain tensors under one key, by rank: copies of one tensor, or each rank's slice of it.
 
-    Nothing in the files says which; whoever knows the tensor's shape can tell.
+    The files do not state which; the tensor's global shape decides.
     """
 
     pieces: Mapping[int, Chunk]
 
     def shapes(self) -> set[Index]:
-        """The shapes that the ranks hold."""
+        """Return the shapes that the ranks have."""
         return {chunk.box.shape for chunk in self.pieces.values()}
 
     def copies(self) -> GlobalTensor | None:
-        """The one tensor of which every rank has a copy, if all look alike."""
+        """Return the tensor that every rank has a copy of; None if shapes or dtypes differ."""
         first = next(iter(self.pieces.values()))
         if any((c.box, c.dtype) != (first.box, first.dtype) for c in self.pieces.values()):
             return None
@@ -73,7 +73,7 @@ class ParsedTree:
 
 
 def as_global(leaf: Any) -> GlobalTensor | None:
-    """The tensor that a leaf is, if its global shape is beyond doubt."""
+    """Return the tensor that a leaf is, if its global shape is certain."""
     return (
         leaf.copies()
         if isinstance(leaf, LocalTensors)
@@ -84,16 +84,16 @@ def as_global(leaf: Any) -> GlobalTensor | None:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a leaf is a tensor of any kind."""
+    """Return whether a leaf is a tensor of either kind."""
     return isinstance(value, (GlobalTensor, LocalTensors))
 
 
 def convert_file(file: TorchFile, rank: int = 0) -> Any:
-    """The object that one rank saved, with its tensors described.
+    """Return the object that one rank saved, with its tensors described.
 
     Raises:
-        UnsupportedError: a tensor that is no plain strided one.
-        CorruptError: containers nested without end.
+        UnsupportedError: a tensor is not plain and strided.
+        CorruptError: containers are nested too deep.
     """
     try:
         return _convert(file.root, lambda value: _convert_leaf(file, rank, value), {})
@@ -105,41 +105,41 @@ def _convert_leaf(file: TorchFile, rank: int, value: Any) -> Any:
     if isinstance(value, Tensor):
         return LocalTensors({rank: value.chunk})
     if isinstance(value, Call):
-        found = sharded_reader.describe_shards(file, value)
-        return GlobalTensor(*found) if found else value
+        described = sharded_reader.describe_shards(file, value)
+        return GlobalTensor(*described) if described else value
     return value
 
 
 def _convert(value: Any, leaf: Callable[[Any], Any], done: dict[int, Any]) -> Any:
-    """A container's copy; one that is shared is converted once, whatever refers to it."""
+    """Copy a container; a shared one is converted once, whatever refers to it."""
     if not isinstance(value, (dict, list, tuple)):
         return leaf(value)
     if id(value) not in done:
         done[id(value)] = None  # a cycle ends here
         if isinstance(value, dict):
-            made: Any = {key: _convert(item, leaf, done) for key, item in value.items()}
+            converted: Any = {key: _convert(item, leaf, done) for key, item in value.items()}
         else:
-            made = type(value)(_convert(item, leaf, done) for item in value)
-        done[id(value)] = made
+            converted = type(value)(_convert(item, leaf, done) for item in value)
+        done[id(value)] = converted
     return done[id(value)]
 
 
 @dataclass(slots=True)
 class JoinedTree:
-    """One tree of all ranks; ``differing`` are the paths at which plain values differ."""
+    """One tree of all ranks, and the paths at which plain values differ."""
 
     root: Any
     differing: list[tuple[Any, ...]]
 
 
 def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
-    """One tree of the trees that the ranks saved, in rank order.
+    """Join the trees that the ranks saved, in rank order.
 
     Args:
-        names: each tree's file, for messages.
+        names: the file of each tree, for messages.
 
     Raises:
-        CorruptError: ranks that disagree on a tensor's shape, dtype or kind.
+        CorruptError: ranks disagree on a tensor's shape, dtype or kind.
     """
     joiner = _Joiner()
     try:
@@ -150,39 +150,39 @@ def join_trees(trees: Sequence[Any], names: Sequence[str]) -> JoinedTree:
 
 
 class _Joiner:
-    """Walks all ranks' trees at once; a container that is shared is joined once."""
+    """Walks all ranks' trees at once; a shared container is joined once."""
 
     def __init__(self) -> None:
         self.differing: list[tuple[Any, ...]] = []
         self._done: dict[tuple[int, ...], Any] = {}
 
-    def join(self, held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
-        first = held[0][0]
-        if len(held) == 1:
+    def join(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+        first = values[0][0]
+        if len(values) == 1:
             return first
         if isinstance(first, (dict, list, tuple)):
-            same = tuple(id(value) for value, _ in held)
-            if same not in self._done:
-                self._done[same] = None  # a cycle ends here
-                self._done[same] = self._containers(held, path)
-            return self._done[same]
-        if any(is_tensor(value) for value, _ in held):
-            return _join_tensors(held, path)
-        if any(_differs(first, value) for value, _ in held[1:]):
+            identity = tuple(id(value) for value, _ in values)
+            if identity not in self._done:
+                self._done[identity] = None  # a cycle ends here
+                self._done[identity] = self._containers(values, path)
+            return self._done[identity]
+        if any(is_tensor(value) for value, _ in values):
+            return _join_tensors(values, path)
+        if any(_differs(first, value) for value, _ in values[1:]):
             self.differing.append(path)
         return first
 
-    def _containers(self, held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
-        first = held[0][0]
-        if isinstance(first, dict) and all(isinstance(value, dict) for value, _ in held):
-            keys = dict.fromkeys(key for value, _ in held for key in value)
+    def _containers(self, values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+        first = values[0][0]
+        if isinstance(first, dict) and all(isinstance(value, dict) for value, _ in values):
+            keys = dict.fromkeys(key for value, _ in values for key in value)
             return {
-                key: self.join([(v[key], name) for v, name in held if key in v], (*path, key))
+                key: self.join([(v[key], name) for v, name in values if key in v], (*path, key))
                 for key in keys
             }
-        if all(type(value) is type(first) and len(value) == len(first) for value, _ in held):
+        if all(type(value) is type(first) and len(value) == len(first) for value, _ in values):
             return type(first)(
-                self.join([(value[i], name) for value, name in held], (*path, i))
+                self.join([(value[i], name) for value, name in values], (*path, i))
                 for i in range(len(first))
             )
         self.differing.append(path)
@@ -190,17 +190,17 @@ class _Joiner:
 
 
 def _differs(a: Any, b: Any) -> bool:
-    """Whether two plain values differ; objects are compared by class only."""
+    """Return whether two plain values differ; objects are compared by class only."""
     if isinstance(a, Call) and isinstance(b, Call):
         return a.name != b.name
     return bool(a != b) and not (a != a and b != b)  # noqa: PLR0124 - two nan are alike
 
 
-def _join_tensors(held: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
-    first, first_name = next((value, name) for value, name in held if is_tensor(value))
+def _join_tensors(values: list[tuple[Any, str]], path: tuple[Any, ...]) -> Any:
+    first, first_name = next((value, name) for value, name in values if is_tensor(value))
     chunks: list[Chunk] = []
     pieces: dict[int, Chunk] = {}
-    for value, name in held:
+    for value, name in values:
         same = type(value) is type(first)
         if same and isinstance(first, GlobalTensor):
             same = (value.shape, value.dtype) == (first.shape, first.dtype)
@@ -229,28 +229,28 @@ def _describe(value: Any) -> str:
 
 
 def format_path(path: Sequence[Any]) -> str:
-    """A path as people write it."""
+    """Return a path as dotted text."""
     return ".".join(map(str, path))
 
 
 def collect_tensors(tree: Any) -> dict[str, Any]:
-    """The tensors of one dict by name; nothing where it is none.
+    """Return the tensors of one dict by name; nothing if it is not a dict.
 
     Raises:
-        CorruptError: two keys that are the same as text.
+        CorruptError: two keys are equal as text.
     """
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     if isinstance(tree, dict):
         for key, value in tree.items():
             if is_tensor(value):
-                if str(key) in found:
+                if str(key) in tensors:
                     raise CorruptError(str(key), "is the name of two tensors of one state dict")
-                found[str(key)] = value
-    return found
+                tensors[str(key)] = value
+    return tensors
 
 
 def is_in_several_files(state: Mapping[str, Any]) -> bool:
-    """Whether the tensors of a state dict lie in more than one file."""
+    """Return whether the tensors of a state dict are stored in more than one file."""
     files: set[str] = set()
     for leaf in state.values():
         chunks = leaf.chunks if isinstance(leaf, GlobalTensor) else leaf.pieces.values()
@@ -259,7 +259,7 @@ def is_in_several_files(state: Mapping[str, Any]) -> bool:
 
 
 def as_list(value: Any) -> list[Any] | None:
-    """A list, also where it was saved as a dict of its positions (as DCP flattens it)."""
+    """Return a list, also if it was saved as a dict of positions, as DCP flattens it."""
     if isinstance(value, (list, tuple)):
         return list(value)
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
@@ -268,7 +268,7 @@ def as_list(value: Any) -> list[Any] | None:
 
 
 def walk(tree: Any, depth: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Every container down to a depth, the root first, each once, with its first path."""
+    """Yield every container down to a depth, the root first, each once, with its first path."""
     seen: set[int] = set()
     waiting: list[tuple[tuple[Any, ...], Any]] = [((), tree)]
     for path, node in waiting:

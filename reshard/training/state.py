@@ -266,7 +266,7 @@ def refuse_without_optimizer(state: Training) -> None:
         )
         raise IncompleteError(
             state.manifest.origin.path,
-            f"holds {which}, and nothing that says which parameters its states are of",
+            f"holds {which}, and no file states which parameters its states belong to",
             "say which model it is with --model config.json|DIR|module:factory, or leave the"
             " optimizer out: --init-optimizer none",
         )

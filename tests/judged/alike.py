@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import reshard
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 
 
 def assert_alike(ours, theirs):

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from tests import s3
-from tests.s3 import EXAMPLE, bucket, free_port  # noqa: F401
-from tests.s3 import started as served  # noqa: F401
+from tests.support import object_stores
+from tests.support.object_stores import EXAMPLE, bucket, free_port  # noqa: F401
+from tests.support.object_stores import started as served  # noqa: F401
 
 TIMEOUT_S = 120
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -234,14 +234,14 @@ def test_several_processes_write_to_a_store_and_others_go_on(tmp_path, mishaps, 
     assert codes == [1]
     assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
     assert "are kept in s3://bucket/many/.out.partial; pass --resume to continue" in err, err
-    assert s3.contents(files, "bucket/many/out") == {}
+    assert object_stores.contents(files, "bucket/many/out") == {}
     codes, said, err = ended(ranks(2, "-m", "reshard", "convert", EXAMPLE, out, *words))
     assert codes == [0, 0], err
     assert "of an interrupted run" in said
     assert said.count("every byte read back") == 1
     alone = [sys.executable, "-m", "reshard", "convert", EXAMPLE, tmp_path / "one", "--to", "dcp"]
     subprocess.run([str(word) for word in alone], check=True, timeout=TIMEOUT_S)
-    assert s3.contents(files, "bucket/many/out") == contents(tmp_path / "one")
+    assert object_stores.contents(files, "bucket/many/out") == contents(tmp_path / "one")
     assert files.find("bucket/many") == files.find("bucket/many/out")
 
 

@@ -8,7 +8,7 @@ import torch
 import reshard
 from reshard.errors import UsageError
 from reshard.formats.targets import NAMES
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 
 # fixture, and the path below it
 SOURCES = {

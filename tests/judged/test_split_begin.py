@@ -17,7 +17,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from tests.judges import begin_worker as worker
 from tests.judges import deepspeed_judge, deepspeed_models
 from tests.judges.split_worker import in_turn
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 from tests.trainer import worlds
 
 STEPS = 3

@@ -33,7 +33,7 @@ from tests.judges import library_judge
 from tests.judges import split_worker as worker
 from tests.judges.split_worker import resumed
 from tests.judges.torch_cases import CASES
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 from tests.trainer import worlds
 
 TWO, ONE = "menagerie_tied_frozen", "menagerie_tied"  # the models under FSDP 2 and FSDP 1

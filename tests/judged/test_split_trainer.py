@@ -18,7 +18,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.training import rng
 from tests.judges import resume_worker as worker
 from tests.judges import server
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 
 JUDGE = server.Judge("tests.judges.resume_worker", "Trainer", {}, limit_s=90.0)
 RUNS = {  # what saves

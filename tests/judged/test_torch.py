@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import reshard
 from tests.judges import torch_judge
 from tests.judges.torch_cases import CASES
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 
 READ = [name for name, case in CASES.items() if case.expect == "read"]
 REFUSED = [name for name, case in CASES.items() if case.expect.startswith("refused")]

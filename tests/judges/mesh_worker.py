@@ -36,7 +36,7 @@ from tests.judges.split_worker import (
     rank_files,
     state_of,
 )
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 
 __all__ = ["in_turn"]
 TENSOR = "tp"

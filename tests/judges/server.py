@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.crashed import crashed, tell
 from tests.judges.ranks import Job, Report
+from tests.support.crashed import crashed, warn_of
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 120.0
@@ -140,7 +140,7 @@ class Judge:
                 yield report
                 continue
             job = by_case[report.case]
-            tell(f"done once more: {self.failure(job, report)}")
+            warn_of(f"done once more: {self.failure(job, report)}")
             shutil.rmtree(job.out)
             job.out.mkdir()
             again.append(job)

@@ -36,7 +36,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.judges import dcp_reader_worker as reader
 from tests.judges import torch_models
-from tests.menagerie import same
+from tests.support.sample_tensors import same
 
 STEPS = 3
 ROWS = 12  # of the global batch: divides by every number of ranks here

@@ -60,7 +60,7 @@ from tests.judges import ranks, torch_models
 from tests.judges.models import ties
 from tests.judges.named_cuda import named_cuda
 from tests.judges.torch_cases import CASES, Case
-from tests.menagerie import menagerie, same
+from tests.support.sample_tensors import same, sample_tensors
 
 STEPS = 3
 State = dict[str, Any]
@@ -599,7 +599,7 @@ def averaged(live: Live, place: Path) -> State:
 
 def odd_tensors(live: Live, place: Path) -> State:
     """Every form of a tensor, sharded or not, as DCP takes it; its own reader is the truth."""
-    forms = menagerie()
+    forms = sample_tensors()
     forms["channels_last"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     forms["float8"] = torch.randn(6, 4).to(torch.float8_e4m3fn)
     state = {"model": forms, "lists": {"h": [torch.arange(4), 5], "deep": [[torch.ones(2)]]}}

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 
 import reshard
 from reshard.errors import CorruptError, ExistsError, UsageError
-from tests.menagerie import menagerie, raw
+from tests.support.sample_tensors import raw, sample_tensors
 
 
 @pytest.fixture
 def tensors():
-    wanted = {name: value.contiguous().clone() for name, value in menagerie().items()}
+    wanted = {name: value.contiguous().clone() for name, value in sample_tensors().items()}
     return {n: v for n, v in wanted.items() if "complex" not in n and not n.startswith("special")}
 
 

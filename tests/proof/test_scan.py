@@ -19,7 +19,7 @@ from reshard.layout.partition import run_chunks
 from reshard.manifest import Entry, Record, SourceFile, contiguous
 from reshard.proof.gaps import count_other, gaps
 from reshard.proof.scan import Rival, Task, chunk_at, replicas, scan
-from tests import scenes
+from tests.support import random_checkpoints
 
 
 def scanned(tasks, files, *, workers=2, window_bytes=1 << 20):
@@ -31,7 +31,7 @@ def scanned(tasks, files, *, workers=2, window_bytes=1 << 20):
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), workers=st.integers(1, 3), window=st.integers(16, 4096))
 def test_a_digest_does_not_depend_on_the_layout(tmp_path, seed, workers, window):
-    made = scenes.scene(tmp_path / str(seed), seed)
+    made = random_checkpoints.scene(tmp_path / str(seed), seed)
     files = made.files()
     tasks = [Task(entry, digests=(entry.dtype,)) for entry in made.entries.values() if entry.numel]
     found = scanned(tasks, files, workers=workers, window_bytes=window)
@@ -44,7 +44,7 @@ def test_a_digest_does_not_depend_on_the_layout(tmp_path, seed, workers, window)
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_byte_of_a_record_is_covered_by_its_checksum(tmp_path, seed):
-    made = scenes.scene(tmp_path / "scene", seed)
+    made = random_checkpoints.scene(tmp_path / "scene", seed)
     files = made.files()
     tasks = [Task(entry) for entry in made.entries.values()]
     for path, file in files.items():

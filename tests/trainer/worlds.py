@@ -17,13 +17,13 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.crashed import crashed, tell
+from tests.support.crashed import crashed, warn_of
 
 PRELOAD = ["torch", "torch.optim.adamw", "transformers.models.llama.modeling_llama", "trainer.loop"]
 
 
 class CrashError(AssertionError):
-    """A rank crashed; see `tests.crashed`."""
+    """A rank crashed; see `tests.support.crashed`."""
 
 
 def run(world, function, *args):
@@ -145,7 +145,7 @@ def train_on(world, jobs):
     try:
         return run(world, train, jobs)
     except CrashError as error:
-        tell(f"trained once more: {error}")
+        warn_of(f"trained once more: {error}")
         for path in made:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         return run(world, train, jobs)

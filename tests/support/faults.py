@@ -24,7 +24,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-from tests.points import Points
+from tests.support.signal_points import Points
 
 _MOST = 60  # seconds until a child at whose points a signal came is taken to hang
 _NAMES = {"os.rename", "os.link", "os.remove", "os.mkdir", "os.rmdir"}

@@ -1,6 +1,6 @@
-"""The fixed menagerie: one tensor of every form that a checkpoint may hold.
+"""One tensor of every shape, stride and dtype that a checkpoint may hold.
 
-Everything that reads, plans, casts or writes tensors is tested over all of it.
+All code that reads, plans, casts or writes tensors is tested with all of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ _INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "ui
 _FLOATS = ("float32", "float64", "complex64")
 
 
-def menagerie() -> dict[str, torch.Tensor]:
-    """Name -> tensor; the same values on every call. ``tied.a`` and ``tied.b`` share a storage."""
+def sample_tensors() -> dict[str, torch.Tensor]:
+    """Return the tensors by name, with the same values on every call.
+
+    ``tied.a`` and ``tied.b`` share a storage.
+    """
     chance = torch.Generator().manual_seed(11)
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -69,11 +72,11 @@ def _special(dtype: torch.dtype) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    """The elements' bits in row-major order."""
+    """Return the bytes of the elements in row-major order."""
     flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal shape, dtype and bits; NaNs compare by their bits."""
+    """Tell whether shape, dtype and bits are equal; NaNs compare by their bits."""
     return a.shape == b.shape and a.dtype == b.dtype and raw(a) == raw(b)

@@ -1,4 +1,4 @@
-"""Pictures of pages, to look at: ``python -m tests.screenshots OUT PAGE.html ...``.
+"""Pictures of pages, to look at: ``python -m tests.support.screenshots OUT PAGE.html ...``.
 
 Of each page, by day, by night and on a phone; and of maps of 2, 64 and 1,024 ranks, and of curves.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from reshard.html import document, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Maps, Page, Section
-from tests import browser, html_scenes
+from tests.support import browser, large_manifests
 
 
 def main() -> None:
@@ -22,11 +22,11 @@ def main() -> None:
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     paths = [Path(name) for name in sys.argv[2:]]
-    shapes = html_scenes.llama(layers=16)
+    shapes = large_manifests.llama(layers=16)
     for ranks in (2, 64, 1024):
         sides = [
-            shards.of_manifest("Before", html_scenes.zero3(shapes, ranks)),
-            shards.of_manifest("After", html_scenes.flat(shapes, max(ranks // 4, 3))),
+            shards.of_manifest("Before", large_manifests.zero3(shapes, ranks)),
+            shards.of_manifest("After", large_manifests.flat(shapes, max(ranks // 4, 3))),
         ]
         paths.append(made(out / f"{ranks}-ranks.html", Maps(sides)))
     paths.append(made(out / "curves.html", curves()))

@@ -1,4 +1,4 @@
-"""Ranks that native code ended: what starts ranks starts them once more then, and says so.
+"""Recognize ranks that native code killed: whoever starts ranks starts those again, with a warning.
 
 gloo's own threads crash once in thousands of process groups (torch 2.13, seen under load).
 """
@@ -13,12 +13,12 @@ _SIGNALS = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT}
 
 
 def crashed(exits: Iterable[int | None]) -> bool:
-    """Whether one of these exit codes is of a crash, so not of a fault of Python code."""
+    """Tell whether one of these exit codes is of a crash in native code."""
     return not _SIGNALS.isdisjoint(exits)
 
 
-def tell(what: str) -> None:
-    """A warning that pytest shows and does not raise."""
+def warn_of(what: str) -> None:
+    """Give a warning that pytest shows and does not raise."""
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn(what, stacklevel=3)

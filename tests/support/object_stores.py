@@ -15,7 +15,7 @@ import pytest
 
 from reshard.remote import attempts, store
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "llama-zero3-4ranks"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
 DROP, CUT, SLOW = "drop", "cut", "slow"  # or the status to answer with: 500, 503, 403
 Fault = Callable[[str, str, int], "str | int | None"]  # method, path, number of the request
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 RUN = ROOT / "examples" / "llama-zero3-4ranks"
 TRAIN = "python -m trainer --strategy zero3 --nproc 4 --steps 4 --global-batch 8 --save run"
