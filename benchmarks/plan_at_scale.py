@@ -30,6 +30,7 @@ from typing import Any
 
 from reshard import dtypes, formats
 from reshard.box import whole
+from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps
 from reshard.dtypes import DType
 from reshard.formats.megatron.target.choice import Described, Wanted
@@ -44,7 +45,6 @@ from reshard.manifest import (
     SourceFile,
     TrainState,
     check,
-    contiguous,
     index_entries,
 )
 from reshard.model_parallel.architecture import Architecture

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from reshard import dtypes
 from reshard.box import Box
-from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile, contiguous
+from reshard.chunks import contiguous
+from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan

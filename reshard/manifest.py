@@ -7,15 +7,15 @@ are inside their files and cover the tensor exactly.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal
 
 from reshard import escaped
-from reshard.box import Box, Index, first_overlap, row_major, whole
+from reshard.box import Index, first_overlap, whole
+from reshard.chunks import Chunk, Chunks, ListedChunks, Partition
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
 
@@ -26,49 +26,6 @@ MASTER = "master"
 WEIGHT_KINDS = (PARAM, BUFFER, MASTER)
 
 Key = tuple[str, str]  # (kind, fqn)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """One stored block of a logical tensor.
-
-    Args:
-        box: the block's origin and shape in the tensor, in elements.
-        file: path of the file that stores the block.
-        byte_offset: offset of the block's first element in the file.
-        byte_strides: distance in the file between neighbours along each dimension.
-        dtype: dtype of the stored elements.
-        factor: number by which a stored element is multiplied to give the tensor's value.
-    """
-
-    box: Box
-    file: str
-    byte_offset: int
-    byte_strides: Index
-    dtype: DType
-    factor: float = 1.0
-
-    @property
-    def byte_span(self) -> tuple[int, int]:
-        """The smallest file interval ``[start, stop)`` that holds every element of the chunk."""
-        if self.box.volume == 0:
-            return self.byte_offset, self.byte_offset
-        reach = sum((n - 1) * s for n, s in zip(self.box.shape, self.byte_strides, strict=True))
-        return self.byte_offset, self.byte_offset + reach + self.dtype.itemsize
-
-
-class Partition(Sequence[Chunk]):
-    """A sequence of chunks that is computed from a few numbers, without replicas.
-
-    Every element of the tensor is in exactly one chunk. A thousand parameters on thousands of ranks
-    are millions of chunks, so a chunk is built only when it is indexed.
-    """
-
-    __slots__ = ()
-
-    @abstractmethod
-    def find_outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
-        """Return a chunk that exceeds the size of its file, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +40,13 @@ class Entry:
     dtype: DType
     shape: Index
     chunks: tuple[Chunk, ...] | Partition
+
+    @property
+    def layout(self) -> Chunks:
+        """The chunks as the planner and the checks see them."""
+        if isinstance(self.chunks, Partition):
+            return self.chunks
+        return ListedChunks(self.chunks, self.shape)
 
     @property
     def key(self) -> Key:
@@ -353,11 +317,6 @@ def most_common_dtype(dtypes: Iterable[DType]) -> str:
     return str(max(counts, key=counts.__getitem__)) if counts else ""
 
 
-def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
-    """Return a chunk of which the file stores a contiguous tensor of shape ``stored``."""
-    return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
-
-
 def find_source_file(files: Mapping[str, SourceFile], file: str) -> SourceFile:
     """Return the description of a chunk's file, which may be text inside a pickle."""
     if not escaped.is_escaped(file):
@@ -378,16 +337,13 @@ def check(manifest: Manifest) -> None:
             raise CorruptError(
                 manifest.origin.path, f"the name of a tensor is not text: {shown(key)}"
             )
-        if isinstance(entry.chunks, Partition):
-            outside = entry.chunks.find_outside(manifest.files)
-            _check_bounds(entry, (outside,) if outside else (), manifest.files)
-            continue
-        _check_bounds(entry, entry.chunks, manifest.files)
-        _check_coverage(entry)
+        _check_bounds(entry, manifest.files)
+        if not entry.layout.is_partition:
+            _check_coverage(entry)
 
 
-def _check_bounds(entry: Entry, chunks: Iterable[Chunk], files: Mapping[str, SourceFile]) -> None:
-    for chunk in chunks:
+def _check_bounds(entry: Entry, files: Mapping[str, SourceFile]) -> None:
+    for chunk in entry.layout.find_unproven(lambda file: find_source_file(files, file).nbytes):
         if not chunk.box.fits(entry.shape):
             raise CorruptError(
                 chunk.file,

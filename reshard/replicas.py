@@ -16,19 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal
 
 from reshard.box import Box, contiguous_cuts, row_major, whole
+from reshard.chunks import Chunk
 from reshard.dtypes import DType
 from reshard.errors import DifferentError, UnsupportedError
 from reshard.files import SourceFiles
-from reshard.manifest import (
-    BUFFER,
-    WEIGHT_KINDS,
-    Chunk,
-    Entry,
-    Manifest,
-    Partition,
-    SourceFile,
-    find_source_file,
-)
+from reshard.manifest import BUFFER, WEIGHT_KINDS, Entry, Manifest, SourceFile, find_source_file
 from reshard.tensors import first_difference, read_block
 
 if TYPE_CHECKING:
@@ -86,7 +78,7 @@ def _find_difference(
     entry: Entry, files: Mapping[str, SourceFile], pool: SourceFiles
 ) -> tuple[Chunk, Chunk, int] | None:
     """Return two chunks of one box that differ, and the first different element, or None."""
-    if isinstance(entry.chunks, Partition):
+    if entry.layout.is_partition:
         return None
     for box, (first, *others) in _group_by_box(entry).items():
         block = replace(entry, shape=box.shape, chunks=(_rebase(first),))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from reshard.box import Box
+from reshard.chunks import Chunk
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError
 from reshard.formats.dcp.flattened import restored
-from reshard.manifest import Chunk
 from reshard.state_dict.tree import GlobalTensor
 
 SHAPE, PARTS = (4, 6), (2, 2)

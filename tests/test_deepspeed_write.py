@@ -10,6 +10,7 @@ from math import prod
 import pytest
 
 from reshard.box import whole
+from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
@@ -25,7 +26,6 @@ from reshard.manifest import (
     SourceFile,
     TrainState,
     check,
-    contiguous,
     index_entries,
 )
 from reshard.plan.planner import Plan

@@ -12,15 +12,10 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, row_major, whole
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, DifferentError, IncompleteError
 from reshard.files import SourceFiles
-from reshard.manifest import (
-    Chunk,
-    Entry,
-    OutputFile,
-    Skeleton,
-    SourceFile,
-)
+from reshard.manifest import Entry, OutputFile, Skeleton, SourceFile
 from reshard.move import share
 from reshard.move.execute import execute
 from reshard.move.fill import Filler

@@ -12,8 +12,9 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, whole
+from reshard.chunks import Chunk, contiguous
 from reshard.errors import CorruptError
-from reshard.manifest import Chunk, Entry, Record, SourceFile, StoredChecksum, contiguous
+from reshard.manifest import Entry, Record, SourceFile, StoredChecksum
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan

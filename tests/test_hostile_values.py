@@ -14,12 +14,12 @@ import reshard
 from benchmarks.hostile import case
 from reshard import formats
 from reshard.box import whole
+from reshard.chunks import contiguous
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
 from reshard.formats.megatron.target import groups
-from reshard.manifest import contiguous
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global

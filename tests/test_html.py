@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 import reshard
 from reshard import dtypes, formats
 from reshard.box import Box, flat_span, whole
+from reshard.chunks import contiguous
 from reshard.errors import ExistsError, UsageError
 from reshard.html import document, pages, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
-from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
+from reshard.manifest import Entry, OutputFile, Skeleton
 from tests.support import large_manifests
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,6 +22,7 @@ LAYERS = (
         "errors",
         "dtypes",
         "box",
+        "chunks",
         "version",
         "checksum",
         "signals",

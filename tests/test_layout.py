@@ -10,9 +10,9 @@ import numpy as np
 
 from reshard import dtypes
 from reshard.box import Box, flat_span, whole
+from reshard.chunks import contiguous
 from reshard.dtypes import FLOAT32
 from reshard.layout.partition import Cut, Member, equal_piece, flat_chunks, mesh_box, run_chunks
-from reshard.manifest import contiguous
 
 
 def test_run_chunks_point_at_the_run_stored_contiguously():

@@ -11,18 +11,17 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, first_overlap, row_major, whole
+from reshard.chunks import Chunk, contiguous
 from reshard.dtypes import BFLOAT16, UINT8
 from reshard.errors import CorruptError
 from reshard.layout.partition import run_chunks
 from reshard.manifest import (
-    Chunk,
     Entry,
     Manifest,
     Origin,
     Record,
     SourceFile,
     check,
-    contiguous,
     index_entries,
     most_common_dtype,
 )

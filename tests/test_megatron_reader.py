@@ -20,6 +20,7 @@ import torch
 import reshard
 from reshard import formats
 from reshard.box import row_major, whole
+from reshard.chunks import Chunk
 from reshard.dtypes import FLOAT32
 from reshard.errors import (
     CorruptError,
@@ -34,7 +35,7 @@ from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
 from reshard.formats.megatron.directory import saving
-from reshard.manifest import Chunk, Entry
+from reshard.manifest import Entry
 from reshard.model_parallel.rules import builtin
 from reshard.tensors import LazyTensor
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.box import Box, row_major, whole
+from reshard.chunks import Chunk
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, IncompleteError, UsageError
-from reshard.manifest import Chunk, Entry, Manifest, Origin, index_entries
+from reshard.manifest import Entry, Manifest, Origin, index_entries
 from reshard.model_parallel import combine, moves
 from reshard.model_parallel.moves import Move
 from reshard.model_parallel.patterns import Pattern

@@ -11,20 +11,11 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, whole
+from reshard.chunks import Chunk, contiguous
 from reshard.errors import ReshardError
 from reshard.files import SourceFiles
 from reshard.layout.runs import EqualRuns, RankOffsets
-from reshard.manifest import (
-    Chunk,
-    Entry,
-    Manifest,
-    Origin,
-    OutputFile,
-    Skeleton,
-    SourceFile,
-    check,
-    contiguous,
-)
+from reshard.manifest import Entry, Manifest, Origin, OutputFile, Skeleton, SourceFile, check
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.copies import plan_block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import replace
 from math import prod
@@ -10,6 +11,7 @@ import pytest
 
 from reshard import dtypes
 from reshard.box import Box, whole
+from reshard.chunks import contiguous
 from reshard.containers import skeletons
 from reshard.errors import CorruptError
 from reshard.layout.partition import equal_piece, run_chunks
@@ -23,7 +25,6 @@ from reshard.manifest import (
     SourceFile,
     StoredChecksum,
     check,
-    contiguous,
 )
 from reshard.plan.copies import plan_block
 from reshard.plan.extents import iterate_output_files
@@ -112,8 +113,12 @@ def test_a_run_before_the_first_byte_of_its_file_is_found():
     for at, outside in (((0, 0), None), ((-1, 0), "a"), ((-2, 0), "a"), ((0, -1), "b")):
         held = EqualRuns(RankOffsets(("a", "b"), at), dtypes.FLOAT32, (7,), 0)
         for last in (12, 99):  # the last rank holds 3 of 4 elements
-            found = held.find_outside({"a": SourceFile("a", 99), "b": SourceFile("b", last)})
-            assert (found and found.file) == outside, (at, last)
+            files = {"a": SourceFile("a", 99), "b": SourceFile("b", last)}
+            manifest = Manifest(Origin("test", ""), {KEY: entry(held)}, files, ordered=True)
+            with contextlib.ExitStack() as stack:
+                if outside:
+                    stack.enter_context(pytest.raises(CorruptError, match=f"^{outside}: "))
+                check(manifest)
 
 
 def test_what_follows_runs_in_a_manifest_is_checked_too():

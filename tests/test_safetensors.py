@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 import reshard
 from reshard import dtypes
 from reshard.box import whole
+from reshard.chunks import contiguous
 from reshard.containers import safetensors
 from reshard.errors import CorruptError, ReshardError, UnsupportedError
-from reshard.manifest import Entry, OutputFile, Skeleton, contiguous
+from reshard.manifest import Entry, OutputFile, Skeleton
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan

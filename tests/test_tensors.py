@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 import reshard
 from reshard import dtypes
 from reshard.box import Box, whole
+from reshard.chunks import contiguous
 from reshard.containers import torch_reader
 from reshard.errors import UsageError
 from reshard.files import Section, SourceFiles
-from reshard.manifest import Entry, Manifest, Origin, SourceFile, contiguous, index_entries
+from reshard.manifest import Entry, Manifest, Origin, SourceFile, index_entries
 from reshard.tensors import Checkpoint, LazyTensor, first_difference, read_block
 from tests.support.random_checkpoints import scene
 from tests.support.sample_tensors import raw, same, sample_tensors

@@ -13,6 +13,7 @@ import torch
 
 from reshard import dtypes, stamps
 from reshard.box import Box, whole
+from reshard.chunks import contiguous
 from reshard.containers import torch_objects, torch_reader, torch_writer, zip_reader
 from reshard.containers.torch_writer import (
     AS_WRITTEN,
@@ -26,7 +27,7 @@ from reshard.containers.torch_writer import (
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import Section, SourceFiles
-from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, contiguous, index_entries
+from reshard.manifest import Entry, Manifest, Origin, SourceFile, check, index_entries
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.pickles.values import Call, Global

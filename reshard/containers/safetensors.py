@@ -17,10 +17,11 @@ from typing import Any
 
 from reshard import dtypes
 from reshard.box import Index, whole
+from reshard.chunks import Chunk, contiguous
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
-from reshard.manifest import Chunk, Entry, SourceFile, contiguous
+from reshard.manifest import Entry, SourceFile
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _MAX_DIMS = 64  # torch's own limit

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from reshard.chunks import Chunk
 from reshard.layout.runs import EqualRuns, RankOffsets
-from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 
 
 class Laid(NamedTuple):

@@ -14,10 +14,11 @@ from typing import Any
 
 from reshard import dtypes, stamps
 from reshard.box import Index, whole
+from reshard.chunks import Chunk
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
-from reshard.manifest import Chunk, Claim, Record, SourceFile
+from reshard.manifest import Claim, Record, SourceFile
 from reshard.pickles.values import Builder, Call, Global
 from reshard.stamps import Stamp
 

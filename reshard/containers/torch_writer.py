@@ -23,10 +23,11 @@ from functools import partial
 from typing import Any
 
 from reshard.box import Box, Index, row_major, whole
+from reshard.chunks import contiguous
 from reshard.containers.zip_writer import ALIGNMENT, ZipLayout
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
-from reshard.manifest import Entry, Key, Skeleton, contiguous
+from reshard.manifest import Entry, Key, Skeleton
 from reshard.pickles.pickler import Pickler
 from reshard.pickles.values import Builder, Call, Global
 from reshard.stamps import KEY, Stamp

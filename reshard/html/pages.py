@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from reshard import units
+from reshard.chunks import Chunk
 from reshard.html import shards
 from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
-from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest, Skeleton
+from reshard.manifest import MASTER, PARAM, Entry, Manifest, Skeleton
 
 Document = Mapping[str, Any]
 

@@ -19,11 +19,12 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box, Index, contiguous_cuts
+from reshard.chunks import Chunk
 from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from reshard.files import SourceFiles
-from reshard.manifest import MASTER, PARAM, Chunk, Entry, Manifest
+from reshard.manifest import MASTER, PARAM, Entry, Manifest
 from reshard.move.fill import fill
-from reshard.plan.copies import BlockPlanner, Copy
+from reshard.plan.copies import Copy, CopyPlanner
 from reshard.units import counted
 
 if TYPE_CHECKING:
@@ -111,18 +112,18 @@ def _samples(manifest: Manifest, *, every_element: bool) -> Iterator[_Sample]:
         master = manifest.entries.get((MASTER, weight.fqn))
         if master is None or not are_comparable(master, weight):
             continue
-        blocks = BlockPlanner(weight)
+        blocks = CopyPlanner(weight)
         for chunk in _first_copies(master):
             if not chunk.box.volume:
                 continue
-            own = BlockPlanner(replace(master, chunks=(chunk,)))
+            own = CopyPlanner(replace(master, chunks=(chunk,)))
             boxes = _all_boxes(chunk.box) if every_element else (_sampled_box(weight.fqn, chunk),)
             for box in boxes:
                 yield _Sample(
                     weight.fqn,
                     box,
-                    own.plan(box, master.dtype).copies,
-                    blocks.plan(box, weight.dtype).copies,
+                    own.plan_block(box, master.dtype).copies,
+                    blocks.plan_block(box, weight.dtype).copies,
                     (master.dtype, weight.dtype),
                 )
 

@@ -9,8 +9,8 @@ from itertools import accumulate
 from math import prod
 
 from reshard.box import Box, Index, flat_span, row_major, run_boxes
+from reshard.chunks import Chunk
 from reshard.dtypes import DType
-from reshard.manifest import Chunk
 
 
 def run_chunks(

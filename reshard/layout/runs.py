@@ -5,16 +5,16 @@ A few numbers describe all runs of a tensor, however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import sub
 from typing import overload
 
 from reshard.box import Index, run_boxes
+from reshard.chunks import Chunk, ChunkIndex, Part, Partition, Run, contiguous
 from reshard.dtypes import DType
 from reshard.layout.partition import equal_piece
-from reshard.manifest import Chunk, Partition, SourceFile, contiguous
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,21 +65,71 @@ class EqualRuns(Partition):
             yield contiguous(self.offsets.files[rank], at, self.dtype, box, box.shape)
             at += box.volume * self.dtype.itemsize
 
-    def find_outside(self, files: Mapping[str, SourceFile]) -> Chunk | None:
-        """Return a chunk that exceeds the size of its file, or None."""
-        offsets, size = self.offsets, self.dtype.itemsize
-        room = (files[file].nbytes for file in offsets.files)
-        # The usual case needs no chunk: every file has room for a full run.
-        if (
-            min(offsets.byte_offsets) + self.skipped >= 0
-            and min(map(sub, room, offsets.byte_offsets)) >= self.skipped + self.step * size
-        ):
+    @property
+    def dtypes(self) -> set[DType]:
+        """The dtype of all elements."""
+        return {self.dtype}
+
+    @property
+    def stored_numel(self) -> int:
+        """The number of elements of the tensor."""
+        return self.numel
+
+    @property
+    def part_count(self) -> int:
+        """The number of ranks that store at least one element."""
+        return len(self.ranks(0, self.numel))
+
+    @property
+    def file_table(self) -> tuple[int, Sequence[str]]:
+        """The file of every rank; all tensors of the flat tensor have the same table."""
+        return id(self.offsets), self.offsets.files
+
+    def part(self, position: int) -> Part | None:
+        """Return the run of a rank, or None if it is empty."""
+        start, stop = self.run(position)
+        if start == stop:
             return None
-        for chunk in self:  # the runs of the last ranks are shorter than a step
-            start, stop = chunk.byte_span
-            if start < 0 or stop > files[chunk.file].nbytes:
-                return chunk
+        return Part(self.byte_offset(position), start, stop, None, self.dtype)
+
+    def find_strided(self) -> Chunk | None:
+        """Return None: every run is contiguous."""
         return None
+
+    def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:
+        """Return no chunk if every file has room for a full run, which is the usual case."""
+        offsets = self.offsets
+        room = map(sub, map(size_of, offsets.files), offsets.byte_offsets)
+        is_inside = min(offsets.byte_offsets) + self.skipped >= 0
+        full = self.skipped + self.step * self.dtype.itemsize
+        # The runs of the last ranks are shorter than a step, so less room can be enough.
+        return () if is_inside and min(room) >= full else self
+
+    def build_index(self) -> ChunkIndex:
+        """Return this object: positions are computed, not searched."""
+        return self
+
+    @property
+    def widest(self) -> int:
+        """The itemsize in bytes."""
+        return self.dtype.itemsize
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every chunk is a contiguous run of the flattened tensor: always."""
+        return True
+
+    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Yield the chunks of the ranks that store a part of elements `start` to `stop`."""
+        return (chunk for rank in self.ranks(start, stop) for chunk in self.of_rank(rank))
+
+    def find_runs(self, start: int, stop: int) -> Iterator[Run]:
+        """Yield one run for each rank that stores a part of elements `start` to `stop`."""
+        for rank in self.ranks(start, stop):
+            first = rank * self.step
+            low, high = max(start, first), min(stop, first + self.step)
+            offset = self.byte_offset(rank) + (low - first) * self.dtype.itemsize
+            yield Run(low, high, self.offsets.files[rank], offset, self.dtype, 1.0)
 
     def __iter__(self) -> Iterator[Chunk]:
         for rank in self.ranks(0, self.numel):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.box import Box, Index, intersect
-from reshard.manifest import Chunk
+from reshard.chunks import Chunk
 
 
 @dataclass(frozen=True, slots=True)

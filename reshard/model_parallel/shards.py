@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reshard.box import Box, Index, whole
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UsageError
-from reshard.manifest import WEIGHT_KINDS, Chunk, Entry
+from reshard.manifest import WEIGHT_KINDS, Entry
 from reshard.model_parallel.moves import Move, moved, side_by_side
 
 

@@ -6,17 +6,14 @@ that it fills. This module opens no file.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import prod
-from operator import itemgetter
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
+from reshard.chunks import Chunk, Run
 from reshard.dtypes import DType
-from reshard.layout.runs import EqualRuns
-from reshard.manifest import Chunk, Entry
+from reshard.manifest import Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,55 +65,21 @@ class Window:
     copies: tuple[Copy, ...]
 
 
-class BlockPlanner:
-    """A planner of many boxes of one tensor, which builds the tensor's chunk index only once."""
+class CopyPlanner:
+    """A planner of the copies that fill boxes and runs of one tensor."""
 
     def __init__(self, source: Entry) -> None:
-        self._index = build_chunk_index(source)
+        self.fqn = source.fqn
+        self.shape = source.shape
+        self._index = source.layout.build_index()
+        self.widest = self._index.widest
+        self.is_flat = self._index.is_flat
 
-    def plan(self, box: Box, dtype: DType) -> Window:
+    def plan_block(self, box: Box, dtype: DType) -> Window:
         """Return the copies that fill one contiguous buffer with `box`."""
         strides = row_major(box.shape, dtype.itemsize)
-        copies = self._index.plan_box(box, dtype, strides, 0) if box.volume else ()
+        copies = self.plan_box(box, dtype, strides, 0) if box.volume else ()
         return Window("", 0, box.volume * dtype.itemsize, tuple(copies))
-
-
-def plan_block(source: Entry, box: Box, dtype: DType) -> Window:
-    """Return the copies that fill one contiguous buffer with `box` of the tensor `source`."""
-    return BlockPlanner(source).plan(box, dtype)
-
-
-class ChunkIndex:
-    """An index of the distinct chunks of one entry, in flat order; replicas are left out.
-
-    ``is_flat`` says whether every chunk is a contiguous run of the flattened tensor. Runs of the
-    output are then planned without computing boxes.
-    """
-
-    def __init__(self, entry: Entry) -> None:
-        self.fqn = entry.fqn
-        self.shape = entry.shape
-        distinct: dict[Box, Chunk] = {}
-        for chunk in entry.chunks:
-            if chunk.box.volume:
-                distinct.setdefault(chunk.box, chunk)
-        spans = sorted(((*flat_span(box, entry.shape), box) for box in distinct), key=itemgetter(0))
-        self._starts = [start for start, _, _ in spans]
-        self._stops = [stop for _, stop, _ in spans]
-        # For each chunk: the largest stop of this chunk and of those before it. Chunks may nest, so
-        # the stops themselves are not sorted and cannot be bisected.
-        self._reaches = list(accumulate(self._stops, max))
-        self._chunks = [distinct[box] for *_, box in spans]
-        self.widest = max((chunk.dtype.itemsize for chunk in self._chunks), default=1)
-        self.is_flat = all(
-            stop - start == box.volume and _is_contiguous(distinct[box])
-            for start, stop, box in spans
-        )
-
-    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
-        """Return the chunks that can overlap elements `start` to `stop`; a few may not."""
-        first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
-        return self._chunks[first:last]
 
     def plan_box(self, box: Box, dtype: DType, strides: Index, at: int) -> Iterable[Copy]:
         """Return copies of every stored block that overlaps `box`, in the order of the box.
@@ -128,7 +91,7 @@ class ChunkIndex:
             at: the byte offset of the output block in its window.
         """
         copies = []
-        for chunk in self.find_overlapping(*flat_span(box, self.shape)):
+        for chunk in self._index.find_overlapping(*flat_span(box, self.shape)):
             common = intersect(box, chunk.box)
             if common:
                 copies.append(_copy_overlap(self.fqn, common, chunk, box, dtype, strides, at))
@@ -138,77 +101,35 @@ class ChunkIndex:
     def plan_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
         """Yield copies that fill elements `start` to `stop` of the flattened tensor."""
         if self.is_flat:
-            yield from _merge_adjacent(self._runs_of(start, stop, dtype, at))
+            yield from self._copy_runs(start, stop, dtype, at)
             return
         for box in run_boxes(self.shape, start, stop):
             strides = row_major(box.shape, dtype.itemsize)
             yield from self.plan_box(box, dtype, strides, at)
             at += box.volume * dtype.itemsize
 
-    def _runs_of(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
-        first, last = bisect_right(self._reaches, start), bisect_left(self._starts, stop)
-        for number in range(first, last):
-            chunk, begin = self._chunks[number], self._starts[number]
-            low, high = max(start, begin), min(stop, self._stops[number])
-            size, wide = chunk.dtype.itemsize, dtype.itemsize
+    def _copy_runs(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
+        wide = dtype.itemsize
+        for low, high, file, byte_offset, stored, factor in _merge_runs(
+            self._index.find_runs(start, stop)
+        ):
             yield Copy(
                 self.fqn,
                 (high - low,),
-                chunk.file,
-                chunk.byte_offset + (low - begin) * size,
-                (size,),
-                chunk.dtype,
+                file,
+                byte_offset,
+                (stored.itemsize,),
+                stored,
                 at + (low - start) * wide,
                 (wide,),
                 dtype,
-                chunk.factor,
+                factor,
             )
 
 
-class RunIndex(ChunkIndex):
-    """An index of an entry that is stored as equal runs: positions are computed, not searched."""
-
-    def __init__(self, fqn: str, runs: EqualRuns) -> None:
-        self.fqn = fqn
-        self.shape = runs.shape
-        self.widest = runs.dtype.itemsize
-        self.is_flat = True
-        self._runs = runs
-
-    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
-        """Yield the chunks that can overlap elements `start` to `stop` of the flattened tensor."""
-        return (c for rank in self._runs.ranks(start, stop) for c in self._runs.of_rank(rank))
-
-    def plan_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
-        """Yield one copy for each rank that stores a part of elements `start` to `stop`."""
-        runs, size, wide = self._runs, self._runs.dtype.itemsize, dtype.itemsize
-        for rank in runs.ranks(start, stop):
-            first = rank * runs.step
-            low, high = max(start, first), min(stop, first + runs.step)
-            yield Copy(
-                self.fqn,
-                (high - low,),
-                runs.offsets.files[rank],
-                runs.byte_offset(rank) + (low - first) * size,
-                (size,),
-                runs.dtype,
-                at + (low - start) * wide,
-                (wide,),
-                dtype,
-            )
-
-
-def _is_contiguous(chunk: Chunk) -> bool:
-    contiguous = row_major(chunk.box.shape, chunk.dtype.itemsize)
-    dims = zip(chunk.box.shape, chunk.byte_strides, contiguous, strict=True)
-    return all(extent == 1 or stride == step for extent, stride, step in dims)
-
-
-def build_chunk_index(entry: Entry) -> ChunkIndex:
-    """Return an index of the chunks that the source stores for `entry`."""
-    if isinstance(entry.chunks, EqualRuns):
-        return RunIndex(entry.fqn, entry.chunks)
-    return ChunkIndex(entry)
+def plan_block(source: Entry, box: Box, dtype: DType) -> Window:
+    """Return the copies that fill one contiguous buffer with `box` of the tensor `source`."""
+    return CopyPlanner(source).plan_block(box, dtype)
 
 
 def dot(a: Index, b: Index) -> int:
@@ -256,6 +177,26 @@ def _collapse_dims(shape: Index, source: Index, target: Index) -> tuple[Index, I
         else:
             dims.append((extent, a, b))
     return tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims)
+
+
+def _merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
+    """Merge consecutive runs that are adjacent in one file."""
+    last: Run | None = None
+    for run in runs:
+        if last is None:
+            last = run
+        elif (
+            run.file == last.file
+            and run.start == last.stop
+            and run.byte_offset == last.byte_offset + (last.stop - last.start) * last.dtype.itemsize
+            and (run.dtype, run.factor) == (last.dtype, last.factor)
+        ):
+            last = last._replace(stop=run.stop)
+        else:
+            yield last
+            last = run
+    if last is not None:
+        yield last
 
 
 def _merge_adjacent(copies: Iterable[Copy]) -> Iterator[Copy]:

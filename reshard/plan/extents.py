@@ -6,26 +6,26 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from reshard.box import Box, flat_span
+from reshard.box import Box
+from reshard.chunks import Chunks
 from reshard.dtypes import DType
-from reshard.layout.runs import EqualRuns
-from reshard.manifest import Chunk, Skeleton
+from reshard.manifest import Skeleton
 
 
 class Extent(NamedTuple):
     """A part of a tensor that occupies one contiguous range of an output file.
 
     Args:
-        byte_offset: the offset of the range in the file.
         entry: the index of the tensor's entry in the skeleton.
+        byte_offset: the offset of the range in the file.
         start: the first element of the smallest flat run that contains the part.
         stop: the end of that run, exclusive.
         box: the part itself, or None if the part is the whole run.
         dtype: the dtype in the output file.
     """
 
-    byte_offset: int
     entry: int
+    byte_offset: int
     start: int
     stop: int
     box: Box | None
@@ -50,8 +50,7 @@ class Extent(NamedTuple):
 def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]]]:
     """Yield the output files sorted by name, each with its extents sorted by offset.
 
-    Every chunk must be contiguous. Equal runs (`EqualRuns`) are expanded into extents file by file,
-    so that memory holds the extents of one file only.
+    Every chunk must be contiguous. Extents are built file by file: memory holds those of one file.
     """
     index = _FileIndex(skeleton)
     for file in index.files():
@@ -59,42 +58,28 @@ def iterate_output_files(skeleton: Skeleton) -> Iterator[tuple[str, list[Extent]
 
 
 class _FileIndex:
-    """An index from file name to the chunks and runs stored in that file."""
+    """An index from file name to the parts of tensors that are stored in that file."""
 
     def __init__(self, skeleton: Skeleton) -> None:
-        self._entries = skeleton.entries
-        self._chunks: dict[str, list[tuple[int, Chunk]]] = defaultdict(list)
-        # Entries that share one `Places` object have the same files, so each file is listed once
-        # per object: file -> (id of the object, rank), and id -> entries.
-        self._ranks: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        self._runs: dict[int, list[tuple[int, EqualRuns]]] = defaultdict(list)
+        # Tensors with the same files are listed once: file -> (table of files, position in it),
+        # and table -> (number of the entry, its chunks).
+        self._positions: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._entries: dict[int, list[tuple[int, Chunks]]] = defaultdict(list)
         for number, entry in enumerate(skeleton.entries):
-            if isinstance(entry.chunks, EqualRuns):
-                self._add_runs(number, entry.chunks)
-                continue
-            for chunk in entry.chunks:
-                if chunk.box.volume:
-                    self._chunks[chunk.file].append((number, chunk))
-
-    def _add_runs(self, number: int, runs: EqualRuns) -> None:
-        layout = id(runs.offsets)
-        if layout not in self._runs:
-            for rank, file in enumerate(runs.offsets.files):
-                self._ranks[file].append((layout, rank))
-        self._runs[layout].append((number, runs))
+            table, files = entry.layout.file_table
+            if table not in self._entries:
+                for position, file in enumerate(files):
+                    self._positions[file].append((table, position))
+            self._entries[table].append((number, entry.layout))
 
     def files(self) -> list[str]:
         """Return the names of all files that contain tensor bytes, sorted."""
-        return sorted(self._chunks.keys() | self._ranks.keys())
+        return sorted(self._positions)
 
     def extents(self, file: str) -> Iterator[Extent]:
         """Yield the extents of `file` and drop it from the index."""
-        for number, chunk in self._chunks.pop(file, ()):
-            start, stop = flat_span(chunk.box, self._entries[number].shape)
-            yield Extent(chunk.byte_offset, number, start, stop, chunk.box, chunk.dtype)
-        for layout, rank in self._ranks.pop(file, ()):
-            for number, runs in self._runs[layout]:
-                start, stop = runs.run(rank)
-                if start < stop:
-                    at = runs.byte_offset(rank)
-                    yield Extent(at, number, start, stop, None, runs.dtype)
+        for table, position in self._positions.pop(file, ()):
+            for number, chunks in self._entries[table]:
+                part = chunks.part(position)
+                if part is not None:
+                    yield Extent(number, *part)

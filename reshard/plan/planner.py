@@ -16,9 +16,8 @@ from typing import NamedTuple
 from reshard.box import Box, Index, contiguous_cuts, flat_span, intersect, row_major
 from reshard.dtypes import WIDEST, DType
 from reshard.errors import ReshardError
-from reshard.layout.runs import EqualRuns
 from reshard.manifest import Entry, Key, Skeleton
-from reshard.plan.copies import BlockPlanner, ChunkIndex, Copy, Window, build_chunk_index, dot
+from reshard.plan.copies import Copy, CopyPlanner, Window, dot
 from reshard.plan.extents import Extent, iterate_output_files
 
 WINDOW_BYTES = 4 << 20
@@ -65,7 +64,7 @@ class Plan:
                 yield (Window(file, start, nbytes, tuple(copies)),)
         for number in sorted(self._interleaved):
             yield from self._plan_bands(
-                self.target.entries[number], build_chunk_index(self._sources[number])
+                self.target.entries[number], CopyPlanner(self._sources[number])
             )
 
     def without_interleaving(self) -> Plan:
@@ -87,34 +86,34 @@ class Plan:
 
     def _iterate_window_parts(self) -> Iterator[tuple[str, Iterator[list[_WindowPart]]]]:
         """Yield each output file with the parts of each of its windows."""
-        uses = list(map(_count_extents, self.target.entries))
-        indexes: dict[int, ChunkIndex] = {}
+        uses = [entry.layout.part_count for entry in self.target.entries]
+        planners: dict[int, CopyPlanner] = {}
         for file, all_extents in iterate_output_files(self.target):
             extents = [extent for extent in all_extents if extent.entry not in self._interleaved]
             for extent in extents:
-                if extent.entry not in indexes:
-                    indexes[extent.entry] = build_chunk_index(self._sources[extent.entry])
+                if extent.entry not in planners:
+                    planners[extent.entry] = CopyPlanner(self._sources[extent.entry])
             parts = (
-                p for extent in extents for p in self._cut_to_limit(extent, indexes[extent.entry])
+                p for extent in extents for p in self._cut_to_limit(extent, planners[extent.entry])
             )
             yield file, _group_into_windows(parts, self._limit)
             for extent in extents:
                 uses[extent.entry] -= 1
                 if not uses[extent.entry]:
-                    del indexes[extent.entry]
+                    del planners[extent.entry]
 
-    def _cut_to_limit(self, extent: Extent, index: ChunkIndex) -> Iterator[_WindowPart]:
+    def _cut_to_limit(self, extent: Extent, planner: CopyPlanner) -> Iterator[_WindowPart]:
         """Cut an extent into parts that fit into a window."""
-        widest = max(extent.dtype.itemsize, index.widest)
-        return _cut_extent(extent, index, max(self._limit // widest, 1))
+        widest = max(extent.dtype.itemsize, planner.widest)
+        return _cut_extent(extent, planner, max(self._limit // widest, 1))
 
-    def _plan_bands(self, entry: Entry, index: ChunkIndex) -> Iterator[tuple[Window, ...]]:
+    def _plan_bands(self, entry: Entry, planner: CopyPlanner) -> Iterator[tuple[Window, ...]]:
         """Yield an interleaved tensor in bands, each with one window for every target chunk.
 
         A band is a contiguous run of the tensor that fits into a window. Its bytes are read once
         and then distributed to all chunks.
         """
-        widest = max(index.widest, *(chunk.dtype.itemsize for chunk in entry.chunks))
+        widest = max(planner.widest, *(chunk.dtype.itemsize for chunk in entry.chunks))
         for band in contiguous_cuts(entry.shape, max(self._limit // widest, 1)):
             windows = []
             for chunk in entry.chunks:
@@ -122,7 +121,7 @@ class Plan:
                 if common:
                     at = dot(common.within(chunk.box).origin, chunk.byte_strides)
                     strides = row_major(common.shape, chunk.dtype.itemsize)
-                    copies = tuple(index.plan_box(common, chunk.dtype, strides, 0))
+                    copies = tuple(planner.plan_box(common, chunk.dtype, strides, 0))
                     nbytes = common.volume * chunk.dtype.itemsize
                     windows.append(Window(chunk.file, chunk.byte_offset + at, nbytes, copies))
             yield tuple(windows)
@@ -136,11 +135,7 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
             target.fqn,
             f"the target needs a {target.kind} of shape {target.shape}, but the source {problem}",
         )
-    factor = (
-        1.0
-        if isinstance(target.chunks, EqualRuns) or not target.chunks
-        else target.chunks[0].factor
-    )
+    factor = target.chunks[0].factor if target.chunks else 1.0
     if factor == 1.0:
         return entry
     return replace(
@@ -149,9 +144,9 @@ def _match_source(source: Mapping[Key, Entry], target: Entry) -> Entry:
 
 
 def _check_contiguous(entry: Entry) -> None:
-    for chunk in () if isinstance(entry.chunks, EqualRuns) else entry.chunks:
-        if chunk.byte_strides != row_major(chunk.box.shape, chunk.dtype.itemsize):
-            raise ReshardError(chunk.file, f"{entry.fqn!r} would not be contiguous in this file")
+    chunk = entry.layout.find_strided()
+    if chunk is not None:
+        raise ReshardError(chunk.file, f"{entry.fqn!r} would not be contiguous in this file")
 
 
 def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
@@ -160,11 +155,7 @@ def _is_interleaved(source: Entry, target: Entry, small: int) -> bool:
     This is the case when tensor-parallel ranks split a matrix by columns. Planned file by file,
     every rank would read the bytes of the whole matrix again.
     """
-    if (
-        isinstance(target.chunks, EqualRuns)
-        or isinstance(source.chunks, EqualRuns)
-        or target.nbytes <= small
-    ):
+    if target.layout.is_partition or source.layout.is_partition or target.nbytes <= small:
         return False
     boxes = [chunk.box for chunk in target.chunks if not _is_run(chunk.box, target.shape)]
     stored_boxes = {chunk.box for chunk in source.chunks} if boxes else set()
@@ -182,27 +173,14 @@ def _is_run(box: Box, shape: Index) -> bool:
 
 def _count_copied_bytes(source: Entry, target: Entry) -> int:
     """Return how many source bytes are read to fill `target`, whose elements are copied once."""
-    if isinstance(source.chunks, EqualRuns):
-        return _numel(target) * source.chunks.dtype.itemsize
-    sizes = {chunk.dtype.itemsize for chunk in source.chunks}
+    sizes = {dtype.itemsize for dtype in source.layout.dtypes}
     if len(sizes) <= 1:
-        return _numel(target) * sum(sizes)
-    blocks = BlockPlanner(source)
-    copies = (c for chunk in target.chunks for c in blocks.plan(chunk.box, chunk.dtype).copies)
+        return target.layout.stored_numel * sum(sizes)
+    planner = CopyPlanner(source)
+    copies = (
+        c for chunk in target.chunks for c in planner.plan_block(chunk.box, chunk.dtype).copies
+    )
     return sum(copy.numel * copy.dtype.itemsize for copy in copies)
-
-
-def _numel(entry: Entry) -> int:
-    if isinstance(entry.chunks, EqualRuns):
-        return entry.numel
-    return sum(chunk.box.volume for chunk in entry.chunks)
-
-
-def _count_extents(entry: Entry) -> int:
-    """Return the number of extents that `entry` has in the output."""
-    if isinstance(entry.chunks, EqualRuns):
-        return len(entry.chunks.ranks(0, entry.numel))
-    return sum(1 for chunk in entry.chunks if chunk.box.volume)
 
 
 class _WindowPart(NamedTuple):
@@ -210,7 +188,7 @@ class _WindowPart(NamedTuple):
 
     byte_offset: int
     nbytes: int
-    source: ChunkIndex
+    source: CopyPlanner
     start: int
     stop: int
     box: Box | None
@@ -224,22 +202,22 @@ class _WindowPart(NamedTuple):
         return self.source.plan_box(self.box, self.dtype, self.strides, at)
 
 
-def _cut_extent(extent: Extent, index: ChunkIndex, limit: int) -> Iterator[_WindowPart]:
+def _cut_extent(extent: Extent, planner: CopyPlanner, limit: int) -> Iterator[_WindowPart]:
     """Yield parts of at most `limit` elements: runs where possible, otherwise boxes."""
     at, dtype, box = extent.byte_offset, extent.dtype, extent.box
     size = dtype.itemsize
-    if box is None or (index.is_flat and extent.is_run):
+    if box is None or (planner.is_flat and extent.is_run):
         for start in range(extent.start, extent.stop, limit):
             stop = min(start + limit, extent.stop)
             offset = at + (start - extent.start) * size
-            yield _WindowPart(offset, (stop - start) * size, index, start, stop, None, (), dtype)
+            yield _WindowPart(offset, (stop - start) * size, planner, start, stop, None, (), dtype)
         return
     strides = row_major(box.shape, size)
     for cut in contiguous_cuts(box.shape, limit):
         origin = tuple(a + b for a, b in zip(cut.origin, box.origin, strict=True))
         nbytes = cut.volume * size
         offset = at + dot(cut.origin, strides)
-        yield _WindowPart(offset, nbytes, index, 0, 0, Box(origin, cut.shape), strides, dtype)
+        yield _WindowPart(offset, nbytes, planner, 0, 0, Box(origin, cut.shape), strides, dtype)
 
 
 def _group_into_windows(

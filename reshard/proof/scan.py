@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, contiguous_cuts, flat_span
+from reshard.chunks import Chunk
 from reshard.dtypes import DType
 from reshard.files import SourceFiles
-from reshard.manifest import Chunk, Entry, Key, Record, SourceFile
+from reshard.manifest import Entry, Key, Record, SourceFile
 from reshard.move.fill import fill
 from reshard.move.records import compute_record_crc
 from reshard.move.spans import Spans
-from reshard.plan.copies import BlockPlanner, Window
+from reshard.plan.copies import CopyPlanner, Window
 from reshard.proof.compare import Difference, Tolerance, difference
 from reshard.proof.values import Facts, look
 from reshard.threads import parallel_for
@@ -141,11 +142,11 @@ def scan(
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """BlockPlanner of one tensor that one worker reads, in order."""
+    """CopyPlanner of one tensor that one worker reads, in order."""
 
     task: Task
-    blocks: BlockPlanner
-    rivals: tuple[BlockPlanner, ...]
+    blocks: CopyPlanner
+    rivals: tuple[CopyPlanner, ...]
     boxes: Iterable[Box]
     nbytes: int
 
@@ -184,8 +185,8 @@ class _Reader:
                 task.entry.dtype.itemsize, *(r.entry.dtype.itemsize for r in task.rivals), 1
             )
             cuts = contiguous_cuts(task.entry.shape, max(self._block_bytes // widest, 1))
-            blocks = BlockPlanner(task.entry)
-            rivals = tuple(BlockPlanner(rival.entry) for rival in task.rivals)
+            blocks = CopyPlanner(task.entry)
+            rivals = tuple(CopyPlanner(rival.entry) for rival in task.rivals)
             if task.digests:
                 yield _Item(task, blocks, rivals, cuts, task.nbytes)
                 continue
@@ -229,8 +230,8 @@ class _Worker:
             self._buffers[name] = bytearray(nbytes)
         return self._buffers[name]
 
-    def _block(self, name: str, blocks: BlockPlanner, entry: Entry, box: Box) -> bytearray:
-        window = blocks.plan(box, entry.dtype)
+    def _block(self, name: str, blocks: CopyPlanner, entry: Entry, box: Box) -> bytearray:
+        window = blocks.plan_block(box, entry.dtype)
         buffer = self._buffer(name, window.nbytes)
         self._reader.fill(window, buffer)
         return buffer

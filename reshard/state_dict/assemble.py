@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.box import Index
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 from reshard.files import SourceFiles
 from reshard.manifest import (
     BUFFER,
     PARAM,
-    Chunk,
     Claim,
     Entry,
     Manifest,

@@ -19,10 +19,10 @@ from math import prod
 from typing import Any
 
 from reshard.box import Box, Index, as_index
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.layout import flat_param
 from reshard.layout.partition import Member, flat_chunks, run_chunks
-from reshard.manifest import Chunk
 from reshard.model import ModelShapes
 from reshard.schema import COUNT, SHAPE, TEXT, expect, mapping, record, sequence
 from reshard.state_dict.tree import GlobalTensor, LocalTensors

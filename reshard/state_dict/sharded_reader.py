@@ -13,11 +13,11 @@ from math import prod
 from typing import Any
 
 from reshard.box import Box, Index, as_index
+from reshard.chunks import Chunk
 from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, named_dtype
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.layout.partition import Cut, mesh_box
-from reshard.manifest import Chunk
 from reshard.pickles.values import Call
 
 _SHARDED_TENSOR = "ShardedTensor"

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Index
+from reshard.chunks import Chunk
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
-from reshard.manifest import Chunk, SourceFile
+from reshard.manifest import SourceFile
 from reshard.pickles.values import Call
 from reshard.state_dict import sharded_reader
 

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from reshard.box import whole
+from reshard.chunks import contiguous
 from reshard.containers.torch_detect import is_torch_file
 from reshard.dtypes import UINT8
 from reshard.files import size_of
 from reshard.location import Location
-from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, contiguous
+from reshard.manifest import Entry, Manifest, OutputFile, Skeleton
 
 KIND = "file"  # of an entry that is all bytes of a file
 SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from reshard.chunks import Chunk
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_writer import AS_WRITTEN, Slot, Storage
 from reshard.dtypes import UINT8
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.files import SourceFiles
-from reshard.manifest import Chunk, SourceFile
+from reshard.manifest import SourceFile
 from reshard.paths import as_path
 from reshard.pickles import trust
 from reshard.pickles.values import Call, Global

@@ -98,7 +98,9 @@ def test_an_expert_that_lacks_a_parameter_is_noticed(copied, tmp_path):
     held = torch.load(path, weights_only=False)
     del held["layers.0.deepspeed_moe.experts.deepspeed_experts.2.2.bias"]
     torch.save(held, path)
-    with pytest.raises(CorruptError, match=r"same tensors of its expert as layer_0_expert_0.*: 2\.bias"):
+    with pytest.raises(
+        CorruptError, match=r"same tensors of its expert as layer_0_expert_0.*: 2\.bias"
+    ):
         reshard.merge(run, tmp_path / "x.safetensors")
 
 

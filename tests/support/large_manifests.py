@@ -6,9 +6,9 @@ from itertools import accumulate
 
 from reshard import dtypes
 from reshard.box import Box, row_major
+from reshard.chunks import Chunk
 from reshard.layout.partition import equal_piece, run_chunks
 from reshard.manifest import (
-    Chunk,
     Entry,
     Manifest,
     Origin,

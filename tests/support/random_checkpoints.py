@@ -13,9 +13,10 @@ import numpy as np
 
 from reshard import dtypes
 from reshard.box import Box, row_major, run_boxes, whole
+from reshard.chunks import Chunk, contiguous
 from reshard.containers import safetensors
 from reshard.layout.partition import run_chunks
-from reshard.manifest import Chunk, Entry, OutputFile, Record, Skeleton, SourceFile, contiguous
+from reshard.manifest import Entry, OutputFile, Record, Skeleton, SourceFile
 from reshard.move.execute import execute
 from reshard.move.options import MoveOptions
 from reshard.plan.planner import Plan

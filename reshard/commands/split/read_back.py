@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from reshard import formats
+from reshard.chunks import Chunk
 from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import DType
 from reshard.errors import DifferentError
-from reshard.manifest import Chunk, Entry, Manifest, Skeleton
+from reshard.manifest import Entry, Manifest, Skeleton
 from reshard.training.state import Training
 
 

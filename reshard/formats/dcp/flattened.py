@@ -16,9 +16,9 @@ from dataclasses import replace
 from math import prod
 
 from reshard.box import Box, Index
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.layout.partition import run_chunks
-from reshard.manifest import Chunk
 from reshard.state_dict.tree import GlobalTensor
 
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Box, as_index
+from reshard.chunks import Chunk
 from reshard.containers import safetensors
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.dcp.directory import HF_SHARD, is_hf_shard
 from reshard.location import Location, missing_ranks
-from reshard.manifest import Chunk, SourceFile
+from reshard.manifest import SourceFile
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 
 _INFO = "DCP_SHARDING_INFO"

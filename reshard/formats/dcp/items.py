@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.box import Box
+from reshard.chunks import Chunk
 from reshard.containers import safetensors, torch_objects
 from reshard.containers.torch_objects import Tensor
 from reshard.dtypes import DType
@@ -18,7 +19,7 @@ from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
 from reshard.formats.dcp.archives import Archives
 from reshard.formats.dcp.metadata import Block
-from reshard.manifest import Chunk, Record, SourceFile
+from reshard.manifest import Record, SourceFile
 from reshard.pickles.values import Call
 
 _ZIP = b"PK"

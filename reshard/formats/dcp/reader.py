@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard import counts
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
@@ -17,7 +18,6 @@ from reshard.formats.dcp.flattened import restored
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
 from reshard.location import Location, missing_ranks
-from reshard.manifest import Chunk
 from reshard.state_dict import tree
 from reshard.state_dict.tree import GlobalTensor, ParsedTree
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box, Index, whole
+from reshard.chunks import Chunk
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.containers.zip_writer import ALIGNMENT
@@ -22,7 +23,7 @@ from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.partition import equal_piece
-from reshard.manifest import Chunk, Entry, Key, OutputFile, Skeleton, StoredChecksum
+from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 from reshard.pickles.canonical import Canonical
 from reshard.pickles.pickler import Pickler
 from reshard.pickles.values import Call, Global

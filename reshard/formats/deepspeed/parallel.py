@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard import counts
+from reshard.chunks import Chunk
 from reshard.containers.torch_objects import TorchFile, is_zero
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
@@ -19,7 +20,7 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.directory import RankFiles, TagFiles
 from reshard.formats.deepspeed.stage0 import inner_optimizer
 from reshard.formats.deepspeed.states import ModelStates, open_optimizer
-from reshard.manifest import BUFFER, WEIGHT_KINDS, Chunk, Manifest
+from reshard.manifest import BUFFER, WEIGHT_KINDS, Manifest
 from reshard.model_parallel import combine
 
 

@@ -22,6 +22,7 @@ from math import isclose, prod
 from typing import Any
 
 from reshard.box import Index, whole
+from reshard.chunks import contiguous
 from reshard.containers.torch_objects import Tensor, weight_at
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
@@ -34,7 +35,7 @@ from reshard.formats.deepspeed.train_state import (
     read_number,
     read_train_state,
 )
-from reshard.manifest import MASTER, Entry, ParamGroup, contiguous
+from reshard.manifest import MASTER, Entry, ParamGroup
 from reshard.state_dict.optimizer_names import AmbiguousError, Signature, name_groups
 
 _Names = list[list[str | None]]  # for each group its members; None for one that has no name

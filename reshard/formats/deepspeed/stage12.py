@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard.box import Index, whole
+from reshard.chunks import Chunk, contiguous
 from reshard.containers.torch_objects import Tensor
 from reshard.counts import elements
 from reshard.errors import CorruptError
@@ -26,7 +27,7 @@ from reshard.formats.deepspeed.states import (
     scalar_slots,
 )
 from reshard.layout.partition import Member, flat_chunks
-from reshard.manifest import MASTER, Chunk, Claim, Entry, contiguous
+from reshard.manifest import MASTER, Claim, Entry
 
 _MAPPINGS = "param_slice_mappings"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from reshard import dtypes
 from reshard.box import Index, whole
+from reshard.chunks import contiguous
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.containers.torch_reader import Alike
@@ -33,17 +34,7 @@ from reshard.formats.deepspeed.states import (
 from reshard.formats.deepspeed.train_state import name_members, read_train_state
 from reshard.formats.deepspeed.universal_ranks import SourceRanks, find_source_ranks
 from reshard.location import Location
-from reshard.manifest import (
-    BUFFER,
-    MASTER,
-    PARAM,
-    Entry,
-    Key,
-    Manifest,
-    Origin,
-    contiguous,
-    index_entries,
-)
+from reshard.manifest import BUFFER, MASTER, PARAM, Entry, Key, Manifest, Origin, index_entries
 from reshard.model_parallel import shards
 from reshard.pickles import trust
 from reshard.schema import expect

@@ -23,6 +23,7 @@ from typing import Any
 
 from reshard import counts
 from reshard.box import Box
+from reshard.chunks import Chunk
 from reshard.containers import torch_reader
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.dcp import reader as dcp
@@ -40,16 +41,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
 from reshard.formats.megatron.optimizer import Held
 from reshard.location import Location
-from reshard.manifest import (
-    BUFFER,
-    PARAM,
-    Chunk,
-    Entry,
-    Manifest,
-    Origin,
-    SourceFile,
-    index_entries,
-)
+from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, SourceFile, index_entries
 from reshard.model_parallel.moves import layer
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust

@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.formats.megatron import buckets, directory, grid, grouped, model, optimizer
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.directory import Rank
 from reshard.formats.megatron.optimizer import Held
 from reshard.layout.partition import Member
-from reshard.manifest import PARAM, Chunk, Entry, Manifest, Origin, index_entries
+from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
 from reshard.state_dict.tree import GlobalTensor
 

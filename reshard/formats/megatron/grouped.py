@@ -14,10 +14,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from reshard.box import Box, Index, flat_span
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.layout.partition import Member, flat_chunks
-from reshard.manifest import Chunk, Entry
+from reshard.manifest import Entry
 from reshard.model_parallel.moves import Move, moved, row_moves, transposed
 
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.weight([12])")

@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.chunks import Chunk
 from reshard.containers.torch_objects import number_at
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
@@ -24,7 +25,7 @@ from reshard.formats.megatron import buckets, groups, names
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Bucket, Param
 from reshard.layout.partition import Member, flat_chunks
-from reshard.manifest import MASTER, Chunk, Entry, ParamGroup
+from reshard.manifest import MASTER, Entry, ParamGroup
 from reshard.model_parallel.rules import Table
 from reshard.schema import COUNT, expect, fields, mapping, maybe, sequence
 from reshard.state_dict.optimizer_names import AmbiguousError, name_groups

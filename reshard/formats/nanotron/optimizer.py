@@ -14,13 +14,14 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.chunks import Chunk
 from reshard.containers import torch_objects, torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron.directory import Census, RankFile
 from reshard.formats.nanotron.slices import Placed
-from reshard.manifest import MASTER, Chunk, Entry, Key, ParamGroup
+from reshard.manifest import MASTER, Entry, Key, ParamGroup
 from reshard.schema import COUNT, TEXT, expect, fields, mapping, record, sequence
 from reshard.state_dict.plain_values import to_plain
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from reshard import counts
+from reshard.chunks import Chunk
 from reshard.containers import safetensors, torch_reader
 from reshard.containers.json_files import json_object
 from reshard.errors import CorruptError
@@ -21,7 +22,6 @@ from reshard.formats.nanotron.stages import Stage
 from reshard.location import Location
 from reshard.manifest import (
     PARAM,
-    Chunk,
     Entry,
     Manifest,
     Origin,

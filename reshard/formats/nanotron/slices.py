@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from reshard.box import Box, Index, as_index, flat_span, intersect, row_major, run_boxes, whole
+from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UnsupportedError
-from reshard.manifest import Chunk
 
 SHAPE, PAIRS = "unsharded_shape", "local_global_slices_pairs"
 _SIZE = re.compile(r"(?:np\.\w+\()?(\d{1,19})\)?")  # numpy's numbers print with their class

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index
+from reshard.chunks import contiguous
 from reshard.containers import safetensors, skeletons, torch_writer
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32, DType
@@ -25,7 +26,7 @@ from reshard.formats.nanotron.directory import METADATA, MODEL_CONFIG, SCHEDULER
 from reshard.formats.nanotron.layout import Layout
 from reshard.formats.nanotron.optimizer import piece
 from reshard.formats.nanotron.slices import Placed
-from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton, contiguous
+from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import Trained, Training, Weight
 

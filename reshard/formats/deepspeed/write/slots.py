@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.box import whole
+from reshard.chunks import Chunk
 from reshard.containers.torch_objects import number_at
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32, DType
 from reshard.errors import IncompleteError, UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.write.pieces import Value
-from reshard.manifest import MASTER, Chunk, Entry
+from reshard.manifest import MASTER, Entry
 from reshard.training import optimizers
 from reshard.training.state import Trained, scalar_names, slot_names
 

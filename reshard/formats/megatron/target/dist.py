@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 from reshard.box import Index, intersect, whole
+from reshard.chunks import Chunk
 from reshard.containers import skeletons, torch_writer
 from reshard.containers.torch_writer import Slot
 from reshard.dtypes import FLOAT32, DType
@@ -32,7 +33,7 @@ from reshard.formats.megatron.target.carried import KIND
 from reshard.formats.megatron.target.choice import Choice
 from reshard.formats.megatron.target.groups import MegatronGroup
 from reshard.formats.megatron.target.ranks import Known
-from reshard.manifest import Chunk, Entry, Key, Skeleton
+from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import moves
 from reshard.pickles.objects import NAMESPACE
 from reshard.pickles.values import Call

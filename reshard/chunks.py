@@ -1,0 +1,256 @@
+"""Chunks: which file, byte offset and strides store each block of one tensor.
+
+Callers see the chunks of every tensor through `Chunks`, whether they are listed one by one
+(`ListedChunks`) or computed from a few numbers (`layout.runs.EqualRuns`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
+from typing import NamedTuple, Protocol
+
+from reshard.box import Box, Index, flat_span, row_major
+from reshard.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored block of a logical tensor.
+
+    Args:
+        box: the block's origin and shape in the tensor, in elements.
+        file: path of the file that stores the block.
+        byte_offset: offset of the block's first element in the file.
+        byte_strides: distance in the file between neighbours along each dimension.
+        dtype: dtype of the stored elements.
+        factor: number by which a stored element is multiplied to give the tensor's value.
+    """
+
+    box: Box
+    file: str
+    byte_offset: int
+    byte_strides: Index
+    dtype: DType
+    factor: float = 1.0
+
+    @property
+    def byte_span(self) -> tuple[int, int]:
+        """The smallest file interval ``[start, stop)`` that holds every element of the chunk."""
+        if self.box.volume == 0:
+            return self.byte_offset, self.byte_offset
+        reach = sum((n - 1) * s for n, s in zip(self.box.shape, self.byte_strides, strict=True))
+        return self.byte_offset, self.byte_offset + reach + self.dtype.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the file stores the block's elements in row-major order without gaps."""
+        steps = row_major(self.box.shape, self.dtype.itemsize)
+        dims = zip(self.box.shape, self.byte_strides, steps, strict=True)
+        return all(extent == 1 or stride == step for extent, stride, step in dims)
+
+
+def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Index) -> Chunk:
+    """Return a chunk of which the file stores a contiguous tensor of shape ``stored``."""
+    return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
+
+
+class Part(NamedTuple):
+    """A part of a tensor that occupies one contiguous range of a file.
+
+    Args:
+        byte_offset: the offset of the range in the file.
+        start: the first element of the smallest flat run that contains the part.
+        stop: the end of that run, exclusive.
+        box: the part itself, or None if the part is the whole run.
+        dtype: the dtype in the file.
+    """
+
+    byte_offset: int
+    start: int
+    stop: int
+    box: Box | None
+    dtype: DType
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of a flattened tensor, stored one after the other in a file."""
+
+    start: int
+    stop: int
+    file: str
+    byte_offset: int
+    dtype: DType
+    factor: float
+
+
+class ChunkIndex(Protocol):
+    """An index of the distinct chunks of one tensor, in flat order; replicas are left out."""
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether every chunk is a contiguous run of the flattened tensor."""
+
+    @property
+    def widest(self) -> int:
+        """The largest itemsize of a chunk, in bytes."""
+
+    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Return the chunks that can overlap elements `start` to `stop`; a few may not."""
+
+    def find_runs(self, start: int, stop: int) -> Iterator[Run]:
+        """Yield where elements `start` to `stop` are stored, in order; only if `is_flat`."""
+
+
+class Chunks(ABC):
+    """The chunks of one tensor: listed one by one, or computed from a few numbers."""
+
+    __slots__ = ()
+
+    is_partition = False
+    """Whether a rule cuts the tensor into runs, so that every element is stored exactly once."""
+
+    @property
+    @abstractmethod
+    def dtypes(self) -> set[DType]:
+        """The dtypes of the stored elements."""
+
+    @property
+    @abstractmethod
+    def stored_numel(self) -> int:
+        """The number of stored elements; the elements of a replica count again."""
+
+    @property
+    @abstractmethod
+    def part_count(self) -> int:
+        """The number of parts in the files."""
+
+    @property
+    @abstractmethod
+    def file_table(self) -> tuple[int, Sequence[str]]:
+        """The file of each position, and a number that identifies this sequence of files."""
+
+    @abstractmethod
+    def part(self, position: int) -> Part | None:
+        """Return the part at a position of the `file_table`, or None if it is empty."""
+
+    @abstractmethod
+    def find_strided(self) -> Chunk | None:
+        """Return a chunk that is not contiguous in its file, or None."""
+
+    @abstractmethod
+    def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:
+        """Return the chunks that may lie outside the tensor or outside their file.
+
+        Args:
+            size_of: returns the size of a file in bytes.
+        """
+
+    @abstractmethod
+    def build_index(self) -> ChunkIndex:
+        """Return an index of the chunks."""
+
+
+class Partition(Chunks, Sequence[Chunk]):
+    """A sequence of chunks that is computed from a few numbers, without replicas.
+
+    Every element of the tensor is in exactly one chunk. A thousand parameters on thousands of ranks
+    are millions of chunks, so a chunk is built only when it is indexed.
+    """
+
+    __slots__ = ()
+
+    is_partition = True
+
+
+@dataclass(frozen=True, slots=True)
+class ListedChunks(Chunks):
+    """Chunks that are listed one by one, in any order, with the shape of the tensor."""
+
+    chunks: tuple[Chunk, ...]
+    shape: Index
+
+    @property
+    def dtypes(self) -> set[DType]:
+        """The dtypes of the stored elements."""
+        return {chunk.dtype for chunk in self.chunks}
+
+    @property
+    def stored_numel(self) -> int:
+        """The number of stored elements; the elements of a replica count again."""
+        return sum(chunk.box.volume for chunk in self.chunks)
+
+    @property
+    def part_count(self) -> int:
+        """The number of chunks with at least one element."""
+        return sum(1 for chunk in self.chunks if chunk.box.volume)
+
+    @property
+    def file_table(self) -> tuple[int, Sequence[str]]:
+        """The file of every chunk; no other tensor has the same table."""
+        return id(self.chunks), [chunk.file for chunk in self.chunks]
+
+    def part(self, position: int) -> Part | None:
+        """Return the chunk at a position as a part, or None if it is empty."""
+        chunk = self.chunks[position]
+        if not chunk.box.volume:
+            return None
+        return Part(chunk.byte_offset, *flat_span(chunk.box, self.shape), chunk.box, chunk.dtype)
+
+    def find_strided(self) -> Chunk | None:
+        """Return a chunk that is not contiguous in its file, or None."""
+        for chunk in self.chunks:
+            if chunk.byte_strides != row_major(chunk.box.shape, chunk.dtype.itemsize):
+                return chunk
+        return None
+
+    def find_unproven(self, size_of: Callable[[str], int]) -> Iterable[Chunk]:  # noqa: ARG002
+        """Return all chunks."""
+        return self.chunks
+
+    def build_index(self) -> ChunkIndex:
+        """Return an index of the chunks, sorted by their place in the flattened tensor."""
+        return SortedChunks(self)
+
+
+class SortedChunks:
+    """An index of chunks that are listed; it implements `ChunkIndex`."""
+
+    def __init__(self, listed: ListedChunks) -> None:
+        distinct: dict[Box, Chunk] = {}
+        for chunk in listed.chunks:
+            if chunk.box.volume:
+                distinct.setdefault(chunk.box, chunk)
+        spans = sorted(
+            ((*flat_span(box, listed.shape), box) for box in distinct), key=itemgetter(0)
+        )
+        self._starts = [start for start, _, _ in spans]
+        self._stops = [stop for _, stop, _ in spans]
+        # For each chunk: the largest stop of this chunk and of those before it. Chunks may nest, so
+        # the stops themselves are not sorted and cannot be bisected.
+        self._reaches = list(accumulate(self._stops, max))
+        self._chunks = [distinct[box] for *_, box in spans]
+        self.widest = max((chunk.dtype.itemsize for chunk in self._chunks), default=1)
+        self.is_flat = all(
+            stop - start == box.volume and distinct[box].is_dense for start, stop, box in spans
+        )
+
+    def find_overlapping(self, start: int, stop: int) -> Iterable[Chunk]:
+        """Return the chunks that can overlap elements `start` to `stop`; a few may not."""
+        return self._chunks[self._between(start, stop)]
+
+    def find_runs(self, start: int, stop: int) -> Iterator[Run]:
+        """Yield where elements `start` to `stop` are stored, in order; only if `is_flat`."""
+        numbers = self._between(start, stop)
+        for number in range(numbers.start, numbers.stop):
+            chunk, begin = self._chunks[number], self._starts[number]
+            low, high = max(start, begin), min(stop, self._stops[number])
+            offset = chunk.byte_offset + (low - begin) * chunk.dtype.itemsize
+            yield Run(low, high, chunk.file, offset, chunk.dtype, chunk.factor)
+
+    def _between(self, start: int, stop: int) -> slice:
+        return slice(bisect_right(self._reaches, start), bisect_left(self._starts, stop))
