@@ -7,7 +7,8 @@ which order).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,7 @@ class ModelShapes:
         units: in the order in which FSDP1 numbers its flat parameters; empty if not requested.
         tensor_plan: tensor-parallel plans of the transformers models in it: pattern -> style.
         embeddings: every name of the weights of ``nn.Embedding``.
+        saved_names: name in files of transformers -> name in the model, where they differ.
     """
 
     source: str
@@ -57,6 +59,7 @@ class ModelShapes:
     units: tuple[Unit, ...] = ()
     tensor_plan: Mapping[str, str] = field(default_factory=dict)
     embeddings: frozenset[str] = frozenset()
+    saved_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def of_module(
@@ -114,6 +117,7 @@ def of_module(
         tuple(units),
         _collect_tensor_plans(root),
         _collect_embeddings(root),
+        _collect_saved_names(root, (*parameters, *buffers, *tied)),
     )
 
 
@@ -139,6 +143,38 @@ def _collect_embeddings(root: nn.Module) -> frozenset[str]:
         if isinstance(module, nn.Embedding)
         for name, _ in module.named_parameters(recurse=False)
     )
+
+
+def _collect_saved_names(root: nn.Module, fqns: Iterable[str]) -> dict[str, str]:
+    """Return the names under which transformers 5 saves parameters that it renames as it loads.
+
+    Nemotron-H, for example, is ``model.layers...`` in memory and ``backbone.layers...`` in files.
+    Parameters that it also joins or stacks as it loads (experts) are left out.
+
+    Source: transformers 5.23 ``core_model_loading.py`` (``revert_weight_conversion``),
+    ``conversion_mapping.py``.
+    """
+    transformers = sys.modules.get("transformers")  # which a model of it has imported
+    if transformers is None or not isinstance(root, transformers.PreTrainedModel):
+        return {}
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+    except ImportError:  # transformers 4 keeps its names
+        return {}
+    transforms = get_model_conversion_mapping(root, add_legacy=False)
+    reverse = [transform.reverse_transform() for transform in reversed(transforms)]
+    converters = [each for each in reverse if not isinstance(each, WeightRenaming)]
+    renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
+    found: dict[str, str] = {}
+    for fqn in fqns:
+        if any(each.rename_source_key(fqn)[1] is not None for each in converters):
+            continue
+        name = fqn
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        found[name] = fqn
+    return {name: fqn for name, fqn in found.items() if name != fqn}
 
 
 def _find_owners(root: nn.Module, wrapped: set[nn.Module]) -> dict[nn.Module, nn.Module]:

@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from math import isclose
 from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
-from reshard.model_parallel import config_keys
+from reshard.model_parallel import config_keys, yarn
 from reshard.model_parallel.rules import Table, builtin, builtin_document
 from reshard.model_parallel.traits import Traits
 
@@ -69,6 +70,60 @@ class Family:
             UsageError: the source does not say what it needs.
         """
         return {key: _filled(key, value, traits) for key, value in self.config.items()}
+
+    def differences(
+        self, config: Mapping[str, Any], traits: Traits
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """Yield each setting in which a config of this family differs from a model.
+
+        What only one of the two states is not compared.
+
+        Args:
+            config: a config.json, without the defaults of its class.
+
+        Yields:
+            The config's key, the model's value, and the config's.
+        """
+        flat = _flat(config, self)
+        for key, line in self.config.items():
+            match = _FIELD.fullmatch(line) if isinstance(line, str) else None
+            if key in _NAMING or key not in flat or (flat[key] is None and not _may_be_null(match)):
+                continue
+            value = getattr(traits, match[1]) if match else line
+            is_stated = value is not None or (_may_be_null(match) and not traits.odd)
+            if is_stated and not _is_same(value, flat[key], traits.max_positions):
+                yield key, value, flat[key]
+
+
+def _may_be_null(field_of_line: re.Match[str] | None) -> bool:
+    return field_of_line is not None and field_of_line[2] is not None
+
+
+def _is_same(value: Any, held: Any, positions: int | None) -> bool:
+    """Whether two values of a config's key make the same model."""
+    if isinstance(value, Mapping) or isinstance(held, Mapping):
+        return _scaling(value, positions) == _scaling(held, positions)
+    if isinstance(value, (int, float)) and isinstance(held, (int, float)):
+        return isclose(value, held, rel_tol=1e-6)
+    if isinstance(value, (list, tuple)) and isinstance(held, (list, tuple)):
+        return list(value) == list(held)
+    return bool(_ALIKE.get(value, value) == _ALIKE.get(held, held))
+
+
+def _scaling(value: Any, positions: int | None) -> dict[str, Any]:
+    """Return a ``rope_scaling`` in a form that compares; empty for none.
+
+    Args:
+        positions: of the model; a default of YaRN.
+    """
+    stated = {key: each for key, each in (value or {}).items() if each is not None}
+    kind = stated.pop("type", None)
+    kind = stated.setdefault("rope_type", kind)
+    if kind in (None, "default"):
+        return {}
+    return {"rope_type": kind} | (
+        yarn.as_megatron(stated, positions) if kind == yarn.KIND else stated
+    )
 
 
 def _filled(key: str, value: Any, traits: Traits) -> Any:

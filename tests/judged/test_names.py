@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import reshard
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron.rank import open_args
+from tests.judged.conftest import KEPT
 from tests.judges.megatron_cases import YARN, Case, Grid
 from tests.judges.megatron_gpt import Gpt
 from tests.judges.megatron_judge import load_all
@@ -133,6 +135,31 @@ def test_a_family_is_named_or_taken_from_the_given_config(megatron_case, tmp_pat
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
     with pytest.raises(UsageError, match="num_attention_heads is 4, there 8"):
         reshard.merge(place, tmp_path / "d", hf_dir=tmp_path / "a")
+
+
+def test_every_setting_of_a_given_config_is_compared(tmp_path):
+    place = KEPT / "megatron/llama_tp2pp2/ckpt"
+    reshard.merge(place, tmp_path / "a", family="mistral")
+    file = tmp_path / "a" / "config.json"
+    config = json.loads(file.read_text())
+    changing = {
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "hidden_act": "gelu",
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "mlp_bias": True,
+        "num_key_value_heads": 4,
+    }
+    for key, value in changing.items():
+        file.write_text(json.dumps({**config, key: value}))
+        with pytest.raises(UsageError, match=f"{key} is .*, there {re.escape(str(value))}"):
+            reshard.merge(place, tmp_path / "b", hf_dir=tmp_path / "a")
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # of transformers 5
+    same = {"rms_norm_eps": 1.00000001e-05, "tie_word_embeddings": True, **rope}
+    several = {key: value for key, value in config.items() if not key.startswith("rope")}
+    file.write_text(json.dumps({**several, **same, "sliding_window": 4096}))
+    report = reshard.merge(place, tmp_path / "b", hf_dir=tmp_path / "a", tied="keep")
+    assert any("sliding_window 4096, and the run had None" in text for text in report.changes)
 
 
 def test_a_model_of_no_family_keeps_its_names_and_says_why(megatron_case, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
@@ -286,3 +287,37 @@ def test_groups_of_a_torch_scheduler_follow(libraries, tmp_path, groups_file):
     assert len(train.scheduler["base_lrs"]) == 3
     assert set(train.scheduler["base_lrs"]) == set(before.scheduler["base_lrs"])
     assert any("scheduler's lists" in text for text in report.derived)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_that_transformers_changes_as_it_loads_are_the_models(groups_file, tmp_path):
+    """Nemotron-H is ``backbone...`` in files, as on the Hub, and ``model...`` in memory."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        vocab_size=64,
+        hidden_size=32,
+        layers_block_type=["mamba", "attention", "mlp"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        ssm_state_size=8,
+        n_groups=2,
+    )
+    model = NemotronHForCausalLM(config)
+    model.save_pretrained(tmp_path / "hf")
+    with reshard.open(tmp_path / "hf") as saved:
+        assert "backbone.embeddings.weight" in saved
+    options = {"init_optimizer": "zeros", "param_groups": groups_file({"lr": 1e-3})}
+    reshard.split(tmp_path / "hf", tmp_path / "run", to="dcp", **options)
+    expected = model.state_dict()
+    loaded = {"model": {name: torch.zeros_like(value) for name, value in expected.items()}}
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=tmp_path / "run", no_dist=True)
+    for name, value in expected.items():
+        assert torch.equal(loaded["model"][name], value), name
+    reshard.merge(tmp_path / "run", tmp_path / "merged")
+    again = NemotronHForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(again[name], value) for name, value in expected.items())

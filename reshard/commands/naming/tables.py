@@ -23,7 +23,14 @@ from reshard.model_parallel.rules import builtin, with_users
 from reshard.model_parallel.traits import Traits
 from reshard.pickles import objects
 
-_FREE = {"vocab_size", "max_position_embeddings", "n_positions"}  # of a config: may differ
+# Keys of a config that may differ: values tell of a tie (`weights.resolve_ties`), a router's loss
+# acts in training alone.
+_FREE = frozenset(
+    """
+    vocab_size max_position_embeddings n_positions tie_word_embeddings router_aux_loss_coef
+    """.split()
+)
+_WINDOWS = {"sliding_window", "use_sliding_window"}  # no change up to that many tokens
 
 
 def as_hf(manifest: Manifest, said: Traits, asked: Asked) -> Naming:
@@ -40,9 +47,10 @@ def as_hf(manifest: Manifest, said: Traits, asked: Asked) -> Naming:
             raise
         return Naming(manifest, (f"the names are the source's own: it {error.problem}",))
     said = replace(said, vocab=_words(said, asked))
-    made = family.config_of(said)
-    if asked.config is not None:
-        _check_config(asked.config, made, said)
+    if asked.config is None:
+        config, changes = family.config_of(said), []
+    else:
+        config, changes = dict(asked.config), _check_config(asked.config, family, said)
     table = with_users(family.table, asked.rules)
     done = names.to_hf(
         manifest,
@@ -51,10 +59,10 @@ def as_hf(manifest: Manifest, said: Traits, asked: Asked) -> Naming:
         dialect=dialects.find_dialect(manifest),
         keep_padding=asked.keep_padding,
     )
-    notes = list(done.notes)
+    notes = [*changes, *done.notes]
     if said.vocab and not asked.keep_padding:
         notes += padding.notes(manifest, table, said.vocab)
-    return Naming(done.manifest, tuple(notes), asked.config or made)
+    return Naming(done.manifest, tuple(notes), config)
 
 
 def without_padding(manifest: Manifest, asked: Asked) -> Naming:
@@ -153,20 +161,29 @@ def _words(said: Traits, asked: Asked) -> int | None:
     return given if type(given) is int else said.vocab
 
 
-def _check_config(given: Mapping[str, Any], made: Mapping[str, Any], said: Traits) -> None:
-    """Refuse the config of another model.
+def _check_config(given: Mapping[str, Any], family: Family, said: Traits) -> list[str]:
+    """Compare every setting of a config that the family's table maps with the source's.
+
+    Returns:
+        Warnings of settings that may change the model for some inputs.
 
     Raises:
-        UsageError: a size differs.
+        UsageError: a setting differs that changes what the model computes.
     """
-    for key, value in made.items():
-        held = given.get(key)
-        if type(value) is int and type(held) is int and held != value and key not in _FREE:
+    warnings = []
+    for key, value, held in family.differences(given, said):
+        if key in _WINDOWS:
+            warnings.append(
+                f"the config says {key} {held}, and the run had {value}: longer sequences give"
+                " other results"
+            )
+        elif key not in _FREE:
             raise UsageError(
                 said.source,
                 f"is of another model than the config: {key} is {value}, there {held}",
                 "give the model's own config with --hf-dir, or --names source",
             )
+    return warnings
 
 
 def _family(manifest: Manifest, said: Traits, asked: Asked) -> Family:

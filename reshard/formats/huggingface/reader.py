@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from reshard.containers import safetensors
+from reshard.dtypes import DType
 from reshard.errors import (
     CorruptError,
     IncompleteError,
@@ -190,7 +191,7 @@ def _manifest(
 
 
 def described(manifest: Manifest, model: ModelShapes) -> Manifest:
-    """A model's weights in the model's order, its buffers known as such, its tied names listed.
+    """Return a model's weights under its names and in its order, with buffers and tied names.
 
     Raises:
         UsageError: the model is another one.
@@ -198,7 +199,11 @@ def described(manifest: Manifest, model: ModelShapes) -> Manifest:
     """
     shapes = {**model.parameters, **model.buffers}
     held: dict[str, Entry] = {}
-    for entry in manifest.entries.values():
+    dtypes: dict[str, DType] = {}
+    for saved in manifest.entries.values():
+        fqn = model.saved_names.get(saved.fqn, saved.fqn)
+        entry = replace(saved, fqn=fqn)
+        dtypes[fqn] = saved.dtype
         first = model.tied.get(entry.fqn, entry.fqn)
         wanted = shapes.get(first)
         if wanted != entry.shape:
@@ -216,7 +221,8 @@ def described(manifest: Manifest, model: ModelShapes) -> Manifest:
         raise UsageError(model.source, f"is another model: no file holds {lacking[0]!r}")
     names = [*model.tied.items(), *((first, first) for first in held)]
     tied = {alias: held[first].fqn for alias, first in names if held[first].fqn != alias}
-    return replace(manifest.with_entries(held[fqn] for fqn in shapes), tied=tied, ordered=True)
+    ordered = manifest.with_entries(held[fqn] for fqn in shapes)
+    return replace(ordered, tied=tied, trained_dtypes=dtypes, ordered=True)
 
 
 def in_order(manifest: Manifest, model: ModelShapes) -> Manifest:
