@@ -51,7 +51,7 @@ from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.sizes import Sizes
 from reshard.plan.planner import Plan
-from reshard.training.state import training
+from reshard.training.state import build_training
 
 Shapes = dict[str, tuple[int, ...]]
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -224,7 +224,7 @@ def write_headers(skeleton: Skeleton, directory: Path) -> None:
 
 
 def make(case: Case, ranks: int, directory: Path) -> None:
-    laid = TARGETS[case.target].lay_out(training(case.whole()), case.request(ranks, True))
+    laid = TARGETS[case.target].lay_out(build_training(case.whole()), case.request(ranks, True))
     write_headers(laid.skeleton, directory)
 
 
@@ -241,7 +241,7 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     manifest = timed("read", lambda: formats.read([directory]))
     timed("prove", lambda: check(manifest))
     request = case.request(ranks, False)
-    laid = timed("lay out", lambda: TARGETS[case.target].lay_out(training(manifest), request))
+    laid = timed("lay out", lambda: TARGETS[case.target].lay_out(build_training(manifest), request))
     skeleton = laid.skeleton
     timed("prove target", lambda: check_overlaps(skeleton))
     planned = Plan(manifest.entries, skeleton)

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a directory, a file of one, or several that each node kept a part of."""
+"""The location of a checkpoint: a directory, one file of it, or one directory for each node."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _PARTS = (  # endings of the files that hold a checkpoint; logs and configs of n
 _COMPARED = 1 << 20  # bytes at a time
 
 
-def directory(path: str | Path) -> Path:
-    """The directory that a path is, or that its file lies in."""
+def directory_of(path: str | Path) -> Path:
+    """Return the directory that a path is, or that contains its file."""
     path = as_path(path)
     return path if path.is_dir() else path.parent
 
 
 class Location:
-    """The files of one directory by name, wherever they lie.
+    """The files of one directory by name, also if nodes stored them in several directories.
 
     Args:
         directories: more than one where each node kept its own files.
@@ -42,7 +42,7 @@ class Location:
 
     @classmethod
     def of(cls, paths: Sequence[Path]) -> Location:
-        """The place that a user's paths stand for.
+        """Return the location that a user's paths stand for.
 
         Raises:
             UnrecognisedError: nothing is there.
@@ -70,7 +70,7 @@ class Location:
 
     @property
     def path(self) -> Path:
-        """The file that was named, else the first directory."""
+        """The file that the user named, else the first directory."""
         first = self.directories[0]
         return first / self.chosen if self.chosen else first
 
@@ -80,7 +80,7 @@ class Location:
         return self.directories[0].resolve().name
 
     def above(self) -> Location:
-        """The directory that this one lies in."""
+        """Return the parent directory."""
         return Location([directory.parent for directory in self.directories])
 
     @cached_property
@@ -113,7 +113,7 @@ class Location:
         return {name: Location(found[name], inner=True) for name in sorted(found)}
 
     def _children(self) -> Iterator[Path]:
-        """What lies in the directories; a subdirectory that may not be read (lost+found) is empty.
+        """Yield the directories' content; an unreadable subdirectory (lost+found) is empty.
 
         Raises:
             ReshardError: the user's own directory may not be read.
@@ -128,14 +128,14 @@ class Location:
                     ) from error
 
     def nested(self, name: str) -> Path | None:
-        """A file by a relative path of several parts."""
+        """Return a file by a relative path of several parts."""
         with contextlib.suppress(OSError):  # a name that no file can have
             return next((d / name for d in self.directories if (d / name).is_file()), None)
         return None
 
 
 def missing_ranks(present: Container[int], world: int) -> list[int]:
-    """The first few ranks below ``world`` that are not present; a file's name may state any."""
+    """Return the first few ranks below ``world`` that are not present."""
     return list(islice((rank for rank in range(world) if rank not in present), _LISTED))
 
 

@@ -53,7 +53,7 @@ def test_states_of_devices_too_are_written_as_they_were(dialect, several, tmp_pa
     saved = states(dialect, cuda=held, npu=device)
     torch.save(saved, tmp_path / "random_states_0.pkl")
     (read,) = rng.read([str(tmp_path / "random_states_0.pkl")])
-    again = loaded(rng.written(read, dialect), tmp_path / "again.pkl")
+    again = loaded(rng.build_file(read, dialect), tmp_path / "again.pkl")
     assert again.keys() == saved.keys()
     assert all(same(again[name], value) for name, value in saved.items())
     random.Random().setstate(again[dialect.python])

@@ -216,7 +216,7 @@ def rank_file(name, begins, entries=()):
 def test_files_alike_hold_each_rank_s_run_where_their_storage_begins():
     held = EqualRuns(RankOffsets(("a", "b", "c"), (8, 0, 0)), dtypes.FLOAT32, (16, 16), 8)
     first = rank_file("a", 8, (replace(entry(held), chunks=tuple(held.of_rank(0))),))
-    spread = skeletons.a_rank_each(first, [rank_file("b", 8), rank_file("c", 72)])
+    spread = skeletons.lay_out_ranks(first, [rank_file("b", 8), rank_file("c", 72)])
     assert [file.name for file in spread.files] == ["a", "b", "c"]
     assert [stored.file for stored in spread.checksums] == ["a", "a", "b", "b", "c", "c"]
     assert {
@@ -229,7 +229,7 @@ def test_files_alike_hold_each_rank_s_run_where_their_storage_begins():
     }
     whole_one = replace(first.entries[0], chunks=tuple(held))
     with pytest.raises(AssertionError, match="2 runs"):
-        skeletons.a_rank_each(rank_file("a", 8, (whole_one,)), [rank_file("b", 8)])
+        skeletons.lay_out_ranks(rank_file("a", 8, (whole_one,)), [rank_file("b", 8)])
 
 
 @pytest.mark.parametrize("strides", [(4, 8), (16, 4)])

@@ -70,7 +70,7 @@ def test_a_schedule_continues_at_another_number_of_processes(name, processes):
     rates(optimizer, scheduler, 2, SAVED)
     held = {key: as_read(value) for key, value in scheduler.state_dict().items()}
     groups = [dict(group, params=[]) for group in optimizer.param_groups]
-    made = schedules.scaled(held, Fraction(processes, 2))
+    made = schedules.scale(held, Fraction(processes, 2))
     again, resumed = begun(MADE[name])
     resumed.load_state_dict({key: as_loaded(value) for key, value in made.state.items()})
     for group, was in zip(again.param_groups, groups, strict=True):
@@ -82,9 +82,9 @@ def test_a_schedule_continues_at_another_number_of_processes(name, processes):
 
 def test_a_period_without_a_whole_equivalent_is_told():
     _, scheduler = begun(lambda o: torchs.StepLR(o, 5))
-    made = schedules.scaled(scheduler.state_dict(), Fraction(3, 2))
+    made = schedules.scale(scheduler.state_dict(), Fraction(3, 2))
     assert made.inexact == ["step_size 5 x 3/2 is not a whole number"]
-    assert schedules.scaled(scheduler.state_dict(), Fraction(2)).inexact == []
+    assert schedules.scale(scheduler.state_dict(), Fraction(2)).inexact == []
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,8 @@ def test_a_pickle_that_is_known_is_not_parsed_again_and_its_storages_lie_in_its_
     files = {"a": empty, "b": empty, "c": full, "d": full}
     for name, root in files.items():
         torch.save(root, tmp_path / name)
-    alike = torch_reader.Alike()
-    read = {name: torch_reader.read(tmp_path / name, alike=alike) for name in files}
+    cache = torch_reader.PickleCache()
+    read = {name: torch_reader.read(tmp_path / name, cache=cache) for name in files}
     assert read["b"].root is read["a"].root
     assert read["d"].root is not read["c"].root  # whose tensor lies in the file itself
     for name, file in read.items():
@@ -276,10 +276,10 @@ def test_a_simple_pickle_that_is_known_is_not_parsed_again(tmp_path, monkeypatch
     loads, parsed = torch_reader.loads, []
     counted = lambda data, **options: parsed.append(data) or loads(data, **options)  # noqa: E731
     monkeypatch.setattr(torch_reader, "loads", counted)
-    alike, read = torch_reader.Alike(), {}
+    cache, read = torch_reader.PickleCache(), {}
     for name in ("a", "b", "longer_by_far"):
         torch.save(make(5), tmp_path / name)
-        read[name] = torch_reader.read(tmp_path / name, alike=alike)
+        read[name] = torch_reader.read(tmp_path / name, cache=cache)
     assert len(parsed) == 1
     for name, file in read.items():
         alone = torch_reader.read(tmp_path / name)
@@ -298,7 +298,14 @@ def test_an_element_is_read_where_it_lies(tmp_path, dtype):
     torch.save(torch.arange(6).reshape(2, 3).T.to(dtype), tmp_path / "x.pt")
     chunk = torch_reader.read(tmp_path / "x.pt").root.chunk
     with SourceFiles() as files:
-        assert [torch_objects.weight_at(files, chunk, at) for at in range(6)] == [0, 3, 1, 4, 2, 5]
+        assert [torch_objects.read_weight(files, chunk, at) for at in range(6)] == [
+            0,
+            3,
+            1,
+            4,
+            2,
+            5,
+        ]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
@@ -306,4 +313,4 @@ def test_an_element_that_is_no_plain_float_is_no_number(tmp_path, dtype):
     torch.save(torch.arange(6).to(dtype), tmp_path / "x.pt")
     chunk = torch_reader.read(tmp_path / "x.pt").root.chunk
     with SourceFiles() as files:
-        assert math.isnan(torch_objects.weight_at(files, chunk, 1))
+        assert math.isnan(torch_objects.read_weight(files, chunk, 1))

@@ -104,7 +104,7 @@ def unidentified(path: Path) -> bytes:
         members = zip_reader.read_directory(archive)
         (name,) = (name for name in members if name.endswith("/.data/serialization_id"))
         member = members[name]
-        start, central = member.data_offset(archive), dict(zip_reader.central_offsets(archive))
+        start, central = member.data_offset(archive), dict(zip_reader.list_central_offsets(archive))
     assert bytes(data[start : start + 40]).isdigit()
     data[start : start + 40] = b"0" * 40
     for crc in (start + 44, central[name] + 16):
@@ -599,7 +599,7 @@ def without_crcs(path):
     with SourceFiles() as files:
         archive = Section(files, str(path), 0, size)
         members = zip_reader.read_directory(archive)
-        central = dict(zip_reader.central_offsets(archive))
+        central = dict(zip_reader.list_central_offsets(archive))
         gone = []
         for name, member in members.items():
             start = member.data_offset(archive)

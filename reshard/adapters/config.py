@@ -24,7 +24,7 @@ from reshard.adapters.names import (
     strip_root,
 )
 from reshard.box import Index
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError, shown
 from reshard.schema import COUNT, NUMBER, TEXT, either, expect, fields, mapping, maybe, sequence
 from reshard.units import counted, some
@@ -73,7 +73,7 @@ def find(name: str, hf_dir: Path | None, near: Iterable[Path]) -> Config | None:
 
 
 def _read(path: Path) -> Config:
-    values = json_object(path)
+    values = read_json_object(path)
     expect(path, values, _KIND)
     kind = values.get("peft_type")
     if kind != "LORA":

@@ -15,7 +15,7 @@ from reshard.commands.lines import LISTED
 from reshard.commands.options import ReadOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter, open_progress
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError, UsageError
 from reshard.formats import engines
 from reshard.manifest import Manifest
@@ -291,7 +291,7 @@ def _config(manifest: Manifest) -> dict[str, Any] | None:
     """The transformers config beside the checkpoint; a broken one says nothing here."""
     try:
         path = config_beside(manifest)
-        return json_object(path) if path else None
+        return read_json_object(path) if path else None
     except CorruptError:
         return None
 

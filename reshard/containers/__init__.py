@@ -1,4 +1,4 @@
-"""Containers: the files that checkpoints of any format consist of, read and laid out.
+"""Containers: read and lay out the files that checkpoints of any format consist of.
 
 Readers parse headers, directories and pickles, never the elements of tensors. Writers lay a file
 out before the elements are read, so that `move` can copy them to their final offsets.

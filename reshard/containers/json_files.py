@@ -1,4 +1,4 @@
-"""The small JSON files that lie beside weights."""
+"""Small JSON files that are stored beside weights."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from reshard.errors import CorruptError
 from reshard.files import read_small_file
 
 
-def json_object(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that contains an object.
 
     Raises:
         CorruptError: it holds something else.
@@ -25,8 +25,8 @@ def json_object(path: Path) -> dict[str, Any]:
     return config
 
 
-def json_text(value: Any) -> bytes:
-    r"""JSON as transformers writes its files: two spaces, sorted keys, a newline at the end.
+def format_json(value: Any) -> bytes:
+    r"""Format JSON as transformers does: two spaces, sorted keys, a newline at the end.
 
     Half of a surrogate pair, which a source's JSON may hold, is no UTF-8: all is escaped then.
 
@@ -34,10 +34,10 @@ def json_text(value: Any) -> bytes:
     (b'{\n  "a": "\xc3\xa9"\n}\n', b'{\n  "a": "\\ud800"\n}\n')
     """
     try:
-        return _json_lines(value, ascii_only=False).encode()
+        return _format_json_lines(value, ascii_only=False).encode()
     except UnicodeEncodeError:
-        return _json_lines(value, ascii_only=True).encode()
+        return _format_json_lines(value, ascii_only=True).encode()
 
 
-def _json_lines(value: Any, *, ascii_only: bool) -> str:
+def _format_json_lines(value: Any, *, ascii_only: bool) -> str:
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=ascii_only) + "\n"

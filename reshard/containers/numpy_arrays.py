@@ -1,4 +1,4 @@
-"""numpy arrays and bare storages in the pickles of ``torch.save``, read as the tensors they are.
+"""Read numpy arrays and bare storages in the pickles of ``torch.save`` as tensors.
 
 An array's elements lie in the pickle itself: raw in protocol 3 and later, as text in protocol 2,
 which ``torch.save`` uses (see `reshard.escaped`). Its dtype is a call of its own.
@@ -44,27 +44,27 @@ _KINDS = {"O": "object", "V": "structured", "U": "text", "S": "bytes", "M": "dat
 _NUMBERS = "efdbhilqBHILQ?"
 
 
-def are_in(pickle: Unpickled, storages: Iterable[Storage]) -> bool:
+def has_arrays(pickle: Unpickled, storages: Iterable[Storage]) -> bool:
     """Return whether a pickle holds arrays, or storages that no tensor is a view of."""
     return not NAMES.isdisjoint(pickle.globals) or not all(s.is_viewed for s in storages)
 
 
-def obstacle(value: Any) -> str:
+def find_obstacle(value: Any) -> str:
     """Return why an object is an array that cannot be read; empty for any other object."""
     if not isinstance(value, Call) or value.name not in NAMES:
         masked = isinstance(value, Call) and value.name.startswith("numpy.ma.")
         return "a masked numpy array" if masked else ""
     try:
-        _parts(value)
+        _parse_array(value)
     except ValueError as error:
         return str(error)
     return "a numpy array of unknown form"
 
 
-def settled(root: Any, file: str, start: int) -> Any:
+def convert(root: Any, file: str, start: int) -> Any:
     """Return a saved object in which every array and bare storage is a `Tensor`.
 
-    What cannot be read as a tensor stays as it is; `obstacle` says why. So do numpy's random
+    What cannot be read as a tensor stays as it is; `find_obstacle` says why. So do numpy's random
     states, which are known by their form. A numpy scalar is a tensor among tensors, else a number.
 
     Args:
@@ -74,13 +74,13 @@ def settled(root: Any, file: str, start: int) -> Any:
         CorruptError: the containers are nested without end.
     """
     try:
-        return _Settler(file, start).of(root)
+        return _Converter(file, start).of(root)
     except RecursionError as error:
         raise CorruptError(file, "its containers are nested too deep") from error
 
 
-class _Settler:
-    """Copies containers, each once, with arrays made tensors."""
+class _Converter:
+    """Copies containers, each once, and replaces arrays with tensors."""
 
     def __init__(self, file: str, start: int) -> None:
         self._file, self._start = file, start
@@ -111,7 +111,7 @@ class _Settler:
         return list(items) if isinstance(value, list) else tuple(items)
 
     def _with_numbers(self, held: dict[Any, Any]) -> dict[Any, Any]:
-        """Scalars as numbers, where no tensor that a scalar could belong to lies beside."""
+        """Replace scalars with numbers if no tensor beside them could own a scalar."""
         among = any(isinstance(v, Tensor) and not _is_scalar(v) for v in held.values())
         if among or not any(map(_is_scalar, held.values())):
             return held
@@ -119,12 +119,12 @@ class _Settler:
 
     def _array(self, call: Call) -> Any:
         try:
-            dtype, shape, strides, data = _parts(call)
+            dtype, shape, strides, data = _parse_array(call)
             storage = self._storage(dtype, data)
         except ValueError:
             return call
         if call.name in _SCALARS:
-            return _Scalar(storage, 0, shape, strides, dtype, _number(dtype, data))
+            return _Scalar(storage, 0, shape, strides, dtype, _unpack_number(dtype, data))
         return Tensor(storage, 0, shape, strides, dtype)
 
     def _storage(self, dtype: DType, data: bytes) -> Storage:
@@ -142,7 +142,7 @@ class _Settler:
 
 
 class _Scalar(Tensor):
-    """A numpy scalar: a tensor of no dims, and the number that it is."""
+    """A numpy scalar: a tensor without dims, and its value as a number."""
 
     __slots__ = ("value",)
 
@@ -155,8 +155,8 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, _Scalar)
 
 
-def _number(dtype: DType, data: bytes) -> Any:
-    """What Python has for a numpy scalar; a complex one is a complex."""
+def _unpack_number(dtype: DType, data: bytes) -> Any:
+    """Return the Python value of a numpy scalar; a complex one is a complex."""
     if dtype.family == "complex":
         return complex(*struct.unpack("<2f" if dtype.itemsize == 8 else "<2d", data))
     codes = (code for code in _NUMBERS if _code_fits(code, dtype))
@@ -164,7 +164,7 @@ def _number(dtype: DType, data: bytes) -> Any:
 
 
 def _code_fits(code: str, dtype: DType) -> bool:
-    """Whether a code of `struct` is of a dtype."""
+    """Return whether a code of `struct` belongs to a dtype."""
     if struct.calcsize(f"<{code}") != dtype.itemsize:
         return False
     if dtype.family in ("float", "bool"):
@@ -172,8 +172,8 @@ def _code_fits(code: str, dtype: DType) -> bool:
     return code in ("BHILQ" if dtype.name.startswith("u") else "bhilq")
 
 
-def _parts(call: Call) -> tuple[DType, Index, Index, bytes]:
-    """Dtype, shape, strides in elements, and data of an array or a scalar.
+def _parse_array(call: Call) -> tuple[DType, Index, Index, bytes]:
+    """Return dtype, shape, strides in elements, and data of an array or a scalar.
 
     Raises:
         ValueError: it is one that no tensor can be, or none; the message says what it is.
@@ -186,24 +186,24 @@ def _parts(call: Call) -> tuple[DType, Index, Index, bytes]:
             data, dtype, shape, order = call.args
             by_columns = order == "F"
         else:
-            _of_ndarray(call.args[0])
+            _expect_ndarray(call.args[0])
             _version, shape, dtype, by_columns, data = call.state or (1, (0,), None, False, b"")
-        found = _dtype(dtype)
+        found = _parse_dtype(dtype)
         shape = as_index(shape)
     except (TypeError, IndexError, OverflowError) as error:
         raise ValueError(f"a numpy array of unknown form ({error})") from error
     if not isinstance(data, bytes) or len(data) != prod(shape) * found.itemsize:
         raise ValueError(f"a numpy array of {found} {shape} with other data")
-    return found, shape, _strides(shape, by_columns=bool(by_columns)), data
+    return found, shape, _build_strides(shape, by_columns=bool(by_columns)), data
 
 
-def _of_ndarray(kind: Any) -> None:
+def _expect_ndarray(kind: Any) -> None:
     if not isinstance(kind, Global) or kind.name != "numpy.ndarray":
         raise ValueError(f"a numpy array of the class {getattr(kind, 'name', kind)}")
 
 
-def _dtype(call: Any) -> DType:
-    """What ``numpy.dtype('f4')`` with its state, which has the order of bytes, is to torch."""
+def _parse_dtype(call: Any) -> DType:
+    """Return the torch dtype of ``numpy.dtype('f4')``, whose state gives the byte order."""
     if not isinstance(call, Call) or call.name != "numpy.dtype" or not call.args:
         raise ValueError("a numpy array of unknown dtype")
     kind = call.args[0]
@@ -216,7 +216,7 @@ def _dtype(call: Any) -> DType:
     return _DTYPES[kind]
 
 
-def _strides(shape: Index, *, by_columns: bool) -> Index:
+def _build_strides(shape: Index, *, by_columns: bool) -> Index:
     if not by_columns:
         return row_major(shape)
     return row_major(shape[::-1])[::-1]

@@ -1,4 +1,4 @@
-"""The safetensors file: header in, entries out; entries in, header and places out.
+"""Read the header of a safetensors file, and lay out such a file.
 
 Source: safetensors 0.8 ``safetensors/src/tensor.rs`` (``Metadata::validate``, ``serialize``). A
 file laid out here is byte-identical to what ``safetensors.torch.save_file`` writes for the same
@@ -31,7 +31,7 @@ _DAMAGED = "the file is truncated or was altered: fetch it again"
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """One file's header: a chunk a tensor, and the metadata strings."""
+    """The header of one file: a chunk for each tensor, and the metadata strings."""
 
     source: SourceFile
     tensors: dict[str, Chunk]
@@ -62,7 +62,7 @@ def read_section(section: Section) -> SafetensorsFile:
     header = _parse(path, section.read(8, length))
     metadata = header.pop("__metadata__", {})
     start, stop = section.start + 8 + length, section.start + size
-    tensors = {name: _chunk(path, name, start, value) for name, value in header.items()}
+    tensors = {name: _parse_chunk(path, name, start, value) for name, value in header.items()}
     _check_tiling(path, tensors, start, stop)
     return SafetensorsFile(SourceFile(path, stop), tensors, metadata)
 
@@ -95,7 +95,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
+def _parse_chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
     try:
         code, shape = value["dtype"], tuple(value["shape"])
         start, stop = value["data_offsets"]
@@ -118,7 +118,7 @@ def _chunk(path: str, name: str, data_start: int, value: Any) -> Chunk:
 
 
 def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int) -> None:
-    """Tensors follow one another without gap or overlap from the header to the last byte."""
+    """Check that tensors follow one another without gap or overlap up to the last byte."""
     at = start
     for name, chunk in sorted(tensors.items(), key=lambda item: item[1].byte_span):
         begin, end = chunk.byte_span
@@ -132,7 +132,7 @@ def _check_tiling(path: str, tensors: Mapping[str, Chunk], start: int, size: int
 def lay_out(
     path: str, tensors: Iterable[tuple[Entry, DType]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[Entry], int]:
-    """Header bytes, the entries as they will lie in ``path``, and the file's size in bytes.
+    """Return the header's bytes, the entries as ``path`` will hold them, and the file's size.
 
     Args:
         metadata: its strings; an empty mapping is written as such, as `save_file` does.
@@ -165,7 +165,7 @@ def lay_out(
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     placed = [
-        _placed(path, entry, dtype, start + header[entry.fqn]["data_offsets"][0])
+        _place_entry(path, entry, dtype, start + header[entry.fqn]["data_offsets"][0])
         for entry, dtype in ordered
     ]
     return struct.pack("<Q", len(text)) + text, placed, start + at
@@ -179,7 +179,7 @@ def _check_names(names: Iterable[str]) -> None:
             )
 
 
-def _placed(path: str, entry: Entry, dtype: DType, byte_offset: int) -> Entry:
+def _place_entry(path: str, entry: Entry, dtype: DType, byte_offset: int) -> Entry:
     shape: Index = entry.shape
     chunk = contiguous(path, byte_offset, dtype, whole(shape), shape)
     return Entry(entry.fqn, entry.kind, dtype, shape, (chunk,))

@@ -1,4 +1,4 @@
-"""Weights as safetensors: one file, or shards with their index."""
+"""Lay out weights as safetensors: one file, or shards with their index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from reshard.containers import safetensors
-from reshard.containers.json_files import json_text
+from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.manifest import Entry, OutputFile, Skeleton
 
@@ -21,13 +21,13 @@ def lay_out(
     texts: Mapping[str, bytes],
     metadata: Mapping[str, str],
 ) -> Skeleton:
-    """Shards with their index (none for a single shard), and the given small files.
+    """Lay out shards with their index (none for a single shard), and the given small files.
 
     Args:
         tensors: entries in state-dict order, each with the dtype to write.
         texts: name -> content of the files beside the weights.
     """
-    shards = list(_shards(tensors, max_shard_bytes))
+    shards = list(_divide(tensors, max_shard_bytes))
     files = [OutputFile(name, len(data), ((0, data),)) for name, data in sorted(texts.items())]
     entries: list[Entry] = []
     weight_map: dict[str, str] = {}
@@ -35,28 +35,28 @@ def lay_out(
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        made = single_file(name, shard, metadata)
+        made = lay_out_file(name, shard, metadata)
         files += made.files
         entries += made.entries
         weight_map.update((entry.fqn, name) for entry, _ in shard)
     if len(shards) > 1:
-        data = _index(weight_map, tensors)
+        data = _build_index(weight_map, tensors)
         files.append(OutputFile(INDEX, len(data), ((0, data),)))
     return Skeleton(tuple(files), tuple(entries))
 
 
-def single_file(
+def lay_out_file(
     name: str, tensors: Sequence[tuple[Entry, DType]], metadata: Mapping[str, str]
 ) -> Skeleton:
-    """One safetensors file."""
+    """Lay out one safetensors file."""
     header, placed, nbytes = safetensors.lay_out(name, tensors, metadata)
     return Skeleton((OutputFile(name, nbytes, ((0, header),)),), tuple(placed))
 
 
-def _shards(
+def _divide(
     tensors: Iterable[tuple[Entry, DType]], limit: int
 ) -> Iterable[list[tuple[Entry, DType]]]:
-    """Greedy, in order; a tensor larger than the limit has a shard of its own."""
+    """Divide tensors greedily, in order; a tensor larger than the limit is a shard by itself."""
     shard: list[tuple[Entry, DType]] = []
     size = 0
     for entry, dtype in tensors:
@@ -73,7 +73,7 @@ def _shards(
         yield shard
 
 
-def _index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]) -> bytes:
+def _build_index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]) -> bytes:
     tensors = list(tensors)
     total = sum(entry.numel * dtype.itemsize for entry, dtype in tensors)
     parameters = sum(prod(entry.shape) for entry, _ in tensors)
@@ -81,4 +81,4 @@ def _index(weight_map: Mapping[str, str], tensors: Iterable[tuple[Entry, DType]]
         "metadata": {"total_parameters": parameters, "total_size": total},
         "weight_map": dict(sorted(weight_map.items())),
     }
-    return json_text(index)
+    return format_json(index)

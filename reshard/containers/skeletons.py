@@ -1,4 +1,4 @@
-"""Skeletons put together: several files of one target, several archives of one file."""
+"""Combine skeletons: several files of one target, several archives of one file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from reshard.layout.runs import EqualRuns, RankOffsets
 from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
 
 
-class Laid(NamedTuple):
-    """What a target lays out, and what a user must be told of it: derived, or not carried."""
+class LaidOut(NamedTuple):
+    """The files of a target, and notes for the user about derived and dropped state."""
 
     skeleton: Skeleton
     notes: tuple[str, ...]
 
 
-def joined(parts: Iterable[Skeleton]) -> Skeleton:
-    """One skeleton of several files; an entry has the chunks of all of them, in their order."""
+def join(parts: Iterable[Skeleton]) -> Skeleton:
+    """Join the skeletons of several files; an entry has the chunks of all, in their order."""
     files: list[OutputFile] = []
     checksums: list[StoredChecksum] = []
     entries: dict[Key, list[Entry]] = {}
@@ -29,18 +29,18 @@ def joined(parts: Iterable[Skeleton]) -> Skeleton:
         checksums += part.checksums
         for entry in part.entries:
             entries.setdefault(entry.key, []).append(entry)
-    return Skeleton(tuple(files), tuple(map(_with_all, entries.values())), tuple(checksums))
+    return Skeleton(tuple(files), tuple(map(_merge_entries, entries.values())), tuple(checksums))
 
 
-def _with_all(held: Sequence[Entry]) -> Entry:
-    """One entry with the chunks of several."""
+def _merge_entries(held: Sequence[Entry]) -> Entry:
+    """Merge entries of one key into one that has the chunks of all."""
     if len(held) == 1:
         return held[0]
     return replace(held[0], chunks=tuple(chunk for entry in held for chunk in entry.chunks))
 
 
-def named(part: Skeleton, name: str) -> Skeleton:
-    """The same file under another name."""
+def rename(part: Skeleton, name: str) -> Skeleton:
+    """Return the same file under another name."""
     return Skeleton(
         tuple(replace(file, name=name) for file in part.files),
         tuple(
@@ -51,10 +51,10 @@ def named(part: Skeleton, name: str) -> Skeleton:
     )
 
 
-def a_rank_each(
+def lay_out_ranks(
     first: Skeleton, others: Iterable[Skeleton], *, repeated: Collection[str] = ()
 ) -> Skeleton:
-    """Files that hold the same tensors in the same storages, each an equal run of every tensor.
+    """Lay out files with the same tensors in the same storages, one equal run of each for a rank.
 
     Args:
         first: the file of the first rank, whose run of a tensor is as long as any.
@@ -89,8 +89,8 @@ def a_rank_each(
     )
 
 
-def moved(part: Skeleton, directory: str) -> Skeleton:
-    """The same files in a directory below."""
+def move_into(part: Skeleton, directory: str) -> Skeleton:
+    """Return the same files in a subdirectory."""
 
     def chunks(entry: Entry) -> tuple[Chunk, ...]:
         return tuple(replace(c, file=f"{directory}/{c.file}") for c in entry.chunks)
@@ -102,8 +102,8 @@ def moved(part: Skeleton, directory: str) -> Skeleton:
     )
 
 
-def lifted(part: Skeleton, directory: str) -> Skeleton:
-    """Return the files of a directory without it: what `moved` did is undone."""
+def move_out(part: Skeleton, directory: str) -> Skeleton:
+    """Return the files of a subdirectory without it, the inverse of `move_into`."""
 
     def bare(name: str) -> str:
         return name.removeprefix(f"{directory}/")
@@ -118,19 +118,19 @@ def lifted(part: Skeleton, directory: str) -> Skeleton:
     )
 
 
-def of_bytes(name: str, data: bytes) -> Skeleton:
-    """A file whose content is known."""
+def lay_out_bytes(name: str, data: bytes) -> Skeleton:
+    """Lay out a file whose content is known."""
     literals = ((0, data),) if data else ()
     return Skeleton((OutputFile(name, len(data), literals),), ())
 
 
-def shifted_literals(file: OutputFile, by: int) -> Iterator[tuple[int, bytes]]:
-    """The literals of a file that begins ``by`` bytes into another."""
+def shift_literals(file: OutputFile, by: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the literals of a file that begins ``by`` bytes into another."""
     return ((offset + by, data) for offset, data in file.literals)
 
 
-def shifted_checksums(part: Skeleton, name: str, by: int) -> Iterator[StoredChecksum]:
-    """The checksums of a file that begins ``by`` bytes into the file ``name``."""
+def shift_checksums(part: Skeleton, name: str, by: int) -> Iterator[StoredChecksum]:
+    """Yield the checksums of a file that begins ``by`` bytes into the file ``name``."""
     for stored in part.checksums:
         locations = tuple(at + by for at in stored.locations)
         yield StoredChecksum(name, stored.byte_offset + by, stored.nbytes, locations)

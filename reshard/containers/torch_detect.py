@@ -1,4 +1,4 @@
-"""Which files ``torch.save`` wrote, told by their names and first bytes; `torch_reader` reads them.
+"""Recognize files of ``torch.save`` by their names and first bytes; `torch_reader` reads them.
 
 Source: torch 2.13 ``torch/serialization.py`` (MAGIC_NUMBER).
 """
@@ -14,7 +14,7 @@ LEGACY = b"\x80\x02\x8a\x0a" + (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether the first bytes are those of ``torch.save`` (zip, or the old stream's magic)."""
+    """Return whether the first bytes are those of ``torch.save`` (zip, or the old stream)."""
     with path.open("rb") as file:
         head = file.read(16)
     return head.startswith((ZIP, LEGACY))

@@ -1,4 +1,4 @@
-"""What the pickles of ``torch.save`` become: storages, and tensors that say where elements lie.
+"""Tensors and storages in the pickles of ``torch.save``, with the position of their elements.
 
 Source: torch 2.13 ``torch/_utils.py`` (rebuild functions), ``torch/serialization.py``
 (``persistent_id``).
@@ -30,7 +30,7 @@ _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """One stored buffer; ``byte_offset`` is -1 until its place in the file is known."""
+    """One stored buffer; ``byte_offset`` is -1 until its position in the file is known."""
 
     file: str
     key: str
@@ -62,7 +62,7 @@ class Tensor:
 
     @property
     def place(self) -> tuple[str, str, int, Index, Index]:
-        """Equal for two tensors exactly when they are the same view."""
+        """A tuple that is equal for two tensors exactly if they are the same view."""
         return self.storage.file, self.storage.key, self.offset, self.shape, self.strides
 
     @property
@@ -100,9 +100,9 @@ class TorchFile:
         return tuple(claims)
 
     def number(self, tensor: Tensor) -> float | int:
-        """The value of a one-element tensor, as a step counter is."""
+        """Return the value of a one-element tensor, such as a step counter."""
         with SourceFiles() as files:
-            return number_at(files, tensor.chunk)
+            return read_number(files, tensor.chunk)
 
 
 _BLOCK_BYTES = 1 << 20  # which are read at a time
@@ -117,19 +117,19 @@ _NUMBERS = {
 }
 
 
-def number_at(files: SourceFiles, chunk: Chunk) -> float | int:
-    """The value of a one-element chunk.
+def read_number(files: SourceFiles, chunk: Chunk) -> float | int:
+    """Read the value of a one-element chunk.
 
     Raises:
         UnsupportedError: it has more elements, or a dtype that no counter has.
     """
     if chunk.box.volume != 1 or chunk.dtype.name not in _NUMBERS:
         raise UnsupportedError(chunk.file, f"a counter of dtype {chunk.dtype} {chunk.box.shape}")
-    return _unpacked(files, chunk, chunk.byte_offset)
+    return _unpack(files, chunk, chunk.byte_offset)
 
 
-def weight_at(files: SourceFiles, chunk: Chunk, at: int) -> float:
-    """The element at a place of a chunk in row-major order; NaN of what is no plain float."""
+def read_weight(files: SourceFiles, chunk: Chunk, at: int) -> float:
+    """Read the element at a row-major position of a chunk; NaN unless it is a plain float."""
     start = chunk.byte_offset
     for extent, stride in zip(reversed(chunk.box.shape), reversed(chunk.byte_strides), strict=True):
         at, index = divmod(at, extent)
@@ -139,7 +139,7 @@ def weight_at(files: SourceFiles, chunk: Chunk, at: int) -> float:
         found: float = struct.unpack("<f", b"\0\0" + raw)[0]
         return found
     plain = chunk.dtype.family == "float" and chunk.dtype.name in _NUMBERS
-    return float(_unpacked(files, chunk, start)) if plain else float("nan")
+    return float(_unpack(files, chunk, start)) if plain else float("nan")
 
 
 def is_zero(files: SourceFiles, chunk: Chunk) -> bool:
@@ -152,22 +152,22 @@ def is_zero(files: SourceFiles, chunk: Chunk) -> bool:
     return True
 
 
-def _unpacked(files: SourceFiles, chunk: Chunk, start: int) -> float | int:
-    """The number at a byte of a chunk's file."""
+def _unpack(files: SourceFiles, chunk: Chunk, start: int) -> float | int:
+    """Read the number at a byte of a chunk's file."""
     raw = files.read(chunk.file, start, chunk.dtype.itemsize)
     value: float | int = struct.unpack(_NUMBERS[chunk.dtype.name], raw)[0]
     return value
 
 
 class Storages:
-    """Makes storages from persistent ids; one object a key, so that views share it."""
+    """Creates storages from persistent ids; one object for each key, so that views share it."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.by_key: dict[str, Storage] = {}
 
     def __call__(self, pid: Any) -> Storage:
-        """The storage of a persistent id.
+        """Return the storage of a persistent id.
 
         Raises:
             ValueError: it is none.
@@ -191,10 +191,10 @@ def _is_size(number: Any) -> bool:
     return isinstance(number, int) and 0 <= number < _MAX_NUMEL
 
 
-def _strided(
+def _build_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, dtype: DType | None = None
 ) -> Tensor:
-    """A tensor whose every element provably lies inside its storage."""
+    """Build a tensor and check that its every element is inside its storage."""
     if not isinstance(storage, Storage):
         raise TypeError("a tensor of what is no storage")
     shape, strides = tuple(shape), tuple(strides)
@@ -218,7 +218,7 @@ def _rebuild_v2(
     metadata: Any = None,
 ) -> Tensor:
     _refuse_lazy(storage, metadata)
-    return _strided(storage, offset, shape, strides)
+    return _build_tensor(storage, offset, shape, strides)
 
 
 def _rebuild_v3(
@@ -232,12 +232,12 @@ def _rebuild_v3(
     metadata: Any = None,
 ) -> Tensor:
     _refuse_lazy(storage, metadata)
-    kind = named_dtype(dtype, getattr(storage, "file", "a tensor"))
-    return _strided(storage, offset, shape, strides, kind)
+    kind = parse_dtype(dtype, getattr(storage, "file", "a tensor"))
+    return _build_tensor(storage, offset, shape, strides, kind)
 
 
 def _refuse_lazy(storage: Any, metadata: Any) -> None:
-    """A lazily conjugated or negated tensor is stored as the bits before, and a flag."""
+    """Refuse a lazily conjugated or negated tensor: its stored bits need a further operation."""
     if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
         raise UnsupportedError(
             getattr(storage, "file", "a tensor"),
@@ -246,8 +246,8 @@ def _refuse_lazy(storage: Any, metadata: Any) -> None:
         )
 
 
-def named_dtype(dtype: Global, where: object) -> DType:
-    """The dtype that a pickle names, as ``torch.float32``.
+def parse_dtype(dtype: Global, where: object) -> DType:
+    """Return the dtype that a pickle names, such as ``torch.float32``.
 
     Raises:
         UnsupportedError: it is one of torch's that reshard cannot write, as ``torch.complex32``.
@@ -263,12 +263,12 @@ def named_dtype(dtype: Global, where: object) -> DType:
     return dtypes.BY_NAME[name]
 
 
-def _first(value: Any, *_rest: Any) -> Any:
+def _get_first(value: Any, *_rest: Any) -> Any:
     return value
 
 
 def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor, or a `Call` of its class where that is a wrapper (ShardedTensor, DTensor)."""
+    """Return a tensor, or a `Call` of its class if that is a wrapper (ShardedTensor, DTensor)."""
     if function.name.startswith("torch._tensor."):
         raise ValueError("a rebuild of a rebuild")
     builder = TORCH_BUILDERS.get(function.name)
@@ -279,7 +279,7 @@ def _rebuild_typed(function: Global, kind: Any, args: tuple[Any, ...], state: An
 
 
 def is_wrapped(value: Any) -> bool:
-    """Whether it is a tensor of a class that computes its elements, as torchao's quantised ones."""
+    """Return whether a tensor's class computes its elements, as torchao's quantized ones do."""
     kind = value.args[0] if isinstance(value, Call) and value.args else None
     return isinstance(kind, Global) and kind.name == value.name
 
@@ -289,7 +289,7 @@ TORCH_BUILDERS: dict[str, Builder] = {
     "torch._utils._rebuild_tensor": _rebuild_v2,
     "torch._utils._rebuild_tensor_v2": _rebuild_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
-    "torch._utils._rebuild_parameter": _first,
-    "torch._utils._rebuild_parameter_with_state": _first,
+    "torch._utils._rebuild_parameter": _get_first,
+    "torch._utils._rebuild_parameter_with_state": _get_first,
     "torch.Size": lambda dims=(): tuple(dims),
 }

@@ -1,4 +1,4 @@
-"""Files that ``torch.save`` wrote: the zip archive (torch >= 1.6) and the stream before it.
+"""Read files of ``torch.save``: the zip archive (torch >= 1.6) and the older stream.
 
 Reads the pickle and the directory, never tensor data. The result is the saved object with every
 tensor replaced by a `Tensor` that says where its elements lie.
@@ -38,13 +38,13 @@ def read(
     path: str | Path,
     *,
     builders: Mapping[str, Builder] | None = None,
-    alike: Alike | None = None,
+    cache: PickleCache | None = None,
 ) -> TorchFile:
     """Read the structure of one file.
 
     Args:
         builders: extra globals that become values (see `unpickle.loads`).
-        alike: what the files before it held, of which many may hold the same.
+        cache: what the files before it held, of which many may hold the same.
 
     Raises:
         CorruptError: truncated, altered, or not a ``torch.save`` file.
@@ -56,7 +56,7 @@ def read(
         head = files.read(path, 0, min(size, 16))
         if head.startswith(ZIP):
             archive = Section(files, path, 0, size)
-            return read_archive(archive, builders=builders, alike=alike)
+            return read_archive(archive, builders=builders, cache=cache)
         if head.startswith(LEGACY):
             return _read_stream(path, size, files, builders or {})
     raise CorruptError(
@@ -67,8 +67,8 @@ def read(
     )
 
 
-class Alike:
-    """Pickles that many files hold, of ranks or of parameters of one shape: each is parsed once.
+class PickleCache:
+    """Parses each pickle once that many files have in common (ranks, parameters of one shape).
 
     Of those with tensors that have elements, whose places are each file's own, only the simplest
     are kept: a tensor, or a dict of tensors and plain values.
@@ -82,7 +82,7 @@ class Alike:
     def parsed(
         self, data: bytes, path: str, builders: Mapping[str, Builder], start: int
     ) -> tuple[Unpickled, tuple[Storage, ...]]:
-        """What a pickle holds, not to be changed; and its storages, without their places.
+        """Return the content of a pickle, not to be changed, and its storages without positions.
 
         Args:
             start: byte of the file at which the pickle begins.
@@ -90,12 +90,12 @@ class Alike:
         if data in self._seen:
             done, held = self._seen[data]
             own = {id(each): Storage(path, each.key, each.dtype, each.nbytes) for each in held}
-            return replace(done, value=_with_storages(done.value, own)), tuple(own.values())
+            return replace(done, value=_replace_storages(done.value, own)), tuple(own.values())
         storages = Storages(path)
         done = loads(data, where=path, builders={**TORCH_BUILDERS, **builders}, persistent=storages)
         found = tuple(storages.by_key.values())
-        if numpy_arrays.are_in(done, found):
-            return replace(done, value=numpy_arrays.settled(done.value, path, start)), found
+        if numpy_arrays.has_arrays(done, found):
+            return replace(done, value=numpy_arrays.convert(done.value, path, start)), found
         bare = not any(storage.nbytes for storage in found)
         if len(self._seen) < self._MOST and (bare or _is_simple(done.value)):
             self._seen[data] = done, found
@@ -103,17 +103,17 @@ class Alike:
 
 
 def _is_simple(value: Any) -> bool:
-    """Whether it is a tensor, or a dict of tensors and plain values."""
+    """Return whether a value is a tensor, or a dict of tensors and plain values."""
     values = value.values() if isinstance(value, dict) else (value,)
     return all(isinstance(each, (Tensor, str, int, float, type(None))) for each in values)
 
 
-def _with_storages(value: Any, own: Mapping[int, Storage]) -> Any:
-    """A simple value with tensors on other storages, by the identity of theirs; else the same."""
+def _replace_storages(value: Any, own: Mapping[int, Storage]) -> Any:
+    """Return a simple value whose tensors use other storages; any other value unchanged."""
     if not _is_simple(value):
         return value
     if isinstance(value, dict):
-        return {key: _with_storages(each, own) for key, each in value.items()}
+        return {key: _replace_storages(each, own) for key, each in value.items()}
     if isinstance(value, Tensor):
         return replace(value, storage=own[id(value.storage)])
     return value
@@ -123,7 +123,7 @@ def read_archive(
     archive: Section,
     *,
     builders: Mapping[str, Builder] | None = None,
-    alike: Alike | None = None,
+    cache: PickleCache | None = None,
 ) -> TorchFile:
     """Read the structure of one zip archive, which may lie inside a larger file.
 
@@ -148,7 +148,7 @@ def read_archive(
     member = members[pickles[0]]
     data = member.read(archive, checked=checked)
     start = archive.start + member.data_offset(archive)
-    done, storages = (alike or Alike()).parsed(data, path, builders or {}, start)
+    done, storages = (cache or PickleCache()).parsed(data, path, builders or {}, start)
     value, stamp = stamps.take(done.value, done.stamp, path)
     file = TorchFile(
         path, archive.nbytes, value, done.globals, archive=root.rstrip("/"), stamp=stamp
@@ -156,14 +156,16 @@ def read_archive(
     held = (members.get(f"{root}data/{storage.key}") for storage in storages)
     archive.expect(member.header for member in held if member)
     for storage in storages:
-        _place(file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked)
+        _place_storage(
+            file, storage, members.get(f"{root}data/{storage.key}"), archive, checked=checked
+        )
     return file
 
 
-def _place(
+def _place_storage(
     file: TorchFile, storage: Storage, member: Member | None, archive: Section, *, checked: bool
 ) -> None:
-    """Where a storage lies, and with which CRC."""
+    """Set a storage's position, and record its CRC."""
     key = storage.key
     if member is None or member.nbytes != storage.nbytes:
         raise CorruptError(
@@ -190,10 +192,10 @@ def _read_stream(
         UnsupportedError: its tensors are big-endian.
     """
     storages = Storages(path)
-    done, end, keys = _structure(path, size, files, builders, storages)
+    done, end, keys = _read_structure(path, size, files, builders, storages)
     root = done.value
-    if numpy_arrays.are_in(done, storages.by_key.values()):
-        root = numpy_arrays.settled(root, path, 0)
+    if numpy_arrays.has_arrays(done, storages.by_key.values()):
+        root = numpy_arrays.convert(root, path, 0)
     value, stamp = stamps.take(root, done.stamp, path)
     file = TorchFile(path, size, value, done.globals, stamp=stamp)
     for key in keys:
@@ -215,20 +217,20 @@ def _read_stream(
     return file
 
 
-def _structure(
+def _read_structure(
     path: str,
     size: int,
     files: SourceFiles,
     builders: Mapping[str, Builder],
     storages: Storages,
 ) -> tuple[Unpickled, int, list[Any]]:
-    """As `_pickles`, from as much of the file's head as the pickles turn out to need."""
+    """Read the pickles from as much of the file's head as they turn out to need."""
     limit = min(size, MAX_PICKLE)
     nbytes = min(limit, 1 << 20)
     while True:
         head = files.read(path, 0, nbytes)
         try:
-            return _pickles(path, head, builders, storages)
+            return _read_pickles(path, head, builders, storages)
         except CorruptError:
             if nbytes == limit:
                 raise
@@ -236,10 +238,10 @@ def _structure(
             nbytes = min(limit, nbytes * 8)
 
 
-def _pickles(
+def _read_pickles(
     path: str, head: bytes, builders: Mapping[str, Builder], storages: Storages
 ) -> tuple[Unpickled, int, list[Any]]:
-    """The object, where its storages' data begins, and the storages' keys in file order."""
+    """Return the object, the byte at which data begin, and the storages' keys in file order."""
     magic = loads(head, where=path)
     protocol = loads(head, where=path, start=magic.end)
     system = loads(head, where=path, start=protocol.end)

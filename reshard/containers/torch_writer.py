@@ -48,7 +48,7 @@ AS_WRITTEN: dict[str, Builder] = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a logical tensor that stands, contiguous, in a storage.
+    """A block of a tensor that is contiguous in a storage.
 
     Args:
         kind, fqn, shape: the manifest entry.
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """One stored buffer: tensors on the same object share it, as tied weights do.
+    """One stored buffer; tensors on the same object share it, as tied weights do.
 
     Args:
         numel: its size in elements; those that no part fills are zero.
@@ -92,7 +92,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """A tensor: a strided view of a storage, in elements; contiguous where no strides are given."""
+    """A tensor: a strided view of a storage, in elements; contiguous without strides."""
 
     storage: Storage
     shape: Index
@@ -115,23 +115,25 @@ class Slot:
 
 
 def lay_out(name: str, tensors: Sequence[tuple[Entry, DType]]) -> Skeleton:
-    """The file ``name``: a dict with one storage a tensor, contiguous, in the given order."""
-    return lay_out_object(name, {entry.fqn: whole_tensor(entry, dtype) for entry, dtype in tensors})
+    """Lay out a dict of tensors, each with a contiguous storage, in the given order."""
+    return lay_out_object(
+        name, {entry.fqn: build_whole_tensor(entry, dtype) for entry, dtype in tensors}
+    )
 
 
-def whole_tensor(entry: Entry, dtype: DType) -> Slot:
-    """A tensor that is all of an entry, in a storage of its own."""
+def build_whole_tensor(entry: Entry, dtype: DType) -> Slot:
+    """Build a tensor that has all elements of an entry, in its own storage."""
     part = Part(entry.kind, entry.fqn, entry.shape, whole(entry.shape))
     return Slot(Storage(dtype, entry.numel, (part,)), entry.shape)
 
 
-def number(value: float, shape: Index = ()) -> Slot:
-    """A tensor of one fp32 number, known beforehand: as torch's optimizers count their steps."""
-    return Slot(Storage(FLOAT32, 1, data=fp32(value)), shape)
+def build_number(value: float, shape: Index = ()) -> Slot:
+    """Build a tensor of one known fp32 number, as torch's optimizers count their steps."""
+    return Slot(Storage(FLOAT32, 1, data=pack_fp32(value)), shape)
 
 
-def fp32(value: float) -> bytes:
-    """A number as a tensor stores it."""
+def pack_fp32(value: float) -> bytes:
+    """Return a number as a tensor stores it."""
     return struct.pack("<f", value)
 
 
@@ -143,7 +145,7 @@ def lay_out_object(
     stamp: Stamp | None = None,
     in_stream: bool = False,
 ) -> Skeleton:
-    """The file ``name`` that holds any object.
+    """Lay out a file that has any object.
 
     An entry of the skeleton has as chunks the parts that this file holds of it, in file order.
 
@@ -162,7 +164,7 @@ def lay_out_object(
 
 
 class Template:
-    """A root that the files of several ranks hold, each with a stamp of its own: pickled once.
+    """A root that the files of several ranks share, pickled once; each file has its own stamp.
 
     Args:
         where, root, slot_of: as in `lay_out_object`.
@@ -194,7 +196,10 @@ class Template:
             hollow: leave out the entries, for the caller knows them from another rank's file.
         """
         shared, pickle = self._pickle(stamp)
-        archive, root = ZipLayout(name), archive_root(name if archive_of is None else archive_of)
+        archive, root = (
+            ZipLayout(name),
+            get_archive_root(name if archive_of is None else archive_of),
+        )
         archive.add(f"{root}/data.pkl", pickle, shared)
         head = [(".format_version", b"1")]
         head += [(".storage_alignment", b"%d" % ALIGNMENT), ("byteorder", b"little")]
@@ -205,15 +210,15 @@ class Template:
         identity.update(pickle)
         for storage, key in self._pickler.storages:
             identity.update(b"%d:" % storage.nbytes)
-            _store(archive, f"{root}/data/{key}", storage, None if hollow else entries)
+            _store_storage(archive, f"{root}/data/{key}", storage, None if hollow else entries)
             identity.update(storage.data or b"")
         archive.add(f"{root}/version", b"3\n")
-        archive.add(f"{root}/.data/serialization_id", _digits(identity.digest()))
+        archive.add(f"{root}/.data/serialization_id", _format_digits(identity.digest()))
         file, checksums = archive.finish()
         return Skeleton((file,), tuple(entries.values()), checksums)
 
     def _pickle(self, stamp: Stamp | None) -> tuple[bytes, bytes]:
-        """The pickle, its stamp last: a key of the root, of a module's state dict an attribute.
+        """Return the pickle; the stamp is last: a key of the root, or an attribute of a state dict.
 
         The first part is one object for all files that have a stamp: there may be thousands.
         """
@@ -225,7 +230,7 @@ class Template:
         return self._shared, rest
 
 
-def archive_root(name: str) -> str:
+def get_archive_root(name: str) -> str:
     """Return what ``torch.save`` calls the root of the archive that it writes to a file.
 
     That is the file's name without its last suffix. torch writes names beyond ASCII through a
@@ -239,10 +244,10 @@ def archive_root(name: str) -> str:
     return stem if stem and stem.isascii() else _STREAM
 
 
-def _store(
+def _store_storage(
     archive: ZipLayout, member: str, storage: Storage, entries: dict[Key, Entry] | None
 ) -> None:
-    """A storage's member; its parts become chunks of their entries, if those are wanted."""
+    """Add a storage's member; its parts become chunks of their entries, if those are requested."""
     if storage.data is not None:
         archive.add(member, storage.data)
         return
@@ -257,8 +262,8 @@ def _store(
         entries[key] = Entry(part.fqn, part.kind, storage.dtype, part.shape, (*before, chunk))
 
 
-def _digits(digest: bytes) -> bytes:
-    """Two 64-bit numbers of 20 digits."""
+def _format_digits(digest: bytes) -> bytes:
+    """Format two 64-bit numbers with 20 digits each."""
     numbers = (int.from_bytes(digest[at : at + 8], "little") for at in (0, 8))
     return b"".join(b"%020d" % number for number in numbers)
 
@@ -277,7 +282,7 @@ class _TensorPickler(Pickler):
         return tuple(self._keys.items())
 
     def write_leaf(self, value: Any) -> None:
-        """A tensor."""
+        """Write a tensor."""
         slot = value if isinstance(value, Slot) else self._slot_of(value)
         if slot is None:
             super().write_leaf(value)
@@ -300,7 +305,7 @@ class _TensorPickler(Pickler):
         self.memoize(value)
 
     def _storage(self, storage: Storage, *, old: bool) -> None:
-        """The persistent id; torch has a storage class for the older dtypes only."""
+        """Write the persistent id; torch has a storage class for the older dtypes only."""
         key = self._keys.setdefault(storage, str(len(self._keys)))
         self.out += b"("
         self.write_text("storage")
@@ -315,7 +320,7 @@ class _TensorPickler(Pickler):
         self.out += b"Q"
 
     def write_object(self, call: Call) -> None:
-        """An object, or a tensor subclass (DTensor), which `torch_reader` reads by its class."""
+        """Write an object, or a tensor subclass (DTensor), which `torch_reader` reads by class."""
         kind = call.args[0] if call.args else None
         if not isinstance(kind, Global) or kind.name != call.name:
             super().write_object(call)

@@ -1,4 +1,4 @@
-"""The central directory of a zip archive with stored members, read strictly.
+"""Read the central directory of a zip archive with stored members, strictly.
 
 ``zipfile`` neither says where a member's data begins nor refuses members that overlap, and takes
 ten times as long on archives of many thousand members. Offsets count from the archive's start.
@@ -37,11 +37,11 @@ class Member(NamedTuple):
 
     @property
     def header(self) -> tuple[int, int]:
-        """Where its local header lies: (offset, nbytes)."""
+        """The position of the local header: (offset, nbytes)."""
         return self.header_offset, min(_LOCAL.size, self.limit)
 
     def data_offset(self, archive: Section) -> int:
-        """Byte at which the data begins: the local header's own lengths decide.
+        """Return the byte at which the data begin, by the lengths in the local header.
 
         Raises:
             CorruptError: no local header there, or the data would run into the next member.
@@ -63,7 +63,7 @@ class Member(NamedTuple):
         return int(start)
 
     def read(self, archive: Section, *, checked: bool) -> bytes:
-        """The member's bytes, compared with its CRC when ``checked``.
+        """Return the member's bytes, compared with its CRC if ``checked``.
 
         Raises:
             CorruptError: the CRC is another.
@@ -77,12 +77,12 @@ class Member(NamedTuple):
 
 
 def read_directory(archive: Section) -> dict[str, Member]:
-    """Every member by name.
+    """Read every member, by name.
 
     Raises:
         CorruptError: no directory, compressed or overlapping members, offsets past the end.
     """
-    start, listed = _listed(archive)
+    start, listed = _list_directory(archive)
     raw = sorted((entry[:4] for entry in listed), key=lambda item: item[3])
     members: dict[str, Member] = {}
     limits = [*(item[3] for item in raw[1:]), start][: len(raw)]
@@ -95,14 +95,14 @@ def read_directory(archive: Section) -> dict[str, Member]:
     return members
 
 
-def central_offsets(archive: Section) -> list[tuple[str, int]]:
-    """(member name, byte of its entry in the central directory); errors as `read_directory`."""
-    start, listed = _listed(archive)
+def list_central_offsets(archive: Section) -> list[tuple[str, int]]:
+    """Return (member name, byte of its entry in the central directory) for every member."""
+    start, listed = _list_directory(archive)
     return [(entry[0], start + entry[4]) for entry in listed]
 
 
-def _listed(archive: Section) -> tuple[int, list[tuple[str, int, int, int, int]]]:
-    """The directory's own offset, and its entries."""
+def _list_directory(archive: Section) -> tuple[int, list[tuple[str, int, int, int, int]]]:
+    """Return the directory's own offset, and its entries."""
     count, nbytes, start = _locate(archive)
     if start + nbytes > archive.nbytes or nbytes > _MAX_DIRECTORY:
         raise CorruptError(
@@ -110,11 +110,11 @@ def _listed(archive: Section) -> tuple[int, list[tuple[str, int, int, int, int]]
             f"its zip directory claims bytes {start} to {start + nbytes} of {archive.nbytes}",
             _DAMAGED,
         )
-    return start, list(_entries(archive.path, archive.read(start, nbytes), count))
+    return start, list(_iterate_entries(archive.path, archive.read(start, nbytes), count))
 
 
-def _tail(archive: Section) -> tuple[bytes, int]:
-    """The archive's last bytes, and where in them the end record begins; torch has no comment."""
+def _read_tail(archive: Section) -> tuple[bytes, int]:
+    """Return the archive's last bytes, and where the end record begins; torch has no comment."""
     for comment in (0, _MAX_COMMENT):
         nbytes = min(archive.nbytes, _END.size + comment + _LOCATOR64.size)
         tail = archive.read(archive.nbytes - nbytes, nbytes)
@@ -127,8 +127,8 @@ def _tail(archive: Section) -> tuple[bytes, int]:
 
 
 def _locate(archive: Section) -> tuple[int, int, int]:
-    """Number of members, directory size and directory offset."""
-    path, (tail, at) = archive.path, _tail(archive)
+    """Return the number of members, the directory's size and its offset."""
+    path, (tail, at) = archive.path, _read_tail(archive)
     _, _, _, _, count, nbytes, start, _ = _END.unpack_from(tail, at)
     locator = at - _LOCATOR64.size
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
@@ -142,8 +142,10 @@ def _locate(archive: Section) -> tuple[int, int, int]:
     return count, nbytes, start
 
 
-def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int, int, int]]:
-    """(name, size, crc, local header offset, offset of this entry) of each member."""
+def _iterate_entries(
+    path: str, data: bytes, count: int
+) -> Iterator[tuple[str, int, int, int, int]]:
+    """Yield (name, size, crc, local header offset, offset of this entry) for each member."""
     at = 0
     for _ in range(count):
         if at + _ENTRY.size > len(data) or not data.startswith(b"PK\x01\x02", at):
@@ -157,7 +159,7 @@ def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int
         extra = data[at + name_size : at + name_size + extra_size]
         at += name_size + extra_size + comment_size
         if extra:
-            size, packed, offset = _wide(path, extra, size, packed, offset)
+            size, packed, offset = _read_zip64(path, extra, size, packed, offset)
         if method != 0 or size != packed:
             raise CorruptError(
                 path, f"zip member {name!r} is compressed; torch.save stores its members plain"
@@ -165,8 +167,10 @@ def _entries(path: str, data: bytes, count: int) -> Iterator[tuple[str, int, int
         yield name, size, crc, offset, entry_offset
 
 
-def _wide(path: str, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
-    """The zip64 values of those fields that are all ones, in their fixed order."""
+def _read_zip64(
+    path: str, extra: bytes, size: int, packed: int, offset: int
+) -> tuple[int, int, int]:
+    """Return the zip64 values of those fields that are all ones, in their fixed order."""
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<2H", extra, at)

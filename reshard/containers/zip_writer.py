@@ -27,7 +27,7 @@ _FULL32, _FULL16 = 0xFFFFFFFF, 0xFFFF
 
 
 class ZipLayout:
-    """An archive that grows by one member at a time; ``name`` is the file's."""
+    """An archive that grows by one member at a time; ``name`` is that of the file."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -39,7 +39,7 @@ class ZipLayout:
         self._waiting: list[tuple[int, int, int, int]] = []  # offset, nbytes, two places
 
     def add(self, member: str, data: bytes, shared: bytes = b"") -> int:
-        """A member whose data is known; the byte at which it begins.
+        """Add a member whose data are known; return the byte at which they begin.
 
         Args:
             shared: what comes before ``data``, of which many files hold the one object.
@@ -47,11 +47,11 @@ class ZipLayout:
         return self._add(member, len(shared) + len(data), data, shared)
 
     def reserve(self, member: str, nbytes: int) -> int:
-        """A member whose data come later, and its CRC with them; the byte at which it begins."""
+        """Add a member whose data and CRC come later; return the byte at which the data begin."""
         return self._add(member, nbytes, None)
 
     def finish(self) -> tuple[OutputFile, tuple[StoredChecksum, ...]]:
-        """The file with all of its literals, and the CRCs that the data's writer fills in."""
+        """Return the file with all its literals, and the CRCs that the data's writer fills in."""
         directory, nbytes, count = self._at, len(self._central), self._count
         self._open += self._central
         end64 = self._at
@@ -86,8 +86,8 @@ class ZipLayout:
         name, header = member.encode(), self._at
         crc = crc32(data, crc32(shared)) if data else 0
         flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
-        wide = _wide(nbytes, 0, header)  # torch does not know the packed size yet
-        padding = _padding(header + _LOCAL.size + len(name) + len(wide))
+        wide = _build_zip64(nbytes, 0, header)  # torch does not know the packed size yet
+        padding = _build_padding(header + _LOCAL.size + len(name) + len(wide))
         self._open += _LOCAL.pack(
             b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(wide) + len(padding)
         )
@@ -109,8 +109,8 @@ class ZipLayout:
         return start
 
     def _list(self, name: bytes, flags: int, crc: int, nbytes: int, header: int) -> None:
-        """The member's entry in the central directory."""
-        wide = _wide(nbytes, nbytes, header)
+        """Add the member's entry to the central directory."""
+        wide = _build_zip64(nbytes, nbytes, header)
         size = min(nbytes, _FULL32)
         offset = min(header, _FULL32)
         self._central += _CENTRAL.pack(
@@ -121,8 +121,8 @@ class ZipLayout:
         self._count += 1
 
 
-def _wide(nbytes: int, packed: int, header: int) -> bytes:
-    """The zip64 field of a member that is large or stands far back; else nothing."""
+def _build_zip64(nbytes: int, packed: int, header: int) -> bytes:
+    """Build the zip64 field of a member that is large or far into the file; else nothing."""
     values = [nbytes, packed] if nbytes >= _FULL32 else []
     if header >= _FULL32:
         values.append(header)
@@ -130,7 +130,7 @@ def _wide(nbytes: int, packed: int, header: int) -> bytes:
     return struct.pack(f"<2H{count}Q", 1, 8 * count, *values) if values else b""
 
 
-def _padding(at: int) -> bytes:
-    """The field after which data are aligned."""
+def _build_padding(at: int) -> bytes:
+    """Build the header field that aligns the data."""
     size = -(at + 4) % ALIGNMENT
     return struct.pack("<2sH", b"FB", size) + b"Z" * size

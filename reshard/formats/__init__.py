@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.containers import safetensors
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UsageError, understood
 from reshard.formats import deepspeed, huggingface, placeholders, pytorch, registry, run, unclear
@@ -116,7 +116,7 @@ def open_alone(path: Path) -> None:
 
         torch_reader.read(path)
     elif path.suffix == ".json":
-        json_object(path)
+        read_json_object(path)
 
 
 def as_paths(paths: Paths) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.containers import torch_reader
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError
 from reshard.location import Location
@@ -76,7 +76,11 @@ def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
     """
     files = copied_files.find(location)
     opened = {name: torch_reader.read(path) for name, path in files.items()}
-    shown = {Path(name).stem: file for name, file in opened.items() if copied_files.is_own(name)}
+    shown = {
+        Path(name).stem: file
+        for name, file in opened.items()
+        if copied_files.is_accelerates_own(name)
+    }
     unknown = trust.unknown(set().union(*(file.globals for file in opened.values())))
     train = manifest.train
     values = {stem: to_plain(tree.convert_file(file)) for stem, file in shown.items()}
@@ -114,7 +118,7 @@ def nearby(location: Location, wrap: str | None) -> ModelHint | None:
 def _is_verls_first(location: Location) -> bool:
     """Whether verl wrapped the model with FSDP 1, as the file that it writes for that says."""
     settings = location.files.get("fsdp_config.json")
-    return settings is not None and json_object(settings).get("FSDP_version") == 1
+    return settings is not None and read_json_object(settings).get("FSDP_version") == 1
 
 
 def trainer_state(location: Location) -> dict[str, Any]:
@@ -126,7 +130,7 @@ def trainer_state(location: Location) -> dict[str, Any]:
     path = location.files.get(TRAINER_STATE)
     if path is None:
         return {}
-    state = json_object(path)
+    state = read_json_object(path)
     return {key: value for key, value in state.items() if key != "log_history"}
 
 
@@ -139,7 +143,7 @@ def batch_before(location: Location) -> dict[str, int] | None:
     path = location.files.get(BATCH_BEFORE)
     if path is None:
         return None
-    held = json_object(path)
+    held = read_json_object(path)
     if sorted(held) != sorted((BATCH, WORLD)) or any(type(n) is not int for n in held.values()):
         raise CorruptError(path, f"has {sorted(held)}, expected {BATCH} and {WORLD}", "delete it")
     return held

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.location import Location, directory
+from reshard.location import Location, directory_of
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest
 from reshard.model import ModelHint
 from reshard.units import counted, some
@@ -100,7 +100,7 @@ def _described(hollow: Sequence[str]) -> str:
 
 def _real(manifest: Manifest) -> str:
     """The DeepSpeed checkpoint near the file, whose ranks hold the weights; empty without one."""
-    place = directory(manifest.origin.path)
+    place = directory_of(manifest.origin.path)
     near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
     return next((str(p) for p in near if any(p.glob("*_optim_states.pt"))), "")
 
@@ -114,7 +114,9 @@ def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the model of a config beside the checkpoint; None where none helps."""
     from reshard.formats import beside  # which reads what lies beside any checkpoint
 
-    model_hint: ModelHint | None = beside.nearby(Location([directory(manifest.origin.path)]), None)
+    model_hint: ModelHint | None = beside.nearby(
+        Location([directory_of(manifest.origin.path)]), None
+    )
     if model_hint is None:
         return None
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.formats import colossalai, deepspeed, huggingface, megatron, meta, nanotron, pytorch
-from reshard.location import Location, directory
+from reshard.location import Location, directory_of
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _deepspeed(location: Location, choice: Choice) -> Manifest:
     from reshard.formats.deepspeed import reader
 
     found = beside.with_companions(reader.read(location, choice.tag, choice.rules), location)
-    return beside.with_run(found, Location([directory(found.origin.path)]))
+    return beside.with_run(found, Location([directory_of(found.origin.path)]))
 
 
 def _megatron(location: Location, choice: Choice) -> Manifest:

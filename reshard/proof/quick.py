@@ -16,7 +16,7 @@ from statistics import median
 
 from reshard import units
 from reshard.box import Index
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError
 from reshard.formats import huggingface, placeholders, run
 from reshard.identity import find_conflicts, list_evidence
@@ -98,7 +98,7 @@ def index(manifest: Manifest) -> Check:
 
 def _total(path: Path, held: int) -> Iterator[str]:
     try:
-        stated = json_object(path).get("metadata", {}).get("total_size")
+        stated = read_json_object(path).get("metadata", {}).get("total_size")
     except (CorruptError, AttributeError):  # the reader took another file, or it says nothing
         return
     if isinstance(stated, int) and stated != held:

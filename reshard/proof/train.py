@@ -88,7 +88,7 @@ def _is_empty(value: Any) -> bool:
 def _scaler(train: TrainState) -> Any:
     if loss_scale.is_idle(train.scaler):
         return None
-    return loss_scale.as_torch(train.scaler) or train.scaler
+    return loss_scale.convert_to_torch(train.scaler) or train.scaler
 
 
 def _mapped(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Value]:

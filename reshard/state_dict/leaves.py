@@ -98,7 +98,7 @@ def _refuse_unreadable(where: object, name: str, value: Any) -> None:
             f"{name} is a {value.name}, whose elements only its own class can compute",
             "save the model's plain tensors: before it is quantised, or dequantised",
         )
-    reason = numpy_arrays.obstacle(value)
+    reason = numpy_arrays.find_obstacle(value)
     if reason:
         raise UnsupportedError(
             where, f"{name} is {reason}", "save it as a torch tensor of a plain dtype"

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from reshard.training.state import Group
+    from reshard.training.state import TrainedGroup
 
 Signature = Hashable | None  # what is known of a parameter (its shape, its size); None: nothing
 SignatureGroups = Sequence[Sequence[Signature]]
@@ -59,7 +59,7 @@ def name_groups(
     return _match_by_signature(candidates, groups)
 
 
-def can_name_groups(candidates: Mapping[str, Signature], groups: Sequence[Group]) -> bool:
+def can_name_groups(candidates: Mapping[str, Signature], groups: Sequence[TrainedGroup]) -> bool:
     """Return whether `name_groups` finds the members, so that no names need to be written."""
     shapes = [
         [member.weight.shape if member.slots else None for member in group.members]

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard import counts
 from reshard.box import Index
-from reshard.containers.torch_objects import number_at
+from reshard.containers.torch_objects import read_number
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.files import SourceFiles
 from reshard.manifest import Entry, Keyed, ParamGroup
@@ -241,7 +241,7 @@ def _read_number(value: Any, pool: SourceFiles) -> float | None:
     if tensor is None or prod(tensor.shape) != 1 or not tensor.chunks:
         return None
     with contextlib.suppress(UnsupportedError):  # a dtype that no counter has
-        return float(number_at(pool, tensor.chunks[0]))
+        return float(read_number(pool, tensor.chunks[0]))
     return None
 
 
@@ -255,7 +255,7 @@ def _read_step(fqn: str, value: Any, pool: SourceFiles) -> float | None:
         return _read_number(value, pool)
     chunks = [chunk for chunk in value.pieces.values() if chunk.box.volume == 1]
     try:
-        counted = {chunk.file: number_at(pool, chunk) for chunk in chunks}
+        counted = {chunk.file: read_number(pool, chunk) for chunk in chunks}
     except UnsupportedError:  # a dtype that no counter has
         return None
     if not counted:

@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.box import Box, Index, as_index
 from reshard.chunks import Chunk
-from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, named_dtype
+from reshard.containers.torch_objects import Tensor, TorchFile, is_wrapped, parse_dtype
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.layout.partition import Cut, mesh_box
@@ -46,7 +46,7 @@ def describe_shards(file: TorchFile, call: Call) -> Described | None:
     if is_wrapped(call.get("_local_tensor")):  # torchao's moments under FSDP 2
         return None
     try:
-        dtype, shape = named_dtype(call.args[1], file.path), as_index(call.args[2])
+        dtype, shape = parse_dtype(call.args[1], file.path), as_index(call.args[2])
         if kind == _DTENSOR:
             return dtype, shape, tuple(_read_dtensor(file, call, shape, dtype))
         return dtype, shape, tuple(_read_sharded_tensor(file, call, shape, dtype))

@@ -19,14 +19,20 @@ from typing import Any
 
 from reshard import dtypes
 from reshard.box import Index
-from reshard.containers.torch_writer import fp32
+from reshard.containers.torch_writer import pack_fp32
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, optimizer_names
 from reshard.training import loss_scale
-from reshard.training.state import Group, Trained, Training, Weight, refuse_without_optimizer
+from reshard.training.state import (
+    TrainedGroup,
+    TrainedParameter,
+    Training,
+    Weight,
+    refuse_without_optimizer,
+)
 
 GroupStates = tuple[Mapping[str, Any], Sequence[tuple[str, Mapping[str, Any]]]]
 
@@ -76,7 +82,7 @@ def build_counter(step: float, slots: Collection[str]) -> Value | int:
     """
     if isinstance(step, int) and not set(slots) >= _ADAM:
         return step
-    return Value(dtypes.FLOAT32, (), data=fp32(step))
+    return Value(dtypes.FLOAT32, (), data=pack_fp32(step))
 
 
 def build_weights(
@@ -172,7 +178,7 @@ def needs_param_names(state: Training) -> bool:
 
 def order_members(
     state: Training, keyed: Keyed, model: ModelShapes | None
-) -> list[tuple[Trained, ...]]:
+) -> list[tuple[TrainedParameter, ...]]:
     """Return the members of each group in the order in which their optimizer has them.
 
     FSDP 1 names the parameters of a flat optimizer unit by unit, which is not the model's order. A
@@ -236,7 +242,9 @@ def has_flat_storage(manifest: Manifest) -> bool:
     return False
 
 
-def _build_member_state(state: Training, group: Group, member: Trained) -> dict[str, Any]:
+def _build_member_state(
+    state: Training, group: TrainedGroup, member: TrainedParameter
+) -> dict[str, Any]:
     """Build all state of one parameter, as its optimizer had it.
 
     Raises:
@@ -247,7 +255,7 @@ def _build_member_state(state: Training, group: Group, member: Trained) -> dict[
     )
 
 
-def get_non_tensor_state(state: Training, member: Trained) -> Mapping[str, Any]:
+def get_non_tensor_state(state: Training, member: TrainedParameter) -> Mapping[str, Any]:
     """Return what an optimizer keeps of a parameter that is neither a tensor nor the step.
 
     Raises:
@@ -264,7 +272,9 @@ def get_non_tensor_state(state: Training, member: Trained) -> Mapping[str, Any]:
     return other
 
 
-def _build_slots(state: Training, group: Group, member: Trained) -> dict[str, Value | int]:
+def _build_slots(
+    state: Training, group: TrainedGroup, member: TrainedParameter
+) -> dict[str, Value | int]:
     """Build the step and slots of one parameter; nothing if it was never stepped."""
     slots: dict[str, Value | int] = {
         n: _build_slot(member, entry) for n, entry in member.slots.items()
@@ -279,13 +289,13 @@ def _build_slots(state: Training, group: Group, member: Trained) -> dict[str, Va
     return slots if step is None else {"step": build_counter(step, slots), **slots}
 
 
-def _build_slot(member: Trained, entry: Entry) -> Value:
+def _build_slot(member: TrainedParameter, entry: Entry) -> Value:
     cut = entry.shape == member.weight.shape and not member.weight.is_buffer
     cut = cut and bool(entry.shape)
     return Value(entry.dtype, entry.shape, entry, divided=cut, owner=member.fqn)
 
 
-def find_expected_slots(group: Group) -> tuple[str, ...]:
+def find_expected_slots(group: TrainedGroup) -> tuple[str, ...]:
     """Return the slots of a group's members that have the shape of their parameter."""
     names = (
         name
@@ -296,7 +306,7 @@ def find_expected_slots(group: Group) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def check_adam_slots(state: Training, group: Group, member: Trained) -> None:
+def check_adam_slots(state: Training, group: TrainedGroup, member: TrainedParameter) -> None:
     """Refuse an Adam state that lacks a part.
 
     Other optimizers share slot names with Adam: Lion has exp_avg alone, Adamax a further slot,
@@ -318,7 +328,7 @@ def check_adam_slots(state: Training, group: Group, member: Trained) -> None:
         )
 
 
-def build_hyper(state: Training, group: Group) -> dict[str, Any]:
+def build_hyper(state: Training, group: TrainedGroup) -> dict[str, Any]:
     """Return a group's hyper-parameters under torch's names, with an Adam's defaults added.
 
     Raises:
@@ -362,7 +372,7 @@ def collect_extra_state(train: TrainState) -> dict[str, Any]:
     extra.update((name, count) for name, count in counted.items() if count is not None)
     if train.scheduler is not None and is_restorable(train.scheduler):
         extra["scheduler"] = train.scheduler
-    scaler = loss_scale.as_torch(train.scaler)
+    scaler = loss_scale.convert_to_torch(train.scaler)
     if scaler is not None:
         extra["scaler"] = scaler
     return extra
@@ -370,7 +380,7 @@ def collect_extra_state(train: TrainState) -> dict[str, Any]:
 
 def describe_derived(train: TrainState) -> list[str]:
     """Return notes about values that are written in another form than the source's."""
-    scaler = loss_scale.as_torch(train.scaler)
+    scaler = loss_scale.convert_to_torch(train.scaler)
     if scaler is None or "cur_scale" not in train.scaler:
         return []
     hysteresis = train.scaler.get("delayed_shift", 1)
@@ -394,7 +404,7 @@ def list_dropped(train: TrainState, storable: Collection[str] | None = None) -> 
     ]
     if train.scheduler is not None and not is_restorable(train.scheduler):
         lost.append("scheduler")
-    if not loss_scale.is_idle(train.scaler) and loss_scale.as_torch(train.scaler) is None:
+    if not loss_scale.is_idle(train.scaler) and loss_scale.convert_to_torch(train.scaler) is None:
         lost.append("loss scaler, because it is not dynamic")
     return lost
 

@@ -22,7 +22,7 @@ _STEPS = "gradient_accumulation_steps"
 
 
 class Rebalanced(NamedTuple):
-    """The run with another accumulation; what that is, and what the user must decide."""
+    """The run with another accumulation, and notes about it for the user."""
 
     manifest: Manifest
     derived: list[str]
@@ -112,7 +112,7 @@ def _of_deepspeed(
 
 
 def _of_trainer(manifest: Manifest, micro: int, before: int, world_size: int) -> Rebalanced:
-    """Its accumulation is an argument of the run alone: what it must be multiplied by is said."""
+    """Return notes about our trainer's accumulation, which is an argument of the run alone."""
     own = manifest.train.opaque.get(BATCH_BEFORE, {WORLD: before, BATCH: micro})
     if own[WORLD] == world_size:
         text = f"{BATCH} {micro} -> {own[BATCH]}, which the run had at {world_size} ranks"
@@ -134,7 +134,7 @@ def _micro(most: int, total: int, ranks: int) -> int | None:
 
 
 def _recorded(manifest: Manifest, own: Any) -> Manifest:
-    """Keep the run's own size and batch for the way back, or forget them there."""
+    """Record the run's own size and batch for the way back, or drop them there."""
     held = {key: value for key, value in manifest.train.opaque.items() if key != BATCH_BEFORE}
     kept = {**held, BATCH_BEFORE: own} if own else held
     return replace(manifest, train=replace(manifest.train, opaque=kept))

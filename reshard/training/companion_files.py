@@ -1,4 +1,4 @@
-"""What makes weights a model directory: its config, and the files that are copied as they are."""
+"""Find and copy the files that complete a model directory: its config, tokenizer and others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.containers.json_files import json_object, json_text
+from reshard.containers.json_files import format_json, read_json_object
 from reshard.dtypes import DType
 from reshard.errors import UsageError
 from reshard.files import read_small_file
-from reshard.location import directory
+from reshard.location import directory_of
 from reshard.manifest import Entry, Manifest, OutputFile, Skeleton
 
 _COMPANIONS = re.compile(
@@ -31,7 +31,7 @@ QUANTISED = "quantization_config"  # codes and their scales; the dtype beside is
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """The files that make weights a model directory; ``config`` is parsed, the rest is copied."""
+    """The files that complete a model directory; ``config`` is parsed, the rest is copied."""
 
     directory: Path | None
     config: dict[str, Any] | None
@@ -39,7 +39,7 @@ class Companions:
 
 
 def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
-    """Config, tokenizer and processor files from ``hf_dir``, else from beside the checkpoint.
+    """Find config, tokenizer and processor files in ``hf_dir``, else beside the checkpoint.
 
     Raises:
         UsageError: ``hf_dir`` was given and has no config.json.
@@ -51,7 +51,7 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
         if config.is_file():
             if not hf_dir and not is_model_config(config):
                 continue  # some other program's config.json
-            parsed = json_object(config)
+            parsed = read_json_object(config)
             return Companions(place, parsed, others(place, parsed))
     if hf_dir:
         raise UsageError(hf_dir, "has no config.json", "--hf-dir needs a Hugging Face model")
@@ -59,22 +59,22 @@ def companions(hf_dir: Path | None, near: Sequence[Path]) -> Companions:
 
 
 def others(place: Path, config: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The files of a directory that belong to a model, its config apart."""
+    """Return the files of a directory that belong to a model, except its config."""
     children = [child for child in sorted(place.iterdir()) if child.is_file()]
     return tuple(child for child in children if _belongs(child.name, config))
 
 
 def is_model_config(path: Path) -> bool:
-    """Whether a ``config.json`` is transformers'.
+    """Return whether a ``config.json`` is one of transformers'.
 
     Raises:
         CorruptError: it is not JSON.
     """
-    return bool({"model_type", "architectures"} & json_object(path).keys())
+    return bool({"model_type", "architectures"} & read_json_object(path).keys())
 
 
 def _belongs(name: str, config: Mapping[str, Any]) -> bool:
-    """Whether a file beside config.json is part of the model; code only where auto_map asks."""
+    """Return whether a file beside config.json is part of the model; code if auto_map names it."""
     if name.endswith(".py"):
         return bool(config.get("auto_map")) and _MODEL_CODE.match(name) is not None
     return name != "config.json" and _COMPANIONS.fullmatch(name) is not None
@@ -83,7 +83,7 @@ def _belongs(name: str, config: Mapping[str, Any]) -> bool:
 def matched_config(
     config: Mapping[str, Any], tensors: Sequence[tuple[Entry, DType]], dtype: str, *, untied: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config with dtype and vocab_size as written, and what was changed."""
+    """Return the config with dtype and vocab_size as written, and a note for each change."""
     updated = json.loads(json.dumps(config))
     changes: list[str] = []
 
@@ -113,13 +113,13 @@ _MAX_BYTES = 64 << 20
 def with_companions(
     skeleton: Skeleton, manifest: Manifest, *, beside: str = "", above: str = ""
 ) -> Skeleton:
-    """The skeleton with the files that lie beside the source's, in the same place beside its own.
+    """Add copies of the files beside the source's, in the same place beside the target's.
 
     Args:
         beside: where in the skeleton goes what lies in the checkpoint's directory.
         above: where goes what lies above it (HF Trainer puts its own above DeepSpeed's).
     """
-    place = directory(manifest.origin.path)
+    place = directory_of(manifest.origin.path)
     taken = {file.name for file in skeleton.files}
     added: dict[str, OutputFile] = {}
     for folder, below in ((place, beside), (place.resolve().parent, above)):
@@ -136,12 +136,12 @@ def with_companions(
 
 
 def config_beside(manifest: Manifest) -> Path | None:
-    """A transformers ``config.json`` of the checkpoint's directory, or of the run's.
+    """Return the transformers ``config.json`` of the checkpoint's directory, or of the run's.
 
     Raises:
         CorruptError: it is not JSON.
     """
-    place = directory(manifest.origin.path)
+    place = directory_of(manifest.origin.path)
     found = companions(None, [place, place.resolve().parent]).directory
     return found / "config.json" if found else None
 
@@ -153,11 +153,11 @@ def _progress(path: Path, manifest: Manifest) -> bytes:
     held = json.loads(data) if wanted else {}
     if all(held.get(name) == value for name, value in wanted.items()):
         return data
-    return json_text({**held, **wanted})
+    return format_json({**held, **wanted})
 
 
 def _beside(folder: Path) -> list[Path]:
-    """A model's files and the run's progress; nothing of a directory that has neither."""
+    """Return a model's files and the run's progress; nothing if a directory has neither."""
     found = list(companions(None, [folder]).others)
     config = folder / "config.json"
     if config.is_file() and is_model_config(config):

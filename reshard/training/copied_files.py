@@ -1,4 +1,4 @@
-"""Files that only the framework that wrote them understands, copied as they are.
+"""Copy files unchanged that only the framework that wrote them understands.
 
 Accelerate's ``load_state`` refuses a directory without the ``custom_checkpoint_N.pkl`` of every
 object that the program registers, and reads the states of samplers and stateful data loaders back
@@ -39,32 +39,32 @@ def find(location: Location) -> dict[str, str]:
     return {
         name: str(path)
         for name, path in location.files.items()
-        if (is_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
+        if (is_accelerates_own(name) or SCHEDULER.fullmatch(name)) and is_torch_file(path)
     }
 
 
-def is_own(name: str) -> bool:
-    """Return whether nothing but Accelerate has a place for what the file of that name holds."""
+def is_accelerates_own(name: str) -> bool:
+    """Return whether only Accelerate's directories have a file for this content."""
     return _OWN.fullmatch(name) is not None
 
 
-def entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
+def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
     """Return the entries of the source that fill the copies in a skeleton."""
     wanted = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
     kept = manifest.train.kept_files
-    return [_entry(name, kept[name], size_of(kept[name])) for name in kept if name in wanted]
+    return [_build_entry(name, kept[name], size_of(kept[name])) for name in kept if name in wanted]
 
 
 def lay_out(name: str, path: str) -> Skeleton:
     """Lay out a copy of a source file under the same name."""
     size = size_of(path)
-    return Skeleton((OutputFile(name, size),), (_entry(name, name, size),))
+    return Skeleton((OutputFile(name, size),), (_build_entry(name, name, size),))
 
 
-def consequences(kept: Mapping[str, str]) -> list[str]:
-    """Say what it means that a target has no place for the files."""
-    own = [name for name in kept if is_own(name)]
-    return [f"{name} was not copied: {_WHY[_stem(name)]}" for name in own]
+def describe_lost(kept: Mapping[str, str]) -> list[str]:
+    """Describe the consequence for each file that a target cannot hold."""
+    own = [name for name in kept if is_accelerates_own(name)]
+    return [f"{name} was not copied: {_WHY[_get_stem(name)]}" for name in own]
 
 
 _WHY = {
@@ -75,10 +75,10 @@ _WHY = {
 }
 
 
-def _stem(name: str) -> str:
+def _get_stem(name: str) -> str:
     return re.sub(r"_\d+$", "", Path(name).stem)
 
 
-def _entry(name: str, file: str, size: int) -> Entry:
+def _build_entry(name: str, file: str, size: int) -> Entry:
     chunk = contiguous(file, 0, UINT8, whole((size,)), (size,))
     return Entry(name, KIND, UINT8, (size,), (chunk,))

@@ -1,4 +1,4 @@
-"""An Adam that begins, for a source without an optimizer: moments of zeros, at step 0."""
+"""Start an Adam at step 0 for a source without an optimizer: its moments are zeros."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import Entry
 from reshard.training.param_groups import Made
-from reshard.training.state import Group, Trained, Training, Weight
+from reshard.training.state import TrainedGroup, TrainedParameter, Training, Weight
 
 InitOptimizer = Literal["none", "zeros"]
 
@@ -22,20 +22,22 @@ _ADAMW: dict[str, Any] = {
 }
 
 
-def begun(state: Training, dtype: DType) -> Made:
-    """The state with an Adam as it is before its first update: moments of zeros, step 0.
+def start_adam(state: Training, dtype: DType) -> Made:
+    """Return the state with an Adam before its first update: moments of zeros, step 0.
 
-    Its slots are entries without chunks, which `Training.made` lists: nothing stores them, and what
-    no chunk fills in a file is zero.
+    Its slots are entries without chunks, which `Training.zero_slots` lists. No file stores them;
+    bytes that no chunk fills are zero.
 
     Args:
-        dtype: of the moments: that of the weights which the optimizer updates.
+        dtype: dtype of the moments, which is that of the updated weights.
 
     Raises:
         UsageError: nothing gives a learning rate.
         UnsupportedError: the source's optimizer is no Adam.
     """
-    groups = tuple(_fresh(state, number, group, dtype) for number, group in enumerate(state.groups))
+    groups = tuple(
+        _build_group(state, number, group, dtype) for number, group in enumerate(state.groups)
+    )
     count = sum(len(group.members) for group in groups)
     names = dict.fromkeys(name for group in groups for m in group.members for name in m.slots)
     notes = [f"Adam at step 0 for {count} parameters: {', '.join(names)} are zero ({dtype})"]
@@ -46,7 +48,7 @@ def begun(state: Training, dtype: DType) -> Made:
     return replace(state, groups=groups), notes
 
 
-def _fresh(state: Training, number: int, group: Group, dtype: DType) -> Group:
+def _build_group(state: Training, number: int, group: TrainedGroup, dtype: DType) -> TrainedGroup:
     if "lr" not in group.hyper:
         raise UsageError(
             "--init-optimizer zeros",
@@ -64,15 +66,17 @@ def _fresh(state: Training, number: int, group: Group, dtype: DType) -> Group:
     hyper = {**group.hyper, **{k: v for k, v in _ADAMW.items() if k not in group.hyper}}
     names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(hyper["amsgrad"])
     members = tuple(
-        Trained(m.weight, {name: _zeros(m.weight, name, dtype) for name in names}, 0.0)
+        TrainedParameter(
+            m.weight, {name: _build_zeros(m.weight, name, dtype) for name in names}, 0.0
+        )
         for m in group.members
     )
-    return Group(hyper, members)
+    return TrainedGroup(hyper, members)
 
 
-def _was_stepped(group: Group) -> bool:
+def _was_stepped(group: TrainedGroup) -> bool:
     return any(member.slots for member in group.members)
 
 
-def _zeros(weight: Weight, slot: str, dtype: DType) -> Entry:
+def _build_zeros(weight: Weight, slot: str, dtype: DType) -> Entry:
     return Entry(weight.fqn, slot, dtype, weight.shape, ())

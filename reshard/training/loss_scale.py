@@ -1,4 +1,4 @@
-"""The dynamic loss scaler in its two forms: torch's ``GradScaler`` and DeepSpeed's.
+"""Convert the dynamic loss scaler between torch's ``GradScaler`` and DeepSpeed's.
 
 Both raise the scale after a window of good steps and lower it at an overflow. torch counts the good
 steps; DeepSpeed counts all steps and remembers the last that overflowed, and waits one step longer.
@@ -19,12 +19,12 @@ _DEEPSPEED = ("cur_scale", "scale_factor", "scale_window", "cur_iter", "last_ove
 
 
 def is_idle(state: Any) -> bool:
-    """Whether nothing is lost without it: DeepSpeed keeps a scale of 1 where none is used."""
+    """Return whether the scaler does nothing: DeepSpeed stores a scale of 1 if it is unused."""
     return not state or (isinstance(state, Mapping) and state.get("cur_scale") == 1.0)
 
 
-def as_torch(state: Any) -> dict[str, Any] | None:
-    """What ``GradScaler.load_state_dict`` takes; None where the scaler has no such form.
+def convert_to_torch(state: Any) -> dict[str, Any] | None:
+    """Return the state for ``GradScaler.load_state_dict``; None if the scaler has no such form.
 
     >>> as_torch({"cur_scale": 8.0, "cur_iter": 7, "last_overflow_iter": 1,
     ...           "scale_factor": 2.0, "scale_window": 1000})["_growth_tracker"]
@@ -42,8 +42,8 @@ def as_torch(state: Any) -> dict[str, Any] | None:
     return dict(zip(_TORCH, (scale, factor, 1 / factor, window, tracker), strict=True))
 
 
-def as_deepspeed(state: Any, steps: int) -> dict[str, Any] | None:
-    """What a DeepSpeed scaler holds beside its settings; None where the scaler has no such form.
+def convert_to_deepspeed(state: Any, steps: int) -> dict[str, Any] | None:
+    """Return a DeepSpeed scaler's state without its settings; None if there is no such form.
 
     Args:
         steps: that the run has made, those that overflowed among them.

@@ -1,4 +1,4 @@
-"""The table of optimizers: what each keeps of a parameter, and whether it counts its updates.
+"""The table of optimizers: the slots of each, and whether it counts its updates.
 
 What a file holds comes first: a slot of its parameter's shape is per element whatever the table
 says, and an optimizer that is not here is read by its shapes. The table answers what no shape can:
@@ -41,7 +41,7 @@ class Row:
     never_negative: tuple[str, ...] = ()
 
     def fits(self, slots: Collection[str]) -> bool:
-        """Whether these are all of an optimizer's slots."""
+        """Return whether these are all slots of the optimizer."""
         held = set(slots)
         known = {*self.elements, *self.optional, *self.matrices, *self.scalars}
         required = {*self.elements, *self.scalars}
@@ -110,12 +110,12 @@ _SCALARS = frozenset(name for row in ROWS for name in row.scalars)
 
 
 def find(slots: Collection[str]) -> Row | None:
-    """Return the first optimizer that keeps these slots; None for one that is not in the table."""
+    """Return the first optimizer that has these slots; None for one that is not in the table."""
     return next((row for row in ROWS if slots and row.fits(slots)), None)
 
 
 def needs_count(slots: Collection[str]) -> bool:
-    """Return whether an optimizer with these slots cannot go on without the number of its updates.
+    """Return whether an optimizer with these slots needs the number of its updates to continue.
 
     One that is not in the table needs it if it keeps the moments of Adam.
 
@@ -127,7 +127,7 @@ def needs_count(slots: Collection[str]) -> bool:
 
 
 def is_scalar(slot: str, shapes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Return whether a slot is one 0-d value of each parameter.
+    """Return whether a slot is one 0-d value for each parameter.
 
     Args:
         shapes: of the slot and of its parameter, of every parameter that has it. Where all of these

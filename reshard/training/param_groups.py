@@ -1,4 +1,4 @@
-"""Param groups that a user gives: read, matched with the parameters, and told.
+"""Read the user's param groups and match them with the parameters.
 
 A file of groups is a list of JSON objects, one a group, in the optimizer's order::
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.keys import compile_patterns
-from reshard.training.state import Group, Trained, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, Training
 from reshard.units import some
 
 PER_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")  # lists in torch's schedulers
@@ -45,17 +45,17 @@ class Rule:
 
     @property
     def is_rest(self) -> bool:
-        """Whether it takes what no other does."""
+        """Whether it takes the parameters that no other rule does."""
         return not self.match and not self.fqns
 
     def takes(self, fqn: str) -> bool:
-        """Whether one of its expressions finds a name."""
+        """Return whether one of its expressions matches a name."""
         return any(pattern.search(fqn) for pattern in self.match)
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """A file of groups."""
+    """The groups of a file."""
 
     path: Path
     rules: tuple[Rule, ...]
@@ -69,7 +69,7 @@ ONE = Rules(Path(), (Rule((), (), frozen=False, hyper={}),))  # a group of every
 
 
 def read(path: Path) -> Rules:
-    """The groups of a JSON file.
+    """Read the groups of a JSON file.
 
     Raises:
         UsageError: it cannot be read, or is not a list of groups.
@@ -77,21 +77,21 @@ def read(path: Path) -> Rules:
     try:
         listed = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(_option(path), f"is no JSON file: {error}") from error
+        raise UsageError(_format_option(path), f"is no JSON file: {error}") from error
     if not isinstance(listed, list) or not listed:
-        raise UsageError(_option(path), "must be a list of groups, each a JSON object")
-    rules = tuple(_rule(path, number, group) for number, group in enumerate(listed))
+        raise UsageError(_format_option(path), "must be a list of groups, each a JSON object")
+    rules = tuple(_parse_rule(path, number, group) for number, group in enumerate(listed))
     if sum(rule.is_rest for rule in rules) > 1:
         raise UsageError(
-            _option(path),
+            _format_option(path),
             "has several groups without match and fqns",
             "one group at most can take what no other does",
         )
     return Rules(path, rules)
 
 
-def _rule(path: Path, number: int, group: Any) -> Rule:
-    where = f"{_option(path)}: group {number}"
+def _parse_rule(path: Path, number: int, group: Any) -> Rule:
+    where = f"{_format_option(path)}: group {number}"
     if not isinstance(group, dict):
         raise UsageError(where, "is no JSON object")
     for key in _NOT_HYPER:
@@ -108,21 +108,21 @@ def _rule(path: Path, number: int, group: Any) -> Rule:
             where, "is frozen and has hyper-parameters" if frozen is True else "has no such frozen"
         )
     return Rule(
-        tuple(compile_patterns(_texts(where, "match", group.get("match", [])), where)),
-        _texts(where, "fqns", group.get("fqns", [])),
+        tuple(compile_patterns(_parse_texts(where, "match", group.get("match", [])), where)),
+        _parse_texts(where, "fqns", group.get("fqns", [])),
         frozen,
         hyper,
     )
 
 
-def _texts(where: str, key: str, value: Any) -> tuple[str, ...]:
+def _parse_texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise UsageError(where, f"has a {key} that is neither a text nor a list of them")
     return tuple(found)
 
 
-def _option(path: Path) -> str:
+def _format_option(path: Path) -> str:
     return f"--param-groups {path}"
 
 
@@ -130,15 +130,15 @@ def _option(path: Path) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A parameter, and the index of the source's group that it is in."""
+class _Member:
+    """A parameter, and the index of its group in the source."""
 
-    member: Trained
+    member: TrainedParameter
     source: int | None
 
 
-def regrouped(state: Training, given: Rules) -> Made:
-    """The state with the groups of a file, each in the order of the weights.
+def regroup(state: Training, given: Rules) -> Made:
+    """Return the state with the groups of a file, each in the order of the weights.
 
     Hyper-parameters that a group does not give are those of its members' groups in the source.
 
@@ -146,8 +146,8 @@ def regrouped(state: Training, given: Rules) -> Made:
         UsageError: a parameter is in no group or in two, a group takes none, a name is unknown, or
             a hyper-parameter is not given that differs between the source's groups.
     """
-    held = _parameters(state)
-    taken = _assigned(given, held, state.manifest.tied)
+    held = _collect_members(state)
+    taken = _assign(given, held, state.manifest.tied)
     place = {weight.fqn: number for number, weight in enumerate(state.weights)}
     made, origins = [], []
     for number, rule in enumerate(given.rules):
@@ -155,18 +155,20 @@ def regrouped(state: Training, given: Rules) -> Made:
         if rule.frozen:
             continue
         sources = sorted({n for fqn in members if (n := held[fqn].source) is not None})
-        hyper = _hyper(f"{_option(given.path)}: group {number}", rule, state, sources)
-        made.append(Group(hyper, tuple(held[fqn].member for fqn in members)))
+        hyper = _merge_hyper(f"{_format_option(given.path)}: group {number}", rule, state, sources)
+        made.append(TrainedGroup(hyper, tuple(held[fqn].member for fqn in members)))
         origins.append(sources)
     frozen = [f for number, r in enumerate(given.rules) if r.frozen for f in taken[number]]
     notes = [f"param groups of {' + '.join(str(len(g.members)) for g in made)} parameters"]
     notes = notes if given is not ONE else []
     if frozen:
-        notes.append(f"in no param group, as {given.path} says: {_some(frozen)}")
+        notes.append(f"in no param group, as {given.path} says: {_list_some(frozen)}")
     lost = sorted(fqn for fqn in frozen if held[fqn].member.slots)
     if lost:
-        raise UsageError(_option(given.path), f"freezes {_some(lost)}, which has optimizer state")
-    scheduler, said = _scheduler(state, origins, made)
+        raise UsageError(
+            _format_option(given.path), f"freezes {_list_some(lost)}, which has optimizer state"
+        )
+    scheduler, said = _regroup_scheduler(state, origins, made)
     train = replace(state.manifest.train, scheduler=scheduler)
     manifest = replace(
         state.manifest, train=train, frozen=state.manifest.frozen | frozenset(frozen)
@@ -175,31 +177,31 @@ def regrouped(state: Training, given: Rules) -> Made:
     return regrouped, [*notes, *said]
 
 
-def _parameters(state: Training) -> dict[str, _Held]:
-    """What the source's groups hold; where it has none, every parameter that is not frozen."""
+def _collect_members(state: Training) -> dict[str, _Member]:
+    """Return the members of the source's groups; without groups, every unfrozen parameter."""
     if state.groups:
         return {
-            member.fqn: _Held(member, number)
+            member.fqn: _Member(member, number)
             for number, group in enumerate(state.groups)
             for member in group.members
         }
     return {
-        weight.fqn: _Held(Trained(weight, {}, None), None)
+        weight.fqn: _Member(TrainedParameter(weight, {}, None), None)
         for weight in state.weights
         if weight.is_float and weight.fqn not in state.manifest.frozen
     }
 
 
-def _assigned(given: Rules, held: Mapping[str, _Held], tied: Mapping[str, str]) -> list[list[str]]:
-    """The names that each rule takes."""
+def _assign(given: Rules, held: Mapping[str, _Member], tied: Mapping[str, str]) -> list[list[str]]:
+    """Return the names that each rule takes."""
     owners: dict[str, list[int]] = {fqn: [] for fqn in held}
     for number, rule in enumerate(given.rules):
         names = [tied.get(fqn, fqn) for fqn in rule.fqns]
         unknown = [fqn for fqn in names if fqn not in held]
         if unknown:
             raise UsageError(
-                f"{_option(given.path)}: group {number}",
-                f"names {_some(unknown)}, which is no trained parameter of the source",
+                f"{_format_option(given.path)}: group {number}",
+                f"names {_list_some(unknown)}, which is no trained parameter of the source",
             )
         for fqn, numbers in owners.items():
             if fqn in names or rule.takes(fqn):
@@ -215,9 +217,9 @@ def _assigned(given: Rules, held: Mapping[str, _Held], tied: Mapping[str, str]) 
     for number, fqns in enumerate(taken):
         if not fqns:
             raise UsageError(
-                f"{_option(given.path)}: group {number}",
+                f"{_format_option(given.path)}: group {number}",
                 "takes no parameter",
-                f"the names are like {_some(list(held))}",
+                f"the names are like {_list_some(list(held))}",
             )
     return taken
 
@@ -226,25 +228,26 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
     none = [fqn for fqn, numbers in owners.items() if not numbers]
     if none:
         raise UsageError(
-            _option(given.path),
-            f"gives no group to {_some(none)}",
+            _format_option(given.path),
+            f"gives no group to {_list_some(none)}",
             'a group without match takes the rest; {"match": ..., "frozen": true} is no group',
         )
     twice = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}
     if twice:
         numbers = " and ".join(map(str, next(iter(twice.values()))))
         raise UsageError(
-            _option(given.path), f"gives several groups (e.g. {numbers}) to {_some(list(twice))}"
+            _format_option(given.path),
+            f"gives several groups (e.g. {numbers}) to {_list_some(list(twice))}",
         )
 
 
-def _hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]) -> dict[str, Any]:
-    """What a rule gives, and the rest of what its source groups agree on."""
+def _merge_hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]) -> dict[str, Any]:
+    """Return a rule's values, and the other values on which its source groups agree."""
     before = [state.groups[number].hyper for number in sources]
     keys = dict.fromkeys(key for hyper in before for key in hyper if key not in rule.hyper)
     found = {}
     for key in keys:
-        values = {repr(_plain(hyper.get(key))): hyper.get(key) for hyper in before}
+        values = {repr(_unwrap_number(hyper.get(key))): hyper.get(key) for hyper in before}
         if len(values) > 1:
             raise UsageError(
                 where,
@@ -255,14 +258,14 @@ def _hyper(where: str, rule: Rule, state: Training, sources: Sequence[int]) -> d
     return {**found, **rule.hyper}
 
 
-def _plain(value: Any) -> Any:
+def _unwrap_number(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _scheduler(
-    state: Training, origins: Sequence[Sequence[int]], made: Sequence[Group]
+def _regroup_scheduler(
+    state: Training, origins: Sequence[Sequence[int]], made: Sequence[TrainedGroup]
 ) -> tuple[Any, list[str]]:
-    """A torch scheduler keeps lists with a value a group: they follow the groups.
+    """Regroup the lists of a torch scheduler, which have one value for each group.
 
     Raises:
         UsageError: a new group's members had different values.
@@ -303,5 +306,5 @@ def _follow(state: Training, scheduler: Any, origins: Sequence[Sequence[int]]) -
     return changed
 
 
-def _some(fqns: Iterable[str]) -> str:
+def _list_some(fqns: Iterable[str]) -> str:
     return some([repr(fqn) for fqn in fqns], _SHOWN)

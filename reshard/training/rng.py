@@ -1,4 +1,4 @@
-"""The random states of ranks: read from the files that keep them, made anew, written again.
+"""Read the random states of ranks, derive new ones, and build the files that hold them.
 
 Accelerate and HF Trainer save a file a rank: Python's Mersenne Twister, numpy's, torch's on the CPU
 and those of devices. The states are taken apart into numbers and bytes, so that no object of a
@@ -38,7 +38,7 @@ _RECONSTRUCT = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._r
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The keys of one library's file; ``device`` with the device's name in it."""
+    """The keys of one library's file; ``device`` has the name of the device in it."""
 
     python: str
     numpy: str
@@ -82,7 +82,7 @@ class RankRng:
 
 
 def read(paths: Iterable[str]) -> tuple[RankRng, ...]:
-    """The states in some files.
+    """Read the states in several files.
 
     Raises:
         CorruptError: a file holds something else.
@@ -105,17 +105,17 @@ def describe_files(paths: Iterable[str]) -> dict[str, SourceFile]:
 
 
 def has_states(path: str) -> bool:
-    """Whether a file holds more than a step, as those do that were written without states."""
-    return _dialect(torch_reader.read(as_path(path), builders=AS_WRITTEN)) is not None
+    """Return whether a file has states, and not only a step as if written without them."""
+    return _find_dialect(torch_reader.read(as_path(path), builders=AS_WRITTEN)) is not None
 
 
-def _dialect(file: TorchFile) -> Dialect | None:
+def _find_dialect(file: TorchFile) -> Dialect | None:
     root = file.root if isinstance(file.root, dict) else {}
     return next((d for d in (ACCELERATE, HF_TRAINER) if d.cpu in root and d.python in root), None)
 
 
 def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
-    dialect, unknown = _dialect(file), trust.unknown(file.globals)
+    dialect, unknown = _find_dialect(file), trust.unknown(file.globals)
     if unknown:
         raise UnsafeError(file.path, f"its pickle names {unknown[0]}", "leave it out: --rng drop")
     if dialect is None:
@@ -124,38 +124,38 @@ def _read(file: TorchFile, pool: SourceFiles) -> RankRng:
     for name in _DEVICES:
         held = file.root.get(dialect.device.format(name))
         if isinstance(held, (list, tuple)):
-            devices[name] = tuple(_bytes(file, value, pool) for value in held)
+            devices[name] = tuple(_read_bytes_entry(file, value, pool) for value in held)
         elif held is not None:
-            devices[name] = _bytes(file, held, pool)
+            devices[name] = _read_bytes_entry(file, held, pool)
     return RankRng(
-        python_of(file.path, file.root[dialect.python]),
-        numpy_of(file.path, file.root.get(dialect.numpy)),
-        _bytes(file, file.root[dialect.cpu], pool),
+        parse_python(file.path, file.root[dialect.python]),
+        parse_numpy(file.path, file.root.get(dialect.numpy)),
+        _read_bytes_entry(file, file.root[dialect.cpu], pool),
         devices,
     )
 
 
-def _bytes(file: TorchFile, value: Any, pool: SourceFiles) -> bytes:
-    return bytes_of(file.path, value.chunk if isinstance(value, Tensor) else None, pool)
+def _read_bytes_entry(file: TorchFile, value: Any, pool: SourceFiles) -> bytes:
+    return read_bytes(file.path, value.chunk if isinstance(value, Tensor) else None, pool)
 
 
-def bytes_of(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
-    """The state of a generator of torch's; None is something that is no tensor.
+def read_bytes(where: str, chunk: Chunk | None, pool: SourceFiles) -> bytes:
+    """Read the state of one of torch's generators.
 
     Raises:
         UnsupportedError: it is no vector of bytes.
     """
     if chunk is None or chunk.dtype != UINT8 or len(chunk.box.shape) != 1:
-        raise _strange(where, "a generator of torch's that is no vector of bytes")
+        raise _build_error(where, "a generator of torch's that is no vector of bytes")
     if chunk.box.volume > _MAX_BYTES:
-        raise _strange(where, f"a generator of {chunk.box.volume} bytes")
+        raise _build_error(where, f"a generator of {chunk.box.volume} bytes")
     buffer = bytearray(chunk.box.volume)
     pool.read_into(chunk.file, chunk.byte_offset, memoryview(buffer))
     return bytes(buffer)
 
 
-def python_of(where: str, value: Any) -> Twister:
-    """What ``random.getstate`` gives: 3, the words and the position, a Gaussian or None.
+def parse_python(where: str, value: Any) -> Twister:
+    """Parse a value of ``random.getstate``: 3, the words and position, a Gaussian or None.
 
     Raises:
         UnsupportedError: it is another state.
@@ -164,11 +164,11 @@ def python_of(where: str, value: Any) -> Twister:
         case (3, [*numbers], (float() | None) as gauss):
             if len(numbers) == _WORDS + 1 and _are_words(numbers):
                 return Twister(tuple(numbers[:-1]), numbers[-1], gauss is not None, gauss or 0.0)
-    raise _strange(where, "a state of Python's generator that is none")
+    raise _build_error(where, "a state of Python's generator that is none")
 
 
-def numpy_of(where: str, value: Any) -> Twister:
-    """What ``numpy.random.get_state`` gives, its words an array of uint32.
+def parse_numpy(where: str, value: Any) -> Twister:
+    """Parse a value of ``numpy.random.get_state``; its words are an array of uint32.
 
     Raises:
         UnsupportedError: it is the state of another generator.
@@ -185,37 +185,37 @@ def numpy_of(where: str, value: Any) -> Twister:
             little = little and isinstance(dtype.state, tuple) and "<" in dtype.state[:2]
             if array.name in _RECONSTRUCT and little and n == _WORDS and len(raw) == 4 * n:
                 return Twister(struct.unpack(f"<{n}I", raw), at, bool(has), float(gauss))
-    raise _strange(where, "a state of numpy's generator that is no MT19937")
+    raise _build_error(where, "a state of numpy's generator that is no MT19937")
 
 
 def _are_words(numbers: Sequence[Any]) -> bool:
     return all(type(number) is int and 0 <= number < 1 << 32 for number in numbers)
 
 
-def _strange(where: str, what: str) -> UnsupportedError:
+def _build_error(where: str, what: str) -> UnsupportedError:
     return UnsupportedError(where, f"holds {what}", "leave random states out: --rng drop")
 
 
 # Making
 
 
-def derived(first: RankRng, ranks: int) -> tuple[RankRng, ...]:
-    """New generators for any number of ranks, from the state of the source's first rank.
+def derive(first: RankRng, ranks: int) -> tuple[RankRng, ...]:
+    """Derive generators for any number of ranks from the state of the source's first rank.
 
     The seed of rank ``r`` is the first 8 bytes of the SHA-256 of torch's CPU state of the source's
     rank 0 followed by ``r`` in 8 bytes, all little-endian. All three generators are seeded with it
     (numpy with its lower 32 bits). Generators of devices are not made.
     """
-    return tuple(_seeded(seed_of(first, rank)) for rank in range(ranks))
+    return tuple(_seed(derive_seed(first, rank)) for rank in range(ranks))
 
 
-def seed_of(first: RankRng, rank: int) -> int:
-    """The 64-bit seed of a rank; see `derived`."""
+def derive_seed(first: RankRng, rank: int) -> int:
+    """Return the 64-bit seed of a rank; see `derive`."""
     digest = hashlib.sha256(first.cpu + rank.to_bytes(8, "little")).digest()
     return int.from_bytes(digest[:8], "little")
 
 
-def _seeded(seed: int) -> RankRng:
+def _seed(seed: int) -> RankRng:
     import random
 
     import numpy as np
@@ -233,32 +233,34 @@ def _seeded(seed: int) -> RankRng:
 # Writing
 
 
-def written(state: RankRng, dialect: Dialect) -> dict[str, Any]:
-    """What a library's file of one rank holds, for `torch_writer.lay_out_object`."""
-    return dict(_written(state, dialect))
+def build_file(state: RankRng, dialect: Dialect) -> dict[str, Any]:
+    """Build the content of a library's file of one rank, for `torch_writer.lay_out_object`."""
+    return dict(_iterate_items(state, dialect))
 
 
-def _written(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]]:
+def _iterate_items(state: RankRng, dialect: Dialect) -> Iterator[tuple[str, Any]]:
     python, numpy = state.python, state.numpy
     gauss = python.gauss if python.has_gauss else None
     yield dialect.python, (3, (*python.words, python.position), gauss)
     yield (
         dialect.numpy,
-        ("MT19937", _array(numpy.words), numpy.position, int(numpy.has_gauss), numpy.gauss),
+        ("MT19937", _build_array(numpy.words), numpy.position, int(numpy.has_gauss), numpy.gauss),
     )
-    yield dialect.cpu, tensor(state.cpu)
+    yield dialect.cpu, build_tensor(state.cpu)
     for name, held in state.devices.items():
-        made = tensor(held) if isinstance(held, bytes) else [tensor(each) for each in held]
+        made = (
+            build_tensor(held) if isinstance(held, bytes) else [build_tensor(each) for each in held]
+        )
         yield dialect.device.format(name), made
 
 
-def _array(words: Sequence[int]) -> Call:
-    """A numpy array of uint32, as numpy reduces it."""
+def _build_array(words: Sequence[int]) -> Call:
+    """Build a numpy array of uint32, as numpy reduces it."""
     dtype = Call("numpy.dtype", ("u4", False, True), (3, "<", None, None, None, -1, -1, 0))
     state = (1, (len(words),), dtype, False, struct.pack(f"<{len(words)}I", *words))
     return Call(_RECONSTRUCT[0], (Global("numpy.ndarray"), (0,), b"b"), state)
 
 
-def tensor(raw: bytes) -> Slot:
-    """A vector of bytes."""
+def build_tensor(raw: bytes) -> Slot:
+    """Build a vector of bytes."""
     return Slot(Storage(UINT8, len(raw), data=raw), (len(raw),))

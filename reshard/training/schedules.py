@@ -1,4 +1,4 @@
-"""Learning-rate schedules that count several steps per update: their states for another run.
+"""Scale learning-rate schedules that count several steps per update to another run.
 
 Accelerate steps a prepared scheduler once per process and update (``AcceleratedScheduler.step``
 with ``split_batches=False``, its default), so the counters and the lengths in a scheduler's state
@@ -47,8 +47,8 @@ def steps_per_update(train: TrainState, processes: int) -> int | None:
     return next((each for each in (processes, 1) if steps == each * updates), None)
 
 
-def factor(manifest: Manifest, processes: int) -> Fraction:
-    """Return by what Accelerate's scheduler states are multiplied for another number of processes.
+def find_factor(manifest: Manifest, processes: int) -> Fraction:
+    """Return the factor for Accelerate's scheduler states with another number of processes.
 
     1 where they are not stepped once per process, or where the counters do not tell.
     """
@@ -59,28 +59,28 @@ def factor(manifest: Manifest, processes: int) -> Fraction:
     return Fraction(processes, before) if counted == before else Fraction(1)
 
 
-def of_file(path: str, factor: Fraction) -> Scaled | None:
-    """Return the scheduler state in a file in new units; None where it is no torch scheduler's."""
+def scale_file(path: str, factor: Fraction) -> ScaledSchedule | None:
+    """Return the scaled scheduler state of a file; None if it is not a torch scheduler's."""
     root = torch_reader.read(path, builders=AS_WRITTEN).root
     if not isinstance(root, dict) or _STEPS not in root or not _is_writable(root):
         return None
-    return scaled(root, factor)
+    return scale(root, factor)
 
 
-def notes(manifest: Manifest, processes: int) -> Iterator[str]:
-    """Say what became of Accelerate's schedulers, and what the program must set."""
+def describe_changes(manifest: Manifest, processes: int) -> Iterator[str]:
+    """Describe the changes to Accelerate's schedulers, and the settings that the program needs."""
     before, train = manifest.origin.world, manifest.train
     files = {name: path for name, path in train.kept_files.items() if SCHEDULER.fullmatch(name)}
     if before == processes or not files:
         return
-    by = factor(manifest, processes)
+    by = find_factor(manifest, processes)
     if by == 1:
         counted = steps_per_update(train, before)
         if counted is None:
             yield _UNTOLD.format(", ".join(files), before)
         return
     for name, path in files.items():
-        yield from _told(name, of_file(path, by), before, processes)
+        yield from _describe_file(name, scale_file(path, by), before, processes)
     yield _LENGTHS.format(processes, float(by))
     if before == 1:
         yield _SPLIT.format(", ".join(files))
@@ -101,8 +101,10 @@ _SPLIT = (
 )
 
 
-def _told(name: str, made: Scaled | None, before: int, processes: int) -> Iterator[str]:
-    """Say what was changed in one file."""
+def _describe_file(
+    name: str, made: ScaledSchedule | None, before: int, processes: int
+) -> Iterator[str]:
+    """Describe the changes in one file."""
     if made is None:
         yield f"{name} is no state of a torch scheduler: copied as saved for {before} processes"
         return
@@ -113,7 +115,7 @@ def _told(name: str, made: Scaled | None, before: int, processes: int) -> Iterat
 
 
 def _is_writable(value: Any) -> bool:
-    """Return whether a state has no tensors, which lie in the source."""
+    """Return whether a state has no tensors, which would have to be read from the source."""
     if isinstance(value, Mapping):
         return all(map(_is_writable, value.values()))
     if isinstance(value, (list, tuple)):
@@ -122,7 +124,7 @@ def _is_writable(value: Any) -> bool:
 
 
 @dataclass(slots=True)
-class Scaled:
+class ScaledSchedule:
     """A scheduler's state in new units.
 
     Args:
@@ -136,28 +138,31 @@ class Scaled:
     inexact: list[str] = field(default_factory=list)
 
 
-def scaled(state: Mapping[str, Any], factor: Fraction) -> Scaled:
+def scale(state: Mapping[str, Any], factor: Fraction) -> ScaledSchedule:
     """Multiply every counter and every length of a torch scheduler's state by a factor.
 
     A length that ends a phase is rounded up: the phase then ends at the same update, because
     ``ceil(ceil(b * M / N) / M) == ceil(b / N)``. Periods (``step_size``), slopes (``total_iters``)
     and patience can become inexact.
     """
-    found = Scaled({})
+    found = ScaledSchedule({})
     for key, value in state.items():
-        new = _new_value(key, value, state, factor, found)
+        new = _scale_value(key, value, state, factor, found)
         found.state[key] = new
         if new != value and isinstance(new, (int, float)) and not key.startswith("_"):
             found.changes.append(f"{key} {value} -> {new}")
     return found
 
 
-def _new_value(
-    key: str, value: Any, state: Mapping[str, Any], factor: Fraction, found: Scaled
+def _scale_value(
+    key: str, value: Any, state: Mapping[str, Any], factor: Fraction, found: ScaledSchedule
 ) -> Any:
     rule = _RULES.get(key)
     if key == _INNER and isinstance(value, list):
-        inner = [scaled(each, factor) if isinstance(each, dict) else Scaled(each) for each in value]
+        inner = [
+            scale(each, factor) if isinstance(each, dict) else ScaledSchedule(each)
+            for each in value
+        ]
         found.inexact += [text for each in inner for text in each.inexact]
         return [each.state for each in inner]
     if key == "gamma" and _decays_every_step(state):
@@ -170,59 +175,59 @@ def _new_value(
 
 
 def _decays_every_step(state: Mapping[str, Any]) -> bool:
-    """Return whether ``gamma`` is a factor of every step: of ExponentialLR, a mode of CyclicLR."""
+    """Return whether ``gamma`` applies at each step (ExponentialLR, a mode of CyclicLR)."""
     by_step = state.get("scale_mode", "iterations") == "iterations"  # of CyclicLR
     return by_step and not {"step_size", "milestones"} & state.keys()
 
 
-def _count(value: Any, factor: Fraction) -> Any:
-    """Scale a whole number, rounding up; a negative counter means that nothing has begun."""
+def _scale_count(value: Any, factor: Fraction) -> Any:
+    """Scale a whole number, rounding up; a negative counter means that nothing has started."""
     return ceil(value * factor) if isinstance(value, int) and value > 0 else value
 
 
-def _calls(value: Any, factor: Fraction) -> Any:
+def _scale_calls(value: Any, factor: Fraction) -> Any:
     """Scale ``_step_count``, which starts at 1: ``__init__`` makes the first call."""
     return 1 + (value - 1) * factor.numerator // factor.denominator if value else value
 
 
-def _length(value: Any, factor: Fraction) -> Any:
-    """Scale a length that formulas divide by: whole where it can be."""
+def _scale_length(value: Any, factor: Fraction) -> Any:
+    """Scale a length that formulas divide by; the result is whole if possible."""
     new = Fraction(value) * factor
     return int(new) if new.denominator == 1 and isinstance(value, int) else float(new)
 
 
-def _milestones(value: Any, factor: Fraction) -> Any:
+def _scale_milestones(value: Any, factor: Fraction) -> Any:
     if isinstance(value, list):
-        return [_count(each, factor) for each in value]
+        return [_scale_count(each, factor) for each in value]
     if isinstance(value, Call) and value.name == _COUNTER and value.args:
         merged: dict[int, int] = {}
         for at, times in value.args[0].items():
-            merged[_count(at, factor)] = merged.get(_count(at, factor), 0) + times
+            merged[_scale_count(at, factor)] = merged.get(_scale_count(at, factor), 0) + times
         return Call(_COUNTER, (merged,))
     return value
 
 
-def _phases(value: Any, factor: Fraction) -> Any:
+def _scale_phases(value: Any, factor: Fraction) -> Any:
     """Scale OneCycleLR's phases, whose ends are numbers of steps."""
-    return [{**each, "end_step": _length(each["end_step"], factor)} for each in value]
+    return [{**each, "end_step": _scale_length(each["end_step"], factor)} for each in value]
 
 
 _RULES: dict[str, Callable[[Any, Fraction], Any]] = {
-    _STEPS: _count,
-    "_step_count": _calls,
-    "step_size": _count,
-    "milestones": _milestones,
-    "_milestones": _milestones,
-    "total_iters": _count,
-    "patience": _count,
-    "cooldown": _count,
-    "num_bad_epochs": _count,
-    "cooldown_counter": _count,
-    "T_max": _length,
-    "T_0": _length,
-    "T_i": _length,
-    "T_cur": _length,
-    "total_size": _length,
-    "total_steps": _length,
-    "_schedule_phases": _phases,
+    _STEPS: _scale_count,
+    "_step_count": _scale_calls,
+    "step_size": _scale_count,
+    "milestones": _scale_milestones,
+    "_milestones": _scale_milestones,
+    "total_iters": _scale_count,
+    "patience": _scale_count,
+    "cooldown": _scale_count,
+    "num_bad_epochs": _scale_count,
+    "cooldown_counter": _scale_count,
+    "T_max": _scale_length,
+    "T_0": _scale_length,
+    "T_i": _scale_length,
+    "T_cur": _scale_length,
+    "total_size": _scale_length,
+    "total_steps": _scale_length,
+    "_schedule_phases": _scale_phases,
 }

@@ -1,4 +1,4 @@
-"""A training state as targets write it: what the module holds, what the optimizer holds, in order.
+"""The training state that targets write: weights and the optimizer's groups, in order.
 
 Readers yield entries; a target needs to know of each weight which entry is its most precise value,
 in which dtype it was trained, and which optimizer state belongs to it.
@@ -51,13 +51,13 @@ class Weight:
 
     @property
     def is_float(self) -> bool:
-        """Whether it may be a parameter: in any model that trains the others are buffers."""
+        """Whether it may be a parameter; weights that are not float are buffers in any model."""
         return not self.is_buffer and self.dtype.family == "float"
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """One parameter of an optimizer's group; ``slots`` is empty where it was never stepped."""
+class TrainedParameter:
+    """One parameter of an optimizer's group; ``slots`` is empty if it was never stepped."""
 
     weight: Weight
     slots: Mapping[str, Entry]
@@ -65,29 +65,29 @@ class Trained:
 
     @property
     def fqn(self) -> str:
-        """Its name."""
+        """The parameter's name."""
         return self.weight.fqn
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TrainedGroup:
     """One param group: hyper-parameters, and its parameters in flat order."""
 
     hyper: Mapping[str, Any]
-    members: tuple[Trained, ...]
+    members: tuple[TrainedParameter, ...]
 
     @property
     def fqns(self) -> list[str]:
-        """The names of its parameters."""
+        """The names of the group's parameters."""
         return [member.fqn for member in self.members]
 
 
-def slot_names(members: Iterable[Trained]) -> tuple[str, ...]:
+def collect_slot_names(members: Iterable[TrainedParameter]) -> tuple[str, ...]:
     """Return the slots that any member has, in order of first appearance."""
     return tuple(dict.fromkeys(name for member in members for name in member.slots))
 
 
-def scalar_names(members: Sequence[Trained]) -> frozenset[str]:
+def collect_scalar_names(members: Sequence[TrainedParameter]) -> frozenset[str]:
     """Return the slots that are one 0-d value of each member that has them."""
     found: dict[str, set[tuple[Index, Index]]] = {}
     for member in members:
@@ -102,14 +102,14 @@ class Training:
 
     manifest: Manifest
     weights: tuple[Weight, ...]  # in state-dict order, aliases of tied weights not among them
-    groups: tuple[Group, ...]
+    groups: tuple[TrainedGroup, ...]
     rng: tuple[RankRng, ...] = ()  # of each rank to come; none where they are not carried
     regrouped: bool = False  # the groups are not the source's: each is in the order of the weights
     save: Save | None = None  # what the files to come are stamped with
 
     @property
-    def made(self) -> frozenset[Key]:
-        """The slots that the source does not hold: zeros, which no chunk fills."""
+    def zero_slots(self) -> frozenset[Key]:
+        """The slots that the source does not store: they are zeros, which no chunk fills."""
         return frozenset(
             entry.key
             for group in self.groups
@@ -121,15 +121,15 @@ class Training:
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of the optimizer's slots, in order of first appearance."""
-        return slot_names(member for group in self.groups for member in group.members)
+        return collect_slot_names(member for group in self.groups for member in group.members)
 
     @property
     def scalars(self) -> frozenset[str]:
         """The slots that are one 0-d value of each parameter."""
-        return scalar_names([member for group in self.groups for member in group.members])
+        return collect_scalar_names([member for group in self.groups for member in group.members])
 
     def stored(self, weight: Weight, recast: DType | None) -> tuple[Entry, DType]:
-        """What fills the module's copy of a weight, and its dtype there.
+        """Return the entry that fills the module's copy of a weight, and its dtype there.
 
         The copy that the source has in that dtype, else its most precise value.
 
@@ -141,11 +141,11 @@ class Training:
         return (copy if copy and copy.dtype == dtype else weight.value), dtype
 
     def stamp(self, file: str, rank: int, ranks: int) -> Stamp | None:
-        """Return the stamp of a file of one rank, where files are stamped."""
+        """Return the stamp of a file of one rank; None if files are not stamped."""
         return self.save.stamp(file, rank, ranks) if self.save else None
 
     def step(self) -> int:
-        """How many updates the run has made: the engine's counter, else the optimizer's."""
+        """Return the number of updates: the engine's counter, else the optimizer's."""
         train = self.manifest.train
         return (
             train.step
@@ -154,8 +154,8 @@ class Training:
         )
 
 
-def training(manifest: Manifest, *, weights_only: bool = False) -> Training:
-    """The training state of a manifest whose names have been edited.
+def build_training(manifest: Manifest, *, weights_only: bool = False) -> Training:
+    """Build the training state of a manifest whose names have been edited.
 
     Raises:
         IncompleteError: it has an optimizer whose parameters are not known, or state of a parameter
@@ -164,14 +164,16 @@ def training(manifest: Manifest, *, weights_only: bool = False) -> Training:
     masters = {entry.fqn: entry for entry in manifest.of_kind(MASTER)}
     stored = {entry.fqn: entry for entry in manifest.of_kind(PARAM, BUFFER)}
     weights = {
-        fqn: _weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
+        fqn: _build_weight(manifest, fqn, masters.get(fqn), stored.get(fqn))
         for fqn in dict.fromkeys(e.fqn for e in manifest.of_kind(*WEIGHT_KINDS))
     }
-    groups = () if weights_only else _groups(manifest, weights)
+    groups = () if weights_only else _build_groups(manifest, weights)
     return Training(manifest, tuple(weights.values()), groups)
 
 
-def _weight(manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | None) -> Weight:
+def _build_weight(
+    manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | None
+) -> Weight:
     value = master or stored
     if value is None:  # the caller lists what is one or the other
         raise AssertionError(fqn)
@@ -184,17 +186,17 @@ def _weight(manifest: Manifest, fqn: str, master: Entry | None, stored: Entry | 
     return Weight(fqn, value.shape, value, dtype or value.dtype, is_buffer)
 
 
-def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, ...]:
+def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[TrainedGroup, ...]:
     slots: dict[str, dict[str, Entry]] = {}
     for entry in manifest.entries.values():
         if entry.kind not in WEIGHT_KINDS:
             slots.setdefault(entry.fqn, {})[entry.kind] = entry
     train = manifest.train
     groups = tuple(
-        Group(
+        TrainedGroup(
             group.hyper,
             tuple(
-                Trained(weights[fqn], slots.get(fqn, {}), train.optimizer_step.get(fqn))
+                TrainedParameter(weights[fqn], slots.get(fqn, {}), train.optimizer_step.get(fqn))
                 for fqn in group.fqns
                 if fqn in weights
             ),
@@ -213,15 +215,15 @@ def _groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Group, .
     return groups
 
 
-def changed(state: Training, change: Callable[[Entry], Entry | None]) -> Training:
-    """The state with every entry changed, by name or shape; None leaves its tensor out."""
+def change_entries(state: Training, change: Callable[[Entry], Entry | None]) -> Training:
+    """Return the state with every entry changed, by name or shape; None drops a tensor."""
     weights: dict[str, Weight] = {}
     for weight in state.weights:
         value = change(weight.value)
         if value is not None:
             weights[weight.fqn] = replace(weight, fqn=value.fqn, value=value, shape=value.shape)
 
-    def member(of: Trained) -> Trained:
+    def member(of: TrainedParameter) -> TrainedParameter:
         slots = {slot: change(entry) for slot, entry in of.slots.items()}
         kept = {slot: entry for slot, entry in slots.items() if entry is not None}
         return replace(of, weight=weights[of.fqn], slots=kept)
@@ -241,8 +243,8 @@ def changed(state: Training, change: Callable[[Entry], Entry | None]) -> Trainin
     return replace(state, manifest=manifest, weights=tuple(weights.values()), groups=groups)
 
 
-def dtype_of_most(weights: Iterable[Weight]) -> DType:
-    """The dtype of most elements in the module."""
+def find_most_common_dtype(weights: Iterable[Weight]) -> DType:
+    """Return the dtype of most elements in the module."""
     sizes: Counter[DType] = Counter()
     for weight in weights:
         sizes[weight.dtype] += weight.value.numel
@@ -250,7 +252,7 @@ def dtype_of_most(weights: Iterable[Weight]) -> DType:
 
 
 def refuse_without_optimizer(state: Training) -> None:
-    """Refuse to leave an optimizer out in silence.
+    """Refuse to drop an optimizer silently.
 
     Raises:
         IncompleteError: the source has none.
@@ -278,15 +280,15 @@ def refuse_without_optimizer(state: Training) -> None:
     )
 
 
-def loose_lost(state: Training) -> list[str]:
-    """What to say where an optimizer's state has no place for what is neither tensor nor step."""
+def describe_lost_state(state: Training) -> list[str]:
+    """Return notes if a target's optimizer state holds nothing but tensors and steps."""
     held = state.manifest.train.non_tensor_state.values()
     names = dict.fromkeys(name for values in held for name in values)
     return [f"not carried: {name!r}, which the optimizer keeps of parameters" for name in names]
 
 
-def setup_lost(state: Training) -> list[str]:
-    """What to say where a layout has no place for how a run was set up; nothing of weights alone.
+def describe_lost_setup(state: Training) -> list[str]:
+    """Return notes if a target's layout cannot hold how the run was set up.
 
     DeepSpeed and Megatron keep that in their checkpoints, where it is easily taken for state: the
     run that goes on under another framework would no longer clip gradients, for example.
@@ -305,10 +307,10 @@ def setup_lost(state: Training) -> list[str]:
     return [*said, f"not carried: the configuration of the {form} run{does}"]
 
 
-def refuse_odd_slots(
+def refuse_non_elementwise_slots(
     state: Training, why: str, remedy: str = "", *, placed: Collection[str] = ()
 ) -> None:
-    """Refuse optimizer state that is not by element, as a factored one, where it has no place.
+    """Refuse optimizer state that is not per element, such as a factored one.
 
     Args:
         why: what the layout has no place for, or cannot know.

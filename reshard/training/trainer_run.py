@@ -1,4 +1,4 @@
-"""Read what a run of ``python -m trainer`` says of itself in its ``trainer_state.json``.
+"""Read the ``trainer_state.json`` of a run of ``python -m trainer``.
 
 The trainer writes DeepSpeed's, Accelerate's and Megatron-LM's files. This document beside them is
 what makes them a run of the trainer: it has ``format``, ``progress``, ``settings`` and
@@ -51,7 +51,7 @@ _OF_THE_RANKS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One document of the trainer, held to its kinds."""
+    """One document of the trainer, checked against its schema."""
 
     document: Mapping[str, Any]
 
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def progress(self) -> Mapping[str, int]:
-        """``step``, ``skipped`` and ``samples``."""
+        """The counters ``step``, ``skipped`` and ``samples``."""
         progress: Mapping[str, int] = self.document["progress"]
         return progress
 
@@ -79,18 +79,18 @@ class Run:
 
     @property
     def model_parallel(self) -> int:
-        """How many ranks hold one copy of the model; older documents have no such settings."""
+        """The number of ranks that hold one copy of the model; 1 in older documents."""
         tensor, pipeline, expert = (int(self.settings.get(axis, 1)) for axis in _AXES)
         return tensor * pipeline * expert
 
     @property
     def has_own_layout(self) -> bool:
-        """Whether its files are of PyTorch's forms; ddp and ZeRO have DeepSpeed's."""
+        """Whether its files have PyTorch's forms; ddp and ZeRO write DeepSpeed's."""
         return self.is_cut or str(self.settings["strategy"]) in _FSDP
 
     @property
     def form(self) -> Literal["full", "local", "sharded"]:
-        """The state dict type to write; no file a rank of a cut model, which DCP fits at any cut.
+        """The state dict type to write; a cut model is written as DCP, which fits any cut.
 
         (The stages and shards that ranks would have are not known here.)
         """
@@ -101,7 +101,7 @@ class Run:
 
     @property
     def has_rank_files(self) -> bool:
-        """Whether it has a file a rank, and goes on with such files."""
+        """Whether the run has one file for each rank and resumes from such files."""
         if self.is_cut or self.settings["state_dict_type"] != "sharded":
             return False
         return bool(self.settings["sharded_files"] == "rank")
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def wrap(self) -> str:
-        """How FSDP wraps the model, in the words of ``--wrap``."""
+        """How FSDP wraps the model, as a value of ``--wrap``."""
         settings = self.settings
         policy = settings["fsdp_auto_wrap_policy"]
         if policy == "SIZE_BASED_WRAP":
@@ -125,16 +125,16 @@ class Run:
 
     @property
     def compute(self) -> DType:
-        """The dtype of the forward pass: FSDP aligns parameters in a flat one by it."""
+        """The dtype of the forward pass, by which FSDP aligns parameters in a flat one."""
         return {"fp32": FLOAT32, "fp16": FLOAT16}.get(self.settings["precision"], BFLOAT16)
 
     def is_whole(self, ranks: int) -> bool:
-        """Return whether each of so many ranks holds the model uncut, as FSDP 1's NO_SHARD does."""
+        """Return whether each rank holds the model uncut, like FSDP 1's NO_SHARD."""
         unsharded = ranks == 1 or self.settings["fsdp_sharding_strategy"] == "NO_SHARD"
         return unsharded and bool(self.settings["strategy"] == "fsdp")
 
     def mesh(self, ranks: int) -> dict[str, int]:
-        """The axes of the device mesh that the trainer makes for so many data-parallel ranks."""
+        """Return the axes of the trainer's device mesh for a number of data-parallel ranks."""
         settings = self.settings
         if "HYBRID" not in settings["fsdp_sharding_strategy"] or ranks == 1:
             return {"shard": ranks}
@@ -143,17 +143,17 @@ class Run:
         return {"replicate": ranks // size, "shard": size}
 
     def resized(self, ranks: int, **settings: str) -> dict[str, Any]:
-        """The document of the same run on so many ranks, with some settings changed."""
+        """Return the document of the same run on another number of ranks."""
         changed = {"world_size": ranks, "settings": {**self.settings, **settings}}
         return {**self.document, **changed}
 
     def directory(self, checkpoint: Skeleton) -> Skeleton:
-        """The run directory around a checkpoint: its tag, and ``latest``."""
-        pointer = skeletons.of_bytes("latest", self.tag.encode())
-        return skeletons.joined([pointer, skeletons.moved(checkpoint, self.tag)])
+        """Lay out the run directory around a checkpoint: its tag, and ``latest``."""
+        pointer = skeletons.lay_out_bytes("latest", self.tag.encode())
+        return skeletons.join([pointer, skeletons.move_into(checkpoint, self.tag)])
 
     def counted(self, train: TrainState) -> TrainState:
-        """Return the train state with the counters of the document."""
+        """Return the training state with the counters of the document."""
         progress = self.progress
         return replace(
             train,
@@ -163,7 +163,7 @@ class Run:
         )
 
     def state(self) -> dict[str, Any]:
-        """What describes the training and not how one start of it was spread over ranks."""
+        """Return the settings that describe the training and not its distribution over ranks."""
         settings = {
             f"settings.{name}": value
             for name, value in self.settings.items()
@@ -174,12 +174,12 @@ class Run:
 
 
 def is_document(value: Mapping[str, Any] | None) -> bool:
-    """Whether a ``trainer_state.json`` is the trainer's, and not one of HF Trainer."""
+    """Return whether a ``trainer_state.json`` is the trainer's, and not HF Trainer's."""
     return value is not None and all(name in value for name in _PARTS)
 
 
 def read(value: Mapping[str, Any] | None, where: object) -> Run | None:
-    """Return the run that a ``trainer_state.json`` describes; None where it is HF Trainer's.
+    """Return the run that a ``trainer_state.json`` describes; None if it is HF Trainer's.
 
     Raises:
         CorruptError: it is the trainer's, and a value in it is of another kind.

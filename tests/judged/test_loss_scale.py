@@ -87,27 +87,29 @@ def after(scaler, history):
 @given(HISTORY)
 def test_deepspeeds_scaler_goes_on_in_torch(history):
     before = after(DeepSpeed(), history)
-    state = loss_scale.as_torch(before.state())
+    state = loss_scale.convert_to_torch(before.state())
     assert steps_until_raised(Torch(state)) == steps_until_raised(before)
 
 
 @given(HISTORY)
 def test_torchs_scaler_goes_on_in_deepspeed(history):
     before = after(Torch(), history)
-    state = loss_scale.as_deepspeed(before.state(), len(history))
+    state = loss_scale.convert_to_deepspeed(before.state(), len(history))
     assert steps_until_raised(DeepSpeed(state)) == steps_until_raised(before)
 
 
 @given(HISTORY)
 def test_there_and_back_again(history):
     before = after(Torch(), history).state()
-    assert loss_scale.as_torch(loss_scale.as_deepspeed(before, len(history))) == before
+    assert (
+        loss_scale.convert_to_torch(loss_scale.convert_to_deepspeed(before, len(history))) == before
+    )
 
 
 def test_what_has_no_other_form():
-    assert loss_scale.as_torch({"cur_scale": 128.0, "dynamic": False}) is None
+    assert loss_scale.convert_to_torch({"cur_scale": 128.0, "dynamic": False}) is None
     uneven = Torch().state() | {"backoff_factor": 0.25}
-    assert loss_scale.as_deepspeed(uneven, 3) is None
+    assert loss_scale.convert_to_deepspeed(uneven, 3) is None
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "accelerate"])
@@ -119,7 +121,7 @@ def test_it_travels_out_of_deepspeed(made, to, tmp_path):
     assert any("GradScaler" in note for note in report.notes)
     with reshard.open(tmp_path / "out") as checkpoint:
         found = checkpoint.manifest.train.scaler
-    assert Torch(found).state() == found == loss_scale.as_torch(held)
+    assert Torch(found).state() == found == loss_scale.convert_to_torch(held)
     assert found["scale"] == held["cur_scale"]
 
 

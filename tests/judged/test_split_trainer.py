@@ -246,7 +246,7 @@ def test_states_are_made_for_other_ranks(libraries, tmp_path, loaded):
     for rank in range(3):
         _, found = loaded(tmp_path / "a", rank)
         assert alike(found, loaded(tmp_path / "b", rank)[1])
-        seed = rng.seed_of(first, rank)
+        seed = rng.derive_seed(first, rank)
         assert torch.equal(found[2], torch.Generator().manual_seed(seed).get_state())
         assert found[0] == random.Random(seed).getstate()
         states.append(found[2])

@@ -41,7 +41,7 @@ class Adapter:
 
     def lay_out(self, chosen: Weights) -> Skeleton:
         """PEFT's file, which it never shards, and those beside it."""
-        made = writer.single_file(FILE, chosen.tensors, writer.METADATA)
+        made = writer.lay_out_file(FILE, chosen.tensors, writer.METADATA)
         texts = (OutputFile(name, len(data), ((0, data),)) for name, data in self.texts.items())
         return Skeleton((*made.files, *texts), made.entries)
 

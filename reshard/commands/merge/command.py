@@ -24,13 +24,13 @@ from reshard.commands.output import (
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.containers import safetensors_shards as writer
-from reshard.containers.json_files import json_text
+from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, read_small_file
 from reshard.formats import placeholders
 from reshard.identity import check_identity
-from reshard.location import directory
+from reshard.location import directory_of
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, index_entries
 from reshard.paths import as_path
 from reshard.plan.planner import Plan
@@ -148,7 +148,7 @@ def _prepare(
     if options.adapter is not None:
         return _prepare_adapter(manifest, options.adapter, near, options)
     if options.fill_missing_from:
-        near.append(directory(options.fill_missing_from))
+        near.append(directory_of(options.fill_missing_from))
     try:
         companions = find_companions(options.hf_dir, near)
     except CorruptError:
@@ -236,7 +236,7 @@ def _asked(options: MergeOptions, companions: Companions, *, is_directory: bool)
 
 def _near(source: Path, manifest: Manifest) -> list[Path]:
     """Where a model's config may lie: the checkpoint's directory and the run's."""
-    place = directory(manifest.origin.path)
+    place = directory_of(manifest.origin.path)
     near = [place, place.resolve().parent]
     return [source, *near] if source.is_dir() and source != place else near
 
@@ -276,7 +276,7 @@ def _lay_out(
     if destination.suffix == ".safetensors":
         # as safetensors.torch.save_model: the alias, and the name that holds its value
         metadata = {**writer.METADATA, **chosen.dropped_aliases}
-        return writer.single_file(destination.name, chosen.tensors, metadata), []
+        return writer.lay_out_file(destination.name, chosen.tensors, metadata), []
     texts = {path.name: read_small_file(path) for path in companions.others}
     changes: list[str] = []
     if companions.config is None:
@@ -285,7 +285,7 @@ def _lay_out(
         config, changes = matched_config(
             companions.config, chosen.tensors, _main_dtype(chosen.tensors), untied=untied
         )
-        texts["config.json"] = json_text(config)
+        texts["config.json"] = format_json(config)
     skeleton = writer.lay_out(
         chosen.tensors,
         max_shard_bytes=options.max_shard_bytes,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.commands.naming.state import Asked
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.errors import UsageError, understood
 from reshard.formats import megatron, meta
 from reshard.formats.deepspeed import dialects, neox
@@ -81,7 +81,7 @@ def _filled(path: Path) -> Mapping[str, Any]:
     transformers itself reads the file: it writes an infinity as ``{"__float__": "Infinity"}``
     (transformers 5.23 ``configuration_utils.py``), as in the configs of Mamba 2 and Nemotron-H.
     """
-    json_object(path)  # refuse what is no JSON in our own words
+    read_json_object(path)  # refuse what is no JSON in our own words
     from transformers import AutoConfig
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

@@ -162,7 +162,7 @@ def _prepare(begun: _Begun, destination: Path, options: SplitOptions) -> _Job:
     check_overlaps(skeleton)
     held = stored(skeleton, state)
     carried = request.megatron.carried.entries if request.megatron is not None else ()
-    added = [*carried, *copied_files.entries(manifest, skeleton)]
+    added = [*carried, *copied_files.select_entries(manifest, skeleton)]
     if added:
         manifest = manifest.with_entries([*manifest.entries.values(), *added])
     plan = Plan(manifest.entries, held, options.budget()[1])
@@ -277,7 +277,7 @@ def _with_companions(
 
         inside = hf_trainer.directory(state)
         made = with_companions(skeleton, state.manifest, beside=inside, above=inside)
-        return skeletons.lifted(made, inside) if hf_trainer.is_checkpoint(destination) else made
+        return skeletons.move_out(made, inside) if hf_trainer.is_checkpoint(destination) else made
     within = str(PurePosixPath(skeleton.files[-1].name).parent) if target.tagged else ""
     run = request.run
     if run is not None and skeleton.files[-1].name.startswith(f"{run.tag}/"):

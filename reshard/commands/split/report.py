@@ -10,7 +10,7 @@ from typing import Any
 from reshard import units
 from reshard.commands.balance import count_leaves, format_leaves
 from reshard.commands.lines import format_list, format_timing
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.identity import Identity
@@ -93,7 +93,7 @@ def _form(target: Target, request: Request) -> str:
 
 
 def describe(
-    state: Training, request: Request, target: Target, laid: Laid, plan: Plan
+    state: Training, request: Request, target: Target, laid: LaidOut, plan: Plan
 ) -> SplitReport:
     """The part of a report that is known before the first byte moves."""
     skeleton = laid.skeleton
@@ -122,14 +122,14 @@ def describe(
     masters = sum(1 for _ in manifest.of_kind(MASTER))
     if masters:
         report.kept.append(f"{masters} fp32 master weights")
-    if state.groups and not state.made:
+    if state.groups and not state.zero_slots:
         names = ", ".join(state.slots)
         groups = units.counted(len(state.groups), "param group")
         report.kept.append(f"{names}; step {state.step()}; {groups}")
     elif held:
         why = "--init-optimizer zeros" if state.groups else "--weights-only"
         report.dropped.append(f"{len(held)} optimizer tensors ({why})")
-    if state.made:
+    if state.zero_slots:
         report.derived += _masters(state, request)
     return report
 

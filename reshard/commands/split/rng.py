@@ -57,7 +57,7 @@ def chosen(manifest: Manifest, request: Request, target: Target, options: SplitO
     devices = sorted({name for state in states for name in state.devices})
     left = f"; those of {', '.join(devices)} are left out" if devices else ""
     text = f"random states of {ranks} ranks, seeded from rank 0's and the rank{left}"
-    return Chosen(rng.derived(states[0], ranks), "derived", text)
+    return Chosen(rng.derive(states[0], ranks), "derived", text)
 
 
 def _obstacle(

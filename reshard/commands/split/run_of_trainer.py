@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reshard.commands.split.options import SplitOptions
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.formats import megatron
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
@@ -29,7 +29,7 @@ def account(manifest: Manifest, request: Request, target: Target) -> Manifest:
     return replace(manifest, train=replace(manifest.train, trainer_state=document))
 
 
-def directory(laid: Laid, request: Request, target: Target, options: SplitOptions) -> Laid:
+def directory(laid: LaidOut, request: Request, target: Target, options: SplitOptions) -> LaidOut:
     """Return Megatron's files of our trainer's run in the directory where the trainer has them.
 
     Where the user asks for Megatron's layout, Megatron-LM is to load it, which has no such place.

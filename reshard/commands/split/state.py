@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats import deepspeed, huggingface, megatron
@@ -17,7 +17,7 @@ from reshard.formats.huggingface.reader import described, in_order
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.layout.mesh import MeshGrid
-from reshard.location import directory
+from reshard.location import directory_of
 from reshard.manifest import Manifest, Skeleton
 from reshard.model import ModelHint, ModelShapes, describe_config
 from reshard.model_parallel.sizes import Sizes
@@ -25,7 +25,7 @@ from reshard.paths import as_path
 from reshard.stamps import Save
 from reshard.training import fresh_adam, param_groups
 from reshard.training.companion_files import is_model_config
-from reshard.training.state import Training, refuse_without_optimizer, training
+from reshard.training.state import Training, build_training, refuse_without_optimizer
 
 _ID = 32  # characters of a save's id
 
@@ -51,7 +51,7 @@ def told(manifest: Manifest, options: SplitOptions) -> tuple[Manifest, ModelShap
         return manifest, shapes
     if shapes is not None:
         return described(manifest, shapes), shapes
-    config = directory(manifest.origin.path) / "config.json"
+    config = directory_of(manifest.origin.path) / "config.json"
     problem = ""
     if config.is_file() and is_model_config(config):
         try:
@@ -74,7 +74,7 @@ def model_config(options: SplitOptions) -> Mapping[str, Any] | None:
     path = as_path(options.model) if options.model else None
     if path is not None and path.is_dir():
         path /= "config.json"
-    return json_object(path) if path is not None and path.is_file() else None
+    return read_json_object(path) if path is not None and path.is_file() else None
 
 
 def ordered(
@@ -98,7 +98,7 @@ def made_state(
     manifest: Manifest, request: Request, options: SplitOptions
 ) -> tuple[Training, list[str]]:
     """What is to be written, with what the user has made anew, and what to say of that."""
-    made, said = training(manifest, weights_only=options.without_optimizer), list[str]()
+    made, said = build_training(manifest, weights_only=options.without_optimizer), list[str]()
     given = param_groups.read(options.param_groups) if options.param_groups else None
     fresh = options.init_optimizer == "zeros"
     if fresh and given is None and not made.groups:
@@ -106,10 +106,10 @@ def made_state(
     if not fresh and not options.without_optimizer:
         refuse_without_optimizer(made)
     if given:
-        made, notes = param_groups.regrouped(made, given)
+        made, notes = param_groups.regroup(made, given)
         said += notes
     if fresh:
-        made, notes = fresh_adam.begun(made, request.master)
+        made, notes = fresh_adam.start_adam(made, request.master)
         said += notes
     return made, said
 
@@ -148,7 +148,7 @@ def _layout(request: Request) -> Iterator[object]:
 
 def stored(skeleton: Skeleton, state: Training) -> Skeleton:
     """The skeleton without what is made of zeros: no window fills that, and no source has it."""
-    made = state.made
+    made = state.zero_slots
     if not made:
         return skeleton
     return replace(skeleton, entries=tuple(e for e in skeleton.entries if e.key not in made))

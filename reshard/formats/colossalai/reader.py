@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard import counts
 from reshard.containers import torch_reader
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import is_torch_file
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.colossalai.directory import INDEX, NAME, find_optimizer, find_weights
@@ -69,7 +69,7 @@ def read(location: Location, *, model: str | None = None, wrap: str | None = Non
     running = location.files.get(_RUNNING)  # its step counts from the start of the epoch
     if running is None:
         return manifest
-    client = {**manifest.train.client, _RUNNING: json_object(running)}
+    client = {**manifest.train.client, _RUNNING: read_json_object(running)}
     return replace(manifest, train=replace(manifest.train, client=client))
 
 
@@ -99,7 +99,7 @@ def _read_optimizer(location: Location, found: ParsedTree) -> dict[str, Any]:
             "is an optimizer that was saved asynchronously, as safetensors with pickles inside",
             "save it without use_async, or pass the directory of the weights to read only these",
         )
-    index = json_object(path)
+    index = read_json_object(path)
     listed, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(listed, dict) or not isinstance(metadata, dict):
         raise CorruptError(path, "is not an index: no weight_map, or no metadata")

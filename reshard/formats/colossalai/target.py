@@ -24,7 +24,7 @@ from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.state_dict.torch_state_dict import Value
-from reshard.training.state import Training, setup_lost
+from reshard.training.state import Training, describe_lost_setup
 
 RUNNING, SCHEDULER = "running_states.json", "lr_scheduler"
 _GROUPS = "pytorch_optim_group.bin"
@@ -54,7 +54,7 @@ def lay_out(
         groups = optimizer["param_groups"]
         parts.append(torch_writer.lay_out_object(f"optimizer/{_GROUPS}", groups))
         parts += _lay_out_companions(state)
-    return skeletons.joined(parts)
+    return skeletons.join(parts)
 
 
 def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
@@ -69,7 +69,7 @@ def notes(state: Training, *, weights_only: bool) -> Iterator[str]:
         )
     for name in torch_state_dict.list_dropped(train, ("scheduler", RUNNING)):
         yield f"not carried: {name}"
-    yield from setup_lost(state)
+    yield from describe_lost_setup(state)
     if RUNNING not in train.client:
         yield f"no {RUNNING} (epoch, step, sample), which the examples of ColossalAI read"
 
@@ -81,7 +81,7 @@ def _lay_out_companions(state: Training) -> Iterator[Skeleton]:
         yield torch_writer.lay_out_object(SCHEDULER, train.scheduler)
     running = train.client.get(RUNNING)
     if running is not None:
-        yield skeletons.of_bytes(RUNNING, json.dumps(running).encode())
+        yield skeletons.lay_out_bytes(RUNNING, json.dumps(running).encode())
 
 
 def _lay_out_shards(
@@ -101,7 +101,7 @@ def _lay_out_shards(
         weight_map.update((str(key), file.rpartition("/")[2]) for key in shard)
         total += nbytes
     index = {"metadata": {**about, "total_size": total / _MEBI}, "weight_map": weight_map}
-    yield skeletons.of_bytes(f"{name}.bin.index.json", json.dumps(index, indent=2).encode())
+    yield skeletons.lay_out_bytes(f"{name}.bin.index.json", json.dumps(index, indent=2).encode())
 
 
 def _split_into_shards(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[dict[Any, Any], int]]:

@@ -59,7 +59,7 @@ def _form_of(file: TorchFile, archive: Section) -> _Form | None:
     if not isinstance(tensor, Tensor) or len(file.records) != 1:
         return None
     (record,) = file.records.values()
-    places = dict(zip_reader.central_offsets(archive))
+    places = dict(zip_reader.list_central_offsets(archive))
     directory = min(places.values())
     free = tuple(
         place + _CRC - directory

@@ -99,7 +99,7 @@ def fsdp(
         directory="optimizer_0",
         extra={},
     )
-    return skeletons.joined([weights, moments])
+    return skeletons.join([weights, moments])
 
 
 def accelerate(
@@ -112,7 +112,7 @@ def accelerate(
     parts = [fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
     if not weights_only:
         parts += lay_out_accelerate_extras(state, shards)
-    return skeletons.joined(parts)
+    return skeletons.join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
             about.add_object(key, files[0], files[0].add_object(held))
     pickle = about.pickled(f"{prefix}.metadata")
     made = [file.finished() for file in files if file.at]
-    return skeletons.joined([*made, skeletons.of_bytes(f"{prefix}.metadata", pickle)])
+    return skeletons.join([*made, skeletons.lay_out_bytes(f"{prefix}.metadata", pickle)])
 
 
 def flattened(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
@@ -273,8 +273,8 @@ class _DataFile:
         """Put an archive behind the others, at a multiple of its own alignment."""
         (file,) = item.files
         start = self.at + -self.at % ALIGNMENT
-        self.literals += skeletons.shifted_literals(file, start)
-        self.checksums += skeletons.shifted_checksums(item, self.path, start)
+        self.literals += skeletons.shift_literals(file, start)
+        self.checksums += skeletons.shift_checksums(item, self.path, start)
         self.at = start + file.nbytes
         return start, file.nbytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reshard import counts
 from reshard.containers.torch_objects import TorchFile
-from reshard.containers.torch_reader import Alike
+from reshard.containers.torch_reader import PickleCache
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.files import size_of
 from reshard.formats.deepspeed import stage0, stage3, stage12, swap
@@ -84,8 +84,8 @@ def read(
     savers = _mics_shard_size(first) or world_size
     _require_optimizer(files, first, world_size)
     files.check_ranks(savers)
-    alike = Alike()
-    models = [first, *(open_model(files.model[rank], alike) for rank in sorted(files.model)[1:])]
+    cache = PickleCache()
+    models = [first, *(open_model(files.model[rank], cache) for rank in sorted(files.model)[1:])]
     ranks = [open_optimizer(files.optim[rank], rank) for rank in sorted(files.optim)]
     _check_models(models)
     models = unwrap_names([_with_shapes(first, ranks), *models[1:]])

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from reshard import dtypes
 from reshard.dtypes import BFLOAT16, DType
 from reshard.formats.deepspeed.expert_layout import expert_parallel_size, has_experts
-from reshard.training.state import Group, Trained, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, Training
 
 _SUB_GROUP_SIZE = 10**9
 _FP32 = ("fp32", "float32", "float")  # names that DeepSpeed's config accepts
@@ -70,8 +70,8 @@ def undo_round_robin(members: Sequence[T], ranks: int) -> list[T]:
 
 
 def split_sub_groups(
-    members: Sequence[Trained], config: Any, ranks: int
-) -> Iterator[tuple[Trained, ...]]:
+    members: Sequence[TrainedParameter], config: Any, ranks: int
+) -> Iterator[tuple[TrainedParameter, ...]]:
     """Yield stage 3's flat tensors: each ends where a rank holds ``sub_group_size`` elements."""
     size = zero_section(config).get("sub_group_size")
     limit = int(size) if isinstance(size, (int, float)) else _SUB_GROUP_SIZE  # may be written 1e9
@@ -94,7 +94,7 @@ def engine_config(state: Training) -> dict[str, Any] | None:
     return config if of_deepspeed and isinstance(config, dict) else None
 
 
-def user_order(state: Training) -> Iterator[Sequence[Trained]]:
+def user_order(state: Training) -> Iterator[Sequence[TrainedParameter]]:
     """Yield the members of each group in the order in which a script passes them to DeepSpeed.
 
     DeepSpeed finds parameters by position. Its own files have that order, except that
@@ -118,8 +118,8 @@ def user_order(state: Training) -> Iterator[Sequence[Trained]]:
 
 
 def split_flat_tensors(
-    group: Group, config: Mapping[str, Any], ranks: int, stage: int, precision: DType
-) -> tuple[tuple[Trained, ...], ...]:
+    group: TrainedGroup, config: Mapping[str, Any], ranks: int, stage: int, precision: DType
+) -> tuple[tuple[TrainedParameter, ...], ...]:
     """Return the members of each flat tensor of a group."""
     if stage == 3:
         return tuple(split_sub_groups(group.members, config, ranks))
@@ -128,6 +128,6 @@ def split_flat_tensors(
     return (group.members,)
 
 
-def count_partitions(group: Group, ranks: int) -> int:
+def count_partitions(group: TrainedGroup, ranks: int) -> int:
     """Return how many ranks share a group's flat tensors: all, or those with the same experts."""
     return ranks // (expert_parallel_size(group.hyper) or 1)

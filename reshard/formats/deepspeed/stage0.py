@@ -23,7 +23,7 @@ from typing import Any
 
 from reshard.box import Index, whole
 from reshard.chunks import contiguous
-from reshard.containers.torch_objects import Tensor, weight_at
+from reshard.containers.torch_objects import Tensor, read_weight
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
@@ -310,8 +310,8 @@ def _match_masters(
         for weight in (module[fqn] for fqn in names):
             last = weight.numel - 1
             for at in sorted({0, weight.numel // 2, last}) if weight.numel else ():
-                own = weight_at(files, weight.chunk, at)
-                master = weight_at(files, flat.chunk, start + at)
+                own = read_weight(files, weight.chunk, at)
+                master = read_weight(files, flat.chunk, start + at)
                 if not isclose(own, master, rel_tol=_REL, abs_tol=_ABS):
                     return False
             start += weight.numel

@@ -11,7 +11,7 @@ from reshard import counts
 from reshard.box import Index
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.containers.torch_reader import Alike
+from reshard.containers.torch_reader import PickleCache
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.deepspeed import schemas
@@ -243,7 +243,7 @@ def whole_entry(fqn: str, kind: str, tensor: Tensor) -> Entry:
     return Entry(fqn, kind, tensor.dtype, tensor.shape, (tensor.chunk,))
 
 
-def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
+def open_model(path: Path, cache: PickleCache | None = None) -> ModelStates:
     """Open one model states file.
 
     Args:
@@ -253,10 +253,10 @@ def open_model(path: Path, alike: Alike | None = None) -> ModelStates:
     Raises:
         CorruptError: it is not a file of model states.
     """
-    file = torch_reader.read(path, builders=BUILDERS, alike=alike)
+    file = torch_reader.read(path, builders=BUILDERS, cache=cache)
     if not isinstance(file.root, dict) or "module" not in file.root:
         raise CorruptError(path, "is not a DeepSpeed model states file: it has no 'module'")
-    expect(path, file.root, schemas.MODEL_STATES if alike is None else schemas.OTHER_MODEL_STATES)
+    expect(path, file.root, schemas.MODEL_STATES if cache is None else schemas.OTHER_MODEL_STATES)
     return ModelStates(file, file.root)
 
 

@@ -19,7 +19,7 @@ from reshard.box import Index, whole
 from reshard.chunks import contiguous
 from reshard.containers import torch_reader
 from reshard.containers.torch_objects import Tensor, TorchFile
-from reshard.containers.torch_reader import Alike
+from reshard.containers.torch_reader import PickleCache
 from reshard.errors import CorruptError, IncompleteError
 from reshard.formats.deepspeed import order, stage3
 from reshard.formats.deepspeed.schemas import UNIVERSAL_OPTIMIZER
@@ -61,12 +61,12 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
     entries: list[Entry] = []
     steps: dict[str, float] = {}
-    alike = Alike()
+    cache = PickleCache()
     for folder in location.folders["zero"].folders.values():
         fqn = unwrap_name(folder.name, module)
         if fqn in module and fqn not in shapes:
             continue  # a buffer or a frozen weight, converted to float32; the module has it as is
-        for kind, file, value in _read_folder(folder, alike):
+        for kind, file, value in _read_folder(folder, cache):
             files[file.path] = file
             if not isinstance(value, Tensor):
                 steps[fqn] = value
@@ -147,13 +147,15 @@ def _entry(
     return Entry(fqn, kind, tensor.dtype, shape, (chunk,))
 
 
-def _read_folder(folder: Location, alike: Alike) -> Iterator[tuple[str, TorchFile, Tensor | float]]:
+def _read_folder(
+    folder: Location, cache: PickleCache
+) -> Iterator[tuple[str, TorchFile, Tensor | float]]:
     """Yield (kind, file, tensor) of one parameter's directory; a counter may be a number."""
     paths = [path for path in folder.files.values() if path.suffix == ".pt"]
     if not any(path.name == "fp32.pt" for path in paths):
         raise IncompleteError(folder, "has no fp32.pt", "the conversion was interrupted: repeat it")
     for path in paths:
-        file = torch_reader.read(path, builders=BUILDERS, alike=alike)
+        file = torch_reader.read(path, builders=BUILDERS, cache=cache)
         value: Any = file.root.get("param") if isinstance(file.root, dict) else file.root
         is_count = path.stem == "step" and type(value) in (int, float)
         if not isinstance(value, Tensor) and not is_count:

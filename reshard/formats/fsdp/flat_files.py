@@ -85,7 +85,7 @@ def fsdp1_local(
     files = [file for rank in range(ranks) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
         files += lay_out_accelerate_extras(state, ranks)
-    return skeletons.joined(files)
+    return skeletons.join(files)
 
 
 def fsdp1_sharded(
@@ -122,7 +122,7 @@ def fsdp1_sharded(
         yield from _files(state, naming, RankSharder(placing, rank).of(held), moments, rank, ranks)
         yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
-    return skeletons.joined(file for rank in range(ranks) for file in rank_files(rank))
+    return skeletons.join(file for rank in range(ranks) for file in rank_files(rank))
 
 
 def _raw(

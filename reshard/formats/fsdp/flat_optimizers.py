@@ -15,13 +15,13 @@ from reshard.manifest import Entry
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, torch_state_dict
 from reshard.state_dict.slots import build_whole_slot
-from reshard.training.state import Trained, Training, refuse_odd_slots
+from reshard.training.state import TrainedParameter, Training, refuse_non_elementwise_slots
 
 
 def _optimizer(state: Training) -> dict[str, Any]:
     """The optimizer by names, where flat parameters have a place for all of it."""
     why = "it has no place in a flat parameter"
-    refuse_odd_slots(state, why, "write DCP or whole files")
+    refuse_non_elementwise_slots(state, why, "write DCP or whole files")
     return torch_state_dict.build_optimizer(state, "fqn")  # refuses what is missing
 
 
@@ -78,7 +78,7 @@ def _flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
     return groups
 
 
-def _refuse_unit(flat: Flat, found: Sequence[tuple[int, Trained] | None]) -> None:
+def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None]) -> None:
     numbers = [None if each is None else each[0] for each in found]
     at = next(i for i, number in enumerate(numbers) if number != numbers[0])
     first, other = (flat.members[i][1].fqn for i in (0, at))
@@ -90,7 +90,7 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, Trained] | None]) -> Non
     )
 
 
-def _flat_state(state: Training, flat: Flat, members: Sequence[Trained]) -> _FlatState:
+def _flat_state(state: Training, flat: Flat, members: Sequence[TrainedParameter]) -> _FlatState:
     held = {member.fqn: torch_state_dict.get_non_tensor_state(state, member) for member in members}
     stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
     if not stepped:
@@ -167,7 +167,9 @@ class OrigOptimizer:
         )
         return torch_state_dict.assemble_optimizer(groups, named=self._unsure)
 
-    def _slices(self, member: Trained, span: tuple[int, int], ranks: int) -> dict[str, Any]:
+    def _slices(
+        self, member: TrainedParameter, span: tuple[int, int], ranks: int
+    ) -> dict[str, Any]:
         """Return a rank's slices; one rank has whole ones, since FSDP 1 is NO_SHARD there."""
         start, stop = span
         if start >= stop:

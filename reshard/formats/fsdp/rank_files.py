@@ -151,7 +151,7 @@ def fsdp2(
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
         files += lay_out_accelerate_extras(state, grid.world)
-    return skeletons.joined(files)
+    return skeletons.join(files)
 
 
 def tensor_cuts(
@@ -204,7 +204,7 @@ def beside(
         yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, world))
     if naming.about and rank == 0:
         text = json.dumps({"FSDP_version": version, "world_size": world}, indent=4)
-        yield skeletons.of_bytes(naming.about, text.encode())
+        yield skeletons.lay_out_bytes(naming.about, text.encode())
 
 
 def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
@@ -307,4 +307,4 @@ def fsdp1_full(
     ]
     if accelerate and not weights_only:
         made += lay_out_accelerate_extras(state, ranks)
-    return skeletons.joined(made)
+    return skeletons.join(made)

@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.chunks import Chunk
-from reshard.containers.torch_objects import number_at
+from reshard.containers.torch_objects import read_number
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import buckets, groups, names
@@ -213,7 +213,7 @@ def _steps(
 def _number(value: Any, pool: SourceFiles) -> float | None:
     tensor = as_global(value)
     if tensor is not None:
-        return float(number_at(pool, tensor.chunks[0]))
+        return float(read_number(pool, tensor.chunks[0]))
     return float(value) if isinstance(value, (int, float)) else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.containers import torch_reader
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
 from reshard.formats.meta.directory import EMBEDDING, FILE, NAME, PARAMS
 from reshard.location import Location, missing_ranks
@@ -67,7 +67,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
             f"has {files[max(files)].name}, but no file of rank {', '.join(map(str, missing))}",
             "fetch the missing files",
         )
-    params = json_object(location.files[PARAMS])
+    params = read_json_object(location.files[PARAMS])
     expect(location.files[PARAMS], params, _PARAMS)
     groups = params.get("n_kv_heads") or params.get("n_heads")
     if type(groups) is int and groups % len(files):

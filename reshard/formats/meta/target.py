@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
-from reshard.containers.json_files import json_text
+from reshard.containers.json_files import format_json
 from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UsageError
@@ -47,7 +47,7 @@ def lay_out(
         )
         for rank in range(ranks)
     ]
-    return skeletons.joined([*files, skeletons.of_bytes(PARAMS, json_text(params))])
+    return skeletons.join([*files, skeletons.lay_out_bytes(PARAMS, format_json(params))])
 
 
 def notes(state: Training, *, ranks: int) -> Iterator[str]:

@@ -137,7 +137,7 @@ def _check_optimizer(state: Training, found: Layout) -> None:
         UnsupportedError: it lacks parameters, or has some on the first rank only.
     """
     path, alone = state.manifest.origin.path, "write only the weights: --weights-only"
-    if state.made or state.regrouped:
+    if state.zero_slots or state.regrouped:
         raise UsageError(
             "--init-optimizer zeros, --param-groups", f"are not supported by {_TO}", alone
         )

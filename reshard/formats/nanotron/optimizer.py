@@ -182,7 +182,7 @@ def _add_non_tensors(
         fqn = names[index]
         value = slots.get(_STEP)
         if isinstance(value, Tensor):
-            value = torch_objects.number_at(pool, value.chunk)
+            value = torch_objects.read_number(pool, value.chunk)
         if isinstance(value, (int, float)):
             step = found.steps.setdefault(fqn, float(value))
             if step != value:

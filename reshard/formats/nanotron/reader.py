@@ -10,7 +10,7 @@ from typing import Any
 from reshard import counts
 from reshard.chunks import Chunk
 from reshard.containers import safetensors, torch_reader
-from reshard.containers.json_files import json_object
+from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError
 from reshard.files import SourceFiles
 from reshard.formats.nanotron import directory, layout, optimizer, slices, stages
@@ -150,7 +150,7 @@ def _read_weight(
 def _read_json(location: Location, name: str) -> dict[str, Any]:
     """Read a file beside the weights; return an empty dict if there is none."""
     path = location.files.get(name)
-    return json_object(path) if path else {}
+    return read_json_object(path) if path else {}
 
 
 def _build_stages(found: Optimizer, schedulers: Sequence[Any]) -> tuple[Stage, ...]:
@@ -182,7 +182,7 @@ def _read_sizes(location: Location) -> dict[str, int]:
     """Read the sizes in ``optimizer_config.json``, which stores numbers as text."""
     folder = location.folders.get("optimizer")
     path = folder.files.get("optimizer_config.json") if folder else None
-    stored = json_object(path).get("parallelism") if path else None
+    stored = read_json_object(path).get("parallelism") if path else None
     if not isinstance(stored, dict):
         return {}
     return {

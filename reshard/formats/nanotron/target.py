@@ -28,7 +28,7 @@ from reshard.formats.nanotron.optimizer import piece
 from reshard.formats.nanotron.slices import Placed
 from reshard.manifest import MASTER, PARAM, Entry, OutputFile, Skeleton
 from reshard.state_dict import torch_state_dict
-from reshard.training.state import Trained, Training, Weight
+from reshard.training.state import TrainedParameter, Training, Weight
 
 
 def lay_out(state: Training, wanted: Wanted) -> Skeleton:
@@ -45,8 +45,8 @@ def lay_out(state: Training, wanted: Wanted) -> Skeleton:
     if not wanted.weights_only:
         inside += [*run.optimizers(), *run.schedulers()]
     inside += run.descriptions()
-    moved = (skeletons.moved(part, step) for part in inside)
-    return skeletons.joined([skeletons.of_bytes("latest.txt", step.encode()), *moved])
+    moved = (skeletons.move_into(part, step) for part in inside)
+    return skeletons.join([skeletons.lay_out_bytes("latest.txt", step.encode()), *moved])
 
 
 def notes(state: Training) -> Iterator[str]:
@@ -120,7 +120,7 @@ class _Run:
     def optimizers(self) -> Iterator[Skeleton]:
         """Yield one file per rank, and the file that describes how ranks share the optimizer."""
         config = json.dumps(self._build_config()).encode()
-        yield skeletons.of_bytes("optimizer/optimizer_config.json", config)
+        yield skeletons.lay_out_bytes("optimizer/optimizer_config.json", config)
         for stage, rank, data, at in self._iterate_writers():
             root = self._build_optimizer(stage, rank, data)
             yield torch_writer.lay_out_object(f"optimizer/optimizer_{at}.pt", root)
@@ -138,9 +138,9 @@ class _Run:
         if about is not None:
             grid = {"tp": self._ranks, "dp": self._wanted.data}
             text = json.dumps({**about, **grid}, indent=2, sort_keys=True)
-            yield skeletons.of_bytes(METADATA, text.encode())
+            yield skeletons.lay_out_bytes(METADATA, text.encode())
         if config is not None:
-            yield skeletons.of_bytes(MODEL_CONFIG, json.dumps(config).encode())
+            yield skeletons.lay_out_bytes(MODEL_CONFIG, json.dumps(config).encode())
 
     # The optimizer
 
@@ -224,7 +224,7 @@ class _Run:
 class _Piece:
     """The run of a parameter's part that a rank optimizes, and the shape of its tensors."""
 
-    member: Trained
+    member: TrainedParameter
     place: Placed
     start: int
     stop: int

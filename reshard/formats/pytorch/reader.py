@@ -108,7 +108,9 @@ def _by_stage(
         Also the key, without the name of a file whose tree stands for the whole.
     """
     parts_of_model = (
-        item for item in directory.torch_files(location).items() if not copied_files.is_own(item[0])
+        item
+        for item in directory.torch_files(location).items()
+        if not copied_files.is_accelerates_own(item[0])
     )
     grouped = families_of(dict(parts_of_model))
     families = {stem: Ranks.open(held) for stem, held in grouped.items()}

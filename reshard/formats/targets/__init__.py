@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.formats.targets import model_parallel
 from reshard.formats.targets.request import Request
 from reshard.training import trainer_run
@@ -29,7 +29,7 @@ _OF_MEGATRON = (
 )
 _OF_DEEPSPEED = ("stage_layers", "make_vocab_size_divisible_by")
 
-LayOut = Callable[[Training, Request], Laid]
+LayOut = Callable[[Training, Request], LaidOut]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class Target:
 def _by_pytorch(name: str) -> LayOut:
     """A function of `pytorch`, which imports what lays out all of its targets."""
 
-    def lay_out(state: Training, asked: Request) -> Laid:
+    def lay_out(state: Training, asked: Request) -> LaidOut:
         from reshard.formats.targets import pytorch
 
-        made: Laid = getattr(pytorch, name)(state, asked)
+        made: LaidOut = getattr(pytorch, name)(state, asked)
         return made
 
     return lay_out

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.errors import IncompleteError, UsageError
 from reshard.formats.targets.request import Request
 from reshard.training.state import Training
 
 
-def of_deepspeed(state: Training, asked: Request) -> Laid:
+def of_deepspeed(state: Training, asked: Request) -> LaidOut:
     """DeepSpeed's native directory.
 
     Raises:
@@ -32,7 +32,7 @@ def of_deepspeed(state: Training, asked: Request) -> Laid:
     return deepspeed.lay_out(state, weights_only=asked.weights_only, **_of_grid(asked))
 
 
-def of_universal(state: Training, asked: Request) -> Laid:
+def of_universal(state: Training, asked: Request) -> LaidOut:
     """DeepSpeed's universal directory, which any number of ranks loads.
 
     Raises:
@@ -60,7 +60,7 @@ def _of_grid(asked: Request) -> dict[str, Any]:
     }
 
 
-def of_megatron(state: Training, asked: Request) -> Laid:
+def of_megatron(state: Training, asked: Request) -> LaidOut:
     """Megatron-LM's directory: a file a model-parallel rank, or torch_dist.
 
     Raises:
@@ -73,7 +73,7 @@ def of_megatron(state: Training, asked: Request) -> Laid:
     return megatron.lay_out(state, asked.megatron, asked.described)
 
 
-def of_meta(state: Training, asked: Request) -> Laid:
+def of_meta(state: Training, asked: Request) -> LaidOut:
     """A Llama as Meta's code loads it.
 
     Raises:
@@ -90,10 +90,10 @@ def of_meta(state: Training, asked: Request) -> Laid:
         )
     ranks = asked.parallel.tensor
     made = meta.lay_out(state, ranks=ranks, table=known.table, params=known.args, dtype=asked.dtype)
-    return Laid(made, tuple(meta.notes(state, ranks=ranks)))
+    return LaidOut(made, tuple(meta.notes(state, ranks=ranks)))
 
 
-def of_nanotron(state: Training, asked: Request) -> Laid:
+def of_nanotron(state: Training, asked: Request) -> LaidOut:
     """Nanotron's directory.
 
     Raises:
@@ -114,4 +114,4 @@ def of_nanotron(state: Training, asked: Request) -> Laid:
         dtype=asked.dtype,
         weights_only=asked.weights_only,
     )
-    return Laid(nanotron.lay_out(state, wanted), tuple(nanotron.notes(state)))
+    return LaidOut(nanotron.lay_out(state, wanted), tuple(nanotron.notes(state)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reshard.containers import skeletons
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.errors import UsageError
 from reshard.formats.colossalai import target as colossalai
 from reshard.formats.dcp import writer as dcp
@@ -23,13 +23,13 @@ from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
 from reshard.state_dict import torch_state_dict
 from reshard.training import copied_files, schedules
-from reshard.training.state import Training, setup_lost
+from reshard.training.state import Training, describe_lost_setup
 from reshard.training.trainer_run import Run
 
 _BY_ACCELERATE = ("step", "scheduler", "scaler")  # what its directory has a place for
 
 
-def of_dcp(state: Training, asked: Request) -> Laid:
+def of_dcp(state: Training, asked: Request) -> LaidOut:
     """A DCP directory, which any number of ranks reads.
 
     Raises:
@@ -38,10 +38,10 @@ def of_dcp(state: Training, asked: Request) -> Laid:
     made = dcp.lay_out(
         state, shards=asked.world_size, weights_only=asked.weights_only, dtype=asked.dtype
     )
-    return Laid(made, _notes(state))
+    return LaidOut(made, _notes(state))
 
 
-def of_accelerate(state: Training, asked: Request) -> Laid:
+def of_accelerate(state: Training, asked: Request) -> LaidOut:
     """Accelerate's directory of an FSDP run, of DDP, or of one process.
 
     Raises:
@@ -49,10 +49,10 @@ def of_accelerate(state: Training, asked: Request) -> Laid:
         ReshardError: as the layout of that form.
     """
     made = _ddp if asked.state_dict_type == "unsharded" else _accelerate
-    return Laid(made(state, asked), _by_accelerate(state, asked))
+    return LaidOut(made(state, asked), _by_accelerate(state, asked))
 
 
-def of_fsdp(state: Training, asked: Request) -> Laid:
+def of_fsdp(state: Training, asked: Request) -> LaidOut:
     """FSDP 1 under Accelerate's names, flat parameters too.
 
     Raises:
@@ -60,10 +60,10 @@ def of_fsdp(state: Training, asked: Request) -> Laid:
         ReshardError: as the layout of that form.
     """
     made = _local if asked.state_dict_type == "local" else _accelerate
-    return Laid(made(state, asked), _by_accelerate(state, asked))
+    return LaidOut(made(state, asked), _by_accelerate(state, asked))
 
 
-def of_ranks(state: Training, asked: Request) -> Laid:
+def of_ranks(state: Training, asked: Request) -> LaidOut:
     """A file of DTensors a rank; the optimizer of such a source calls its parameters as before.
 
     Raises:
@@ -73,10 +73,10 @@ def of_ranks(state: Training, asked: Request) -> Laid:
     if source.origin.format == "fsdp" and source.keyed == "fqn":
         naming = replace(naming, keyed="fqn")
     made = _rank_files(state, asked, naming)
-    return Laid(made, (*_of_tensor_plan(state, asked), *_notes(state)))
+    return LaidOut(made, (*_of_tensor_plan(state, asked), *_notes(state)))
 
 
-def of_verl(state: Training, asked: Request) -> Laid:
+def of_verl(state: Training, asked: Request) -> LaidOut:
     """Verl's files of ranks, of either version of FSDP.
 
     Raises:
@@ -84,10 +84,12 @@ def of_verl(state: Training, asked: Request) -> Laid:
         ReshardError: as the layout of that version.
     """
     made = _flat_ranks if asked.fsdp_version == 1 else _verl_ranks
-    return Laid(made(state, asked), (*_of_tensor_plan(state, asked), *_notes(state, "scheduler")))
+    return LaidOut(
+        made(state, asked), (*_of_tensor_plan(state, asked), *_notes(state, "scheduler"))
+    )
 
 
-def of_hf_trainer(state: Training, asked: Request) -> Laid:
+def of_hf_trainer(state: Training, asked: Request) -> LaidOut:
     """A ``checkpoint-N`` of HF Trainer.
 
     Raises:
@@ -106,10 +108,10 @@ def of_hf_trainer(state: Training, asked: Request) -> Laid:
         weights_only=asked.weights_only,
     )
     own = hf_trainer.notes(state, deepspeed=asked.deepspeed, weights_only=asked.weights_only)
-    return Laid(made, (*said, *own))
+    return LaidOut(made, (*said, *own))
 
 
-def of_trainer(state: Training, asked: Request) -> Laid:
+def of_trainer(state: Training, asked: Request) -> LaidOut:
     """Lay out a run directory of our trainer, in the form in which it was saved.
 
     Raises:
@@ -130,10 +132,10 @@ def of_trainer(state: Training, asked: Request) -> Laid:
             "leave out --to; for --strategy fsdp or fsdp2, write --to fsdp",
         )
     held = _of_trainer(state, asked, run)
-    return Laid(run.directory(held), _notes(state, "step", "global_samples", "skipped_steps"))
+    return LaidOut(run.directory(held), _notes(state, "step", "global_samples", "skipped_steps"))
 
 
-def of_colossalai(state: Training, asked: Request) -> Laid:
+def of_colossalai(state: Training, asked: Request) -> LaidOut:
     """ColossalAI's shards under an index, which any of its plugins loads.
 
     Raises:
@@ -142,10 +144,10 @@ def of_colossalai(state: Training, asked: Request) -> Laid:
     made = colossalai.lay_out(
         state, weights_only=asked.weights_only, model=asked.model, dtype=asked.dtype
     )
-    return Laid(made, tuple(colossalai.notes(state, weights_only=asked.weights_only)))
+    return LaidOut(made, tuple(colossalai.notes(state, weights_only=asked.weights_only)))
 
 
-def of_torch(state: Training, asked: Request) -> Laid:
+def of_torch(state: Training, asked: Request) -> LaidOut:
     """One file with torch.optim's own state.
 
     Raises:
@@ -158,7 +160,7 @@ def of_torch(state: Training, asked: Request) -> Laid:
         weights_only=asked.weights_only,
         dtype=asked.dtype,
     )
-    return Laid(made, _notes(state))
+    return LaidOut(made, _notes(state))
 
 
 def _of_trainer(state: Training, asked: Request, run: Run) -> Skeleton:
@@ -185,7 +187,7 @@ def _of_trainer(state: Training, asked: Request, run: Run) -> Skeleton:
             dtype=asked.dtype,
         )
     if asked.rank_files and whole and run.settings["fsdp_use_orig_params"]:
-        return skeletons.joined(
+        return skeletons.join(
             state_dict.fsdp1_full(
                 state, names=names, rank=rank, ranks=asked.world_size, dtype=asked.dtype
             )
@@ -349,7 +351,7 @@ def _by_accelerate(state: Training, asked: Request) -> tuple[str, ...]:
     if asked.weights_only:
         return _notes(state, *_BY_ACCELERATE)
     copied = {Path(name).stem for name in state.manifest.train.kept_files}
-    schedule = schedules.notes(state.manifest, asked.world_size)
+    schedule = schedules.describe_changes(state.manifest, asked.world_size)
     return (*schedule, *_notes(state, *_BY_ACCELERATE, copied=copied))
 
 
@@ -367,9 +369,9 @@ def _notes(state: Training, *held: str, copied: Container[str] = ()) -> tuple[st
         for name in torch_state_dict.list_dropped(train, held or None)
         if name not in copied and name not in told
     ]
-    lost += copied_files.consequences(files)
+    lost += copied_files.describe_lost(files)
     derived = torch_state_dict.describe_derived(train) if not held or "scaler" in held else []
-    return (*derived, *lost, *setup_lost(state))
+    return (*derived, *lost, *describe_lost_setup(state))
 
 
 def _of_tensor_plan(state: Training, asked: Request) -> tuple[str, ...]:

@@ -47,14 +47,14 @@ def unsharded(
         (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
         for weight in state.weights
     ]
-    parts = [writer.single_file(_WEIGHTS, tensors, writer.METADATA)]
+    parts = [writer.lay_out_file(_WEIGHTS, tensors, writer.METADATA)]
     if not weights_only:
         root = Canonical().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
         stamp = state.stamp("optimizer.bin", 0, ranks)
         made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=WholeSlots(), stamp=stamp)
         parts.append(made)
         parts += lay_out_accelerate_extras(state, ranks)
-    return skeletons.joined(parts)
+    return skeletons.join(parts)
 
 
 def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]:
@@ -65,16 +65,18 @@ def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]
     """
     beside, factor = (
         torch_state_dict.collect_extra_state(state.manifest.train),
-        schedules.factor(state.manifest, ranks),
+        schedules.find_factor(state.manifest, ranks),
     )
     files = dict(state.manifest.train.kept_files)
     if "scheduler" in beside and (state.regrouped or _SCHEDULER not in files):
         files.pop(_SCHEDULER, None)  # the lists in it are of the source's groups
-        own = schedules.scaled(beside["scheduler"], factor).state
+        own = schedules.scale(beside["scheduler"], factor).state
         yield torch_writer.lay_out_object(_SCHEDULER, own)
     for name, path in files.items():
         scaled = (
-            None if factor == 1 or copied_files.is_own(name) else schedules.of_file(path, factor)
+            None
+            if factor == 1 or copied_files.is_accelerates_own(name)
+            else schedules.scale_file(path, factor)
         )
         if scaled is None:
             yield copied_files.lay_out(name, path)
@@ -85,7 +87,7 @@ def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]
     count = state.manifest.train.opaque.get(ACCUMULATED, beside.get("step"))
     counted = {} if count is None else {"step": count}
     for rank in range(ranks):
-        states = rng.written(state.rng[rank], rng.ACCELERATE) if state.rng else {}
+        states = rng.build_file(state.rng[rank], rng.ACCELERATE) if state.rng else {}
         if counted or states:
             name, held = f"random_states_{rank}.pkl", {**counted, **states}
             yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, ranks))

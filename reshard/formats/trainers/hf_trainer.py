@@ -20,7 +20,7 @@ from typing import Any
 
 from reshard.containers import safetensors_shards as writer
 from reshard.containers import skeletons, torch_writer
-from reshard.containers.json_files import json_text
+from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
@@ -54,7 +54,7 @@ def run(
     """The run directory around one form of weights and optimizer."""
     beside = () if weights_only else _beside(state, ranks, deepspeed=deepspeed)
     parts = [held, *beside]
-    return skeletons.moved(skeletons.joined(parts), directory(state))
+    return skeletons.move_into(skeletons.join(parts), directory(state))
 
 
 def unsharded(
@@ -78,7 +78,7 @@ def unsharded(
     root = Canonical().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
     stamp = state.stamp("optimizer.pt", 0, ranks)
     moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=WholeSlots(), stamp=stamp)
-    return skeletons.joined([weights, moments])
+    return skeletons.join([weights, moments])
 
 
 def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
@@ -86,14 +86,14 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
         yield torch_writer.lay_out_object("scheduler.pt", scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
-        held, stamp = rng.written(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
+        held, stamp = rng.build_file(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
         yield torch_writer.lay_out_object(name, held, stamp=stamp)
     before = state.manifest.train.opaque.get(BATCH_BEFORE)
     if before:
-        yield skeletons.of_bytes(BATCH_BEFORE, json_text(before))
+        yield skeletons.lay_out_bytes(BATCH_BEFORE, format_json(before))
     if _lacks_account(state):
-        text = json_text(_progress(state))
-        yield skeletons.of_bytes("trainer_state.json", text)
+        text = format_json(_progress(state))
+        yield skeletons.lay_out_bytes("trainer_state.json", text)
 
 
 def scheduler(state: Training) -> Any:

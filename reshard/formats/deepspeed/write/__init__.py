@@ -33,7 +33,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.containers import skeletons
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.dtypes import BFLOAT16, DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed.layers import TIED
@@ -62,7 +62,7 @@ def lay_out(
     tag: str | None = None,
     weights_only: bool = False,
     wanted: Wanted | None = None,
-) -> Laid:
+) -> LaidOut:
     """The run directory: ``latest``, and the files of every rank in the tag's directory.
 
     An entry stands twice in the skeleton where both the module's copy and the fp32 master come from
@@ -103,21 +103,21 @@ def lay_out(
         grid = grids.grid(state, wanted)
         parts = [_laid(own, rank) for own, rank in _of_ranks(state, grid, wanted, **asked)]
         choice, said = choose(state, **asked), (*grid.notes, *of_settings)
-    latest = skeletons.of_bytes("latest", choice.tag.encode())
-    first = skeletons.joined(models for models, _ in parts)
-    second = skeletons.joined(optimizers for _, optimizers in parts)
+    latest = skeletons.lay_out_bytes("latest", choice.tag.encode())
+    first = skeletons.join(models for models, _ in parts)
+    second = skeletons.join(optimizers for _, optimizers in parts)
     made = Skeleton(
         latest.files + first.files + second.files,
         first.entries + second.entries,
         first.checksums + second.checksums,
     )
-    return Laid(_with_settings(made, state, choice.tag), (*report.notes(choice), *said))
+    return LaidOut(_with_settings(made, state, choice.tag), (*report.notes(choice), *said))
 
 
 def _laid(choice: Choice, rank: ModelRank | None = None) -> tuple[Skeleton, Skeleton]:
     """The model states and the optimizer states of a model-parallel rank; None: of the only one."""
-    module = skeletons.joined([*files.model_states(choice), *files.layers(choice, rank)])
-    optimizer = skeletons.joined(files.optimizer_states(choice))
+    module = skeletons.join([*files.model_states(choice), *files.layers(choice, rank)])
+    optimizer = skeletons.join(files.optimizer_states(choice))
     return (rank.lifted(module), rank.lifted(optimizer)) if rank else (module, optimizer)
 
 
@@ -175,7 +175,7 @@ def lay_out_universal(
     precision: DType | None = None,
     tag: str | None = None,
     wanted: Wanted | None = None,
-) -> Laid:
+) -> LaidOut:
     """A universal checkpoint: ``latest_universal``, and a file a tensor in the tag's directory.
 
     Args:
@@ -194,7 +194,7 @@ def lay_out_universal(
     if grids.is_whole(state, wanted):
         choice = _universal(state, world_size, stage, precision, tag)
         made = _with_settings(universal.files(choice), state, choice.tag)
-        return Laid(made, (*report.notes_universal(choice), *of_settings))
+        return LaidOut(made, (*report.notes_universal(choice), *of_settings))
     marks = Marks(state, wanted)
     whole = _universal(marks.without_padding(state), world_size, stage, precision, tag)
     whole = replace(whole, sizes=wanted.sizes)  # the stamps of all its files say one world size
@@ -210,12 +210,12 @@ def lay_out_universal(
         universal=True,
     )
     models = [rank.lifted(universal.model_file(choice)) for choice, rank in ranks]
-    made = universal.files(whole, marks, skeletons.joined(models))
+    made = universal.files(whole, marks, skeletons.join(models))
     shapes = {key: entry.shape for key, entry in state.manifest.entries.items()}
     entries = tuple(replace(e, shape=shapes.get(e.key, e.shape)) for e in made.entries)
     made = replace(made, entries=entries)  # the words are rows of what the source has
     notes = (*report.notes_universal(whole, marked=True), *marks.notes(), *of_settings)
-    return Laid(_with_settings(made, state, whole.tag), notes)
+    return LaidOut(_with_settings(made, state, whole.tag), notes)
 
 
 def _with_settings(made: Skeleton, state: Training, tag: str) -> Skeleton:

@@ -15,12 +15,12 @@ from reshard.model_parallel.sizes import ONE, Sizes
 from reshard.stamps import Stamp
 from reshard.training import loss_scale
 from reshard.training.state import (
-    Group,
-    Trained,
+    TrainedGroup,
+    TrainedParameter,
     Training,
     Weight,
-    dtype_of_most,
-    refuse_odd_slots,
+    find_most_common_dtype,
+    refuse_non_elementwise_slots,
     refuse_without_optimizer,
 )
 
@@ -57,8 +57,8 @@ class Choice:
     precision: DType
     recast: DType | None
     config: dict[str, Any]
-    groups: tuple[Group, ...]
-    flats: tuple[tuple[Trained, ...], ...]
+    groups: tuple[TrainedGroup, ...]
+    flats: tuple[tuple[TrainedParameter, ...], ...]
     flats_of: tuple[tuple[int, ...], ...]
     frozen: tuple[Weight, ...]
     buffers: tuple[Weight, ...]
@@ -113,11 +113,11 @@ class Choice:
         number = (stage * self.world_size + rank) * tensor + place
         return self.state.stamp(file, number, self.world_size * self.sizes.model)
 
-    def sharers(self, group: Group) -> int:
+    def sharers(self, group: TrainedGroup) -> int:
         """How many ranks share a group's flat tensors: all that hold the same experts, or all."""
         return order.count_partitions(group, self.world_size)
 
-    def share(self, group: Group, rank: int) -> int:
+    def share(self, group: TrainedGroup, rank: int) -> int:
         """A rank's place among those."""
         size = self.world_size // self.sharers(group)
         return expert_layout.locate_rank(self.world_size, size, self.config, rank)[1]
@@ -200,7 +200,7 @@ def _refuse_slots(state: Training, stage: int, *, universal: bool) -> None:
     """Refuse slots that this layout has no place for; stage 0 keeps a parameter's state whole."""
     if universal:
         why = "DeepSpeed's universal loader gives a parameter state by element only"
-        refuse_odd_slots(
+        refuse_non_elementwise_slots(
             state, why, f"write native rank files: --to deepspeed --zero-stage {stage}"
         )
         if any(group.hyper.get("use_muon") is True for group in state.groups):
@@ -213,7 +213,9 @@ def _refuse_slots(state: Training, stage: int, *, universal: bool) -> None:
             )
     elif stage:
         why = "DeepSpeed's stages 1 to 3 have a place for state by element only"
-        refuse_odd_slots(state, why, "stage 0 keeps it: --zero-stage 0", placed=state.scalars)
+        refuse_non_elementwise_slots(
+            state, why, "stage 0 keeps it: --zero-stage 0", placed=state.scalars
+        )
 
 
 def _without_optimizer(state: Training) -> Training:
@@ -222,11 +224,11 @@ def _without_optimizer(state: Training) -> Training:
     Stages 0 to 2 keep them in one file, which does not depend on stage or ranks; only stage 3 cuts.
     """
     members = tuple(
-        Trained(weight, {}, None)
+        TrainedParameter(weight, {}, None)
         for weight in state.weights
         if weight.is_float and weight.fqn not in state.manifest.frozen
     )
-    return replace(state, groups=(Group({}, members),))
+    return replace(state, groups=(TrainedGroup({}, members),))
 
 
 def _check_request(world_size: int, stage: int, precision: DType | None, tag: str | None) -> None:
@@ -259,7 +261,7 @@ def _check_source(state: Training, *, needs_hyper: bool) -> None:
 def precision_of(state: Training) -> DType:
     """The dtype of most trained elements; without an optimizer, of those that could be trained."""
     groups = state.groups or _without_optimizer(state).groups
-    return dtype_of_most(member.weight for group in groups for member in group.members)
+    return find_most_common_dtype(member.weight for group in groups for member in group.members)
 
 
 def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
@@ -277,7 +279,7 @@ def _adapted(config: dict[str, Any] | None, stage: int, precision: DType) -> dic
     return adapted
 
 
-def _groups(state: Training, *, keep_empty: bool) -> tuple[Group, ...]:
+def _groups(state: Training, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
     """The groups in the user's order, without the parameters that DeepSpeed never optimizes."""
     groups = []
     for group, ordered in zip(state.groups, order.user_order(state), strict=True):
@@ -294,5 +296,5 @@ def _kept_scaler(
         return scaling.none()
     if loss_scale.is_idle(state.manifest.train.scaler):
         return None
-    found = loss_scale.as_deepspeed(state.manifest.train.scaler, state.step())
+    found = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step())
     return found and scaling.kept(found, order.section(config, "fp16"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed import expert_layout
-from reshard.training.state import Group, Trained, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, Training
 
 _LARGEST = 178_956_971  # max_group_size: elements that a rank has of one group
 Sizes = Mapping[str, int]
@@ -21,7 +21,7 @@ Sizes = Mapping[str, int]
 
 def over(
     state: Training, counts: Sizes, before: Sizes, after: Sizes
-) -> tuple[tuple[Group, ...], tuple[str, ...]]:
+) -> tuple[tuple[TrainedGroup, ...], tuple[str, ...]]:
     """The groups of a run whose layers are shared by other numbers of ranks, and what to say.
 
     Args:
@@ -35,7 +35,7 @@ def over(
     if before == after:
         return state.groups, ()
     place = {weight.fqn: number for number, weight in enumerate(state.weights)}
-    groups: list[Group] = []
+    groups: list[TrainedGroup] = []
     for held in _of_users(state.groups, _Local(counts, before)):
         if not expert_layout.has_experts(held[0].hyper):
             groups += held
@@ -74,14 +74,14 @@ class _Local:
             raise AssertionError(expert)
         return expert_layout.expert_group_name(self._sizes[own.layer])
 
-    def first(self, members: Sequence[Trained]) -> list[Trained]:
+    def first(self, members: Sequence[TrainedParameter]) -> list[TrainedParameter]:
         """What the first rank has."""
         return [member for member in members if self.name(member.fqn) == member.fqn]
 
 
-def _of_users(groups: Sequence[Group], local: _Local) -> Iterator[list[Group]]:
+def _of_users(groups: Sequence[TrainedGroup], local: _Local) -> Iterator[list[TrainedGroup]]:
     """The groups that were made of one of the user's, together."""
-    held: list[Group] = []
+    held: list[TrainedGroup] = []
     for group in groups:
         if held and not _continues(held, group, local):
             yield held
@@ -91,7 +91,7 @@ def _of_users(groups: Sequence[Group], local: _Local) -> Iterator[list[Group]]:
         yield held
 
 
-def _continues(held: Sequence[Group], group: Group, local: _Local) -> bool:
+def _continues(held: Sequence[TrainedGroup], group: TrainedGroup, local: _Local) -> bool:
     """Whether a group is of the same as those before it.
 
     It is where it differs in no more than its ranks, or where it would not have fitted in.
@@ -105,11 +105,13 @@ def _continues(held: Sequence[Group], group: Group, local: _Local) -> bool:
     return sum(map(_numel, (*local.first(last.members), *first[:1]))) > _LARGEST
 
 
-def _others(group: Group) -> dict[str, Any]:
+def _others(group: TrainedGroup) -> dict[str, Any]:
     return {key: value for key, value in group.hyper.items() if key != "name"}
 
 
-def _cut(hyper: Mapping[str, Any], members: Sequence[Trained], local: _Local) -> Iterator[Group]:
+def _cut(
+    hyper: Mapping[str, Any], members: Sequence[TrainedParameter], local: _Local
+) -> Iterator[TrainedGroup]:
     """One group, or several where a rank's part would be larger than one may be."""
     parts: dict[str, int] = {}
     number, held = 0, 0
@@ -120,14 +122,14 @@ def _cut(hyper: Mapping[str, Any], members: Sequence[Trained], local: _Local) ->
         held += _numel(member)
     for part in range(number + 1):
         own = tuple(member for member in members if parts[local.name(member.fqn)] == part)
-        yield Group({**hyper, "name": local.group_of(own[0].fqn)}, own)
+        yield TrainedGroup({**hyper, "name": local.group_of(own[0].fqn)}, own)
 
 
-def _numel(member: Trained) -> int:
+def _numel(member: TrainedParameter) -> int:
     return prod(member.weight.shape)
 
 
-def _told(before: Sequence[Group], after: Sequence[Group]) -> tuple[str, ...]:
+def _told(before: Sequence[TrainedGroup], after: Sequence[TrainedGroup]) -> tuple[str, ...]:
     counts = [
         sum(expert_layout.has_experts(group.hyper) for group in each) for each in (before, after)
     ]

@@ -17,7 +17,7 @@ from reshard.formats.deepspeed import expert_layout, order
 from reshard.formats.deepspeed.write import expert_groups
 from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.manifest import Entry, Skeleton
-from reshard.training.state import Training, changed
+from reshard.training.state import Training, change_entries
 
 _PARTITIONED = 3  # the stage that cuts parameters
 
@@ -123,7 +123,7 @@ class Mixture:
             names[name] = entry.fqn
             return replace(entry, fqn=name)
 
-        held = changed(self.state, change)
+        held = change_entries(self.state, change)
         aliases = {called(alias) or alias: kept for alias, kept in held.manifest.tied.items()}
         return Held(replace(held, manifest=replace(held.manifest, tied=aliases)), names)
 

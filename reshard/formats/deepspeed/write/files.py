@@ -63,7 +63,7 @@ def optimizer_states(choice: Choice, ranks: Iterable[int] | None = None) -> Iter
             states.file(name, choice.stamp(name, rank), hollow=True)
             for rank, name in enumerate(names[1:], 1)
         )
-        yield skeletons.a_rank_each(first, others, repeated=choice.state.scalars)
+        yield skeletons.lay_out_ranks(first, others, repeated=choice.state.scalars)
         return
     groups = flat.Flat(choice)
     for rank in range(choice.world_size) if ranks is None else ranks:

@@ -37,7 +37,7 @@ from reshard.formats.deepspeed.write.slots import (
     step_of,
 )
 from reshard.pickles.values import Call
-from reshard.training.state import Group, Trained
+from reshard.training.state import TrainedGroup, TrainedParameter
 
 ALIGNMENT = 2  # nccl_start_alignment_factor
 _ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins
@@ -92,7 +92,9 @@ class _Share:
 class _Group:
     """One group's flat tensor, its members in flat order."""
 
-    def __init__(self, choice: Choice, group: Group, flat: Sequence[Trained]) -> None:
+    def __init__(
+        self, choice: Choice, group: TrainedGroup, flat: Sequence[TrainedParameter]
+    ) -> None:
         self._group = group
         self._flat = flat
         self._listed = choice.listed
@@ -147,7 +149,7 @@ class _Group:
         )
 
 
-def _keeps_matrices(choice: Choice, group: Group) -> bool:
+def _keeps_matrices(choice: Choice, group: TrainedGroup) -> bool:
     """Return whether each rank keeps whole momenta of the parameters that its partition meets.
 
     DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``); neither with an offloaded
@@ -171,12 +173,12 @@ def _whole_members(pieces: Sequence[Piece]) -> tuple[int, list[Piece]]:
     return at, found
 
 
-def _paddings(flat: Sequence[Trained], unit: int) -> list[int]:
+def _paddings(flat: Sequence[TrainedParameter], unit: int) -> list[int]:
     """The padding after each parameter: the next begins at a multiple of ``unit``."""
     return [-prod(member.weight.shape) % unit for member in flat[:-1]] + [0] * bool(flat)
 
 
-def _alignment(choice: Choice, flat: Sequence[Trained]) -> int:
+def _alignment(choice: Choice, flat: Sequence[TrainedParameter]) -> int:
     """In elements of the module's dtype."""
     config = choice.config
     asked = order.section(config, "zero_optimization").get("parameter_alignment") is True

@@ -33,7 +33,7 @@ def settings(state: Training, tag: str) -> Skeleton:
         return Skeleton((), ())
     held = neox.read_files(state.manifest.origin.path)
     named = {f"{tag}/{neox.FOLDER}/{path.name}": data for path, data in held.items()}
-    return skeletons.joined(skeletons.of_bytes(name, data) for name, data in named.items())
+    return skeletons.join(skeletons.lay_out_bytes(name, data) for name, data in named.items())
 
 
 def of_ranks(state: Training, sizes: Sizes) -> Training:

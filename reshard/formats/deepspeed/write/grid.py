@@ -23,7 +23,12 @@ from reshard.model_parallel.moves import Move, moved
 from reshard.model_parallel.rules import FORM
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
-from reshard.training.state import Group, Training, changed, refuse_odd_slots
+from reshard.training.state import (
+    TrainedGroup,
+    Training,
+    change_entries,
+    refuse_non_elementwise_slots,
+)
 
 _INFO = "universal_checkpoint_info"
 _ANY_SIZE = (
@@ -110,7 +115,7 @@ def grid(state: Training, wanted: Wanted) -> Grid:
             "leave it out",
         )
     _refuse_turns(state)
-    refuse_odd_slots(state, "nothing says how model-parallel ranks share it")
+    refuse_non_elementwise_slots(state, "nothing says how model-parallel ranks share it")
     layers = layers_of(manifest)
     if sizes.pipeline > 1 and not layers:
         raise UsageError(
@@ -163,7 +168,7 @@ def _of_stage(state: Training, layers: Sequence[Layer]) -> Training:
     for group in state.groups:
         members = [member for member in group.members if member.fqn in held]
         members.sort(key=lambda member: not member.fqn.startswith(TIED))
-        groups.append(Group(group.hyper, tuple(members)))
+        groups.append(TrainedGroup(group.hyper, tuple(members)))
     weights = [weight for weight in state.weights if weight.fqn in held]
     weights.sort(key=lambda weight: not weight.fqn.startswith(TIED))
     return replace(state, weights=tuple(weights), groups=tuple(groups))
@@ -279,7 +284,7 @@ def _rank(
             lifts[entry.fqn] = entry.shape, moves, cutter.splits[entry.fqn]
         return local[entry.key]
 
-    own = changed(state, cut)
+    own = change_entries(state, cut)
     train = own.manifest.train
     if cutter.info:
         train = replace(train, opaque={**train.opaque, _INFO: cutter.info})

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Any
 
 from reshard.box import Index
-from reshard.containers.torch_writer import Slot, Storage, whole_tensor
+from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
 from reshard.formats.deepspeed import expert_layout
 from reshard.formats.deepspeed.write import carried, whole
 from reshard.formats.deepspeed.write.choice import Choice
@@ -42,7 +42,8 @@ def layer_file(choice: Choice, layer: Layer) -> OrderedDict[str, Slot]:
     """A layer of a pipeline: its own state dict."""
     weights = {weight.fqn: weight for weight in choice.state.weights}
     return OrderedDict(
-        (name, whole_tensor(*choice.stored(weights[fqn]))) for name, fqn in layer.names.items()
+        (name, build_whole_tensor(*choice.stored(weights[fqn])))
+        for name, fqn in layer.names.items()
     )
 
 
@@ -67,7 +68,9 @@ def universal(choice: Choice, *, weights: bool) -> OrderedDict[str, Any]:
 
 
 def _whole_tensors(choice: Choice) -> dict[str, Slot]:
-    return {weight.fqn: whole_tensor(*choice.stored(weight)) for weight in choice.state.weights}
+    return {
+        weight.fqn: build_whole_tensor(*choice.stored(weight)) for weight in choice.state.weights
+    }
 
 
 def _placeholders(choice: Choice) -> dict[str, Slot]:
@@ -78,7 +81,7 @@ def _placeholders(choice: Choice) -> dict[str, Slot]:
     for weight in choice.state.weights:
         entry, dtype = choice.stored(weight)
         if weight.fqn in whole_ones:
-            slots[weight.fqn] = whole_tensor(entry, dtype)
+            slots[weight.fqn] = build_whole_tensor(entry, dtype)
         else:
             slots[weight.fqn] = empty.setdefault(dtype, Slot(Storage(dtype, 0), (0,)))
     return slots

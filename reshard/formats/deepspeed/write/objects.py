@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.box import Index
-from reshard.containers.torch_writer import Slot, number
+from reshard.containers.torch_writer import Slot, build_number
 from reshard.pickles.values import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
@@ -50,7 +50,7 @@ def step(count: float, hyper: Mapping[str, Any]) -> Slot | int:
     """
     if deepspeeds_own(hyper):
         return int(count)
-    return number(count)
+    return build_number(count)
 
 
 def deepspeeds_own(hyper: Mapping[str, Any]) -> bool:

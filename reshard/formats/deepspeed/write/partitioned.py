@@ -27,7 +27,7 @@ from reshard.formats.deepspeed.write.slots import (
 )
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
-from reshard.training.state import Group, Trained
+from reshard.training.state import TrainedGroup, TrainedParameter
 
 _Pieces = tuple[list[Piece], int]  # of one sub-group, and the elements that they take
 
@@ -62,7 +62,7 @@ def first_rank(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _pieces(members: Sequence[Trained], ranks: int) -> _Pieces:
+def _pieces(members: Sequence[TrainedParameter], ranks: int) -> _Pieces:
     at, pieces = 0, []
     for member in members:
         numel = prod(member.weight.shape)
@@ -71,7 +71,7 @@ def _pieces(members: Sequence[Trained], ranks: int) -> _Pieces:
     return pieces, at
 
 
-def _state(group: Group, count: float | None, pieces: _Pieces) -> dict[str, Any]:
+def _state(group: TrainedGroup, count: float | None, pieces: _Pieces) -> dict[str, Any]:
     """The state of one sub-group; empty where the group was never stepped.
 
     A sub-group that alone was never stepped has the slots of its group, for one step counts for

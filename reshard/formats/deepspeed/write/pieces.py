@@ -9,9 +9,9 @@ from reshard.box import Box, run_boxes
 from reshard.containers.torch_writer import Part, Storage
 from reshard.dtypes import DType
 from reshard.manifest import Entry
-from reshard.training.state import Trained
+from reshard.training.state import TrainedParameter
 
-Value = Callable[[Trained], Entry | None]
+Value = Callable[[TrainedParameter], Entry | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class Piece:
         boxes: the run's, each with the element at which it begins in the tensor.
     """
 
-    member: Trained
+    member: TrainedParameter
     offset: int
     numel: int
     boxes: tuple[tuple[Box, int], ...]
 
 
-def piece(member: Trained, start: int, stop: int, offset: int) -> Piece:
+def piece(member: TrainedParameter, start: int, stop: int, offset: int) -> Piece:
     """The run ``[start, stop)`` of a parameter, from element ``offset`` on."""
     boxes = tuple(_placed(member.weight.value, start, stop, offset))
     return Piece(member, offset, stop - start, boxes)

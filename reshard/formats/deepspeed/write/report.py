@@ -10,7 +10,7 @@ from reshard.formats.deepspeed.write.choice import Choice
 from reshard.formats.deepspeed.write.flat import ALIGNMENT
 from reshard.formats.deepspeed.write.objects import deepspeeds_own
 from reshard.training import loss_scale
-from reshard.training.state import loose_lost
+from reshard.training.state import describe_lost_state
 from reshard.units import some
 
 _LISTED = 4
@@ -85,7 +85,7 @@ def _of_the_run(choice: Choice) -> Iterator[str]:
     for name in choice.lost:
         yield f"not carried, as it is more than plain values or DeepSpeed's own name: {name}"
     if not choice.weights_only:
-        yield from loose_lost(choice.state)
+        yield from describe_lost_state(choice.state)
     if train.samples is None and not choice.weights_only:
         yield "the source does not count samples: DeepSpeed takes its steps times its batch"
 

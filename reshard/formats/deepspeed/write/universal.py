@@ -35,7 +35,7 @@ from reshard.formats.deepspeed.write.objects import WRITTEN_AS, scaler, step
 from reshard.formats.deepspeed.write.pieces import run_of
 from reshard.formats.deepspeed.write.slots import dtype_of, master_dtype, names_of, step_of
 from reshard.manifest import Entry, Skeleton
-from reshard.training.state import Group, Trained
+from reshard.training.state import TrainedGroup, TrainedParameter
 
 _MODEL = "mp_rank_00_model_states.pt"
 _MODEL3 = f"zero_pp_rank_0_{_MODEL}"
@@ -54,12 +54,12 @@ def files(choice: Choice, marks: Marks | None = None, models: Skeleton | None = 
         UnsupportedError: members of a group have seen different numbers of updates.
         IncompleteError: a parameter lacks a slot that others have.
     """
-    zero = skeletons.joined(_zero(choice, marks))
+    zero = skeletons.join(_zero(choice, marks))
     zero = marks.shares(zero) if marks else zero
-    models = models or skeletons.joined(
+    models = models or skeletons.join(
         [_model(choice, _MODEL, weights=True), _model(choice, _MODEL3, weights=False)]
     )
-    latest = skeletons.of_bytes("latest_universal", choice.tag.encode())
+    latest = skeletons.lay_out_bytes("latest_universal", choice.tag.encode())
     return Skeleton(
         latest.files + zero.files + models.files,
         zero.entries + models.entries,
@@ -119,7 +119,7 @@ def _zero(choice: Choice, marks: Marks | None) -> Iterator[Skeleton]:
                 _check_name(choice, name)
                 yield files.file(f"{place}/{name}.pt", member, member.slots.get(name), dtype)
             if counter is not None:
-                yield skeletons.named(counter, f"{place}/{_STEP}")
+                yield skeletons.rename(counter, f"{place}/{_STEP}")
     name = f"{folder}/optimizer_state.pt"
     yield torch_writer.lay_out_object(name, _optimizer(choice, counts), stamp=choice.stamp(name))
 
@@ -140,10 +140,12 @@ class _Alike:
         self._cut = cut
         self._made: dict[tuple[str, DType, Index, Index | None], Skeleton] = {}
 
-    def file(self, name: str, member: Trained, value: Entry | None, dtype: DType) -> Skeleton:
+    def file(
+        self, name: str, member: TrainedParameter, value: Entry | None, dtype: DType
+    ) -> Skeleton:
         """One tensor; zeros where the parameter has no such value."""
         shape, held = member.weight.shape, value.shape if value else None
-        key = torch_writer.archive_root(name), dtype, shape, held
+        key = torch_writer.get_archive_root(name), dtype, shape, held
         made = self._made.get(key)
         if made is None:
             numel = member.weight.value.numel
@@ -152,7 +154,7 @@ class _Alike:
             made = torch_writer.lay_out_object(name, {**self._cut, "param": slot})
             self._made[key] = made
             return made
-        same = skeletons.named(made, name)
+        same = skeletons.rename(made, name)
         if value is None:
             return same
         own = (replace(entry, kind=value.kind, fqn=value.fqn) for entry in same.entries)
@@ -202,5 +204,5 @@ def _scaler(choice: Choice) -> dict[str, Any]:
 
 def _first_step(choice: Choice, counts: list[float | None]) -> Slot | int:
     number, count = next((n, count) for n, count in enumerate(counts) if count is not None)
-    owner: Group = choice.groups[number]
+    owner: TrainedGroup = choice.groups[number]
     return step(count or 0, owner.hyper)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from reshard.containers.torch_writer import Slot, whole_tensor
+from reshard.containers.torch_writer import Slot, build_whole_tensor
 from reshard.dtypes import FLOAT32, DType
 from reshard.formats.deepspeed import expert_layout
 from reshard.formats.deepspeed.write import scaling
@@ -26,7 +26,7 @@ from reshard.formats.deepspeed.write.slots import (
     step_of,
 )
 from reshard.state_dict import optimizer_names, torch_state_dict
-from reshard.training.state import Group, Trained
+from reshard.training.state import TrainedGroup, TrainedParameter
 
 _CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer asks for a value
 
@@ -49,7 +49,7 @@ def optimizer(choice: Choice) -> dict[str, Any]:
         **kept,
         "optimizer_state_dict": _by_parameter(choice),
         "fp32_groups": [
-            [whole_tensor(member.weight.value, FLOAT32) for member in group.members]
+            [build_whole_tensor(member.weight.value, FLOAT32) for member in group.members]
             for group in choice.groups
         ],
     }
@@ -63,11 +63,13 @@ def _by_parameter(choice: Choice) -> dict[str, Any]:
     return torch_state_dict.assemble_optimizer(groups, named=not _are_told(choice))
 
 
-def _state(member: Trained, group: Group) -> dict[str, Any]:
+def _state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
     if not member.slots:
         return {}
     counted = {} if member.step is None else {"step": step(member.step, group.hyper)}
-    return counted | {name: whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()}
+    return counted | {
+        name: build_whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()
+    }
 
 
 def _by_group(choice: Choice) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def _are_told(choice: Choice) -> bool:
     )
 
 
-def _flat(members: Sequence[Trained], dtype: DType, value: Value) -> Slot:
+def _flat(members: Sequence[TrainedParameter], dtype: DType, value: Value) -> Slot:
     """The members one after the other, without padding."""
     pieces = []
     at = 0

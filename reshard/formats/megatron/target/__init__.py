@@ -14,16 +14,16 @@ dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 from __future__ import annotations
 
 from reshard.containers import skeletons
-from reshard.containers.skeletons import Laid
+from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron import NAME
 from reshard.formats.megatron.target.choice import Choice, Wanted, choose
 from reshard.model_parallel.described import Described
-from reshard.training.state import Training, loose_lost, setup_lost
+from reshard.training.state import Training, describe_lost_setup, describe_lost_state
 
 __all__ = ["Wanted", "lay_out"]
 
 
-def lay_out(state: Training, wanted: Wanted, described: Described) -> Laid:
+def lay_out(state: Training, wanted: Wanted, described: Described) -> LaidOut:
     """The run directory.
 
     Raises:
@@ -37,7 +37,7 @@ def lay_out(state: Training, wanted: Wanted, described: Described) -> Laid:
         held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
     else:
         held = legacy.files(choice, inside)
-    return Laid(skeletons.joined([legacy.tracker(choice), *held]), tuple(_notes(choice)))
+    return LaidOut(skeletons.join([legacy.tracker(choice), *held]), tuple(_notes(choice)))
 
 
 def _notes(choice: Choice) -> list[str]:
@@ -45,10 +45,10 @@ def _notes(choice: Choice) -> list[str]:
     if choice.wanted.weights_only:
         return [*said, "weights alone, as a release: Megatron loads nothing else of it"]
     said += [f"not carried: {name}" for name in choice.lost]
-    said += loose_lost(choice.state)
+    said += describe_lost_state(choice.state)
     said += filter(None, [choice.scaler_lost()])
     if choice.state.manifest.origin.format != NAME:
-        said += setup_lost(choice.state)
+        said += describe_lost_setup(choice.state)
     if choice.wanted.form == "torch" and not choice.wanted.carried.rng:
         said.append("no random states: Megatron loads it with --no-load-rng")
     return said

@@ -135,7 +135,7 @@ def states(
             return value
         fqn = ".".join((*map(str, place), name))
         entries.append(Entry(fqn, KIND, tensor.dtype, tensor.shape, tensor.chunks))
-        return torch_writer.whole_tensor(entries[-1], tensor.dtype)
+        return torch_writer.build_whole_tensor(entries[-1], tensor.dtype)
 
     found = {
         place: {
@@ -192,7 +192,7 @@ def _several(path: str, value: Any) -> list[dict[str, Any]]:
 def _again(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
     def raw(value: Any) -> bytes:
         tensor = as_global(value)
-        return rng.bytes_of(path, tensor.chunks[0] if tensor else None, pool)
+        return rng.read_bytes(path, tensor.chunks[0] if tensor else None, pool)
 
     dialect, trackers = rng.MEGATRON, held.get(_TRACKERS)
     if not isinstance(trackers, dict):
@@ -200,10 +200,10 @@ def _again(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, A
             path, f"has random states without {_TRACKERS}", "leave them out: --rng drop"
         )
     state = RankRng(
-        rng.python_of(path, held.get(dialect.python)),
-        rng.numpy_of(path, held.get(dialect.numpy)),
+        rng.parse_python(path, held.get(dialect.python)),
+        rng.parse_numpy(path, held.get(dialect.numpy)),
         raw(held.get(dialect.cpu)),
         {"cuda": raw(held.get(dialect.device.format("cuda")))},
     )
-    made = {str(name): rng.tensor(raw(value)) for name, value in trackers.items()}
-    return {**rng.written(state, dialect), _TRACKERS: made}
+    made = {str(name): rng.build_tensor(raw(value)) for name, value in trackers.items()}
+    return {**rng.build_file(state, dialect), _TRACKERS: made}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.containers.torch_writer import number
+from reshard.containers.torch_writer import build_number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.megatron.target import args as arguments
@@ -26,8 +26,8 @@ from reshard.training import loss_scale
 from reshard.training.state import (
     Training,
     Weight,
-    dtype_of_most,
-    refuse_odd_slots,
+    find_most_common_dtype,
+    refuse_non_elementwise_slots,
     refuse_without_optimizer,
 )
 
@@ -114,12 +114,12 @@ class Choice:
 
         Source: ``core/optimizer/grad_scaler.py`` (``DynamicGradScaler.state_dict``).
         """
-        found = loss_scale.as_torch(self.state.manifest.train.scaler)
+        found = loss_scale.convert_to_torch(self.state.manifest.train.scaler)
         if found is None or self.precision != FLOAT16:
             return None
         held = self.state.manifest.train.scaler
         return {
-            "scale": number(found["scale"], (1,)),
+            "scale": build_number(found["scale"], (1,)),
             "growth_tracker": int(found["_growth_tracker"]),
             "hysteresis_tracker": int(
                 held.get("hysteresis_tracker", self.args.get("hysteresis") or _HYSTERESIS)
@@ -178,7 +178,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
             f"does not say {', '.join(missing)}, which Megatron compares when it loads",
             "say which model it is: --model config.json|DIR",
         )
-    precision = wanted.dtype or dtype_of_most(w for w in state.weights if w.is_float)
+    precision = wanted.dtype or find_most_common_dtype(w for w in state.weights if w.is_float)
     made = groups.made(state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam)
     _check_slots(state, wanted)
     schedule, said = ({}, []) if wanted.weights_only else scheduler.of(state)
@@ -248,7 +248,7 @@ def _check_slots(state: Training, wanted: Wanted) -> None:
     """Megatron's mixed-precision and distributed optimizers keep state by element only."""
     if wanted.weights_only:
         return
-    refuse_odd_slots(
+    refuse_non_elementwise_slots(
         state,
         "Megatron has a place for state by element only",
         "write the weights alone with --weights-only",

@@ -74,7 +74,7 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     yield stacks.unstacked(laid)
     stamp = choice.state.stamp("common.pt", 0, choice.world)
     yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice), stamp=stamp)
-    yield skeletons.of_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
+    yield skeletons.lay_out_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
 
 
 def _random(choice: Choice) -> Iterator[tuple[str, dcp.Whole]]:
@@ -309,4 +309,4 @@ def _steps(choice: Choice, groups: Sequence[MegatronGroup]) -> Slot | None:
         )
     if not steps:
         return None
-    return torch_writer.number(steps.pop())
+    return torch_writer.build_number(steps.pop())

@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import CorruptError, UnsupportedError, shown
 from reshard.formats.target_options import Adam
-from reshard.training.state import Group, Trained, Training
+from reshard.training.state import TrainedGroup, TrainedParameter, Training
 from reshard.units import some
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -39,7 +39,7 @@ class Groups:
     """
 
     groups: tuple[MegatronGroup, ...]
-    members: Mapping[str, Trained]
+    members: Mapping[str, TrainedParameter]
     experts: frozenset[str]
     notes: tuple[str, ...] = ()
 
@@ -109,7 +109,9 @@ def is_torch(state: Training) -> bool:
     return any("capturable" in group.hyper for group in state.groups)
 
 
-def _by_shape(groups: Sequence[Group], notes: list[str]) -> list[tuple[dict[str, Any], list[str]]]:
+def _by_shape(
+    groups: Sequence[TrainedGroup], notes: list[str]
+) -> list[tuple[dict[str, Any], list[str]]]:
     """Megatron's own two groups: what is decayed, and what has one dim or is a bias."""
     members = [(m, group.hyper) for group in groups for m in group.members]
     decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
@@ -142,7 +144,7 @@ def _by_shape(groups: Sequence[Group], notes: list[str]) -> list[tuple[dict[str,
     return [decayed, plain]
 
 
-def _decays(groups: Sequence[Group]) -> bool:
+def _decays(groups: Sequence[TrainedGroup]) -> bool:
     return any(group.hyper.get("weight_decay", 0.0) for group in groups)
 
 

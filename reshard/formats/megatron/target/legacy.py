@@ -51,7 +51,7 @@ def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
 def tracker(choice: Choice) -> Skeleton:
     """``latest_checkpointed_iteration.txt``."""
     name = "release" if choice.wanted.weights_only else str(choice.state.step())
-    return skeletons.of_bytes(directories.TRACKER, name.encode())
+    return skeletons.lay_out_bytes(directories.TRACKER, name.encode())
 
 
 def directory(choice: Choice) -> str:
@@ -173,7 +173,7 @@ class _Rank:
         member = self._choice.groups.members[local.known.weight.fqn]
         counted: dict[str, Any] = {}
         if "step" not in group.hyper and member.step is not None:
-            counted = {"step": torch_writer.number(member.step)}
+            counted = {"step": torch_writer.build_number(member.step)}
         slots = {name: local.slot(entry, entry.dtype) for name, entry in member.slots.items()}
         return {**counted, **slots}
 
