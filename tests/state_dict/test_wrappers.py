@@ -15,8 +15,8 @@ from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 
 RUNS = {
-    2: Path(__file__).parent / "data/deepspeed_0.8.3/z2_apexadam/run",
-    3: Path(__file__).parent / "data/deepspeed_0.14.5/z3_mics_ws4/run",
+    2: Path(__file__).parents[1] / "data/deepspeed_0.8.3/z2_apexadam/run",
+    3: Path(__file__).parents[1] / "data/deepspeed_0.14.5/z3_mics_ws4/run",
 }
 
 

@@ -18,7 +18,7 @@ from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.pickles.unpickle import loads
 from reshard.pickles.values import Call, Global
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def read(data, **options):

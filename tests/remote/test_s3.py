@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import ExistsError, IncompleteError, ReshardError, UsageError
-from reshard.paths import as_path, is_remote
 from reshard.remote import attempts, writing
 from tests.support import object_stores
 from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
@@ -25,33 +22,6 @@ def converted(tmp_path_factory):
     place = tmp_path_factory.mktemp("local") / "dcp"
     reshard.split(EXAMPLE, place, to="dcp")
     return local(place)
-
-
-def test_a_url_is_a_path_and_a_name_of_this_machine_stays_one():
-    path = as_path("s3://bucket/run/file.pt")
-    assert (str(path), path.name, path.suffix) == ("s3://bucket/run/file.pt", "file.pt", ".pt")
-    assert str(path.parent / "other") == "s3://bucket/run/other"
-    assert as_path(Path("s3://bucket/run/file.pt")) == path == as_path(path)
-    assert is_remote(str(path))
-    assert as_path("file:///a/b") == Path("/a/b")
-    assert type(as_path("a/b:c")) is type(Path("a/b:c"))
-    assert as_path(Path("/a")) == Path("/a")
-
-
-@pytest.mark.parametrize("use", [os.stat, open, os.listdir, Path.unlink, os.fspath])
-def test_a_url_is_never_taken_for_a_file_of_this_machine(use):
-    with pytest.raises(UsageError, match="s3://bucket/run"):
-        use(as_path("s3://bucket/run"))
-
-
-def test_a_url_joined_to_an_absolute_path_is_refused():
-    with pytest.raises(UsageError, match="is a local path"):
-        (as_path("s3://bucket/run") / "/etc/passwd").exists()
-
-
-def test_a_kind_of_url_that_nobody_knows_is_refused():
-    with pytest.raises(UsageError, match="nosuch://"):
-        reshard.inspect("nosuch://a/b")
 
 
 def test_a_checkpoint_is_read_from_a_store(files, tmp_path):

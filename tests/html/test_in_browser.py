@@ -12,8 +12,8 @@ import reshard
 from reshard.html import document, shards
 from reshard.html.curves import Curves
 from reshard.html.page import Column, Maps, Page, Table
+from tests.html.test_pages import EXAMPLE, HOSTILE, hostile_page
 from tests.support import browser, large_manifests
-from tests.test_html import EXAMPLE, HOSTILE, hostile_page
 
 pytestmark = pytest.mark.skipif(
     browser.find() is None,

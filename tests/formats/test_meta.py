@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError, UsageError
 
-SAMPLE = Path(__file__).parent / "data" / "meta" / "llama_mp2"
+SAMPLE = Path(__file__).parents[1] / "data" / "meta" / "llama_mp2"
 
 
 @pytest.fixture

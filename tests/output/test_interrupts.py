@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.output.test_crashes import MERGE, Lab, contents, shared  # noqa: F401
 from tests.support.signal_points import Point
-from tests.test_crashes import MERGE, Lab, contents, shared  # noqa: F401
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="/proc says which file a descriptor is of"

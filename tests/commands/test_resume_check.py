@@ -20,7 +20,7 @@ import reshard
 from reshard.cli.run import show_programs
 from reshard.commands import programs
 from reshard.errors import IncompleteError, NotRunError, ReshardError, UsageError
-from tests.test_html import parsed
+from tests.html.test_pages import parsed
 
 STEP, MORE = 3, 4
 PROGRAM = """

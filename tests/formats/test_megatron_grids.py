@@ -16,7 +16,7 @@ from reshard.errors import UsageError
 from reshard.formats.megatron.target.ranks import ranks
 from reshard.model_parallel.sizes import Sizes
 
-DATA = Path(__file__).parent / "data" / "megatron"
+DATA = Path(__file__).parents[1] / "data" / "megatron"
 SOURCES = {
     "llama": (DATA / "llama_tp2pp2" / "ckpt", {"tp": 2, "pp": 2}),  # fp32, torch's AdamW
     "gpt2": (DATA / "gpt2_vpp_distopt" / "torch", {"tp": 1, "pp": 2, "vpp": 2}),  # tied, buckets

@@ -18,7 +18,7 @@ from reshard.identity import check_identity, crosscheck, find_conflicts
 from reshard.identity.counters import find_counter_conflicts
 from reshard.manifest import Claim
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 ZERO = DATA / "deepspeed_0.8.3/z2_apexadam/run"
 MEGATRON = DATA / "megatron/llama_tp2pp2/ckpt"
 OPTIMIZERS = "*_optim_states.pt"

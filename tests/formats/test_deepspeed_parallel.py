@@ -16,7 +16,7 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.model_parallel.shards import REPLICATED, Split
 from tests.judged.alike import tensors
 
-SAMPLE = Path(__file__).parent / "data/megatron_deepspeed/tp2pp2dp2"
+SAMPLE = Path(__file__).parents[1] / "data/megatron_deepspeed/tp2pp2dp2"
 GRIDS = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4)]
 BLOCK = "2.self_attention.query_key_value.weight"
 

@@ -39,7 +39,7 @@ from reshard.manifest import Entry
 from reshard.model_parallel.rules import builtin
 from reshard.tensors import LazyTensor
 
-DATA = Path(__file__).parent / "data" / "megatron"
+DATA = Path(__file__).parents[1] / "data" / "megatron"
 RANKS = DATA / "gpt2_vpp_distopt" / "torch"  # two stages of two chunks, tied, several buckets
 DIST = DATA / "llama_buckets_dp2" / "torch_dist"  # dp_reshardable, several buckets
 RANGES = (

@@ -23,12 +23,12 @@ from reshard.move import journal
 from reshard.output import commit
 from reshard.output import local as on_disk
 from reshard.output.partial import Partial
-from tests.test_cli import run
+from tests.cli.test_cli import run
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="/proc says which file a descriptor is of"
 )
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 WINDOW = 64 << 10
 FAULTS = "tests.support.faults:reshard"
 SHAPE = (128, 128)

@@ -27,7 +27,7 @@ from reshard.state_dict import flat_params, tree
 from reshard.state_dict.tree import LocalTensors
 from reshard.training.state import build_training
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
 
 

@@ -23,7 +23,7 @@ from reshard.model_parallel.spellings import Spellings
 from reshard.model_parallel.traits import Traits
 from reshard.tensors import Checkpoint
 from tests.judges.megatron_gpt import Gpt
-from tests.test_model_parallel import built, stored
+from tests.model_parallel.test_model_parallel import built, stored
 
 SIZES = {
     "vocab_size": 53,

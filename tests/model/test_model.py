@@ -579,7 +579,7 @@ if __name__ == "__main__":
 def test_first_values_are_not_drawn(tmp_path):
     (tmp_path / "drawn.py").write_text(DRAWN)
     run = [sys.executable, "drawn.py"]
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(run, cwd=tmp_path, env=env, text=True, capture_output=True, check=False)
     assert done.stdout == "False\n", done.stderr

@@ -30,7 +30,7 @@ from reshard.html.page import Column, Facts, Findings, Maps, Page, Table
 from reshard.manifest import Entry, OutputFile, Skeleton
 from tests.support import large_manifests
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "llama-zero3-4ranks"
 ASSETS = ROOT / "reshard" / "html" / "assets"
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">&amp;{{ 7 * 7 }}'\"\u202e"

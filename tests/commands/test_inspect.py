@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import reshard
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "llama-zero3-4ranks"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "llama-zero3-4ranks"
 
 
 @pytest.fixture(scope="module")
