@@ -33,7 +33,7 @@ from reshard.box import whole
 from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps
 from reshard.dtypes import DType
-from reshard.formats.megatron.target.choice import Described, Wanted
+from reshard.formats.megatron.write.choice import Described, Wanted
 from reshard.formats.targets import TARGETS
 from reshard.formats.targets.request import Request
 from reshard.manifest import (

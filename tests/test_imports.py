@@ -312,7 +312,7 @@ def test_a_target_imports_only_what_lays_it_out(tmp_path):
         "from reshard.cli import cli\n"
         f"cli(['convert', {example!r}, {str(tmp_path / 'o')!r}, '--to', 'ds-universal'],"
         " standalone_mode=False)\n"
-        "others = ('nanotron.target', 'megatron.target.dist', 'megatron.target.legacy',"
+        "others = ('nanotron.target', 'megatron.write.dist', 'megatron.write.legacy',"
         " 'dcp.writer', 'meta.target', 'colossalai.target', 'fsdp', 'trainers.hf_trainer')\n"
         "loaded = {'torch', 'yaml', *(f'reshard.formats.{name}' for name in others)}\n"
         "loaded &= set(sys.modules)\n"

@@ -19,7 +19,7 @@ from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
-from reshard.formats.megatron.target import groups
+from reshard.formats.megatron.write import groups
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global

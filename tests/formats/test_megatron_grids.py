@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.containers import torch_reader
 from reshard.errors import UsageError
-from reshard.formats.megatron.target.ranks import ranks
+from reshard.formats.megatron.write.ranks import ranks
 from reshard.model_parallel.sizes import Sizes
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"

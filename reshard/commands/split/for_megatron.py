@@ -10,7 +10,7 @@ from reshard import dtypes
 from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.errors import UsageError
-from reshard.formats.megatron.target.choice import Wanted
+from reshard.formats.megatron.write.choice import Wanted
 from reshard.formats.target_options import CkptFormat, TransformerImpl
 from reshard.manifest import Manifest
 from reshard.model_parallel import vocabulary

@@ -10,9 +10,9 @@ from reshard.commands.split.rng import Chosen
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import own
 from reshard.formats.megatron.own import Own
-from reshard.formats.megatron.target import Wanted
-from reshard.formats.megatron.target import carried as carry
-from reshard.formats.megatron.target.carried import Carried
+from reshard.formats.megatron.write import Wanted
+from reshard.formats.megatron.write import carried as carry
+from reshard.formats.megatron.write.carried import Carried
 from reshard.formats.targets import Target
 from reshard.formats.targets.request import Request
 from reshard.manifest import Manifest

@@ -17,7 +17,7 @@
     dist_flat   the distributed optimizer's buffers there
     grid        the ranks' parts made one
     train       what is no tensor
-    target      the files of other ranks, in either format
+    write       the files of other ranks, in either format
 
 Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.
 """

@@ -64,9 +64,9 @@ def of_megatron(state: Training, asked: Request) -> LaidOut:
     """Megatron-LM's directory: a file a model-parallel rank, or torch_dist.
 
     Raises:
-        ReshardError: as `megatron.target.lay_out`.
+        ReshardError: as `megatron.write.lay_out`.
     """
-    from reshard.formats.megatron import target as megatron
+    from reshard.formats.megatron import write as megatron
 
     if asked.megatron is None or asked.described is None:  # `requested` gives both
         raise AssertionError("megatron")

@@ -11,7 +11,7 @@ from reshard.model_parallel.sizes import ONE, Sizes
 
 if TYPE_CHECKING:  # each is of some targets only
     from reshard.formats.deepspeed.write.grid import Wanted as GridWanted
-    from reshard.formats.megatron.target.choice import Wanted
+    from reshard.formats.megatron.write.choice import Wanted
     from reshard.layout.mesh import MeshGrid
     from reshard.layout.tensor_parallel import Plan
     from reshard.model import ModelShapes

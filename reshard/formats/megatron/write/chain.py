@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reshard.formats.megatron.target.choice import Choice
-from reshard.formats.megatron.target.groups import MegatronGroup
+from reshard.formats.megatron.write.choice import Choice
+from reshard.formats.megatron.write.groups import MegatronGroup
 
 State = dict[str, Any]
 Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]

@@ -9,11 +9,11 @@ from typing import Any
 from reshard.containers.torch_writer import build_number
 from reshard.dtypes import BFLOAT16, FLOAT16, DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
-from reshard.formats.megatron.target import args as arguments
-from reshard.formats.megatron.target import groups, scheduler
-from reshard.formats.megatron.target.carried import Carried
-from reshard.formats.megatron.target.groups import Groups
-from reshard.formats.megatron.target.ranks import HEAD, Known, Places, known
+from reshard.formats.megatron.write import args as arguments
+from reshard.formats.megatron.write import groups, scheduler
+from reshard.formats.megatron.write.carried import Carried
+from reshard.formats.megatron.write.groups import Groups
+from reshard.formats.megatron.write.ranks import HEAD, Known, Places, known
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
 from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary

@@ -16,7 +16,7 @@ from __future__ import annotations
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron import NAME
-from reshard.formats.megatron.target.choice import Choice, Wanted, choose
+from reshard.formats.megatron.write.choice import Choice, Wanted, choose
 from reshard.model_parallel.described import Described
 from reshard.training.state import Training, describe_lost_setup, describe_lost_state
 
@@ -29,7 +29,7 @@ def lay_out(state: Training, wanted: Wanted, described: Described) -> LaidOut:
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `choice.choose`.
     """
-    from reshard.formats.megatron.target import dist, legacy
+    from reshard.formats.megatron.write import dist, legacy
 
     choice = choose(state, wanted, described)
     inside = legacy.directory(choice)

@@ -11,7 +11,7 @@ from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import names, own
 from reshard.formats.megatron.own import Own, Place
-from reshard.formats.megatron.target.ranks import Local
+from reshard.formats.megatron.write.ranks import Local
 from reshard.manifest import Entry, Manifest
 from reshard.model_parallel.sizes import Sizes, of_mesh
 from reshard.state_dict.tree import as_global

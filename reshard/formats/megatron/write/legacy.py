@@ -19,10 +19,10 @@ from reshard.formats.megatron import arguments
 from reshard.formats.megatron import directory as directories
 from reshard.formats.megatron.buckets import Param, buckets, end_to_end
 from reshard.formats.megatron.own import RNG
-from reshard.formats.megatron.target import chain
-from reshard.formats.megatron.target.choice import Choice
-from reshard.formats.megatron.target.groups import MegatronGroup
-from reshard.formats.megatron.target.ranks import Local, Rank, ranks
+from reshard.formats.megatron.write import chain
+from reshard.formats.megatron.write.choice import Choice
+from reshard.formats.megatron.write.groups import MegatronGroup
+from reshard.formats.megatron.write.ranks import Local, Rank, ranks
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles.objects import NAMESPACE

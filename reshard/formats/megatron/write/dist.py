@@ -28,11 +28,11 @@ from reshard.dtypes import FLOAT32, DType
 from reshard.errors import UnsupportedError
 from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.own import RNG
-from reshard.formats.megatron.target import chain
-from reshard.formats.megatron.target.carried import KIND
-from reshard.formats.megatron.target.choice import Choice
-from reshard.formats.megatron.target.groups import MegatronGroup
-from reshard.formats.megatron.target.ranks import Known
+from reshard.formats.megatron.write import chain
+from reshard.formats.megatron.write.carried import KIND
+from reshard.formats.megatron.write.choice import Choice
+from reshard.formats.megatron.write.groups import MegatronGroup
+from reshard.formats.megatron.write.ranks import Known
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import moves
 from reshard.pickles.objects import NAMESPACE
