@@ -23,6 +23,7 @@ from reshard.options import option
 from reshard.proof import train
 from reshard.proof.compare import Difference, Tolerance, differences
 from reshard.proof.pairs import COPY, WEIGHT, Key, Pair, Paired, pair
+from reshard.training.copied_files import TENSOR, own_tensors
 
 if TYPE_CHECKING:
     from reshard.html.page import Page
@@ -207,10 +208,18 @@ def compare(
         report.notes.append(f"tied weights that one side does not name: {shown}")
     if wanted.train:
         report.train = [v for v in train.differences(left, right) if wanted.named(v.name)]
+        paired.pairs += (each for each in _own_tensors(left, right) if wanted.named(each.fqn))
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
     report.notes += _alike(report.unequal, tolerance)
     report.seconds = time.perf_counter() - began
     return report
+
+
+def _own_tensors(a: Manifest, b: Manifest) -> Iterator[Pair]:
+    """Yield the tensors in the script's own values that both sides have, paired by name."""
+    left, right = (own_tensors(each.train) for each in (a, b))
+    for name in left.keys() & right.keys():
+        yield Pair(TENSOR, name, left[name], right[name])
 
 
 def _page(report: DiffReport, a: Manifest, b: Manifest) -> Page:

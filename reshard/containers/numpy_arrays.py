@@ -124,8 +124,9 @@ class _Converter:
         except ValueError:
             return call
         if call.name in _SCALARS:
-            return _Scalar(storage, 0, shape, strides, dtype, _unpack_number(dtype, data))
-        return Tensor(storage, 0, shape, strides, dtype)
+            number = _unpack_number(dtype, data)
+            return _Scalar(number, call, storage, 0, shape, strides, dtype)
+        return Array(call, storage, 0, shape, strides, dtype)
 
     def _storage(self, dtype: DType, data: bytes) -> Storage:
         if not data:
@@ -141,14 +142,28 @@ class _Converter:
         return Storage(escaped.name(place), key, dtype, len(data), 0)
 
 
-class _Scalar(Tensor):
+class Array(Tensor):
+    """A numpy array as a tensor.
+
+    Attributes:
+        call: the array as the pickle describes it, with its elements.
+    """
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call, *tensor: Any) -> None:
+        self.call = call
+        super().__init__(*tensor)
+
+
+class _Scalar(Array):
     """A numpy scalar: a tensor without dims, and its value as a number."""
 
     __slots__ = ("value",)
 
-    def __init__(self, *tensor: Any) -> None:
-        *parts, self.value = tensor
-        super().__init__(*parts)
+    def __init__(self, value: Any, call: Call, *tensor: Any) -> None:
+        self.value = value
+        super().__init__(call, *tensor)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -282,8 +282,10 @@ class _TensorPickler(Pickler):
         return tuple(self._keys.items())
 
     def write_leaf(self, value: Any) -> None:
-        """Write a tensor."""
+        """Write a tensor: a `Slot`, what has one, or an `Entry`, which is stored whole."""
         slot = value if isinstance(value, Slot) else self._slot_of(value)
+        if slot is None and isinstance(value, Entry):
+            slot = build_whole_tensor(value, value.dtype)
         if slot is None:
             super().write_leaf(value)
             return

@@ -1,27 +1,46 @@
-"""Keep values that do not print (enums, dtypes, namespaces) as a pickle describes them.
+"""A script's own values (enums, namespaces, tensors) as a pickle describes them.
 
 A manifest shows such a value in words. A target that is a pickle itself writes the description
-again: the names that it was made of, never imported here.
+again: the names that it was made of, never imported here. `state_dict.own_values` makes the
+descriptions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 from reshard.pickles import trust
-from reshard.pickles.values import Call, Global
+from reshard.pickles.values import Call, Global, Located
 
 NAMESPACE = "argparse.Namespace"
+SCHEDULER = "<scheduler>"  # name of the scheduler's state among these values
 
-_PLAIN = (str, int, float, bool, complex, bytes, type(None))
+_PLAIN = (str, int, float, bool, complex, bytes, Located, type(None))
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+OF_CALLS = ("args", "state", "items", "elements")
+_DEEPEST = 30  # containers in one another; a pickler ends at about three times as many
 
 
-def can_be_written(value: Any) -> bool:
-    """Whether a pickle can hold the value again: no tensor, and no name that is not expected."""
-    return all(map(_is_known, _parts(value)))
+def can_be_written(value: Any, *others: type) -> bool:
+    """Return whether a pickle can hold the value again: every name in it is an expected one.
+
+    Args:
+        others: types that the target's pickler writes besides plain values and descriptions.
+    """
+    return _is_shallow(value) and all(
+        isinstance(part, others) or _is_known(part) for part in parts_of(value)
+    )
+
+
+def _is_shallow(value: Any) -> bool:
+    level, seen = [value], set[int]()
+    for _ in range(_DEEPEST):
+        below = [part for each in level for part in _inside(each) if id(part) not in seen]
+        seen.update(map(id, below))
+        level = below
+    return not level
 
 
 def _is_known(part: Any) -> bool:
@@ -30,7 +49,7 @@ def _is_known(part: Any) -> bool:
     return isinstance(part, _CONTAINERS) or type(part) in _PLAIN
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def parts_of(value: Any) -> Iterator[Any]:
     """Yield the value and every part of it once, however often it stands there."""
     waiting, seen = [value], set[int]()
     while waiting:
@@ -39,27 +58,20 @@ def _parts(value: Any) -> Iterator[Any]:
         if id(part) in seen or not isinstance(part, (Call, *_CONTAINERS)):
             continue
         seen.add(id(part))
-        if isinstance(part, Call):
-            waiting += (part.args, part.state, part.items, part.elements)
-        else:
-            waiting += [*part.keys(), *part.values()] if isinstance(part, dict) else part
+        waiting += _inside(part)
 
 
-def kept(root: Mapping[Any, Any], names: Iterable[Any]) -> dict[str, Any]:
-    """Return those of a pickle's values that do not print and can be written again.
-
-    A namespace is kept without the attributes that cannot.
-    """
-    found = {str(name): _writable(root[name]) for name in names}
-    return {
-        name: value
-        for name, value in found.items()
-        if any(isinstance(part, (Global, Call)) for part in _parts(value)) and can_be_written(value)
-    }
+def _inside(part: Any) -> Collection[Any]:
+    """Return what a container or an object holds."""
+    if isinstance(part, Call):
+        return [getattr(part, name) for name in OF_CALLS]
+    if isinstance(part, dict):
+        return [*part.keys(), *part.values()]
+    return part if isinstance(part, _CONTAINERS) else ()
 
 
 def left_out(name: str, described: Any, value: Any) -> list[str]:
-    """Return the attributes of a namespace that `kept` left out, by dotted name.
+    """Return the attributes of a namespace that were left out, by dotted name.
 
     Args:
         described: the namespace as a manifest shows it.
@@ -84,10 +96,3 @@ def with_attributes(value: Call, new: Mapping[str, Any]) -> Call:
     """Return a namespace with other values of these attributes, as far as it has them."""
     changed = {name: item for name, item in new.items() if name in value.state}
     return replace(value, state={**value.state, **changed})
-
-
-def _writable(value: Any) -> Any:
-    if not is_namespace(value):
-        return value
-    held = {key: part for key, part in value.state.items() if can_be_written(part)}
-    return replace(value, state=held)

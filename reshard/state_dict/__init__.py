@@ -12,6 +12,7 @@ Reading, shared by every format whose files hold nested state dicts:
     model_optimizers   which of several optimizers belong to the model
     leaves             values of a model's state dict that are no tensors
     plain_values       values of a pickle as JSON
+    own_values         a script's own values as a pickle describes them
     assemble           the sections as a manifest
 
 Writing:

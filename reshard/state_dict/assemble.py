@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,8 @@ from reshard.manifest import (
     most_common_dtype,
 )
 from reshard.model import ModelHint, ModelShapes
-from reshard.pickles import objects, trust
+from reshard.pickles import trust
+from reshard.pickles.objects import SCHEDULER
 from reshard.state_dict import (
     flat_params,
     leaves,
@@ -35,6 +36,7 @@ from reshard.state_dict import (
     tree,
 )
 from reshard.state_dict.optimizer_state import ParsedOptimizer
+from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 from reshard.state_dict.tree import (
     GlobalTensor,
@@ -116,7 +118,7 @@ def build_manifest(
         trained_dtypes={fqn: entry.dtype for fqn, entry in entries.items()},
         warnings=tuple(all_warnings),
         unnamed_optimizers=tuple(path for one in read for path in one.unnamed_optimizers),
-        unread=_describe_unread(parts),
+        unread=_describe_unread(parts, train.objects),
         unknown_globals=trust.unknown(parsed.globals),
         ordered=ordered or model is not None,
         keyed=None if flats or units else optimizer_state.find_keying(parts.optimizers.values()),
@@ -150,6 +152,7 @@ def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]
     steps = {fqn: step for one in read for fqn, step in one.steps.items()}
     other = {fqn: value for one in read for fqn, value in one.other.items()}
     step, opaque = _resolve_step(parts, steps)
+    own = {**parts.client, SCHEDULER: parts.scheduler}
     return TrainState(
         step=step,
         samples=parts.samples,
@@ -161,7 +164,7 @@ def _build_train_state(parts: sections.Sections, read: Sequence[ParsedOptimizer]
         scaler=to_plain(parts.scaler),
         rng=to_plain(parts.rng),
         client={name: to_plain(value) for name, value in parts.client.items()},
-        objects=objects.kept(parts.client, parts.client),
+        objects=keep_own_values(own, own),
         opaque=opaque,
     )
 
@@ -361,24 +364,25 @@ def _mark_buffers(
     }
 
 
-def _find_stray_tensors(parts: sections.Sections) -> list[str]:
-    """Return the names of tensors outside every model and optimizer, except random states."""
+def _find_stray_tensors(parts: sections.Sections, kept: Container[str] = ()) -> list[str]:
+    """Return the names of tensors outside every model and optimizer, except random states.
+
+    Args:
+        kept: names of values that a target can write again, tensors included.
+    """
     return [
         name
         for path, value in parts.client.items()
-        if not sections.RNG.search(path)
+        if not sections.RNG.search(path) and path not in kept
         for name in ([path] if is_tensor(value) else leaves.find_weights(value, path))
     ]
 
 
-def _describe_unread(parts: sections.Sections) -> dict[str, str]:
+def _describe_unread(parts: sections.Sections, kept: Container[str]) -> dict[str, str]:
     """Describe each value that is not a weight, optimizer state or training state, by name."""
     models = dict.fromkeys(parts.other_models, "another state dict")
-    return {
-        **parts.unread,
-        **models,
-        **dict.fromkeys(_find_stray_tensors(parts), "a tensor outside the model"),
-    }
+    strays = dict.fromkeys(_find_stray_tensors(parts, kept), "a tensor outside the model")
+    return {**parts.unread, **models, **strays}
 
 
 def _collect_notes(
@@ -396,7 +400,7 @@ def _collect_notes(
         yield f"the checkpoint has other state dicts, which --key NAME selects: {shown}"
     strays = _find_stray_tensors(parts)
     if strays:
-        yield f"tensors outside the model are left out: {', '.join(strays[:_LISTED])}"
+        yield f"tensors outside the model, which merge leaves out: {', '.join(strays[:_LISTED])}"
     rng = sections.RNG
     differing = [
         path

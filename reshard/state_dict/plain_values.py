@@ -74,7 +74,7 @@ class _Converter:
         if isinstance(value, Call):
             return self._call(value)
         if isinstance(value, dict):
-            return {str(key): self.of(item) for key, item in value.items()}
+            return {_convert_key(key): self.of(item) for key, item in value.items()}
         items = [self.of(item) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
 
@@ -89,6 +89,11 @@ class _Converter:
             if part:
                 shown[key] = self.of(part)
         return shown
+
+
+def _convert_key(key: Any) -> Any:
+    """Return a dict's key; JSON shows numbers as texts, but ``MultiStepLR`` looks them up."""
+    return key if type(key) is int else str(key)
 
 
 def _convert_scalar(value: Any) -> Any:

@@ -255,8 +255,8 @@ def _sort_one(parts: Sections, path: Path, value: Any) -> None:
     elif kind == "rng" and isinstance(value, dict) and type(value.get("step")) is int:
         parts.accumulated = value["step"]
         parts.rng = {name: state for name, state in value.items() if name != "step"} or None
-    elif kind in ("scheduler", "scaler", "rng") and value:
-        setattr(parts, kind, value)
+    elif kind in ("scheduler", "scaler", "rng") and value and getattr(parts, kind) is None:
+        setattr(parts, kind, value)  # the outermost; another one is the script's own
     else:
         own = path[1:] if path[0] == TRAIN_STATE and len(path) > 1 else path
         parts.client[format_path(own)] = value

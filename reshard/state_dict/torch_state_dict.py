@@ -25,6 +25,7 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import Entry, Keyed, Manifest, TrainState
 from reshard.model import ModelShapes
 from reshard.state_dict import nested_slots, optimizer_names
+from reshard.state_dict.own_values import find_scheduler
 from reshard.training import loss_scale
 from reshard.training.state import (
     TrainedGroup,
@@ -370,8 +371,9 @@ def collect_extra_state(train: TrainState) -> dict[str, Any]:
         "skipped_steps": train.skipped_steps,
     }
     extra.update((name, count) for name, count in counted.items() if count is not None)
-    if train.scheduler is not None and is_restorable(train.scheduler):
-        extra["scheduler"] = train.scheduler
+    scheduler = find_scheduler(train)
+    if scheduler is not None:
+        extra["scheduler"] = scheduler
     scaler = loss_scale.convert_to_torch(train.scaler)
     if scaler is not None:
         extra["scaler"] = scaler
@@ -402,7 +404,7 @@ def list_dropped(train: TrainState, storable: Collection[str] | None = None) -> 
     lost += [
         name for name in collect_extra_state(train) if storable is not None and name not in storable
     ]
-    if train.scheduler is not None and not is_restorable(train.scheduler):
+    if train.scheduler is not None and find_scheduler(train) is None:
         lost.append("scheduler")
     if not loss_scale.is_idle(train.scaler) and loss_scale.convert_to_torch(train.scaler) is None:
         lost.append("loss scaler, because it is not dynamic")
@@ -410,12 +412,9 @@ def list_dropped(train: TrainState, storable: Collection[str] | None = None) -> 
 
 
 def is_restorable(value: Any) -> bool:
-    """Return whether a value is as it was saved: without converted keys and descriptions."""
+    """Return whether a value is as it was saved: without descriptions of objects."""
     if isinstance(value, Mapping):
-        return all(
-            key not in _STAND_INS and not key.lstrip("-").isdecimal() and is_restorable(item)
-            for key, item in value.items()
-        )
+        return all(key not in _STAND_INS and is_restorable(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(is_restorable, value))
     return value is None or isinstance(value, (bool, int, float, str))

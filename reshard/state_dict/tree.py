@@ -8,6 +8,7 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.chunks import Chunk
+from reshard.containers.numpy_arrays import Array
 from reshard.containers.torch_objects import Tensor, TorchFile
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, shown
@@ -32,9 +33,13 @@ class LocalTensors:
     """Plain tensors under one key, by rank: copies of one tensor, or each rank's slice of it.
 
     The files do not state which; the tensor's global shape decides.
+
+    Args:
+        array: the numpy array that a single file stores, as its pickle describes it.
     """
 
     pieces: Mapping[int, Chunk]
+    array: Call | None = None
 
     def shapes(self) -> set[Index]:
         """Return the shapes that the ranks have."""
@@ -104,7 +109,7 @@ def convert_file(file: TorchFile, rank: int = 0) -> Any:
 
 def _convert_leaf(file: TorchFile, rank: int, value: Any) -> Any:
     if isinstance(value, Tensor):
-        return LocalTensors({rank: value.chunk})
+        return LocalTensors({rank: value.chunk}, value.call if isinstance(value, Array) else None)
     if isinstance(value, Call):
         described = sharded_reader.describe_shards(file, value)
         return GlobalTensor(*described) if described else value

@@ -21,9 +21,11 @@ from reshard.containers.torch_detect import is_torch_file
 from reshard.dtypes import UINT8
 from reshard.files import size_of
 from reshard.location import Location
-from reshard.manifest import Entry, Manifest, OutputFile, Skeleton
+from reshard.manifest import Entry, Manifest, OutputFile, Skeleton, TrainState
+from reshard.pickles.objects import parts_of
 
 KIND = "file"  # of an entry that is all bytes of a file
+TENSOR = "client tensor"  # of an entry that is a tensor in one of a script's own values
 SCHEDULER = re.compile(r"scheduler(?:_\d+)?\.bin")
 _OWN = re.compile(r"custom_checkpoint_\d+\.pkl|(?:sampler|dl_state_dict)(?:_\d+)?\.bin")
 _OF_ACCELERATE = re.compile(r"random_states_\d+\.pkl")
@@ -49,10 +51,19 @@ def is_accelerates_own(name: str) -> bool:
 
 
 def select_entries(manifest: Manifest, skeleton: Skeleton) -> list[Entry]:
-    """Return the entries of the source that fill the copies in a skeleton."""
+    """Return the entries of the source that fill copies of files, and of a script's tensors."""
     wanted = {entry.fqn for entry in skeleton.entries if entry.kind == KIND}
     kept = manifest.train.kept_files
-    return [_build_entry(name, kept[name], size_of(kept[name])) for name in kept if name in wanted]
+    files = [_build_entry(name, kept[name], size_of(kept[name])) for name in kept if name in wanted]
+    wanted = {entry.fqn for entry in skeleton.entries if entry.kind == TENSOR}
+    tensors = own_tensors(manifest.train).items() if wanted else ()
+    return [*files, *(entry for name, entry in tensors if name in wanted)]
+
+
+def own_tensors(train: TrainState) -> dict[str, Entry]:
+    """Return the tensors in a script's own values by name."""
+    parts = (part for value in train.objects.values() for part in parts_of(value))
+    return {part.fqn: part for part in parts if isinstance(part, Entry)}
 
 
 def lay_out(name: str, path: str) -> Skeleton:

@@ -20,6 +20,7 @@ from typing import Any
 
 from reshard.errors import UsageError
 from reshard.keys import compile_patterns
+from reshard.pickles import objects
 from reshard.training.state import TrainedGroup, TrainedParameter, Training
 from reshard.units import some
 
@@ -169,7 +170,10 @@ def regroup(state: Training, given: Rules) -> Made:
             _format_option(given.path), f"freezes {_list_some(lost)}, which has optimizer state"
         )
     scheduler, said = _regroup_scheduler(state, origins, made)
-    train = replace(state.manifest.train, scheduler=scheduler)
+    train = state.manifest.train
+    kept = {key: value for key, value in train.objects.items() if key != objects.SCHEDULER}
+    same = scheduler == train.scheduler
+    train = replace(train, scheduler=scheduler, objects=train.objects if same else kept)
     manifest = replace(
         state.manifest, train=train, frozen=state.manifest.frozen | frozenset(frozen)
     )

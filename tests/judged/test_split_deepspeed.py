@@ -5,14 +5,18 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
+from argparse import Namespace
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import reshard
 from reshard import formats, keys
 from reshard.box import whole
 from reshard.commands.output import check_overlaps, check_skeleton
@@ -388,3 +392,77 @@ def test_weights_alone_are_refused(torch_made, tmp_path):
 def test_elastic_checkpoints_lack_what_the_optimizer_needs(made, tmp_path):
     with pytest.raises(IncompleteError, match="hyper-parameters"):
         split(run_of("z1_elastic", made), tmp_path / "run", stage=1, world_size=2)
+
+
+def own_values():
+    """What a script may give as ``client_state``: DeepSpeed pickles it beside its own keys."""
+    queue = torch.arange(6.0).reshape(2, 3).t()
+    return {
+        "ema": {"weights": [queue, queue], "fast": torch.ones(3, dtype=torch.bfloat16)},
+        "seen": {"numpy": np.arange(5), "words": np.array(["x", "yy"]), "mean": np.float64(2.5)},
+        "by_epoch": {0: 0.5, 10: None},
+        "raw": b"\x80",
+        "kinds": {"a", "b"},
+        "args": Namespace(dtype=torch.float16, table=torch.ones(2)),
+        "inner": {"scheduler": {"last_epoch": 77}},
+    }
+
+
+def assert_same(got, wanted):
+    assert type(got) is type(wanted)
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_same(got[key], value)
+    elif isinstance(wanted, list):
+        for one, other in zip(got, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, Namespace):
+        assert_same(vars(got), vars(wanted))
+    elif isinstance(wanted, (torch.Tensor, np.ndarray)):
+        assert got.dtype == wanted.dtype
+        assert got.shape == wanted.shape
+        assert bool((got == wanted).all())
+    else:
+        assert got == wanted
+
+
+@pytest.mark.parametrize("case", ["z1_full", "z3_full"])
+def test_a_scripts_own_tensors_and_objects_go_along(case, copied, tmp_path):
+    source, own = copied(case), own_values()
+    weight = torch.nn.Parameter(torch.ones(1))
+    by_step = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([weight]), [5, 9])
+    for file in source.rglob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        torch.save({**state, **own, "lr_scheduler": by_step.state_dict()}, file)
+    report = reshard.split(source, tmp_path / "there", world_size=3)
+    assert not any("not carried" in note for note in report.notes)
+    reshard.split(tmp_path / "there", tmp_path / "back", world_size=2)
+    for file in (tmp_path / "back").rglob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        assert_same({key: state[key] for key in own}, own)
+        assert state["ema"]["weights"][0] is state["ema"]["weights"][1]
+        assert state["lr_scheduler"] == by_step.state_dict()  # its milestones are by number
+        assert state["lr_scheduler"]["milestones"] == {5: 1, 9: 1}
+    assert reshard.diff(source, tmp_path / "back").same
+    for file in (tmp_path / "back").rglob("*model_states.pt"):
+        state = torch.load(file, weights_only=False)
+        state["ema"]["fast"][0] = 2
+        torch.save(state, file)
+    (other,) = reshard.diff(source, tmp_path / "back").unequal
+    assert (other.kind, other.fqn) == ("client tensor", "ema.fast")
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch"])
+def test_a_scripts_own_tensors_go_to_layouts_of_pytorch(to, copied, tmp_path):
+    source, own = copied("z1_full"), own_values()
+    del own["seen"]  # numpy arrays are objects of DCP, which dcp_to_torch_save does not load
+    (file,) = source.rglob("*model_states.pt")
+    torch.save({**torch.load(file, weights_only=False), **own}, file)
+    written = tmp_path / ("out" if to == "dcp" else "out.pt")
+    reshard.split(source, written, to=to, world_size=3 if to == "dcp" else 1)
+    if to == "dcp":
+        dcp_to_torch_save(written, written := tmp_path / "out.pt")
+        own["by_epoch"] = {str(key): value for key, value in own["by_epoch"].items()}
+    found = torch.load(written, weights_only=False)
+    assert_same({key: found[key] for key in own}, own)

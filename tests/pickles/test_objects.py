@@ -9,10 +9,12 @@ from fractions import Fraction
 
 import torch
 
+import reshard
 from reshard.formats.deepspeed.write.carried import of_grid
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles import objects, unpickle
 from reshard.pickles.pickler import Pickler
+from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
 
@@ -38,7 +40,7 @@ NAMESPACE = argparse.Namespace(
 
 def test_a_namespace_keeps_its_enums_and_dtypes():
     root = {"args": read(NAMESPACE), "plain": {"a": 1}, 3: read(signal.SIGINT)}
-    held = objects.kept(root, root)
+    held = keep_own_values(root, root)
     assert held.keys() == {"args", "3"}
     found = again(held["args"])
     wanted = vars(NAMESPACE).copy()
@@ -62,10 +64,22 @@ def test_megatron_deepspeed_s_arguments_say_the_new_grid():
         consumed_train_samples=24,
         params_dtype=torch.float16,
     )
-    held = objects.kept({"args": read(args)}, ["args"])
+    held = keep_own_values({"args": read(args)}, ["args"])
     found = again(of_grid(held, Sizes(tensor=2, pipeline=2), 3, 3)["args"])
     assert vars(found) == vars(args) | {
         "pipeline_model_parallel_size": 2,
         "world_size": 12,
         "rank": 7,
     }
+
+
+def test_of_two_schedulers_the_outermost_is_the_runs(tmp_path):
+    own = {"scheduler": {"last_epoch": 77}, "sizes": {4: 2}}
+    run = {"last_epoch": 3, "milestones": {5: 1}}
+    state = {"model": {"w": torch.ones(3)}, "own": own, "scheduler": run}
+    for order in (state, dict(reversed(state.items()))):
+        torch.save(order, tmp_path / "run.pt")
+        with reshard.open(tmp_path / "run.pt") as checkpoint:
+            train = checkpoint.manifest.train
+        assert train.scheduler == run
+        assert train.client == {"own.scheduler": own["scheduler"], "own.sizes": own["sizes"]}

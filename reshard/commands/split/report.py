@@ -98,7 +98,8 @@ def describe(
     """The part of a report that is known before the first byte moves."""
     skeleton = laid.skeleton
     manifest = state.manifest
-    out = {e.key for e in skeleton.entries if e.kind not in (*WEIGHT_KINDS, copied_files.KIND)}
+    no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.TENSOR)
+    out = {e.key for e in skeleton.entries if e.kind not in no_slots}
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,

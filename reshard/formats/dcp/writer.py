@@ -152,6 +152,8 @@ def flattened(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 
     Dicts always; a list only where it holds dicts or tensors. An empty dict is lost.
     """
+    if isinstance(value, Entry):
+        value = Value(value.dtype, value.shape, value)
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from flattened(item, (*path, str(key)))
@@ -165,7 +167,7 @@ def flattened(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
 def _is_nest(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_nest, value))
-    return isinstance(value, (Mapping, Value))
+    return isinstance(value, (Mapping, Value, Entry))
 
 
 def blocks(value: Value, shards: int) -> list[tuple[int, Box]]:

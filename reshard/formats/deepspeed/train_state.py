@@ -16,8 +16,9 @@ from reshard.formats.deepspeed.states import (
     require_equal,
 )
 from reshard.manifest import Claim, Entry, ParamGroup, TrainState
-from reshard.pickles import objects
+from reshard.pickles.objects import SCHEDULER
 from reshard.pickles.values import Call
+from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
 # Keys that DeepSpeed 0.3 to 0.19 itself writes into model states; any other is the client's.
@@ -87,7 +88,9 @@ def read_train_state(
         optimizer_root: the dict that holds the loss scaler.
     """
     root = model.root
-    client = {str(key): to_plain(root[key]) for key in root if key not in ENGINE_KEYS}
+    own = {key: root[key] for key in root if key not in ENGINE_KEYS}
+    client = {str(key): to_plain(value) for key, value in own.items()}
+    own[SCHEDULER] = root.get("lr_scheduler")
     clip = optimizer_root.get("clip_grad")  # absent at stage 3
     return TrainState(
         step=root.get("global_steps"),
@@ -101,7 +104,7 @@ def read_train_state(
         client=client,
         config=to_plain(root.get("ds_config")),
         opaque={key: to_plain(root[key]) for key in _OPAQUE_KEYS if root.get(key) is not None},
-        objects=objects.kept(root, [key for key in root if str(key) in client]),
+        objects=keep_own_values(own, own),
     )
 
 

@@ -10,7 +10,7 @@ from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.optimizer import Optimizer
 from reshard.location import Location
 from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
-from reshard.pickles import objects
+from reshard.state_dict.own_values import keep_own_values
 from reshard.state_dict.plain_values import to_plain
 
 _READ = frozenset(
@@ -77,7 +77,7 @@ def of_root(
         client=client,
         config=args.plain(),
         opaque=opaque,
-        objects=objects.kept(root, [name for name in ("args", *client) if name in root]),
+        objects=keep_own_values(root, [name for name in ("args", *client) if name in root]),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles import objects
+from reshard.state_dict.own_values import find_scheduler
 from reshard.state_dict.plain_values import is_plain
 from reshard.training.state import Training
 
@@ -21,10 +22,7 @@ _RESERVED = frozenset(  # DeepSpeed's own keys in the model states
 
 
 def carried(state: Training) -> tuple[dict[str, Any], list[str]]:
-    """Return the values that can be written back, and the names of the others.
-
-    A tensor is known by a description only, which must not pass for its value.
-    """
+    """Return the values that can be written back, and the names of the others."""
     train = state.manifest.train
     kept: dict[str, Any] = {}
     lost: list[str] = []
@@ -34,13 +32,15 @@ def carried(state: Training) -> tuple[dict[str, Any], list[str]]:
         (train.opaque, train.opaque.keys() & _RESERVED if of_deepspeed else frozenset[str]()),
     ):
         for name, value in values.items():
-            if name in fits and is_plain(value):
-                kept[name] = value
-            elif name in fits and name in train.objects:
+            if name in fits and name in train.objects:
                 kept[name] = train.objects[name]
                 lost += objects.left_out(name, value, kept[name])
+            elif name in fits and is_plain(value):
+                kept[name] = value
             else:
                 lost.append(name)
+    if train.scheduler is not None and find_scheduler(train) is None:
+        lost.append("lr_scheduler")
     return kept, lost
 
 

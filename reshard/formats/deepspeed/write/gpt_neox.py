@@ -50,7 +50,8 @@ def of_ranks(state: Training, sizes: Sizes) -> Training:
     if isinstance(unit, int) and unit * ranks % sizes.tensor == 0:
         changed[_UNIT] = unit * ranks // sizes.tensor
     train = state.manifest.train
-    train = replace(train, client={**train.client, _ARGS: changed})
+    own = {name: value for name, value in train.objects.items() if name != _ARGS}
+    train = replace(train, client={**train.client, _ARGS: changed}, objects=own)
     return replace(state, manifest=replace(state.manifest, train=train))
 
 

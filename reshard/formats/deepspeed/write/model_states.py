@@ -17,6 +17,7 @@ from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_A
 from reshard.formats.deepspeed.write.partitioned import fragment
 from reshard.formats.deepspeed.write.pipeline import Layer
 from reshard.pickles.values import Call
+from reshard.state_dict.own_values import find_scheduler
 
 
 def whole_file(choice: Choice) -> OrderedDict[str, Any]:
@@ -124,7 +125,7 @@ def _root(
         "frozen_param_shapes": None if frozen is None else _frozen_shapes(choice),
         "shared_params": _shared(choice) if sharded else None,
         "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
-        "lr_scheduler": train.scheduler,
+        "lr_scheduler": find_scheduler(train),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": train.skipped_steps or 0,

@@ -1,0 +1,100 @@
+"""Keep a script's own values (enums, namespaces, tensors, arrays) for targets that are pickles.
+
+`to_plain` makes of every value what prints; the values here are those that it changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.chunks import Chunk
+from reshard.containers.numpy_arrays import Array
+from reshard.containers.torch_objects import Tensor
+from reshard.manifest import Entry, TrainState
+from reshard.pickles.objects import (
+    OF_CALLS,
+    SCHEDULER,
+    can_be_written,
+    is_namespace,
+    parts_of,
+)
+from reshard.pickles.values import Call
+from reshard.state_dict.plain_values import is_plain, to_plain
+from reshard.state_dict.tree import LocalTensors, as_global, is_tensor
+from reshard.training.copied_files import TENSOR
+
+
+def keep_own_values(root: Mapping[Any, Any], names: Iterable[Any]) -> dict[str, Any]:
+    """Return those of a pickle's values that `to_plain` changes and that can be written again.
+
+    A namespace is kept without the attributes that cannot.
+    """
+    changed = {str(name): root[name] for name in names if to_plain(root[name]) != root[name]}
+    copier = _Copier()
+    copies = {name: _describe_tensors(copier, value, name) for name, value in changed.items()}
+    found = {name: _drop_attributes(value) for name, value in copies.items()}
+    return {name: value for name, value in found.items() if can_be_written(value, Entry)}
+
+
+def _describe_tensors(copier: _Copier, value: Any, name: str) -> Any:
+    """Return a value with entries for its tensors; one without tensors is not copied."""
+    held = any(isinstance(part, Tensor) or is_tensor(part) for part in parts_of(value))
+    return copier.copy(value, name) if held else value
+
+
+def find_scheduler(train: TrainState) -> Any:
+    """Return the scheduler's state as it was saved; None where a manifest only describes it."""
+    if SCHEDULER in train.objects:
+        return train.objects[SCHEDULER]
+    return train.scheduler if is_plain(train.scheduler) else None
+
+
+class _Copier:
+    """Copies a value: tensors become entries, numpy arrays the calls that made them.
+
+    A tensor of several ranks, which may differ, stays as it is, and so does a tensor in a value
+    that refers to itself: such a value cannot be written.
+    """
+
+    def __init__(self) -> None:
+        self._done: dict[int, Any] = {}
+        self._entries: dict[tuple[Chunk, ...], Entry] = {}  # a tensor under two names stays one
+
+    def copy(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor) or is_tensor(value):
+            return self._describe(value, name)
+        if not isinstance(value, (Call, dict, list, tuple)):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = value  # a cycle ends here
+            self._done[id(value)] = self._copy_container(value, name)
+        return self._done[id(value)]
+
+    def _copy_container(self, value: Any, name: str) -> Any:
+        if isinstance(value, Call):
+            parts = {part: self.copy(getattr(value, part), f"{name}.{part}") for part in OF_CALLS}
+            return replace(value, **parts)
+        if isinstance(value, dict):
+            return {key: self.copy(item, f"{name}.{key}") for key, item in value.items()}
+        return type(value)(self.copy(item, f"{name}.{at}") for at, item in enumerate(value))
+
+    def _describe(self, value: Any, name: str) -> Any:
+        array = getattr(value, "call" if isinstance(value, Array) else "array", None)
+        if array is not None:
+            return array
+        if isinstance(value, LocalTensors) and len(value.pieces) > 1:
+            return value
+        found = as_global(LocalTensors({0: value.chunk}) if isinstance(value, Tensor) else value)
+        if found is None:
+            return value
+        entry = Entry(name, TENSOR, found.dtype, found.shape, found.chunks)
+        return self._entries.setdefault(found.chunks, entry)
+
+
+def _drop_attributes(value: Any) -> Any:
+    if not is_namespace(value):
+        return value
+    held = {key: part for key, part in value.state.items() if can_be_written(part, Entry)}
+    return replace(value, state=held)
