@@ -30,12 +30,11 @@ from typing import Any
 
 from reshard import dtypes, formats
 from reshard.box import whole
-from reshard.chunks import contiguous
 from reshard.commands.output import check_overlaps
 from reshard.dtypes import DType
+from reshard.formats import registry
 from reshard.formats.megatron.write.choice import Described, Wanted
-from reshard.formats.targets import TARGETS
-from reshard.formats.targets.request import Request
+from reshard.formats.request import Request
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -45,13 +44,14 @@ from reshard.manifest import (
     SourceFile,
     TrainState,
     check,
+    contiguous,
     index_entries,
 )
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.rules import builtin
 from reshard.model_parallel.sizes import Sizes
 from reshard.plan.planner import Plan
-from reshard.training.state import build_training
+from reshard.training.state import training
 
 Shapes = dict[str, tuple[int, ...]]
 ADAM = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -128,7 +128,7 @@ def zero3_state() -> Manifest:
 
 def zero3(ranks: int, is_source: bool) -> Request:
     world = ranks if is_source else max(ranks // 4, 1)
-    return Request(world_size=world, zero_stage=3, deepspeed=True)
+    return Request(world_size=world, zero_stage=3, separate_masters=True)
 
 
 # A mixture of experts: 64 layers of 256 experts, 1.03 trillion parameters
@@ -200,7 +200,7 @@ def moe(ranks: int, is_source: bool) -> Request:
     return Request(
         world_size=ranks,
         parallel=sizes,
-        megatron=Wanted(sizes=sizes, data=data, distributed=True),
+        own=Wanted(sizes=sizes, data=data, distributed=True),
         described=Described(builtin("megatron"), known, ARGS),
     )
 
@@ -224,7 +224,8 @@ def write_headers(skeleton: Skeleton, directory: Path) -> None:
 
 
 def make(case: Case, ranks: int, directory: Path) -> None:
-    laid = TARGETS[case.target].lay_out(build_training(case.whole()), case.request(ranks, True))
+    writer, request = registry.find_writer(case.target), case.request(ranks, True)
+    laid = writer.lay_out(training(case.whole()), request)
     write_headers(laid.skeleton, directory)
 
 
@@ -241,7 +242,8 @@ def measure(case: Case, ranks: int, directory: Path) -> dict[str, Any]:
     manifest = timed("read", lambda: formats.read([directory]))
     timed("prove", lambda: check(manifest))
     request = case.request(ranks, False)
-    laid = timed("lay out", lambda: TARGETS[case.target].lay_out(build_training(manifest), request))
+    writer = registry.find_writer(case.target)
+    laid = timed("lay out", lambda: writer.lay_out(training(manifest), request))
     skeleton = laid.skeleton
     timed("prove target", lambda: check_overlaps(skeleton))
     planned = Plan(manifest.entries, skeleton)

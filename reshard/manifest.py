@@ -160,16 +160,31 @@ class TrainState:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
 
+Padding = Literal["zero", "uninitialized", "unknown"]
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The format of a checkpoint, the versions of what wrote it, and its grid of ranks."""
+    """The format of a checkpoint, the versions of what wrote it, and its grid of ranks.
+
+    Args:
+        detail: the variant of the format, for people; programs read the fields below.
+        mesh: axis -> size; "world" is the product.
+        precision: torch's name of the dtype that the model was trained in.
+        form: the variant by its framework's own name, for example "torch_dist"; empty: only one.
+        zero_stage: ZeRO stage of the run; None: it has none, or none is stated.
+        padding: what the framework leaves between the tensors of a flat partition.
+    """
 
     format: str
     path: str
     detail: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    mesh: Mapping[str, int] = field(default_factory=dict)  # axis -> size; "world" is the product
-    precision: str = ""  # torch's name of the dtype that the model was trained in
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    precision: str = ""
+    form: str = ""
+    zero_stage: int | None = None
+    padding: Padding = "unknown"
 
     @property
     def world(self) -> int:

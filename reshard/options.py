@@ -33,6 +33,8 @@ class Declaration:
         flags: spellings on the command line; empty for ``--`` and the name of the field.
         unset: what happens by default, where the default value does not show it.
         choices: the allowed values, where the type of the field does not list them.
+        has_open_choices: whether other values may be valid, which the command checks: extensions
+            add formats.
         parse: converts the text of the command line, where the type does not decide it.
         shown_default: the default as the command line spells it, for an option with ``parse``.
         shapes_output: whether the bytes of the output depend on the option.
@@ -44,6 +46,7 @@ class Declaration:
     unset: str = ""
     metavar: str | None = None
     choices: tuple[Any, ...] = ()
+    has_open_choices: bool = False
     minimum: int | None = None
     maximum: int | None = None
     parse: Callable[[str], Any] | None = None
@@ -123,7 +126,8 @@ class Option:
 
     def _check_one(self, value: Any) -> None:
         least, most = self.declared.minimum, self.declared.maximum
-        if self.choices and value not in self.choices:
+        is_closed = self.choices and not self.declared.has_open_choices
+        if is_closed and value not in self.choices:
             raise UsageError(
                 f"{self.name}={value!r}", f"must be one of {', '.join(map(str, self.choices))}"
             )

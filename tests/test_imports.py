@@ -50,6 +50,7 @@ LAYERS = (
     ("containers",),
     ("training",),
     ("state_dict",),
+    ("naming",),
     ("formats",),
     ("move",),
     ("tensors", "weights", "replicas", "adapters", "identity", "hooks"),
@@ -215,6 +216,9 @@ def test_no_module_uses_pickle_or_runs_code():
             "reshard.formats.engines",
             "importlib",
         ),  # importlib.metadata: versions, nothing is imported
+        ("reshard.formats.registry", "importlib"),  # its own packages, and installed extensions
+        ("reshard.formats.registry", "importlib.util"),
+        ("reshard.formats.registry", "importlib.metadata"),
         ("reshard.model.build", "pkgutil"),  # --model module:factory runs the user's own code
         ("reshard.commands.programs", "subprocess"),  # resume-check starts the user's own program
     }
@@ -312,8 +316,8 @@ def test_a_target_imports_only_what_lays_it_out(tmp_path):
         "from reshard.cli import cli\n"
         f"cli(['convert', {example!r}, {str(tmp_path / 'o')!r}, '--to', 'ds-universal'],"
         " standalone_mode=False)\n"
-        "others = ('nanotron.target', 'megatron.write.dist', 'megatron.write.legacy',"
-        " 'dcp.writer', 'meta.target', 'colossalai.target', 'fsdp', 'trainers.hf_trainer')\n"
+        "others = ('nanotron.writer', 'megatron.write.dist', 'megatron.write.legacy',"
+        " 'dcp.writer', 'meta.writer', 'colossalai.writer', 'fsdp', 'trainers.hf_trainer')\n"
         "loaded = {'torch', 'yaml', *(f'reshard.formats.{name}' for name in others)}\n"
         "loaded &= set(sys.modules)\n"
         "assert not loaded, loaded\n"

@@ -136,11 +136,11 @@ def _users_of_groups(declared_options: Sequence[Option]) -> dict[str, str]:
 
     Groups with options that every target uses are not in the result.
     """
-    from reshard.commands.split.options import targets_using
+    from reshard.commands.split.options import list_writers_using
 
     users: dict[str, list[str]] = {}
     for each in declared_options:
-        users.setdefault(each.declared.group, []).extend(targets_using(each.name))
+        users.setdefault(each.declared.group, []).extend(list_writers_using(each.name))
     return {
         group: f" (--to {', '.join(dict.fromkeys(names))})"
         for group, names in users.items()
@@ -186,7 +186,7 @@ def _type_of(option: Option) -> Any:
         return PATH
     if option.type is int and option.choices:
         return click.IntRange(min(option.choices), max(option.choices))
-    if option.choices:
+    if option.choices and not declared.has_open_choices:
         return click.Choice(option.choices)
     if option.type is int and (declared.minimum is not None or declared.maximum is not None):
         return click.IntRange(declared.minimum, declared.maximum)

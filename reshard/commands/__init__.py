@@ -5,7 +5,7 @@ inspect, merge, split, diff, verify, resume_check, demo
 options     options that several commands share
 reading     opening a source that tensors are read from
 output      writing a checkpoint, and checks of the plan and of the output
-naming      conversion of names by the table of a model
+padding     notes on padding rows of the vocabulary that were trained
 balance     counts of the values that were read
 lines, page
             reports as text and as HTML pages

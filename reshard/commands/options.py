@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from reshard import formats, units
-from reshard.commands.naming import Whose
+from reshard import units
 from reshard.errors import ResourceError
+from reshard.formats import registry
 from reshard.identity import Trust
 from reshard.move.options import MoveOptions
+from reshard.naming.options import Names
 from reshard.options import Options, option, size_option
 from reshard.plan.planner import WINDOW_BYTES
 from reshard.ranks.team import ALONE, Progress, Team
@@ -33,7 +34,8 @@ class SourceOptions(Options):
         "Format of SOURCE.",
         group="Source",
         flags=("--from",),
-        choices=formats.NAMES,
+        choices=registry.list_built_in_names(),
+        has_open_choices=True,
         unset="detected",
     )
     tag: str | None = option(
@@ -207,7 +209,7 @@ class OutputOptions(ValueOptions):
 class NamingOptions(Options):
     """How the written tensors are named, and the model that has these names."""
 
-    names: Whose | None = option(
+    names: Names | None = option(
         None,
         "Naming scheme of the tensors.",
         group="Names",

@@ -1,8 +1,12 @@
 """Checkpoints read: the format of what lies at a path found out, its manifest read and proved.
 
-Beside a folder a format:
+Beside one folder per format:
 
-    registry    by which names each format is known, and its reader
+    base        what a format is: its sources, its writers, and a conversion from one to the other
+    registry    all formats: those of this project, and those that other packages declare
+    request     the options of an output, with nothing left open
+    target_options
+                the options that only some writers use
     unclear     what is no checkpoint by itself, and what to say of it
     run         which checkpoint of a run directory is meant
     beside      what lies beside tensors: the state of the trainer, its scheduler, random states
@@ -18,17 +22,15 @@ from reshard.containers import safetensors
 from reshard.containers.json_files import read_json_object
 from reshard.containers.torch_detect import PLAIN_SUFFIXES, SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UsageError, understood
-from reshard.formats import deepspeed, huggingface, placeholders, pytorch, registry, run, unclear
-from reshard.formats.registry import NAMES, Choice
+from reshard.formats import placeholders, registry, run, unclear
+from reshard.formats.base import ReadHints
 from reshard.location import Location
 from reshard.manifest import Entry, Manifest, check
 from reshard.paths import as_path
 
-__all__ = ["NAMES", "PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]
+__all__ = ["PLAIN_SUFFIXES", "Paths", "as_paths", "open_alone", "read", "read_outputs"]
 
 Paths = str | Path | Sequence[str | Path]
-
-_OF_WEIGHTS = {".safetensors": huggingface.NAME, **dict.fromkeys(PLAIN_SUFFIXES, pytorch.NAME)}
 
 
 def read(  # noqa: PLR0913 - a keyword an option
@@ -47,7 +49,7 @@ def read(  # noqa: PLR0913 - a keyword an option
 
     Args:
         paths: several directories where each node kept its own files.
-        force: one of `NAMES`, where detection is not wanted.
+        force: one of `registry.list_names`, where detection is not wanted.
         tag: which checkpoint of a run directory.
         key: which state dict of a checkpoint that holds several, dotted.
         model: ``config.json``, a directory of one, or ``module:factory``, where files do not say
@@ -62,27 +64,28 @@ def read(  # noqa: PLR0913 - a keyword an option
     """
     location = Location.of(as_paths(paths))
     with understood(location):
-        manifest = _read_as(location, force, Choice(tag, key, model, wrap, rules))
+        manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules))
     if prove:
         check(manifest)
     return placeholders.looked_for(manifest, is_filled=is_filled)
 
 
-def _read_as(location: Location, force: str | None, choice: Choice) -> Manifest:
+def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifest:
     """As `read`, without the proof."""
-    if force not in (None, *NAMES):
-        raise UsageError(f"--from {force}", f"formats are {', '.join(NAMES)}")
+    if force and registry.find_format(force) is None:
+        names = ", ".join(registry.list_names())
+        raise UsageError(f"--from {force}", f"formats are {names}")
     if not force:
         unclear.refuse_one_of_many(location)
-    if force and not registry.is_of(force, location):
+    if force and not registry.detects(force, location):
         raise UnrecognisedError(location, f"is no {force} checkpoint", "leave out --from")
-    name = force or (registry.detected(location) if choice.tag is None else None)
+    name = force or (registry.detect(location) if hints.tag is None else None)
     if name and not force:
         unclear.refuse_beside_runs(location)
-    return registry.read(location, name, choice) if name else _read_run(location, choice)
+    return registry.read(location, name, hints) if name else _read_run(location, hints)
 
 
-def _read_run(location: Location, choice: Choice) -> Manifest:
+def _read_run(location: Location, hints: ReadHints) -> Manifest:
     """A checkpoint of a run directory.
 
     Raises:
@@ -93,13 +96,15 @@ def _read_run(location: Location, choice: Choice) -> Manifest:
     found = (
         None
         if location.chosen
-        else run.checkpoint(location, choice.tag, lambda p: bool(registry.detected(p)))
+        else run.checkpoint(location, hints.tag, lambda p: bool(registry.detect(p)))
     )
-    name = registry.detected(found) if found else None
+    name = registry.detect(found) if found else None
     if found and name:
-        return registry.read(found, name, replace(choice, tag=None))
-    if choice.tag is not None and deepspeed.detect(location):
-        return registry.read(location, deepspeed.NAME, choice)  # which says which tags there are
+        return registry.read(found, name, replace(hints, tag=None))
+    if hints.tag is not None:
+        for each in registry.list_formats():
+            if each.reads_tags and each.detect(location):
+                return each.read(location, hints)  # raises an error that lists the tags
     raise UnrecognisedError(location, "is no checkpoint that reshard knows", unclear.hint(location))
 
 
@@ -125,11 +130,14 @@ def as_paths(paths: Paths) -> list[Path]:
 
 
 def read_outputs(directory: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Fqn -> entry of every weights file among ``names``, read from the files' own headers."""
-    found: dict[str, Entry] = {}
+    """Return fqn -> entry of every weights file among ``names``, by the files' own headers."""
+    by_suffix = {
+        suffix: each for each in registry.list_built_in_formats() for suffix in each.suffixes
+    }
+    entries: dict[str, Entry] = {}
     for name in names:
-        known = _OF_WEIGHTS.get(Path(name).suffix)
-        if known:
-            made = registry.read(Location([directory], name), known, Choice())
-            found.update((entry.fqn, entry) for entry in made.entries.values())
-    return found
+        reader = by_suffix.get(Path(name).suffix)
+        if reader:
+            manifest = reader.read(Location([directory], name), ReadHints())
+            entries.update((entry.fqn, entry) for entry in manifest.entries.values())
+    return entries

@@ -1,128 +1,183 @@
-"""The registry: by which names each format is known, and its reader, imported when it reads."""
+"""The registry: every format that is known, and the choice of one for a location.
+
+A format is a package here with a module ``format`` that declares ``FORMAT``, or an entry point of
+the group ``reshard.formats`` that a third party's package declares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+import importlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from reshard.formats import colossalai, deepspeed, huggingface, megatron, meta, nanotron, pytorch
-from reshard.location import Location, directory_of
+from reshard.errors import UsageError
+from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.location import Location
 from reshard.manifest import Manifest
 
 if TYPE_CHECKING:
-    from reshard.model_parallel.rules import Table
+    from importlib.metadata import EntryPoint
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the user said of a source beside its path, as in `formats.read`."""
-
-    tag: str | None = None
-    key: str | None = None
-    model: str | None = None
-    wrap: str | None = None
-    rules: Path | None = None
-
-
-def _deepspeed(location: Location, choice: Choice) -> Manifest:
-    from reshard.formats import beside
-    from reshard.formats.deepspeed import reader
-
-    found = beside.with_companions(reader.read(location, choice.tag, choice.rules), location)
-    return beside.with_run(found, Location([directory_of(found.origin.path)]))
-
-
-def _megatron(location: Location, choice: Choice) -> Manifest:
-    from reshard.formats import beside
-    from reshard.formats.megatron import reader
-
-    return beside.with_run(reader.read(location, _table(megatron.NAME, choice)), location)
-
-
-def _meta(location: Location, choice: Choice) -> Manifest:
-    from reshard.formats.meta import reader
-
-    return reader.read(location, _table(meta.NAME, choice))
-
-
-def _table(name: str, choice: Choice) -> Table:
-    from reshard.model_parallel.rules import builtin, with_users
-
-    return with_users(builtin(name), choice.rules)
-
-
-def _nanotron(location: Location, _choice: Choice) -> Manifest:
-    from reshard.formats.nanotron import reader
-
-    return reader.read(location)
-
-
-def _colossalai(location: Location, choice: Choice) -> Manifest:
-    from reshard.formats.colossalai import reader
-
-    return reader.read(location, model=choice.model, wrap=choice.wrap)
-
-
-def _pytorch(location: Location, choice: Choice) -> Manifest:
-    from reshard.formats.pytorch import reader
-
-    return reader.read(location, key=choice.key, model=choice.model, wrap=choice.wrap)
-
-
-def _huggingface(location: Location, _choice: Choice) -> Manifest:
-    from reshard.formats.huggingface import reader
-
-    return reader.read(location)
-
-
-def _is_pytorch(location: Location) -> bool:
-    """What a trainer puts beside Megatron's iterations is no checkpoint of PyTorch's."""
-    return not megatron.holds(location) and pytorch.detect(location)
-
-
-def _is_loose(location: Location) -> bool:
-    return not megatron.holds(location) and pytorch.detect_loosely(location)
-
-
-_Reader = Callable[[Location, Choice], Manifest]
-_FORMATS: tuple[
-    tuple[str, Callable[[Location], bool], _Reader], ...
-] = (  # more particular ones first
-    (deepspeed.NAME, deepspeed.detect, _deepspeed),
-    (megatron.NAME, megatron.detect, _megatron),
-    (meta.NAME, meta.detect, _meta),
-    (nanotron.NAME, nanotron.detect, _nanotron),
-    (colossalai.NAME, colossalai.detect, _colossalai),
-    (pytorch.NAME, _is_pytorch, _pytorch),
-    (huggingface.NAME, huggingface.detect, _huggingface),
-    (pytorch.NAME, _is_loose, _pytorch),
+ENTRY_POINTS = "reshard.formats"
+# More particular formats come first: the first one that detects a checkpoint reads it.
+_PACKAGES = (
+    *("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", "huggingface"),
 )
-NAMES = tuple(sorted({name for name, _, _ in _FORMATS}))
+_UNKNOWN = Source()
 
 
-def is_of(name: str, location: Location) -> bool:
-    """Whether a checkpoint of the format of this name lies directly at a place."""
-    return any(detect(location) for known, detect, _ in _FORMATS if known == name)
+@cache
+def list_built_in_formats() -> tuple[Format, ...]:
+    """Return the formats of this project that are installed, more particular ones first."""
+    loaded = (
+        importlib.import_module(f"{__package__}.{name}.format").FORMAT
+        for name in _PACKAGES
+        if _is_installed(name)
+    )
+    return tuple(each for each in loaded if all(map(_is_installed, each.requires)))
 
 
-def is_stray(location: Location) -> bool:
-    """Return whether nothing but some file of ``torch.save`` makes a place a checkpoint."""
-    known = (detect for _, detect, _ in _FORMATS if detect is not _is_loose)
-    return not any(detect(location) for detect in known) and _is_loose(location)
+def _is_installed(name: str) -> bool:
+    return find_spec(f"{__package__}.{name}") is not None
 
 
-def detected(location: Location) -> str | None:
-    """The format of what lies directly at a place."""
-    return next((name for name, detect, _ in _FORMATS if detect(location)), None)
+@cache
+def list_extensions() -> tuple[Format, ...]:
+    """Return the formats that other packages declare.
 
-
-def read(location: Location, name: str, choice: Choice) -> Manifest:
-    """What lies directly at a place, as a format of this name.
+    The metadata of all installed packages is searched, which takes longer than most commands:
+    callers ask the built-in formats first.
 
     Raises:
-        ReshardError: whatever the format finds wrong.
+        UsageError: a package declares something that is not a format, or cannot be imported.
     """
-    reader = next(reader for known, _, reader in _FORMATS if known == name)
-    return reader(location, choice)
+    from importlib.metadata import entry_points
+
+    return tuple(map(_load_extension, entry_points(group=ENTRY_POINTS)))
+
+
+def _load_extension(entry_point: EntryPoint) -> Format:
+    where = f"entry point {entry_point.name!r} of {ENTRY_POINTS}"
+    advice = "repair or uninstall the package that declares it"
+    try:
+        loaded = entry_point.load()
+    except Exception as error:  # whatever the import of a stranger's package raises
+        raise UsageError(where, f"cannot be imported: {error}", advice) from error
+    if not isinstance(loaded, Format):
+        raise UsageError(where, f"is a {type(loaded).__name__}, expected a Format", advice)
+    return loaded
+
+
+def list_formats() -> tuple[Format, ...]:
+    """Return all formats."""
+    return (*list_built_in_formats(), *list_extensions())
+
+
+def list_names() -> tuple[str, ...]:
+    """Return the names of all formats, sorted: the choices of ``--from``."""
+    return tuple(sorted({each.name for each in list_formats()}))
+
+
+def list_built_in_names() -> tuple[str, ...]:
+    """Return the names of the formats of this project, sorted."""
+    return tuple(sorted(each.name for each in list_built_in_formats()))
+
+
+def find_format(name: str) -> Format | None:
+    """Return the format with a name, or None."""
+    for listed in (list_built_in_formats, list_extensions):
+        for each in listed():
+            if each.name == name:
+                return each
+    return None
+
+
+def list_writers() -> dict[str, Writer]:
+    """Return all writers by name: the choices of ``--to``."""
+    return {writer.name: writer for each in list_formats() for writer in each.writers}
+
+
+def list_built_in_writers() -> dict[str, Writer]:
+    """Return the writers of this project by name."""
+    return {writer.name: writer for each in list_built_in_formats() for writer in each.writers}
+
+
+def find_writer(name: str) -> Writer:
+    """Return the writer with a name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    writer = list_built_in_writers().get(name) or list_writers().get(name)
+    if writer is None:
+        raise UsageError(f"--to {name}", f"layouts are {', '.join(list_writers())}")
+    return writer
+
+
+def describe_source(manifest: Manifest) -> Source:
+    """Return what is known about checkpoints of a manifest's format."""
+    name = manifest.origin.format
+    for listed in (list_built_in_formats, list_extensions):
+        for each in listed():
+            if name in each.sources:
+                return each.sources[name]
+    return _UNKNOWN
+
+
+def detects(name: str, location: Location) -> bool:
+    """Return whether the named format, if it is known, detects a checkpoint at a location."""
+    found = find_format(name)
+    return found is not None and (_detects(found, location) or _detects_loosely(found, location))
+
+
+def _detects(candidate: Format, location: Location) -> bool:
+    return not _is_claimed(candidate, location) and candidate.detect(location)
+
+
+def _detects_loosely(candidate: Format, location: Location) -> bool:
+    detect = candidate.detect_loosely
+    return detect is not None and not _is_claimed(candidate, location) and detect(location)
+
+
+def _is_claimed(candidate: Format, location: Location) -> bool:
+    """Return whether a generic format is not looked for, since another format's run is there."""
+    return candidate.is_generic and any(
+        each.claims is not None and each.claims(location) for each in list_built_in_formats()
+    )
+
+
+def _find_strictly(location: Location) -> Iterator[Format]:
+    for listed in (list_built_in_formats, list_extensions):
+        yield from (each for each in listed() if _detects(each, location))
+
+
+def _find_loosely(location: Location) -> Iterator[Format]:
+    yield from (each for each in list_built_in_formats() if _detects_loosely(each, location))
+
+
+def is_loose(location: Location) -> bool:
+    """Return whether only ``detect_loosely`` of some format finds a checkpoint at a location."""
+    strictly = next(_find_strictly(location), None)
+    return strictly is None and next(_find_loosely(location), None) is not None
+
+
+def detect(location: Location) -> str | None:
+    """Return the name of the format of the checkpoint directly at a location, or None."""
+    found = next(chain(_find_strictly(location), _find_loosely(location)), None)
+    return found.name if found else None
+
+
+def read(location: Location, name: str, hints: ReadHints) -> Manifest:
+    """Read the checkpoint directly at a location, as the named format.
+
+    Raises:
+        UsageError: there is no such format.
+        ReshardError: the checkpoint cannot be read; see `errors`.
+    """
+    found = find_format(name)
+    if found is None:
+        raise UsageError(f"--from {name}", f"formats are {', '.join(list_names())}")
+    return found.read(location, hints)

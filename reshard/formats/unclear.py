@@ -6,10 +6,9 @@ import re
 
 from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
-from reshard.formats import deepspeed, huggingface, meta, nanotron, run
+from reshard.formats import huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
 from reshard.formats.pytorch.directory import torch_files
-from reshard.formats.registry import detected, is_stray
 from reshard.location import Location
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -36,13 +35,13 @@ def refuse_one_of_many(location: Location) -> None:
         IncompleteError: a shard of a Hugging Face model, given without its index.
         UnsupportedError: one rank's file of a format that is not read yet; torchtune's old shards.
     """
-    if nanotron.detect(location):
+    if registry.detects("nanotron", location):
         return
     names = [location.chosen] if location.chosen else []
     shard = _SHARD.search(location.chosen or "")
     if not location.chosen and huggingface.index_of(location) is None:
         names = [name for name in location.files if name.endswith(".safetensors")]
-        if not names and not detected(location):
+        if not names and not registry.detect(location):
             names = [name for name in location.files if name.endswith(".bin")]
         found = (_SHARD.search(name) for name in names if not is_hf_shard(name))
         shard = next((match for match in found if match), None)
@@ -67,8 +66,9 @@ def refuse_one_of_many(location: Location) -> None:
     for name in names:
         match = _MODEL_PARALLEL.search(name)
         siblings = [n for n in location.files if match and _MODEL_PARALLEL.search(n)]
-        if len(siblings) > 1 and not (deepspeed.detect(location) or meta.detect(location)):
-            known = detected(Location(location.directories)) if location.chosen else None
+        is_read = any(registry.detects(kind, location) for kind in ("deepspeed", "meta"))
+        if len(siblings) > 1 and not is_read:
+            known = registry.detect(Location(location.directories)) if location.chosen else None
             raise UnsupportedError(
                 location.files[name],
                 "is one rank's shard of a model-parallel checkpoint"
@@ -86,7 +86,7 @@ def refuse_beside_runs(location: Location) -> None:
     Raises:
         UnrecognisedError: naming the runs and the file.
     """
-    if location.chosen or not is_stray(location):
+    if location.chosen or not registry.is_loose(location):
         return
     files = [name for name in torch_files(location) if not _MODEL.fullmatch(name)]
     runs = [str(folder) for folder in location.folders.values() if files and _is_run(folder)]
@@ -102,7 +102,7 @@ def _is_run(location: Location) -> bool:
     """Whether a training checkpoint, or a run of several, lies in a folder."""
 
     def known(below: Location) -> bool:
-        return detected(below) is not None and not is_stray(below)
+        return registry.detect(below) is not None and not registry.is_loose(below)
 
     try:
         return run.checkpoint(location, None, known) is not None
@@ -129,7 +129,7 @@ def hint(location: Location) -> str:
         folders = folders["snapshots"].folders
     beneath = [folder for name, folder in folders.items() if not name.startswith(".")]
     near = [*beneath, Location([location.path.resolve().parent])]
-    found = [str(p) for p in near if detected(p)]
+    found = [str(p) for p in near if registry.detect(p)]
     if found:
         return f"did you mean {found[0]}?" + (
             f" ({len(found)} candidates)" if len(found) > 1 else ""

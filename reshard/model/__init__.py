@@ -6,6 +6,7 @@ long vector, and only the wrapped model says which parameters are in it.
 build   the module itself
 wrap    which of its modules FSDP 1 wraps
 shapes  names and shapes of its parameters, and which of them each wrapped module owns
+order   weights and training states in the order of the model
 """
 
 from __future__ import annotations

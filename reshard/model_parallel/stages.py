@@ -40,3 +40,17 @@ def layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None) -> lis
         )
     ends = list(accumulate(counts))
     return [range(end - n, end) for end, n in zip(ends, counts, strict=True)]
+
+
+def parse_stage_layers(text: str | None) -> tuple[int, ...] | None:
+    """Return the number of layers of each pipeline stage, as ``--stage-layers`` states it.
+
+    Raises:
+        UsageError: the text is not a list of numbers.
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"--stage-layers {text}", "is not a list of numbers", "e.g. 3,4,4,3")
+    return tuple(map(int, parts))

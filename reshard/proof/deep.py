@@ -24,12 +24,6 @@ from reshard.training.optimizers import NEVER_NEGATIVE
 from reshard.units import counted, some
 
 _RANK = re.compile(r"(?<!mp_)(?<!expp_)rank[-_]?(\d+)|^__(\d+)_\d+\.distcp$|^shard-(\d+)-")
-# What real frameworks leave in padding, as every real checkpoint that was tried shows:
-# DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``flatten_dense_tensors_aligned``) fills it with zeros, the
-# gradient of padding is zero, and so are its moments and its step.
-_ZEROED = ("ZeRO stage 1", "ZeRO stage 2")
-# Stage 3 (``partition_parameters.py``: ``torch.empty``) leaves it as it was allocated.
-_LEFT_AS_IT_WAS = "ZeRO stage 3"
 # torch 2.13 ``distributed/fsdp/_flat_param.py`` (``_FLAT_PARAM_PADDING_VALUE``) aligns parameters
 # with this number; it cuts flat parameters, and FSDP 2 its rows, with zeros.
 _FSDP_PADDING = 42.0
@@ -229,23 +223,23 @@ def padding(manifest: Manifest, block_bytes: int) -> Check:
         return not_applicable(checks.PADDING, "no padding")
     nbytes = sum(gap.nbytes for gap in found)
     check = Check(checks.PADDING, f"{units.show_bytes(nbytes)} in {counted(len(found), 'place')}")
-    is_deepspeed = manifest.origin.format == "deepspeed"
+    expected, is_zero = manifest.origin.padding, manifest.origin.zero_stage is not None
     with SourceFiles() as pool:
         counts = [
-            (gap, count_other(pool, gap, _padding(gap.dtype, fsdp=not is_deepspeed), block_bytes))
+            (gap, count_other(pool, gap, _padding(gap.dtype, fsdp=not is_zero), block_bytes))
             for gap in found
         ]
     held = [(gap, count) for gap, count in counts if count]
-    if is_deepspeed and manifest.origin.detail == _LEFT_AS_IT_WAS:
+    if expected == "uninitialized":
         total = sum(count for _, count in held)
-        not_zero = f"{counted(total, 'element')} not zero, as DeepSpeed allocated them"
+        not_zero = f"{counted(total, 'element')} not zero, as the framework allocated them"
         return not_applicable(checks.PADDING, f"{check.looked_at}; {not_zero}")
     lines = [
         f"{gap.file}: {counted(count, 'element')} of padding by {gap.fqn} not zero (byte"
         f" {gap.byte_offset})"
         for gap, count in held
     ]
-    if is_deepspeed and manifest.origin.detail in _ZEROED:
+    if expected == "zero":
         check.failures = lines
     else:  # a tensor may be saved as a view of a larger one
         check.warnings = lines

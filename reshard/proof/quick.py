@@ -18,7 +18,7 @@ from reshard import units
 from reshard.box import Index
 from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError
-from reshard.formats import huggingface, placeholders, run
+from reshard.formats import placeholders, registry, run
 from reshard.identity import find_conflicts, list_evidence
 from reshard.identity.claims import mask_digits
 from reshard.identity.counters import find_counter_conflicts
@@ -83,8 +83,8 @@ def agreement(manifest: Manifest) -> Check:
 def index(manifest: Manifest) -> Check:
     """An index lists what its files hold, both ways; and says how much that is."""
     places = {as_path(path).parent for path in manifest.files}
-    of_weights = manifest.origin.format == huggingface.NAME
-    found = [path for place in places for path in place.glob("*.index.json") if of_weights]
+    is_model = registry.describe_source(manifest).weights_only
+    found = [path for place in places for path in place.glob("*.index.json") if is_model]
     metadata = [path for place in places for path in place.glob("*.metadata")]
     if not found and not metadata:
         return not_applicable(checks.INDEX, "no index")

@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import reshard
-from reshard.commands.naming import traits
 from reshard.errors import UnsupportedError
 from reshard.model_parallel import families
 from reshard.model_parallel.megatron_traits import as_megatron
 from reshard.model_parallel.traits import Traits
+from reshard.naming import config as configs
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -320,7 +320,7 @@ def family_of(path, config: dict[str, Any], name: str | None = None):
 
 
 def family_of_file(path, name: str | None = None):
-    return families.of_config(traits._filled(path), str(path), name, traits._defaults)
+    return families.of_config(configs.read_config(path), str(path), name, configs._read_defaults)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

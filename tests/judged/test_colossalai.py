@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from reshard.errors import CorruptError, IncompleteError, UnsupportedError
-from reshard.formats.colossalai import target
+from reshard.formats.colossalai import writer
 from tests.judged.test_nanotron_target import same
 from tests.judges.colossalai_judge import MEGABYTES
 
@@ -114,7 +114,7 @@ def test_an_optimizer_saved_asynchronously_is_refused(copied):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_is_what_its_savers_wrote(case, tmp_path, monkeypatch):
     """Shard by shard, at the judge's size of one; its stages of a pipeline are one here."""
-    monkeypatch.setattr(target, "_SHARD_BYTES", int(MEGABYTES * (1 << 20)))
+    monkeypatch.setattr(writer, "_SHARD_BYTES", int(MEGABYTES * (1 << 20)))
     report = reshard.split(KEPT / case / "ckpt", tmp_path / "out")
     assert report.target == "colossalai"
     theirs, ours = _files(KEPT / case / "ckpt"), _files(tmp_path / "out")
@@ -182,7 +182,7 @@ def test_the_names_of_one_tensor_are_in_one_shard(tmp_path, monkeypatch):
     tied = torch.nn.Linear(8, 8, bias=False)
     model = torch.nn.ModuleDict({"one": tied, "two": torch.nn.Linear(8, 8), "three": tied})
     torch.save({"model": model.state_dict()}, tmp_path / "model.pt")
-    monkeypatch.setattr(target, "_SHARD_BYTES", 1)
+    monkeypatch.setattr(writer, "_SHARD_BYTES", 1)
     reshard.split(tmp_path / "model.pt", tmp_path / "out", to="colossalai", weights_only=True)
     index = tmp_path / "out" / "pytorch_model.bin.index.json"
     places = json.loads(index.read_text())["weight_map"]

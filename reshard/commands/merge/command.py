@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from reshard import formats, keys, replicas, weights
+from reshard import formats, keys, naming, replicas, weights
 from reshard.adapters import names as adapters
-from reshard.commands import naming
 from reshard.commands.merge.options import MergeOptions
 from reshard.commands.merge.report import MergeReport, describe
 from reshard.commands.output import (
@@ -21,6 +20,7 @@ from reshard.commands.output import (
     resolve_destination,
     write,
 )
+from reshard.commands.padding import note_trained_padding
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.containers import safetensors_shards as writer
@@ -28,7 +28,7 @@ from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, DifferentError, UsageError
 from reshard.files import SourceFiles, read_small_file
-from reshard.formats import placeholders
+from reshard.formats import placeholders, registry
 from reshard.identity import check_identity
 from reshard.location import directory_of
 from reshard.manifest import WEIGHT_KINDS, Entry, Manifest, Skeleton, index_entries
@@ -155,7 +155,12 @@ def _prepare(
         if is_directory:
             raise
         companions = Companions(None, None, ())  # a file needs no config
-    named = naming.chosen(manifest, _asked(options, companions, is_directory=is_directory))
+    named = naming.choose_names(
+        manifest,
+        registry.describe_source(manifest).names,
+        _name_options(options, companions, is_directory=is_directory),
+    )
+    padding = note_trained_padding(manifest, *named.trimmed) if named.trimmed else []
     if named.config is not None:
         companions = replace(companions, config=dict(named.config))
     edited = keys.edit(named.manifest, options.edits)
@@ -186,7 +191,7 @@ def _prepare(
         if companions.config is not None and is_directory:
             kind = companions.config["architectures"][0]
             changes = [f"config.json is made from what the source says: a {kind}"]
-    job = _planned(edited, chosen, skeleton, [*named.notes, *changes], options)
+    job = _planned(edited, chosen, skeleton, [*named.notes, *padding, *changes], options)
     job.filled = filled
     return job
 
@@ -223,12 +228,14 @@ def _planned(
     return _Job(edited, chosen, skeleton, planned, changes)
 
 
-def _asked(options: MergeOptions, companions: Companions, *, is_directory: bool) -> naming.Asked:
-    return naming.Asked(
-        whose=options.names or (None if is_directory or options.family else "source"),
+def _name_options(
+    options: MergeOptions, companions: Companions, *, is_directory: bool
+) -> naming.NameOptions:
+    return naming.NameOptions(
+        names=options.names or (None if is_directory or options.family else "source"),
         family=options.family,
         rules=options.rules,
-        words=options.vocab_size,
+        vocab_size=options.vocab_size,
         keep_padding=options.keep_padding,
         config=companions.config,
     )

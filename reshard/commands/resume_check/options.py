@@ -9,9 +9,9 @@ from pathlib import Path
 
 from reshard.commands.options import ValueOptions
 from reshard.commands.resume_check.report import Level
-from reshard.commands.split.options import LayoutOptions, SplitOptions, targets_using
+from reshard.commands.split.options import LayoutOptions, SplitOptions, list_writers_using
 from reshard.errors import UsageError
-from reshard.formats import targets
+from reshard.formats import registry
 from reshard.options import option
 
 _run = partial(option, group="Runs")
@@ -29,7 +29,11 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
         unset="same as the source",
     )
     to: Sequence[str] = _run(
-        (), "Layout; repeatable.", choices=targets.NAMES, unset="same as the source"
+        (),
+        "Layout; repeatable.",
+        choices=tuple(registry.list_built_in_writers()),
+        has_open_choices=True,
+        unset="same as the source",
     )
     steps: int = _run(4, "Number of steps of each run.", minimum=1)
     command: str | None = _run(
@@ -71,7 +75,7 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
         shared = {each.name for each in fields(SplitOptions)} & {each.name for each in fields(self)}
         shared -= {"to", "html", "overwrite"}
         if to is not None:
-            others = {name for name in shared if {*self.to} & {*targets_using(name)}}
-            shared -= {name for name in others if to not in targets_using(name)}
+            others = {name for name in shared if {*self.to} & {*list_writers_using(name)}}
+            shared -= {name for name in others if to not in list_writers_using(name)}
         chosen = {name: getattr(self, name) for name in shared}
         return SplitOptions(to=to, world_size=world_size, **chosen)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from reshard.commands.options import NamingOptions, OutputOptions
 from reshard.errors import UsageError
-from reshard.formats import targets
+from reshard.formats import registry
 from reshard.formats.target_options import TargetOptions
 from reshard.options import option
 from reshard.training.fresh_adam import InitOptimizer
@@ -74,7 +74,8 @@ class SplitOptions(LayoutOptions, OutputOptions):
         None,
         "Layout to write.",
         group="Target",
-        choices=targets.NAMES,
+        choices=tuple(registry.list_built_in_writers()),
+        has_open_choices=True,
         unset="same as the source",
     )
     world_size: int | None = option(
@@ -87,6 +88,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
     )
 
 
-def targets_using(name: str) -> list[str]:
-    """Return the targets that use an option; empty for one that all targets use."""
-    return [target.name for target in targets.TARGETS.values() if name in target.heeds]
+def list_writers_using(name: str) -> list[str]:
+    """Return the layouts that use an option; empty for one that all of them use."""
+    writers = registry.list_built_in_writers().values()
+    return [writer.name for writer in writers if name in writer.options]

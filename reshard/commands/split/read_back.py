@@ -8,11 +8,11 @@ from pathlib import Path
 
 from reshard import formats
 from reshard.chunks import Chunk
-from reshard.commands.naming import Naming
 from reshard.commands.split.options import SplitOptions
 from reshard.dtypes import DType
 from reshard.errors import DifferentError
 from reshard.manifest import Entry, Manifest, Skeleton
+from reshard.naming import Naming
 from reshard.training.state import Training
 
 
@@ -27,7 +27,10 @@ def check(
     seen = formats.read(staging, model=options.model, wrap=options.wrap, rules=options.rules)
     above = staging.parent if staging.is_file() else staging
     planned = _by_name(skeleton.entries, named)
-    tied = {named.own(alias): named.own(kept) for alias, kept in state.manifest.tied.items()}
+    tied = {
+        named.name_in_table(alias): named.name_in_table(kept)
+        for alias, kept in state.manifest.tied.items()
+    }
     for fqn, found in _by_name(seen.entries.values(), named).items():  # one tensor's chunks at once
         wanted = [*planned.get(fqn, ()), *planned.get(tied.get(fqn, fqn), ())]
         places = {_place(chunk, f"{above}/") for entry in wanted for chunk in entry.chunks}
@@ -44,7 +47,7 @@ def check(
 def _by_name(entries: Iterable[Entry], named: Naming) -> dict[str, list[Entry]]:
     found = defaultdict(list)
     for entry in entries:
-        found[named.own(entry.fqn)].append(entry)
+        found[named.name_in_table(entry.fqn)].append(entry)
     return found
 
 
@@ -64,13 +67,15 @@ def _check_all(seen: Manifest, state: Training, named: Naming) -> None:
     Raises:
         DifferentError: one is not.
     """
-    names = {named.own(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)}
-    slots = {(entry.kind, named.own(entry.fqn)) for entry in seen.entries.values()}
+    names = {
+        named.name_in_table(fqn) for fqn in (*(e.fqn for e in seen.entries.values()), *seen.tied)
+    }
+    slots = {(entry.kind, named.name_in_table(entry.fqn)) for entry in seen.entries.values()}
     for weight in state.weights:
-        if named.own(weight.fqn) not in names:
+        if named.name_in_table(weight.fqn) not in names:
             raise DifferentError(weight.fqn, "does not read back")
     for group in state.groups:
         for member in group.members:
             for slot, entry in member.slots.items():
-                if entry.numel and (slot, named.own(member.fqn)) not in slots:
+                if entry.numel and (slot, named.name_in_table(member.fqn)) not in slots:
                     raise DifferentError(member.fqn, f"its {slot} does not read back")

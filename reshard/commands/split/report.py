@@ -10,18 +10,16 @@ from typing import Any
 from reshard import units
 from reshard.commands.balance import count_leaves, format_leaves
 from reshard.commands.lines import format_list, format_timing
-from reshard.containers.skeletons import LaidOut
-from reshard.formats.targets import Target
-from reshard.formats.targets.request import Request
+from reshard.formats.base import Conversion
+from reshard.formats.request import Request
 from reshard.identity import Identity
 from reshard.identity.counters import find_counter_conflicts
-from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest
+from reshard.manifest import MASTER, WEIGHT_KINDS, Manifest, Skeleton
 from reshard.plan.planner import Plan
 from reshard.training import copied_files
 from reshard.training.state import Training
 
 SCHEMA = 1
-_OF_FORMS = ("accelerate", "deepspeed", "fsdp", "hf-trainer", "megatron", "trainer")
 
 
 @dataclass(slots=True)
@@ -33,6 +31,7 @@ class SplitReport:
     target: str
     ranks_before: int
     ranks: int
+    zero_stage: int | None = None  # of a layout of DeepSpeed
     destination: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # those that were given
     done: bool = False
@@ -86,25 +85,20 @@ class SplitReport:
             yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
 
 
-def _form(target: Target, request: Request) -> str:
-    if target.name in _OF_FORMS:
-        return request.form
-    return str(request.grid or request.parallel)
-
-
-def describe(
-    state: Training, request: Request, target: Target, laid: LaidOut, plan: Plan
+def describe_split(
+    conversion: Conversion, state: Training, skeleton: Skeleton, plan: Plan
 ) -> SplitReport:
-    """The part of a report that is known before the first byte moves."""
-    skeleton = laid.skeleton
-    manifest = state.manifest
+    """Return the part of a report that is known before the first byte moves."""
+    manifest, request = state.manifest, conversion.request
+    notes, writer = conversion.notes, conversion.writer
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.TENSOR)
     out = {e.key for e in skeleton.entries if e.kind not in no_slots}
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
     report = SplitReport(
         source=manifest.origin.path,
         format=manifest.origin.description,
-        target=" ".join(filter(None, (target.name, _form(target, request)))),
+        target=" ".join(filter(None, (writer.name, writer.describe(request)))),
+        zero_stage=request.zero_stage if request.separate_masters else None,
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],
@@ -112,8 +106,11 @@ def describe(
         optimizer_tensors_in=len(held),
         optimizer_tensors_out=len(out),
         leaves=count_leaves(manifest),
-        notes=[*laid.notes, *_unread(manifest)],
-        warnings=[*manifest.warnings, *find_counter_conflicts(manifest)],
+        derived=list(notes.derived),
+        kept=list(notes.kept),
+        dropped=list(notes.dropped),
+        notes=list(_unread(manifest)),
+        warnings=[*manifest.warnings, *find_counter_conflicts(manifest), *notes.warnings],
         bytes_read=plan.copied_bytes,
         bytes_written=skeleton.nbytes,
     )
@@ -151,7 +148,7 @@ def _unread(manifest: Manifest) -> Iterator[str]:
 
 def _masters(state: Training, request: Request) -> Iterator[str]:
     """Masters that a new optimizer begins with, where the source's weights are narrower."""
-    written = request.master
+    written = request.master_dtype
     narrow = Counter(
         member.weight.value.dtype.name
         for group in state.groups

@@ -13,11 +13,8 @@ Source: ColossalAI 0.5.0 ``checkpoint_io/general_checkpoint_io.py``,
 ``booster/plugin/hybrid_parallel_plugin.py`` (get_param_info); ``applications/Colossal-LLaMA``
 (``ckpt_io.py``).
 
+    format      the format as one object: how it is found, read and written
     directory   the folders of weights and optimizer
     reader      weights, optimizer, scheduler and running states
-    target      the files of an optimizer on another grid
+    writer      the files of an optimizer on another grid
 """
-
-from reshard.formats.colossalai.directory import NAME, detect
-
-__all__ = ["NAME", "detect"]

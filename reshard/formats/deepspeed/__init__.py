@@ -1,5 +1,6 @@
 """Checkpoints that DeepSpeed wrote: ZeRO stages 0 to 3 as the ranks saved them, and universal.
 
+    format      the format as one object: how it is found, read and written
     directory   find the files and sort them by rank
     reader      read any kind as one manifest, with one of native, parallel, experts and universal
     states      open the two kinds of rank file; schemas: the values that are taken from them
@@ -24,7 +25,3 @@
 Facts: DeepSpeed 0.19.8 ``runtime/engine.py``, ``runtime/zero/stage_1_and_2.py``,
 ``runtime/zero/stage3.py``, ``runtime/bf16_optimizer.py``, ``checkpoint/ds_to_universal.py``.
 """
-
-from reshard.formats.deepspeed.directory import NAME, detect
-
-__all__ = ["NAME", "detect"]

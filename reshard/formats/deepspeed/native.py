@@ -43,11 +43,18 @@ from reshard.manifest import (
     Entry,
     Manifest,
     Origin,
+    Padding,
     SourceFile,
     index_entries,
     most_common_dtype,
 )
 from reshard.pickles import trust
+
+# What DeepSpeed leaves in padding, as every real checkpoint that was tried shows. Stages 1 and 2
+# (0.19.8 ``stage_1_and_2.py``, ``flatten_dense_tensors_aligned``) fill it with zeros; its gradient
+# is zero, and so are its moments and its step. Stage 3 (``partition_parameters.py``) allocates it
+# with ``torch.empty``.
+_PADDING: dict[int | None, Padding] = {1: "zero", 2: "zero", 3: "uninitialized"}
 
 
 def open_first(files: RankFiles) -> ModelStates:
@@ -191,6 +198,8 @@ def _assemble(
             precision=most_common_dtype(
                 tensor.dtype for name, tensor in first.module.items() if name not in first.buffers
             ),
+            zero_stage=stage,
+            padding=_PADDING.get(stage, "unknown"),
         ),
         entries=index_entries(entries),
         files={file.path: _source(file, optimizer) for file in opened} | _swap_sources(swapped),

@@ -91,6 +91,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
             versions={"deepspeed": model.version},
             mesh={"world": model.data_ranks or 1},
             precision=_find_precision(model),
+            zero_stage=_find_configured_stage(model),
         ),
         entries=index_entries(entries),
         files={path: file.source() for path, file in files.items()},
@@ -244,6 +245,12 @@ def _find_precision(model: ModelStates) -> str:
         if order.section(model.config, key).get("enabled") is True:
             return name
     return "float32"
+
+
+def _find_configured_stage(model: ModelStates) -> int | None:
+    """Return the stage of the run that the checkpoint was converted from, if its config has one."""
+    stage = order.section(model.mapping("ds_config"), "zero_optimization").get("stage")
+    return stage if isinstance(stage, int) and stage in range(4) else None
 
 
 def _warnings(model: ModelStates) -> Iterator[str]:

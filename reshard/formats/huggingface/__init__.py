@@ -1,5 +1,6 @@
 """The Hugging Face model directory: sharded weights with an index, and its JSON files.
 
+    format      the format as one object: how it is found, read and written
     directory   which files are a model's
     reader      weights, through their index or without one
 

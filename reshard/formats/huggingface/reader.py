@@ -6,18 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from reshard.containers import safetensors
-from reshard.dtypes import DType
 from reshard.errors import (
     CorruptError,
     IncompleteError,
     StaleError,
     UnrecognisedError,
     UnsafeError,
-    UnsupportedError,
-    UsageError,
 )
 from reshard.files import read_small_file
 from reshard.formats.huggingface.directory import (
@@ -29,9 +25,7 @@ from reshard.formats.huggingface.directory import (
 )
 from reshard.location import Location
 from reshard.manifest import (
-    BUFFER,
     PARAM,
-    WEIGHT_KINDS,
     Entry,
     Manifest,
     Origin,
@@ -41,9 +35,6 @@ from reshard.manifest import (
 )
 from reshard.pickles import trust
 from reshard.units import some
-
-if TYPE_CHECKING:
-    from reshard.model import ModelShapes
 
 
 def read(location: Location) -> Manifest:
@@ -188,66 +179,3 @@ def _manifest(
         unknown_globals=trust.unknown(globals_),
         ordered=False,  # files and index are sorted by name, or by dtype and name
     )
-
-
-def described(manifest: Manifest, model: ModelShapes) -> Manifest:
-    """Return a model's weights under its names and in its order, with buffers and tied names.
-
-    Raises:
-        UsageError: the model is another one.
-        UnsupportedError: the files hold both names of a tied tensor.
-    """
-    shapes = {**model.parameters, **model.buffers}
-    held: dict[str, Entry] = {}
-    dtypes: dict[str, DType] = {}
-    for saved in manifest.entries.values():
-        fqn = model.saved_names.get(saved.fqn, saved.fqn)
-        entry = replace(saved, fqn=fqn)
-        dtypes[fqn] = saved.dtype
-        first = model.tied.get(entry.fqn, entry.fqn)
-        wanted = shapes.get(first)
-        if wanted != entry.shape:
-            found = f"of {entry.shape}, in the model of {wanted}" if wanted else "not in the model"
-            raise UsageError(model.source, f"is another model: {entry.fqn!r} is {found}")
-        if first in held:
-            raise UnsupportedError(
-                manifest.origin.path,
-                f"stores {held[first].fqn!r} and {entry.fqn!r}, which are one tensor in the model",
-                "reshard merge compares them and writes one",
-            )
-        held[first] = replace(entry, kind=BUFFER if first in model.buffers else PARAM)
-    lacking = [fqn for fqn in shapes if fqn not in held]
-    if lacking:
-        raise UsageError(model.source, f"is another model: no file holds {lacking[0]!r}")
-    names = [*model.tied.items(), *((first, first) for first in held)]
-    tied = {alias: held[first].fqn for alias, first in names if held[first].fqn != alias}
-    ordered = manifest.with_entries(held[fqn] for fqn in shapes)
-    return replace(ordered, tied=tied, trained_dtypes=dtypes, ordered=True)
-
-
-def in_order(manifest: Manifest, model: ModelShapes) -> Manifest:
-    """Return a training state under the model's names in the model's order, param groups too.
-
-    Raises:
-        UsageError: the model is another one.
-    """
-    shapes = {**model.parameters, **model.buffers}
-    held = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
-    firsts = {fqn: model.tied.get(fqn, fqn) for fqn in held}
-    lacking = sorted(shapes.keys() - set(firsts.values()))
-    if lacking:
-        raise UsageError(model.source, f"is another model: no file holds {lacking[0]!r}")
-    for fqn, shape in held.items():
-        wanted = shapes.get(firsts[fqn])
-        if wanted != shape:
-            found = f"of {shape}, in the model of {wanted}" if wanted else "not in the model"
-            raise UsageError(model.source, f"is another model: {fqn!r} is {found}")
-    places = {name: number for number, name in enumerate(shapes)}
-    order = {fqn: places[first] for fqn, first in firsts.items()}
-    entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
-    groups = tuple(
-        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: order.get(fqn, len(order)))))
-        for group in manifest.train.param_groups
-    )
-    train = replace(manifest.train, param_groups=groups)
-    return replace(manifest.with_entries(entries), train=train, ordered=True)

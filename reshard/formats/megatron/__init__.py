@@ -1,6 +1,7 @@
 """Checkpoints of Megatron-LM and Megatron-core, in the torch and the torch_dist format.
 
     reader      either format as one manifest
+    format      the format as one object: how it is found, read and written
     directory   where they lie, which rank each folder is of
     arguments   the run's command line: sizes, the pipeline's layout
     names       local, global and stacked names
@@ -21,7 +22,3 @@
 
 Facts: Megatron-LM core_v0.16.1; torch_dist of core 0.20 also.
 """
-
-from reshard.formats.megatron.directory import NAME, detect, holds
-
-__all__ = ["NAME", "detect", "holds"]

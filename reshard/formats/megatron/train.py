@@ -27,6 +27,7 @@ def origin(location: Location, args: Arguments, detail: str, manifest: Manifest)
         format="megatron",
         path=str(location),
         detail=detail,
+        form=detail.partition(",")[0],
         mesh=args.mesh(),
         precision=most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),
     )

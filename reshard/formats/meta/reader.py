@@ -164,7 +164,10 @@ def traits(manifest: Manifest) -> Traits:
     heads, hidden = params.get("n_heads"), params.get("dim")
     gate = manifest.entries.get((PARAM, _GATE))
     theta = float(params.get("rope_theta") or 10000.0)
-    odd = ["rotations scaled by a factor that it does not state (use_scaled_rope)"]
+    odd = (
+        "rotations scaled by a factor that it does not state (use_scaled_rope): Llama 3.1 has 8,"
+        " Llama 3.2 has 32"
+    )
     return Traits(
         source=str(as_path(manifest.origin.path) / PARAMS),
         layers=params.get("n_layers"),
@@ -183,5 +186,5 @@ def traits(manifest: Manifest) -> Traits:
         norm_eps=params.get("norm_eps"),
         linear_bias=False,
         qkv_bias=False,
-        odd=tuple(odd if params.get("use_scaled_rope") else ()),
+        odd=(odd,) if params.get("use_scaled_rope") else (),
     )

@@ -1,5 +1,6 @@
 """Checkpoints of nanotron: one safetensors file per parameter and rank, which states its slices.
 
+    format      the format as one object: how it is found, read and written
     directory   the files of a checkpoint, and the check that none is missing
     slices      the block of a tensor that a rank's file stores, from its header
     optimizer   the ranks' optimizers: whole local tensors, or ZeRO-1's pieces of them
@@ -8,13 +9,9 @@
     costs       the stage that nanotron gives a block, by its cost
     layout      facts about the run beside its state: how parameters are cut, who trains them
     choice      what to write, and what cannot be written
-    target      the files of other ranks
+    writer      the files of other ranks
 
 Source: nanotron at 2411b02 (April 2026), checkpoint version 1.5: ``serialize/weights.py``,
 ``serialize/optimizer.py``, ``serialize/metadata.py``, ``serialize/utils.py``, ``optim/zero.py``,
 ``optim/named_optimizer.py``, ``optim/gradient_accumulator.py``, ``trainer.py`` (save_checkpoint).
 """
-
-from reshard.formats.nanotron.directory import NAME, detect
-
-__all__ = ["NAME", "detect"]

@@ -67,6 +67,7 @@ def read(location: Location) -> Manifest:
             format=directory.NAME,
             path=str(census.location),
             detail="ZeRO stage 1" if census.is_zero else "",
+            zero_stage=1 if census.is_zero else None,
             versions=versions,
             mesh=_build_mesh(census, about),
             precision=most_common_dtype(entry.dtype for entry in weights.values()),

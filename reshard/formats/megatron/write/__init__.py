@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
-from reshard.formats.megatron import NAME
+from reshard.formats.megatron.directory import NAME
 from reshard.formats.megatron.write.choice import Choice, Wanted, choose
 from reshard.model_parallel.described import Described
 from reshard.training.state import Training, describe_lost_setup, describe_lost_state

@@ -1,0 +1,339 @@
+"""The passes of a split: each returns a changed conversion, and appends to its notes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard import keys, replicas, weights
+from reshard.commands.padding import note_trained_padding
+from reshard.commands.split.options import SplitOptions
+from reshard.containers.json_files import read_json_object
+from reshard.dtypes import DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.files import SourceFiles
+from reshard.formats import placeholders
+from reshard.formats.base import Conversion, Source, Writer
+from reshard.formats.request import Request
+from reshard.identity import refuse_conflicts
+from reshard.layout.mesh import MeshGrid
+from reshard.location import directory_of
+from reshard.manifest import WEIGHT_KINDS, Manifest, Skeleton
+from reshard.model import ModelHint, ModelShapes, describe_config
+from reshard.model.order import match_weights, order_by_model
+from reshard.model_parallel.sizes import Sizes
+from reshard.naming.options import NameOptions
+from reshard.paths import as_path
+from reshard.stamps import Save
+from reshard.training import fresh_adam, param_groups, rng
+from reshard.training.batch import rebalanced
+from reshard.training.companion_files import is_model_config
+from reshard.training.state import Training, build_training, refuse_without_optimizer
+
+_ID = 32  # characters of a save's id
+_NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # they do not decide the layout
+
+
+# Passes over the manifest, before the options of the output are resolved
+
+
+def strip_wrappers(
+    manifest: Manifest, writer: Writer, options: SplitOptions
+) -> tuple[Manifest, list[str]]:
+    """Return the source without wrapper prefixes in its names, and notes on them.
+
+    Raises:
+        IncompleteError: the source lists weights that no file contains.
+        UnsupportedError: a tensor has an empty name.
+    """
+    keeps = manifest.origin.format in writer.keeps_wrappers_of and not options.model
+    edited = keys.edit(manifest, keys.Edits(strip_wrappers=not keeps))
+    manifest = edited.manifest
+    weights.refuse_nothing(manifest, manifest.entries)
+    placeholders.refuse(manifest, manifest.entries.values())
+    if any(not entry.fqn for entry in manifest.entries.values()):
+        raise UnsupportedError(
+            manifest.origin.path,
+            "contains a tensor with an empty name, which is not a parameter's",
+            "name it in its file, or write the weights alone: reshard merge --rename '^$=NAME'",
+        )
+    if manifest.absent:
+        raise IncompleteError(
+            manifest.origin.path,
+            f"lists {weights.describe_missing_values(manifest.absent)}",
+            "save it without exclude_frozen_parameters, or write the rest with reshard merge",
+        )
+    return manifest, [
+        f"{len(edited.stripped)} names lose their wrappers: {old} -> {new}"
+        for old, new in edited.stripped[:1]
+    ]
+
+
+def choose_optimizer(
+    manifest: Manifest, writer: Writer, options: SplitOptions
+) -> tuple[SplitOptions, list[str]]:
+    """Return the options for weights alone if the source has nothing else, and notes on that.
+
+    For a layout that needs an optimizer the options stay: the user must then say what becomes of
+    it.
+    """
+    is_decided = options.init_optimizer or options.weights_only or options.param_groups
+    train = manifest.train
+    has_optimizer = manifest.has_optimizer or manifest.unnamed_optimizers or train.param_groups
+    if is_decided or has_optimizer or not writer.weights_alone:
+        return options, []
+    note = "weights only: the source has no optimizer state (--init-optimizer zeros starts an Adam)"
+    return replace(options, init_optimizer="none"), [note]
+
+
+def resolve_model(
+    manifest: Manifest, source: Source, writer: Writer, options: SplitOptions
+) -> tuple[Manifest, ModelShapes | None]:
+    """Return the model that the user names; for weights alone, the one of the config beside them.
+
+    Files of weights alone have no order, and one name of a tied weight. With a model, the returned
+    manifest has both.
+
+    Raises:
+        IncompleteError: an optimizer is to be created, and nothing states the model.
+        UsageError: the weights belong to another model.
+    """
+    if not writer.needs_shapes:
+        return manifest, None
+    shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
+    if not source.weights_only:
+        return manifest, shapes
+    if shapes is not None:
+        return match_weights(manifest, shapes), shapes
+    config = directory_of(manifest.origin.path) / "config.json"
+    problem = ""
+    if config.is_file() and is_model_config(config):
+        try:
+            shapes = ModelHint(str(config), options.wrap).shapes()
+            return match_weights(manifest, shapes), shapes
+        except (UsageError, UnsupportedError) as error:
+            problem = f"{config} does not help: {error.problem}"
+    if options.init_optimizer == "zeros":
+        raise IncompleteError(
+            manifest.origin.path,
+            problem or "does not state which tensors are parameters, and in which order",
+            "name the model: --model config.json|DIR|module:factory",
+        )
+    warnings = (*manifest.warnings, *filter(None, [problem]))
+    return replace(manifest, warnings=warnings), None
+
+
+# Passes over the conversion
+
+
+def keep_run(conversion: Conversion) -> Conversion:
+    """Return the conversion with the state of a run of our trainer, for the new ranks.
+
+    A resume takes the number of ranks from that state, unless the user gives another one.
+    """
+    run, request, manifest = conversion.request.run, conversion.request, conversion.manifest
+    if run is None:
+        return conversion
+    settings = conversion.writer.settings_of_run(request)
+    train = replace(manifest.train, trainer_state=run.resized(request.world_size, **settings))
+    return conversion.with_manifest(replace(manifest, train=train))
+
+
+def rebalance_batch(conversion: Conversion) -> Conversion:
+    """Return the conversion with the accumulation steps that keep the global batch."""
+    if conversion.source.weights_only:
+        return conversion
+    batch = rebalanced(conversion.manifest, conversion.request.data_parallel)
+    conversion.notes.derived += batch.derived
+    conversion.notes.warnings += batch.warnings
+    return conversion.with_manifest(batch.manifest)
+
+
+def compare_copies(conversion: Conversion, policy: replicas.Replicas) -> Conversion:
+    """Return the conversion with equal heads tied, after a comparison of what is stored twice.
+
+    Raises:
+        DifferentError: copies of a value differ, and the policy is to fail.
+    """
+    manifest = conversion.manifest
+    with SourceFiles() as pool:
+        weights.check_tied_copies(manifest, pool)
+        manifest = weights.tie_equal_heads(manifest, pool)
+        entries = list(manifest.entries.values())
+        if conversion.request.weights_only:
+            entries = list(manifest.of_kind(*WEIGHT_KINDS))
+        conversion.notes.derived += replicas.check(entries, manifest.files, pool, policy)
+    return conversion.with_manifest(manifest)
+
+
+def rename(conversion: Conversion, options: SplitOptions) -> Conversion:
+    """Return the conversion under the parameter names of the output, in the order that it needs."""
+    named = conversion.writer.rename(
+        conversion,
+        NameOptions(
+            config=_read_model_config(options) if options.names == "hf" else None,
+            names=options.names,
+            family=options.family,
+            rules=options.rules,
+            vocab_size=options.vocab_size,
+        ),
+    )
+    conversion.notes.derived += named.notes
+    if named.trimmed is not None:
+        conversion.notes.derived += note_trained_padding(conversion.manifest, *named.trimmed)
+    manifest, request = named.manifest, conversion.request
+    needs_order = conversion.writer.needs_order and not request.weights_only
+    if named.config is not None and needs_order and not manifest.ordered:
+        shapes = conversion.shapes or describe_config(named.config, manifest.origin.path)
+        manifest = order_by_model(manifest, shapes)
+        named = replace(named, manifest=manifest)
+    request = replace(request, described=named.described)
+    return replace(conversion, manifest=manifest, naming=named, request=request)
+
+
+def _read_model_config(options: SplitOptions) -> Mapping[str, Any] | None:
+    """Return the transformers config that ``--model`` names; None if it names code."""
+    path = as_path(options.model) if options.model else None
+    if path is not None and path.is_dir():
+        path /= "config.json"
+    return read_json_object(path) if path is not None and path.is_file() else None
+
+
+def choose_random_states(conversion: Conversion, *, checks: bool) -> Conversion:
+    """Return the conversion with the random states to write; by default all that can be kept.
+
+    Args:
+        checks: whether to check that each file of states belongs to its rank.
+
+    Raises:
+        CorruptError: a file of states belongs to another rank.
+        IncompleteError: the source has no states that could be kept.
+        UnsupportedError: the layout has no place for them.
+        UsageError: states of another number of ranks are to be kept.
+    """
+    manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
+    files, policy = manifest.train.rng_files, request.rng
+    if conversion.writer.random_states == "own":
+        return conversion
+    if manifest.train.rng is None and not files and not policy:
+        return conversion
+    if policy == "drop" or request.weights_only:
+        reason = "--rng drop" if policy == "drop" else "--weights-only"
+        notes.dropped.append(f"random states ({reason})")
+        return conversion
+    obstacle = _find_obstacle_to_random_states(conversion)
+    if obstacle is not None:
+        if policy:
+            raise obstacle
+        notes.dropped.append(f"random states: {obstacle.where} {obstacle.problem}")
+        return conversion
+    if checks:
+        refuse_conflicts(rng.describe_files(files))
+    states, ranks = rng.read(files), request.world_size
+    if policy != "derive":
+        notes.kept.append(f"random states of {ranks} ranks")
+        return replace(conversion, rng=states)
+    devices = sorted({name for state in states for name in state.devices})
+    left = f"; those of {', '.join(devices)} are left out" if devices else ""
+    notes.derived.append(f"random states of {ranks} ranks, seeded from rank 0's and the rank{left}")
+    return replace(conversion, rng=rng.derive(states[0], ranks))
+
+
+def _find_obstacle_to_random_states(
+    conversion: Conversion,
+) -> IncompleteError | UnsupportedError | UsageError | None:
+    """Return why random states can be neither kept nor derived, or None."""
+    manifest, request, writer = conversion.manifest, conversion.request, conversion.writer
+    files, where = manifest.train.rng_files, manifest.origin.path
+    if writer.random_states == "none":
+        return UnsupportedError(f"--to {writer.name}", "has no place for the states of ranks")
+    if not files or not rng.has_states(files[0]):
+        return IncompleteError(
+            where,
+            "has no file of random states per rank, which alone can be kept",
+            "leave them out: --rng drop",
+        )
+    before, ranks = manifest.origin.world, request.world_size
+    if request.rng != "derive" and not len(files) == before == ranks:
+        return UsageError(
+            where,
+            f"has random states of {len(files)} ranks, which do not fit {ranks}",
+            "make new ones with --rng derive, or leave them out with --rng drop",
+        )
+    return None
+
+
+def adapt(conversion: Conversion) -> Conversion:
+    """Return the conversion with what its writer changes, and note parts that it cannot hold."""
+    source, writer = conversion.source, conversion.writer
+    if source.name_own_parts is not None and source.writer != writer.name:
+        parts = source.name_own_parts(conversion.manifest)
+        reason = f"--to {writer.name} has no place for them"
+        conversion.notes.dropped += [f"{parts}: {reason}"] if parts else []
+    return writer.adapt(conversion)
+
+
+# The training state to write
+
+
+def build_state(conversion: Conversion, options: SplitOptions) -> Training:
+    """Return the training state to write, with the optimizer and groups that the user chose."""
+    request, notes = conversion.request, conversion.notes
+    state = build_training(conversion.manifest, weights_only=request.weights_only)
+    groups = param_groups.read(options.param_groups) if options.param_groups else None
+    is_new = options.init_optimizer == "zeros"
+    if is_new and groups is None and not state.groups:
+        groups = param_groups.ONE
+    if not is_new and not request.weights_only:
+        refuse_without_optimizer(state)
+    if groups:
+        state, derived = param_groups.regroup(state, groups)
+        notes.derived += derived
+    if is_new:
+        state, derived = fresh_adam.start_adam(state, request.master_dtype)
+        notes.derived += derived
+    save = identify_save(state, request, conversion.writer)
+    return replace(state, rng=conversion.rng, save=save)
+
+
+def identify_save(state: Training, request: Request, writer: Writer) -> Save:
+    """Return the stamp of the files to write.
+
+    The id is a digest of the source and of what is written, so that the same command writes the
+    same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
+    """
+    manifest, digest = state.manifest, hashlib.sha256()
+
+    def add(*values: object) -> None:
+        digest.update(repr(values).encode())
+
+    add(manifest.origin.format, manifest.train.step, writer.name, *_list_layout_options(request))
+    for path, file in sorted(manifest.files.items()):
+        add(as_path(path).name, file.nbytes)
+        for record in file.records:
+            digest.update(b"%d %d " % (record.nbytes, record.crc32 or 0))
+    for entry in manifest.entries.values():
+        add(entry.kind, entry.fqn, entry.dtype.name, entry.shape)
+    for group in state.groups:
+        add(sorted(group.hyper, key=str), len(group.members))
+    has_step = manifest.train.step is not None or manifest.train.optimizer_step
+    return Save(digest.hexdigest()[:_ID], state.step() if has_step else None)
+
+
+def _list_layout_options(request: Request) -> Iterator[object]:
+    """Yield the layout options of a request as plain values."""
+    for name in sorted(Request.__dataclass_fields__.keys() - _NOT_IN_ID):
+        value = getattr(request, name)
+        if isinstance(value, (bool, int, str, Sizes, DType, MeshGrid, type(None))):
+            yield name, str(value)
+
+
+def without_zeros(skeleton: Skeleton, state: Training) -> Skeleton:
+    """Return the skeleton without entries of zeros, which no source has and no window fills."""
+    if not state.zero_slots:
+        return skeleton
+    return replace(
+        skeleton, entries=tuple(e for e in skeleton.entries if e.key not in state.zero_slots)
+    )

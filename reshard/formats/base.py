@@ -1,0 +1,279 @@
+"""What a format is: one object that finds, reads and writes the checkpoints of one kind.
+
+A package of this project or of a third party declares a `Format`; `registry` collects them. No
+module outside of a format's package names the format: it asks the objects here. A `Conversion` is
+the value that the passes of a command extend and annotate on the way from a source to a `Writer`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+from reshard.location import Location
+from reshard.manifest import Entry, Manifest, Skeleton
+from reshard.naming.options import ModelNames
+
+if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
+    from reshard.formats.request import Request
+    from reshard.formats.target_options import StateDictType, TargetOptions
+    from reshard.model import ModelShapes
+    from reshard.model_parallel.traits import Traits
+    from reshard.naming.options import NameOptions, Naming
+    from reshard.training.rng import RankRng
+    from reshard.training.state import Training
+    from reshard.training.trainer_run import Run
+
+RandomStates = Literal["none", "per rank", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHints:
+    """What the user states about a source beside its path, as in `formats.read`."""
+
+    tag: str | None = None
+    key: str | None = None
+    model: str | None = None
+    wrap: str | None = None
+    rules: Path | None = None
+
+
+_MEGATRON_ARGS = {"num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size"}
+
+
+def has_megatron_args(manifest: Manifest) -> bool:
+    """Return whether the training script saved Megatron's arguments, as Megatron-DeepSpeed does."""
+    return isinstance(manifest.train.client.get("args"), Mapping)
+
+
+def describe_by_megatron_args(manifest: Manifest) -> Traits | None:
+    """Return what Megatron's arguments, a Namespace, state about the model."""
+    args = manifest.train.client.get("args")
+    state = args.get("state") if isinstance(args, Mapping) else None
+    if isinstance(state, Mapping) and state.keys() >= _MEGATRON_ARGS:
+        from reshard.model_parallel.megatron_traits import of_megatron
+
+        return of_megatron(state, manifest.origin.path)
+    return None
+
+
+BY_MEGATRON_ARGS = ModelNames(may_differ=has_megatron_args, describe=describe_by_megatron_args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What commands need to know about checkpoints with a given ``Origin.format``.
+
+    Args:
+        writer: name of the writer that keeps the layout; None: the user must choose one.
+        weights_only: whether such files hold weights alone, and do not state the model's order.
+        pointer: name of the file in the run directory from which the framework takes the name of
+            the checkpoint to resume from; empty: the framework takes the checkpoint's own path.
+        names: how the names of parameters may differ from those of Hugging Face's model.
+        name_own_parts: returns how a report calls the parts of a checkpoint that only writers of
+            the same format have a place for; empty: there are none.
+    """
+
+    writer: str | None = None
+    weights_only: bool = False
+    pointer: str = ""
+    names: ModelNames = BY_MEGATRON_ARGS
+    name_own_parts: Callable[[Manifest], str] | None = None
+
+
+class Writer(ABC):
+    """One layout that a training state can be written in: a choice of ``split --to``.
+
+    Attributes:
+        name: the name for ``--to``.
+        options: the options, among those that not every writer uses, that this one uses.
+        random_states: "per rank": there is a place for one state per rank. "own": the writer
+            decides itself what becomes of them, in `adapt`.
+        weights_alone: whether weights without an optimizer are complete: nothing that loads the
+            layout expects more.
+        is_tagged: whether the state files are in a directory named by the step.
+        writes_file: whether the layout can be one file.
+        needs_order: whether optimizer states refer to parameters by their position in the model.
+        needs_shapes: whether a model that the user names must be built; False where the writer's
+            own tables describe the model.
+        has_data_parallel_ranks: False where files depend on model-parallel ranks alone.
+        keeps_grid_of: sources (``Origin.format``) whose model-parallel sizes are the default.
+        keeps_wrappers_of: sources whose program loads the output with the same code, so that
+            wrapper prefixes stay in the names.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+    random_states: RandomStates = "none"
+    weights_alone = False
+    is_tagged = False
+    writes_file = False
+    needs_order = False
+    needs_shapes = True
+    has_data_parallel_ranks = True
+    keeps_grid_of: tuple[str, ...] = ()
+    keeps_wrappers_of: tuple[str, ...] = ()
+
+    @abstractmethod
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Return the files to write, and notes on what is derived or dropped.
+
+        Raises:
+            ReshardError: the layout cannot hold the state, or cannot be written as requested.
+        """
+
+    def choose_stage(self, given: int | None, source: int | None) -> int:
+        """Return the ZeRO stage to write.
+
+        Args:
+            given: the user's choice; ``source``: the source's stage.
+        """
+        return next((stage for stage in (given, source) if stage is not None), 2)
+
+    def choose_state_dict_type(self, _source: Manifest, _run: Run | None) -> StateDictType:
+        """Return the FSDP state dict type to write, if the user names none."""
+        return "sharded"
+
+    def has_separate_masters(self, _source: Manifest, _options: TargetOptions) -> bool:
+        """Return whether the optimizer updates fp32 copies and not the module's parameters."""
+        return False
+
+    def resolve(self, request: Request, _source: Manifest, _options: TargetOptions) -> Request:
+        """Return the request with what this writer alone derives from source and options.
+
+        Raises:
+            UsageError: an option has a value that the writer cannot use.
+        """
+        return request
+
+    def rename(self, conversion: Conversion, names: NameOptions) -> Naming:
+        """Return the state under the parameter names that the files have.
+
+        Raises:
+            UsageError: nothing states what the model is.
+            UnsupportedError: there is no table of the model.
+        """
+        from reshard import naming
+
+        return naming.choose_names(
+            conversion.manifest, conversion.source.names, naming.prefer_source(names)
+        )
+
+    def adapt(self, conversion: Conversion) -> Conversion:
+        """Return the conversion with what only this format knows to change before layout.
+
+        Raises:
+            ReshardError: a part of the state that must be kept cannot be.
+        """
+        return conversion
+
+    def list_own_entries(self, _request: Request) -> Sequence[Entry]:
+        """Return entries of the output that the training state does not contain."""
+        return ()
+
+    def describe(self, request: Request) -> str:
+        """Return what the name of the writer leaves open, for reports."""
+        return str(request.grid or request.parallel)
+
+    def settings_of_run(self, _request: Request) -> Mapping[str, str]:
+        """Return the settings to change in the state of a run of ``python -m trainer``."""
+        return {}
+
+    def find_companion_folders(
+        self, skeleton: Skeleton, _state: Training, request: Request
+    ) -> tuple[str, str]:
+        """Return the output folders for files beside the checkpoint and above it.
+
+        Returns:
+            (folder for the files in the checkpoint's directory, folder for those of the directory
+            above); empty names mean the output directory itself.
+        """
+        run = request.run
+        if run is not None and skeleton.files[-1].name.startswith(f"{run.tag}/"):
+            return run.tag, run.tag
+        parent = PurePosixPath(skeleton.files[-1].name).parent
+        return (str(parent) if self.is_tagged else ""), ""
+
+    def place(self, skeleton: Skeleton, _state: Training, _destination: str) -> Skeleton:
+        """Return the files as they lie in a directory with the name that the user gave."""
+        return skeleton
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One checkpoint format.
+
+    Args:
+        name: the name for ``--from``.
+        detect: whether a checkpoint of the format lies directly at a location; decides by names of
+            files, or by their first bytes.
+        read: reads headers and pickles, never tensor elements, into a manifest.
+        sources: ``Origin.format`` -> what commands need to know about such a checkpoint.
+        writers: the layouts of the format.
+        detect_loosely: as ``detect``, by evidence that other formats may show as well; asked after
+            all formats' ``detect``.
+        claims: whether a directory belongs to a run of the format although no checkpoint lies
+            directly in it. Generic formats are not looked for there.
+        is_generic: whether other formats' runs may contain files of this format.
+        reads_tags: whether ``read`` resolves ``--tag`` itself, and says which tags there are.
+        suffixes: suffixes of files that are weights by themselves.
+        requires: names of format packages that this one is built on.
+    """
+
+    name: str
+    detect: Callable[[Location], bool]
+    read: Callable[[Location, ReadHints], Manifest]
+    sources: Mapping[str, Source]
+    writers: tuple[Writer, ...] = ()
+    detect_loosely: Callable[[Location], bool] | None = None
+    claims: Callable[[Location], bool] | None = None
+    is_generic: bool = False
+    reads_tags: bool = False
+    suffixes: tuple[str, ...] = ()
+    requires: tuple[str, ...] = field(default=())
+
+
+@dataclass(slots=True)
+class Notes:
+    """What a report says about parts of the state, in the order in which passes found it."""
+
+    kept: list[str] = field(default_factory=list)
+    derived: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversion:
+    """A checkpoint on its way to another layout.
+
+    A pass returns a changed copy, and appends to ``notes``, which all copies share.
+
+    Args:
+        manifest: the source, as the passes so far have changed it.
+        source: what is known about checkpoints of the source's format.
+        writer: the layout to write.
+        options: the options that only some writers use.
+        request: the options of the output, with nothing left open.
+        shapes: the model that the user named, or that a config beside the source describes.
+        naming: the names under which parameters are written; None before `rename`.
+        rng: the random states to write, in rank order.
+    """
+
+    manifest: Manifest
+    source: Source
+    writer: Writer
+    options: TargetOptions
+    request: Request
+    shapes: ModelShapes | None = None
+    naming: Naming | None = None
+    rng: tuple[RankRng, ...] = ()
+    notes: Notes = field(default_factory=Notes)
+
+    def with_manifest(self, manifest: Manifest) -> Conversion:
+        """Return a copy with a changed manifest."""
+        return replace(self, manifest=manifest)

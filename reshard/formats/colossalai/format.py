@@ -1,0 +1,54 @@
+"""ColossalAI's checkpoints as one format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.containers.skeletons import LaidOut
+from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.formats.colossalai.directory import NAME, detect
+from reshard.formats.request import Request
+from reshard.location import Location
+from reshard.manifest import Manifest
+
+if TYPE_CHECKING:
+    from reshard.training.state import Training
+
+
+def _read(location: Location, hints: ReadHints) -> Manifest:
+    from reshard.formats.colossalai import reader
+
+    return reader.read(location, model=hints.model, wrap=hints.wrap)
+
+
+class ColossalAI(Writer):
+    """Shards under an index, which any of ColossalAI's plugins loads."""
+
+    name = NAME
+    weights_alone = True
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directories of weights and optimizer.
+
+        Raises:
+            ReshardError: as `colossalai.writer.lay_out`.
+        """
+        from reshard.formats.colossalai import writer
+
+        skeleton = writer.lay_out(
+            state,
+            weights_only=request.weights_only,
+            model=request.model,
+            dtype=request.dtype,
+        )
+        return LaidOut(skeleton, tuple(writer.notes(state, weights_only=request.weights_only)))
+
+
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={NAME: Source(writer=NAME)},
+    writers=(ColossalAI(),),
+    requires=("huggingface",),
+)

@@ -1,0 +1,175 @@
+"""DeepSpeed's checkpoints as one format: native and universal directories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import IncompleteError, UsageError
+from reshard.formats.base import (
+    Format,
+    ReadHints,
+    Source,
+    Writer,
+    describe_by_megatron_args,
+    has_megatron_args,
+)
+from reshard.formats.deepspeed.directory import NAME, detect
+from reshard.formats.request import Request
+from reshard.formats.target_options import TargetOptions
+from reshard.location import Location, directory_of
+from reshard.manifest import Manifest
+from reshard.naming.options import ModelNames
+
+if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
+    from reshard.model_parallel.traits import Traits
+    from reshard.training.state import Training
+
+UNIVERSAL = "deepspeed-universal"
+
+
+def _read(location: Location, hints: ReadHints) -> Manifest:
+    from reshard.formats import beside
+    from reshard.formats.deepspeed import reader
+
+    manifest = reader.read(location, hints.tag, hints.rules)
+    manifest = beside.with_companions(manifest, location)
+    return beside.with_run(manifest, Location([directory_of(manifest.origin.path)]))
+
+
+def _names_may_differ(manifest: Manifest) -> bool:
+    from reshard.formats.deepspeed import dialects
+
+    return has_megatron_args(manifest) or dialects.find_dialect(manifest) == dialects.NEOX
+
+
+def _describe_model(manifest: Manifest) -> Traits | None:
+    from reshard.formats.deepspeed import dialects, neox
+
+    if dialects.find_dialect(manifest) != dialects.NEOX:
+        return describe_by_megatron_args(manifest)
+    path, args = manifest.origin.path, manifest.train.client.get("args")
+    padded = args.get("padded_vocab_size") if isinstance(args, dict) else None
+    settings = neox.read_settings(path)
+    return neox.read_traits(settings, padded, path) if settings else None
+
+
+def _find_spelling(manifest: Manifest) -> str | None:
+    from reshard.formats.deepspeed import dialects
+
+    return dialects.find_dialect(manifest)
+
+
+class _Writer(Writer):
+    """A writer of either kind of directory."""
+
+    is_tagged = True
+    keeps_wrappers_of = (NAME, UNIVERSAL)
+
+    def resolve(self, request: Request, _source: Manifest, options: TargetOptions) -> Request:
+        """Return the request with the grid of model-parallel ranks.
+
+        Raises:
+            UsageError: ``--stage-layers`` is not a list of numbers.
+        """
+        from reshard.formats.deepspeed.write.grid import Wanted
+        from reshard.model_parallel.stages import parse_stage_layers
+
+        wanted = Wanted(
+            sizes=request.parallel,
+            stage_layers=parse_stage_layers(options.stage_layers),
+            divisible=options.make_vocab_size_divisible_by,
+            rules=request.rules,
+            experts=options.ep,
+        )
+        return replace(request, own=wanted)
+
+    @staticmethod
+    def _describe_grid(request: Request) -> dict[str, Any]:
+        return {
+            "world_size": request.data_parallel,
+            "stage": request.zero_stage,
+            "precision": request.dtype,
+            "wanted": request.own,
+        }
+
+
+class Native(_Writer):
+    """DeepSpeed's native directory, for one number of ranks."""
+
+    name = NAME
+    options = (
+        "zero_stage",
+        *("tp", "pp", "ep", "dp"),
+        *("stage_layers", "make_vocab_size_divisible_by"),
+    )
+    needs_order = True
+    keeps_grid_of = (NAME, UNIVERSAL)
+
+    def has_separate_masters(self, _source: Manifest, _options: TargetOptions) -> bool:
+        """Return True: ZeRO updates fp32 partitions."""
+        return True
+
+    def describe(self, request: Request) -> str:
+        """Return the stage, and the grid of model-parallel ranks if there is one."""
+        return " ".join(filter(None, (f"stage {request.zero_stage}", str(request.parallel))))
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directory of a tag, with ``latest`` beside it.
+
+        Raises:
+            IncompleteError: nothing states the order of the model's parameters.
+            ReshardError: as `deepspeed.write.lay_out`.
+        """
+        from reshard.formats.deepspeed import write
+
+        if not state.manifest.ordered and not request.weights_only:
+            raise IncompleteError(
+                state.manifest.origin.path,
+                "does not state the order of the model's parameters, by which DeepSpeed refers to"
+                " them (FSDP's units and safetensors have an order of their own)",
+                "name the model: --model config.json|DIR|module:factory",
+            )
+        return write.lay_out(
+            state, weights_only=request.weights_only, **self._describe_grid(request)
+        )
+
+
+class Universal(_Writer):
+    """DeepSpeed's universal directory, which any number of ranks loads."""
+
+    name = "ds-universal"
+    options = ("zero_stage",)
+    keeps_grid_of = (NAME,)
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out one folder per parameter.
+
+        Raises:
+            UsageError: the optimizer is to be left out.
+            ReshardError: as `deepspeed.write.lay_out_universal`.
+        """
+        from reshard.formats.deepspeed import write
+
+        if request.weights_only:
+            raise UsageError(
+                "--to ds-universal",
+                "writes the optimizer state, one folder per parameter",
+                "write the weights alone with --to deepspeed, or with reshard merge",
+            )
+        return write.lay_out_universal(state, **self._describe_grid(request))
+
+
+_NAMES = ModelNames(may_differ=_names_may_differ, describe=_describe_model, spelling=_find_spelling)
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={
+        NAME: Source(writer=NAME, pointer="latest", names=_NAMES),
+        UNIVERSAL: Source(writer=NAME, pointer="latest_universal", names=_NAMES),
+    },
+    writers=(Native(), Universal()),
+    reads_tags=True,
+)

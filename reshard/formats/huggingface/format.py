@@ -1,0 +1,24 @@
+"""Hugging Face's model directories, and safetensors files, as one format."""
+
+from __future__ import annotations
+
+from reshard.formats.base import Format, ReadHints, Source
+from reshard.formats.huggingface.directory import NAME, detect
+from reshard.location import Location
+from reshard.manifest import Manifest
+
+
+def _read(location: Location, _hints: ReadHints) -> Manifest:
+    from reshard.formats.huggingface import reader
+
+    return reader.read(location)
+
+
+_WEIGHTS = Source(weights_only=True)
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={NAME: _WEIGHTS, "safetensors": _WEIGHTS},
+    suffixes=(".safetensors",),
+)

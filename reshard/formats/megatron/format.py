@@ -1,0 +1,217 @@
+"""Megatron's checkpoints as one format: the torch and the torch_dist layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import UsageError
+from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.formats.megatron.directory import NAME, detect, holds
+from reshard.formats.request import Request
+from reshard.formats.target_options import TargetOptions
+from reshard.location import Location
+from reshard.manifest import Entry, Manifest
+from reshard.naming.options import ModelNames, NameOptions, Naming
+
+if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
+    from reshard.formats.base import Conversion
+    from reshard.model_parallel.traits import Traits
+    from reshard.training.state import Training
+
+_DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
+
+
+def _read(location: Location, hints: ReadHints) -> Manifest:
+    from reshard.formats import beside
+    from reshard.formats.megatron import reader
+    from reshard.model_parallel.rules import builtin, with_users
+
+    manifest = reader.read(location, with_users(builtin(NAME), hints.rules))
+    return beside.with_run(manifest, location)
+
+
+def _read_args(manifest: Manifest) -> Mapping[str, Any]:
+    """Return the arguments of the run, if the source is Megatron's."""
+    config = manifest.train.config
+    return config if manifest.origin.format == NAME and isinstance(config, dict) else {}
+
+
+def _describe_model(manifest: Manifest) -> Traits | None:
+    from reshard.model_parallel.megatron_traits import of_megatron
+
+    args = _read_args(manifest)
+    return of_megatron(args, manifest.origin.path) if args else None
+
+
+def _name_extra_states(manifest: Manifest) -> str:
+    from reshard.formats.megatron import rank_states
+
+    return rank_states.name_extra_states(manifest)
+
+
+class Megatron(Writer):
+    """Megatron-LM's directory: a folder per model-parallel rank, or torch_dist."""
+
+    name = NAME
+    options = (
+        *("tp", "pp", "ep", "dp", "vpp", "stage_layers", "make_vocab_size_divisible_by"),
+        *("ckpt_format", "distributed_optimizer", "adam", "transformer_impl", "extra_state"),
+    )
+    random_states = "own"
+    needs_shapes = False
+    keeps_grid_of = (NAME,)
+
+    def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
+        """Return the request with the directory's form, grid and vocabulary.
+
+        Raises:
+            UsageError: ``--stage-layers`` is not a list of numbers.
+        """
+        from reshard.formats.megatron.write.choice import Wanted
+        from reshard.model_parallel.sizes import Sizes
+        from reshard.model_parallel.stages import parse_stage_layers
+
+        args, sizes = _read_args(source), request.parallel
+        virtual = options.vpp
+        if virtual is None:
+            keeps = args.get("pipeline_model_parallel_size") == sizes.pipeline
+            virtual = (args.get("virtual_pipeline_model_parallel_size") if keeps else None) or 1
+        distributed = options.distributed_optimizer
+        if distributed is None:
+            distributed = args.get("use_distributed_optimizer") is True
+        is_local = args.get("transformer_impl") == "local"
+        wanted = Wanted(
+            sizes=Sizes(
+                tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert, virtual=virtual
+            ),
+            form=options.ckpt_format
+            or ("torch_dist" if source.origin.form == "torch_dist" else "torch"),
+            data=request.world_size // sizes.model,
+            stage_layers=parse_stage_layers(options.stage_layers),
+            distributed=distributed,
+            adam=options.adam,
+            impl=options.transformer_impl or ("local" if is_local else "transformer_engine"),
+            divisible=(
+                options.make_vocab_size_divisible_by
+                or args.get("make_vocab_size_divisible_by")
+                or _DIVISIBLE
+            ),
+            dtype=request.dtype,
+            weights_only=request.weights_only,
+        )
+        return replace(request, own=wanted)
+
+    def describe(self, request: Request) -> str:
+        """Return the form and the grid."""
+        return " ".join(filter(None, (request.own.form, str(request.own.sizes))))
+
+    def rename(self, conversion: Conversion, names: NameOptions) -> Naming:
+        """Return the state under Megatron's names, with the description of its model.
+
+        Raises:
+            UsageError: nothing states what the model is; or other names are chosen.
+            UnsupportedError: there is no table of the model.
+        """
+        from reshard.model_parallel import names as renaming
+        from reshard.model_parallel.described import Described
+        from reshard.model_parallel.megatron_traits import as_megatron
+        from reshard.model_parallel.rules import builtin, with_users
+        from reshard.naming import tables
+        from reshard.pickles import objects
+
+        refuse_names_option(names, self.name)
+        manifest, source = conversion.manifest, conversion.source
+        if manifest.origin.format == NAME:
+            traits = tables.describe_source(manifest, source.names)
+            if traits is None:
+                raise UsageError(manifest.origin.path, "does not state what its model is")
+            table = with_users(builtin(NAME), names.rules)
+            saved = objects.attributes(manifest.train.objects.get("args"))
+            architecture = tables.build_architecture(traits, names)
+            described = Described(table, architecture, {**manifest.train.config, **saved})
+            return _trim(Naming(manifest, described=described), conversion.request.own)
+        manifest, traits, family = tables.rename_to_hf_first(
+            manifest, source.names, names, conversion.request.model_hint
+        )
+        table = with_users(family.table, names.rules)
+        renamed = renaming.from_hf(manifest, table, traits.architecture())
+        notes = (*renamed.notes, f"renamed to Megatron's names, by the table of {family.name}")
+        described = Described(table, tables.build_architecture(traits, names), as_megatron(traits))
+        named = Naming(renamed.manifest, notes, described=described)
+        return _trim(named, conversion.request.own)
+
+    def adapt(self, conversion: Conversion) -> Conversion:
+        """Return the conversion with what ranks of Megatron saved beside tensors.
+
+        Raises:
+            UsageError: a part that must be kept cannot be.
+        """
+        from reshard.formats.megatron import rank_states
+
+        return rank_states.adapt(conversion)
+
+    def list_own_entries(self, request: Request) -> Sequence[Entry]:
+        """Return the extra states of modules."""
+        entries: Sequence[Entry] = request.own.carried.entries
+        return entries
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directory.
+
+        Raises:
+            ReshardError: as `megatron.write.lay_out`.
+        """
+        from reshard.formats.megatron import write
+
+        if request.described is None:
+            raise AssertionError("`rename` describes the model")
+        laid = write.lay_out(state, request.own, request.described)
+        if request.run is None or not request.keeps_layout:
+            return laid
+        # Our trainer's run goes on where the trainer keeps it; Megatron-LM has no such directory.
+        return laid._replace(skeleton=request.run.directory(laid.skeleton))
+
+
+def refuse_names_option(names: NameOptions, writer: str) -> None:
+    """Refuse ``--names`` for a writer that has names of its own.
+
+    Raises:
+        UsageError: the option is given.
+    """
+    if names.names is not None:
+        raise UsageError(f"--names {names.names}", f"changes nothing with --to {writer}")
+
+
+def _trim(named: Naming, wanted: Any) -> Naming:
+    """Return the state with no more padding of the vocabulary than the output has."""
+    from reshard.model_parallel import vocabulary
+
+    known = named.described
+    if known is None or known.architecture.vocab is None:
+        return named
+    vocab_size, layers = known.architecture.vocab, known.architecture.layers
+    rows = vocabulary.padded(vocab_size, wanted.divisible * wanted.sizes.tensor)
+    constants = {"layers": layers} if layers else {}
+    manifest, removed = vocabulary.cut_to(named.manifest, known.table, constants, rows)
+    note = f"removed {removed} padding rows of the vocabulary, which has {vocab_size} entries"
+    return replace(named, manifest=manifest, notes=(*named.notes, *([note] * bool(removed))))
+
+
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={
+        NAME: Source(
+            writer=NAME,
+            names=ModelNames(may_differ=lambda _: True, describe=_describe_model),
+            name_own_parts=_name_extra_states,
+        )
+    },
+    writers=(Megatron(),),
+    claims=holds,
+    requires=("dcp",),
+)

@@ -1,0 +1,109 @@
+"""What ranks of Megatron saved beside tensors, in a conversion to Megatron: kept or dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.megatron import own
+from reshard.formats.megatron.own import Own
+from reshard.formats.megatron.write import carried as carry
+from reshard.formats.megatron.write.carried import Carried
+from reshard.manifest import Manifest
+
+if TYPE_CHECKING:
+    from reshard.formats.base import Conversion, Notes
+
+
+def name_extra_states(manifest: Manifest) -> str:
+    """Return how a report calls the modules' extra states of a source; empty: it has none."""
+    count = len(own.of(manifest).names())
+    return f"own states of {count} modules (_extra_state)" if count else ""
+
+
+def adapt(conversion: Conversion) -> Conversion:
+    """Return the conversion with the extra states and random states to write.
+
+    Raises:
+        UsageError: states that the user wants to keep cannot be kept.
+    """
+    states = own.of(conversion.manifest)
+    carried = _choose_extra_states(states, conversion)
+    carried = replace(carried, rng=_choose_random_states(states, conversion))
+    request = conversion.request
+    wanted = replace(request.own, carried=carried)
+    return replace(conversion, request=replace(request, own=wanted))
+
+
+def _choose_extra_states(states: Own, conversion: Conversion) -> Carried:
+    """Return the extra states to write.
+
+    Raises:
+        UsageError: they must be kept and cannot be.
+    """
+    manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
+    policy, what = conversion.options.extra_state, name_extra_states(manifest)
+    blank = carry.blank(states, manifest, wanted.impl)
+    reason = "--extra-state drop"
+    if policy != "drop":
+        reason = carry.extra_obstacle(states, manifest, wanted.sizes, wanted.form, wanted.impl)
+    if reason and policy == "keep":
+        raise UsageError(
+            "--extra-state keep",
+            f"the extra states of modules cannot be kept: {reason}",
+            "leave them out: --extra-state drop",
+        )
+    if reason:
+        notes.dropped += [f"{what}: {reason}"] if what else []
+        return blank
+    extra, entries = carry.states(states, wanted.form)
+    if what and (states.form, wanted.form) == ("torch", "torch_dist") and len(states.extra) > 1:
+        what += ", those of the first tensor-parallel rank, as Megatron saves them"
+    notes.kept += [what] if what else []
+    return Carried(form=states.form, extra=extra, entries=entries)
+
+
+def _choose_random_states(states: Own, conversion: Conversion) -> Mapping[own.Place, object]:
+    """Return the random states to write.
+
+    Raises:
+        UnsupportedError: new states are to be derived.
+        UsageError: the states must be kept and cannot be.
+    """
+    manifest, request, notes = conversion.manifest, conversion.request, conversion.notes
+    wanted, policy = request.own, request.rng
+    if policy == "derive":
+        raise UnsupportedError(
+            "--rng derive",
+            "has no effect in Megatron, which seeds every rank by --seed and its position if a"
+            " checkpoint has no random states",
+            "leave it out, and load with --no-load-rng",
+        )
+    if policy == "drop" or wanted.weights_only:
+        reason = "--rng drop" if policy == "drop" else "--weights-only"
+        return _drop_random_states(states, notes, f"random states ({reason})")
+    reason = carry.rng_obstacle(states, manifest, wanted.sizes, wanted.data, wanted.form)
+    if reason and policy == "keep":
+        raise UsageError(
+            "--rng keep",
+            f"random states cannot be kept: {reason}",
+            "leave them out with --rng drop: Megatron seeds every rank anew",
+        )
+    if reason:
+        return _drop_random_states(states, notes, f"random states: {reason}")
+    try:
+        found = carry.random_states(states, manifest.origin.path)
+    except UnsupportedError as error:
+        if policy == "keep":
+            raise
+        notes.dropped.append(f"random states: {error.where} {error.problem}")
+        return {}
+    notes.kept.append(f"random states of {len(found)} ranks")
+    return dict(found)
+
+
+def _drop_random_states(states: Own, notes: Notes, text: str) -> dict[own.Place, object]:
+    notes.dropped += [text] if states.rng else []
+    return {}

@@ -1,0 +1,128 @@
+"""Meta's published Llama as one format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.containers.skeletons import LaidOut
+from reshard.errors import UnsupportedError, UsageError
+from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.formats.meta.directory import EMBEDDING, NAME, OUTPUT, detect
+from reshard.formats.request import Request
+from reshard.location import Location
+from reshard.manifest import Manifest
+from reshard.naming.options import ModelNames, NameOptions, Naming
+
+if TYPE_CHECKING:
+    from reshard.formats.base import Conversion
+    from reshard.model_parallel.families import Family
+    from reshard.model_parallel.traits import Traits
+    from reshard.training.state import Training
+
+
+def _read(location: Location, hints: ReadHints) -> Manifest:
+    from reshard.formats.meta import reader
+    from reshard.model_parallel.rules import builtin, with_users
+
+    return reader.read(location, with_users(builtin(NAME), hints.rules))
+
+
+def _describe_model(manifest: Manifest) -> Traits:
+    from reshard.formats.meta import reader
+
+    return reader.traits(manifest)
+
+
+def _get_family() -> Family:
+    from reshard.model_parallel import families
+
+    return families.meta()
+
+
+class Meta(Writer):
+    """A Llama as Meta's code loads it: one file per tensor-parallel rank, and params.json."""
+
+    name = NAME
+    options = ("tp",)
+    weights_alone = True
+    has_data_parallel_ranks = False
+    keeps_grid_of = (NAME,)
+
+    def rename(self, conversion: Conversion, names: NameOptions) -> Naming:
+        """Return the state under Meta's names, with the description of its model.
+
+        Raises:
+            UsageError: nothing states what the model is; or other names are chosen.
+            UnsupportedError: the model is not a Llama, or params.json cannot describe it.
+        """
+        from reshard.formats.meta import writer
+        from reshard.model_parallel import families
+        from reshard.model_parallel import names as renaming
+        from reshard.model_parallel.described import Described
+        from reshard.model_parallel.rules import with_users
+        from reshard.naming import tables
+
+        if names.names is not None:
+            raise UsageError(f"--names {names.names}", f"changes nothing with --to {self.name}")
+        manifest, source = conversion.manifest, conversion.source
+        table = with_users(families.meta().table, names.rules)
+        if manifest.origin.format == NAME:
+            architecture = tables.build_architecture(_describe_model(manifest), names)
+            return Naming(manifest, described=Described(table, architecture, manifest.train.config))
+        manifest, traits, _ = tables.rename_to_hf_first(
+            manifest, source.names, names, conversion.request.model_hint
+        )
+        families.need(traits, "llama")
+        if traits.rope_scaling is not None:
+            raise UnsupportedError(
+                traits.source,
+                f"scales rotations ({traits.rope_scaling}), which params.json cannot describe",
+            )
+        renamed = renaming.from_hf(manifest, table, traits.architecture())
+        head = {OUTPUT: EMBEDDING} if traits.tied else {}
+        described = Described(
+            table, tables.build_architecture(traits, names), writer.params_of(traits)
+        )
+        named = replace(renamed.manifest, tied={**renamed.manifest.tied, **head})
+        return Naming(named, (*renamed.notes, "renamed to Meta's names"), described=described)
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the files of all ranks.
+
+        Raises:
+            UsageError: the optimizer is not left out, or a size does not divide.
+        """
+        from reshard.formats.meta import writer
+
+        described = request.described
+        if described is None:
+            raise AssertionError("`rename` describes the model")
+        if not request.weights_only:
+            raise UsageError(
+                "--to meta", "writes weights alone", "leave the optimizer out: --weights-only"
+            )
+        ranks = request.parallel.tensor
+        skeleton = writer.lay_out(
+            state, ranks=ranks, table=described.table, params=described.args, dtype=request.dtype
+        )
+        return LaidOut(skeleton, tuple(writer.notes(state, ranks=ranks)))
+
+
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={
+        NAME: Source(
+            writer=NAME,
+            names=ModelNames(
+                may_differ=lambda _: True,
+                describe=_describe_model,
+                table=NAME,
+                family=_get_family,
+            ),
+        )
+    },
+    writers=(Meta(),),
+)

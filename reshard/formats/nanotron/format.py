@@ -1,0 +1,68 @@
+"""Nanotron's checkpoints as one format."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from reshard.containers.skeletons import LaidOut
+from reshard.errors import UsageError
+from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.formats.nanotron.directory import NAME, detect
+from reshard.formats.request import Request
+from reshard.location import Location
+from reshard.manifest import Manifest
+
+if TYPE_CHECKING:
+    from reshard.training.state import Training
+
+
+def _read(location: Location, _hints: ReadHints) -> Manifest:
+    from reshard.formats.nanotron import reader
+
+    return reader.read(location)
+
+
+class Nanotron(Writer):
+    """Nanotron's directory."""
+
+    name = NAME
+    options = ("tp", "pp", "ep", "dp", "zero_stage")
+    keeps_grid_of = (NAME,)
+
+    def choose_stage(self, given: int | None, source: int | None) -> int:
+        """Return the given stage, else the source's: nanotron has the stages 0 and 1."""
+        return given if given is not None else min(source or 0, 1)
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directory.
+
+        Raises:
+            UsageError: nanotron has no such ZeRO stage.
+            ReshardError: as `nanotron.writer.lay_out`.
+        """
+        from reshard.formats.nanotron import writer
+        from reshard.formats.nanotron.choice import Wanted
+
+        if request.zero_stage > 1:
+            raise UsageError(
+                f"--zero-stage {request.zero_stage}",
+                "is not a stage of nanotron, which has 0 and 1",
+                "give one of them",
+            )
+        wanted = Wanted(
+            sizes=request.parallel,
+            data=request.data_parallel,
+            zero=request.zero_stage == 1,
+            dtype=request.dtype,
+            weights_only=request.weights_only,
+        )
+        return LaidOut(writer.lay_out(state, wanted), tuple(writer.notes(state)))
+
+
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={NAME: Source(writer=NAME)},
+    writers=(Nanotron(),),
+)

@@ -1,0 +1,284 @@
+"""The checkpoints of PyTorch-native training as one format, and the layouts that it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.containers import skeletons
+from reshard.containers.torch_detect import PLAIN_SUFFIXES
+from reshard.errors import UsageError
+from reshard.formats.base import Format, ReadHints, Source, Writer
+from reshard.formats.pytorch.directory import NAME, detect, detect_loosely
+from reshard.formats.request import Request
+from reshard.formats.target_options import StateDictType, TargetOptions
+from reshard.location import Location
+from reshard.manifest import Manifest, Skeleton
+from reshard.training import trainer_run
+from reshard.training.companion_files import config_beside
+from reshard.training.trainer_run import Run
+
+if TYPE_CHECKING:
+    from reshard.containers.skeletons import LaidOut
+    from reshard.training.state import Training
+
+# Layouts are laid out by `layouts`, which is imported when one is written.
+_DEEPSPEED = ("deepspeed", "deepspeed-universal")
+_SHARDED = ("dcp", "fsdp", "torchtitan", "verl")  # sources of sharded training by PyTorch itself
+
+
+def _read(location: Location, hints: ReadHints) -> Manifest:
+    from reshard.formats.pytorch import reader
+
+    return reader.read(location, key=hints.key, model=hints.model, wrap=hints.wrap)
+
+
+class _StateDicts(Writer):
+    """A writer with a choice of FSDP state dict types."""
+
+    def choose_state_dict_type(self, source: Manifest, _run: Run | None) -> StateDictType:
+        """Return the type of the source: whole files stay whole files."""
+        if source.origin.format in _SHARDED:
+            return "sharded"
+        if any(path.endswith("pytorch_model_fsdp.bin") for path in source.files):
+            return "full"
+        has_fsdp_files = any("pytorch_model_fsdp" in path for path in source.files)
+        return "unsharded" if self._may_be_unsharded(source) and not has_fsdp_files else "sharded"
+
+    def _may_be_unsharded(self, _source: Manifest) -> bool:
+        """Return whether a source without FSDP's files is written as DDP saves it."""
+        return False
+
+    def describe(self, request: Request) -> str:
+        """Return the state dict type."""
+        return request.state_dict_type
+
+
+class Dcp(Writer):
+    """A DCP directory, which any number of ranks reads."""
+
+    name = "dcp"
+    weights_alone = True
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directory.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_dcp`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_dcp(state, request)
+
+
+class Accelerate(_StateDicts):
+    """Accelerate's directory of an FSDP run, of DDP, or of one process."""
+
+    name = "accelerate"
+    options = ("state_dict_type", "rank_files", "device")
+    random_states = "per rank"
+
+    def _may_be_unsharded(self, source: Manifest) -> bool:
+        return source.origin.format == "accelerate"
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directory.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_accelerate`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_accelerate(state, request)
+
+
+class HFTrainer(_StateDicts):
+    """A ``checkpoint-N`` of HF Trainer: with DeepSpeed, FSDP, DDP or one process."""
+
+    name = "hf-trainer"
+    options = ("zero_stage", "state_dict_type")
+    random_states = "per rank"
+
+    def _may_be_unsharded(self, _source: Manifest) -> bool:
+        return True
+
+    def has_separate_masters(self, source: Manifest, options: TargetOptions) -> bool:
+        """Return whether the checkpoint is DeepSpeed's: as requested, else as the source is.
+
+        Raises:
+            UsageError: both a ZeRO stage and a state dict type are given.
+        """
+        if options.zero_stage is not None:
+            if options.state_dict_type is not None:
+                raise UsageError("--zero-stage", "and --state-dict-type exclude each other here")
+            return True
+        return options.state_dict_type is None and source.origin.format in _DEEPSPEED
+
+    def describe(self, request: Request) -> str:
+        """Return the ZeRO stage or the state dict type."""
+        if request.separate_masters:
+            return " ".join(filter(None, (f"stage {request.zero_stage}", str(request.parallel))))
+        return request.state_dict_type
+
+    def find_companion_folders(
+        self, _skeleton: Skeleton, state: Training, _request: Request
+    ) -> tuple[str, str]:
+        """Return ``checkpoint-N`` for both: the Trainer keeps its files above DeepSpeed's."""
+        from reshard.formats.trainers import hf_trainer
+
+        return hf_trainer.directory(state), hf_trainer.directory(state)
+
+    def place(self, skeleton: Skeleton, state: Training, destination: str) -> Skeleton:
+        """Return the files without ``checkpoint-N``, if the destination has such a name itself."""
+        from reshard.formats.trainers import hf_trainer
+
+        if not hf_trainer.is_checkpoint(destination):
+            return skeleton
+        return skeletons.move_out(skeleton, hf_trainer.directory(state))
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the directory.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_hf_trainer`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_hf_trainer(state, request)
+
+
+class Fsdp2(Writer):
+    """A file of DTensors per rank."""
+
+    name = "fsdp2"
+    options = ("device", "mesh", "tp_plan")
+    weights_alone = True
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the files.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_fsdp2`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_fsdp2(state, request)
+
+
+class Verl(Writer):
+    """Verl's files of ranks, for either version of FSDP."""
+
+    name = "verl"
+    options = ("device", "mesh", "tp_plan", "fsdp_version", "use_orig_params")
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the files.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_verl`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_verl(state, request)
+
+
+class Fsdp(_StateDicts):
+    """FSDP 1's files under Accelerate's names, flat parameters too."""
+
+    name = "fsdp"
+    options = ("state_dict_type", "rank_files", "device", "use_orig_params")
+    random_states = "per rank"
+    weights_alone = True
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the files.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_fsdp`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_fsdp(state, request)
+
+
+class OurTrainer(_StateDicts):
+    """A run of ``python -m trainer``, in the form in which it was saved."""
+
+    name = trainer_run.NAME
+    options = ("state_dict_type", "rank_files", "device")
+    is_tagged = True
+
+    def choose_state_dict_type(self, source: Manifest, run: Run | None) -> StateDictType:
+        """Return the type that the run saves."""
+        return run.form if run is not None else super().choose_state_dict_type(source, run)
+
+    def resolve(self, request: Request, source: Manifest, options: TargetOptions) -> Request:
+        """Return the request with the run's files per rank, and with its flat parameters."""
+        run = request.run
+        if run is None:
+            return request
+        if run.has_rank_files and options.state_dict_type is None:
+            request = replace(request, rank_files=True)
+        if request.model is None and run.is_flat:
+            config = config_beside(source)
+            if config is not None:
+                from reshard.model import ModelHint
+
+                request = replace(request, model=ModelHint(str(config), run.wrap).shapes())
+        return request
+
+    def settings_of_run(self, request: Request) -> Mapping[str, str]:
+        """Return the settings that state the form of the files."""
+        files = "rank" if request.rank_files else "dcp"
+        return {"state_dict_type": request.state_dict_type, "sharded_files": files}
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the run directory.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_trainer`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_trainer(state, request)
+
+
+class Torch(Writer):
+    """One file with torch.optim's own state."""
+
+    name = NAME
+    weights_alone = True
+    writes_file = True
+
+    def lay_out(self, state: Training, request: Request) -> LaidOut:
+        """Lay out the file.
+
+        Raises:
+            ReshardError: as `layouts.lay_out_torch`.
+        """
+        from reshard.formats.pytorch import layouts
+
+        return layouts.lay_out_torch(state, request)
+
+
+FORMAT = Format(
+    name=NAME,
+    detect=detect,
+    read=_read,
+    sources={
+        "dcp": Source(writer="dcp"),
+        "torchtitan": Source(writer="dcp"),
+        "verl": Source(writer="verl"),
+        "accelerate": Source(writer="accelerate"),
+        "hf-trainer": Source(writer="hf-trainer"),
+        "fsdp": Source(writer="fsdp2"),
+        trainer_run.NAME: Source(writer=trainer_run.NAME),
+        **dict.fromkeys(("lightning", "fairscale", NAME), Source()),
+    },
+    writers=(*(Dcp(), Accelerate(), HFTrainer(), Fsdp2(), Verl(), Fsdp(), OurTrainer(), Torch()),),
+    detect_loosely=detect_loosely,
+    is_generic=True,
+    suffixes=PLAIN_SUFFIXES,
+    requires=("dcp", "fsdp", "huggingface", "trainers"),
+)

@@ -1,0 +1,77 @@
+"""What a writer is asked for: the user's options, and the source's values where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.dtypes import FLOAT32, DType
+from reshard.formats.target_options import FsdpVersion, StateDictType
+from reshard.model_parallel.sizes import ONE, Sizes
+
+if TYPE_CHECKING:  # each belongs to some writers only
+    from reshard.layout.mesh import MeshGrid
+    from reshard.layout.tensor_parallel import Plan
+    from reshard.model import ModelShapes
+    from reshard.model_parallel.described import Described
+    from reshard.training.rng import Policy
+    from reshard.training.trainer_run import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The options of an output, with nothing left open but what its writer decides.
+
+    Args:
+        world_size: number of ranks of the output.
+        file: name of the output, if it is one file.
+        dtype: dtype of the module's parameters; None: as trained.
+        rank_files: whether there is a file per rank in a layout that is DCP by default.
+        fsdp_version: FSDP version of verl's files.
+        orig_params: FSDP 1: write ``use_orig_params``, for a forward pass in this dtype.
+        run: the run of ``python -m trainer`` that the source is a checkpoint of.
+        keeps_layout: whether the user left the choice of the layout to the source.
+        separate_masters: whether the optimizer updates fp32 copies of the module's parameters.
+        device: device type of the mesh in DTensor files; loading needs the model's own.
+        model_hint: the model as the user names it; ``model``: as it was built.
+        rng: what becomes of random states; None: they are kept if that is possible.
+        grid: that mesh; None: one axis of all ranks. ``tensor``: how its tensor-parallel axis cuts.
+        rules: the user's lines for the table of how parameters are cut.
+        described: the model, for writers with tables of parameters.
+        own: what the writer derived from the options for itself; see its ``resolve``.
+    """
+
+    world_size: int
+    file: str = "checkpoint.pt"
+    parallel: Sizes = ONE
+    zero_stage: int = 2
+    dtype: DType | None = None
+    weights_only: bool = False
+    state_dict_type: StateDictType = "sharded"
+    rank_files: bool = False
+    fsdp_version: FsdpVersion = 2
+    orig_params: DType | None = None
+    run: Run | None = None
+    keeps_layout: bool = False
+    separate_masters: bool = False
+    model: ModelShapes | None = None
+    model_hint: str | None = None
+    rng: Policy | None = None
+    device: str = "cuda"
+    grid: MeshGrid | None = None
+    tensor: Plan | None = None
+    rules: Path | None = None
+    described: Described | None = None
+    own: Any = None
+
+    @property
+    def data_parallel(self) -> int:
+        """The number of ranks that read different data."""
+        tensor = self.grid.size("tensor") if self.grid else 1
+        return self.world_size // (tensor * self.parallel.model)
+
+    @property
+    def master_dtype(self) -> DType:
+        """The dtype of the weights that a new optimizer updates."""
+        return FLOAT32 if self.separate_masters or self.dtype is None else self.dtype

@@ -1,0 +1,71 @@
+"""Weights and training states brought into the order of their model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reshard.errors import UnsupportedError, UsageError
+from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
+from reshard.model.shapes import ModelShapes
+
+
+def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
+    """Return weights in the model's order, with buffers marked and tied names listed.
+
+    Raises:
+        UsageError: the weights belong to another model.
+        UnsupportedError: the files hold both names of a tied tensor.
+    """
+    shapes = {**model.parameters, **model.buffers}
+    stored: dict[str, Entry] = {}
+    for entry in manifest.entries.values():
+        first = model.tied.get(entry.fqn, entry.fqn)
+        wanted = shapes.get(first)
+        if wanted != entry.shape:
+            found = (
+                f"has shape {entry.shape}, in the model {wanted}"
+                if wanted
+                else "is not in the model"
+            )
+            raise UsageError(model.source, f"is another model: {entry.fqn!r} {found}")
+        if first in stored:
+            raise UnsupportedError(
+                manifest.origin.path,
+                f"stores {stored[first].fqn!r} and {entry.fqn!r}, one tensor in the model",
+                "reshard merge compares them and writes one",
+            )
+        stored[first] = replace(entry, kind=BUFFER if first in model.buffers else PARAM)
+    missing = [fqn for fqn in shapes if fqn not in stored]
+    if missing:
+        raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
+    names = [*model.tied.items(), *((first, first) for first in stored)]
+    tied = {alias: stored[first].fqn for alias, first in names if stored[first].fqn != alias}
+    return replace(manifest.with_entries(stored[fqn] for fqn in shapes), tied=tied, ordered=True)
+
+
+def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
+    """Return a training state in the model's order, param groups included.
+
+    Raises:
+        UsageError: the weights belong to another model.
+    """
+    shapes = {**model.parameters, **model.buffers}
+    stored = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
+    originals = {fqn: model.tied.get(fqn, fqn) for fqn in stored}
+    missing = sorted(shapes.keys() - set(originals.values()))
+    if missing:
+        raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
+    for fqn, shape in stored.items():
+        wanted = shapes.get(originals[fqn])
+        if wanted != shape:
+            found = f"has shape {shape}, in the model {wanted}" if wanted else "is not in the model"
+            raise UsageError(model.source, f"is another model: {fqn!r} {found}")
+    positions = {name: number for number, name in enumerate(shapes)}
+    order = {fqn: positions[first] for fqn, first in originals.items()}
+    entries = sorted(manifest.entries.values(), key=lambda entry: order[entry.fqn])
+    groups = tuple(
+        replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: order.get(fqn, len(order)))))
+        for group in manifest.train.param_groups
+    )
+    train = replace(manifest.train, param_groups=groups)
+    return replace(manifest.with_entries(entries), train=train, ordered=True)

@@ -1,0 +1,64 @@
+"""Parameter names: those of the source, Hugging Face's, or those that a writer's files need.
+
+options     what the user states about names; a training state under the names to write
+tables      other names, by the table of the model's family
+config      the model's family and traits, by a config of transformers
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reshard.errors import UsageError
+from reshard.manifest import Manifest
+from reshard.naming.options import ModelNames, NameOptions, Naming
+
+__all__ = ["ModelNames", "NameOptions", "Naming", "choose_names", "prefer_source"]
+
+
+def prefer_source(options: NameOptions) -> NameOptions:
+    """Return the options with the source's own names, if the user states nothing about names."""
+    return replace(options, names=options.names or "source")
+
+
+def choose_names(manifest: Manifest, own: ModelNames, options: NameOptions) -> Naming:
+    """Return the state under the names that the options choose.
+
+    Args:
+        own: how the names of the source may differ from Hugging Face's.
+
+    Raises:
+        UsageError: Hugging Face's names are chosen, and nothing states what the model is.
+        UnsupportedError: there is no table of the model.
+    """
+    may_differ = own.may_differ(manifest)
+    if may_differ and options.names != "source":
+        from reshard.naming import tables
+
+        traits = tables.describe_source(manifest, own)
+        if traits is not None:
+            return tables.rename_to_hf(manifest, own, traits, options)
+    if options.names == "hf":
+        raise UsageError(
+            "--names hf",
+            f"a {manifest.origin.format} checkpoint has the names of its model, and nothing states"
+            " that they differ from Hugging Face's",
+            "leave out --names; single names change with --rename",
+        )
+    if may_differ and options.vocab_size is not None and not options.family:
+        from reshard.naming import tables
+
+        return tables.remove_padding(manifest, own, options)
+    _refuse_unused(options)
+    return Naming(manifest)
+
+
+def _refuse_unused(options: NameOptions) -> None:
+    given = {
+        "--family": options.family is not None,
+        "--keep-padding": options.keep_padding,
+        "--vocab-size": options.vocab_size is not None,
+    }
+    for option, is_given in given.items():
+        if is_given:
+            raise UsageError(option, "changes nothing: the output has the names of the source")

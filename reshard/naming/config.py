@@ -1,0 +1,70 @@
+"""The family and traits of a model, by a config of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reshard.containers.json_files import read_json_object
+from reshard.errors import UsageError, understood
+from reshard.manifest import Manifest
+from reshard.model_parallel import families
+from reshard.model_parallel.families import Family
+from reshard.model_parallel.traits import Traits
+from reshard.naming.options import NameOptions
+from reshard.paths import as_path
+from reshard.training.companion_files import config_beside
+
+
+def describe_config(
+    manifest: Manifest, options: NameOptions, model: str | None
+) -> tuple[Family, Traits]:
+    """Describe the model by the config that the user names, else by the one beside the source.
+
+    Raises:
+        UsageError: there is no config, or transformers does not know it.
+        UnsupportedError: there is no table of its model.
+    """
+    path = as_path(model) if model else config_beside(manifest)
+    if path is not None and path.is_dir():
+        path /= "config.json"
+    if path is None or not path.is_file():
+        raise UsageError(
+            manifest.origin.path if model is None else f"--model {model}",
+            "nothing states which of Hugging Face's models this is",
+            "give its config: --model config.json|DIR",
+        )
+    config = read_config(path)
+    with understood(path):
+        return families.of_config(config, str(path), options.family, _read_defaults)
+
+
+def _read_defaults(model_type: str) -> Mapping[str, Any]:
+    """Return the default config of a model's class in transformers."""
+    from transformers import AutoConfig
+
+    defaults: dict[str, Any] = AutoConfig.for_model(model_type).to_dict()
+    return defaults
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """Return a transformers config with the defaults of its class.
+
+    transformers itself reads the file: it writes an infinity as ``{"__float__": "Infinity"}``
+    (transformers 5.23 ``configuration_utils.py``), as in the configs of Mamba 2 and Nemotron-H.
+
+    Raises:
+        UsageError: transformers does not accept the config.
+        CorruptError: the file is not JSON.
+    """
+    read_json_object(path)  # refuses a file that is not JSON with our own message
+    from transformers import AutoConfig
+
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        config: dict[str, Any] = AutoConfig.from_pretrained(path, **options).to_dict()
+    except Exception as error:  # each config class refuses in its own way
+        problem = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UsageError(path, f"is not a config that transformers reads: {problem}") from error
+    return config

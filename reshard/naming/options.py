@@ -1,0 +1,83 @@
+"""What the user states about names, and a training state under the names to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from reshard.manifest import Manifest
+
+if TYPE_CHECKING:
+    from reshard.model_parallel.described import Described
+    from reshard.model_parallel.families import Family
+    from reshard.model_parallel.rules import Table
+    from reshard.model_parallel.traits import Traits
+
+Names = Literal["source", "hf"]
+
+
+def _no_spelling(_manifest: Manifest) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNames:
+    """How the parameter names of a format may differ from the names of Hugging Face's model.
+
+    Args:
+        may_differ: whether the names of a checkpoint may be others.
+        describe: returns what a checkpoint states about its model; None: nothing.
+        spelling: returns which spelling of a table's names a checkpoint uses; None: the usual one.
+        table: name of the table of the format's own names.
+        family: returns the only model family that the format has; None: there are many.
+    """
+
+    may_differ: Callable[[Manifest], bool]
+    describe: Callable[[Manifest], Traits | None]
+    spelling: Callable[[Manifest], str | None] = _no_spelling
+    table: str = "megatron"
+    family: Callable[[], Family] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameOptions:
+    """What the user states about names.
+
+    Args:
+        names: None: Hugging Face's names, if they are known.
+        config: the config of Hugging Face's model, if one is given or lies beside the source.
+        vocab_size: rows of the vocabulary without padding; None: as config or source states.
+    """
+
+    names: Names | None = None
+    family: str | None = None
+    rules: Path | None = None
+    vocab_size: int | None = None
+    keep_padding: bool = False
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """A training state under the names to write.
+
+    Args:
+        config: of the model, if the names are Hugging Face's now: the given one, else one made
+            from what the source states.
+        described: the model, if the names are those of a writer's table.
+        trimmed: (table, vocab_size) if padding rows of the vocabulary were removed: the table of
+            the source's names, and the number of rows that remain.
+    """
+
+    manifest: Manifest
+    notes: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+    described: Described | None = None
+    trimmed: tuple[Table, int] | None = None
+
+    def name_in_table(self, fqn: str) -> str:
+        """Return the table's name of a parameter that a file calls ``fqn`` in another spelling."""
+        rule = self.described.table.find(fqn, {}) if self.described else None
+        return rule.name if rule else fqn

@@ -1,0 +1,174 @@
+"""Other names for a training state, by the table of its model's family."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from reshard.errors import UnsupportedError, UsageError, understood
+from reshard.manifest import Manifest
+from reshard.model_parallel import families, names, vocabulary
+from reshard.model_parallel.architecture import Architecture
+from reshard.model_parallel.families import Family
+from reshard.model_parallel.rules import Table, builtin, with_users
+from reshard.model_parallel.traits import Traits
+from reshard.naming.config import describe_config
+from reshard.naming.options import ModelNames, NameOptions, Naming
+
+# Keys of a config that may differ: values show a tie (`weights.resolve_ties`), and a router's loss
+# acts in training alone.
+_MAY_DIFFER = frozenset(
+    """
+    vocab_size max_position_embeddings n_positions tie_word_embeddings router_aux_loss_coef
+    """.split()
+)
+_WINDOWS = {"sliding_window", "use_sliding_window"}  # no change up to that many tokens
+
+
+def describe_source(manifest: Manifest, own: ModelNames) -> Traits | None:
+    """Return what a source states about its model, if its names are not Hugging Face's."""
+    with understood(manifest.origin.path):
+        return own.describe(manifest)
+
+
+def rename_to_hf(
+    manifest: Manifest, own: ModelNames, traits: Traits, options: NameOptions
+) -> Naming:
+    """Return the state under Hugging Face's names.
+
+    Args:
+        traits: what the source states about its model.
+
+    Raises:
+        UnsupportedError: the model belongs to no family that has a table.
+        UsageError: the given config describes another model.
+    """
+    try:
+        family = _choose_family(own, traits, options)
+    except UnsupportedError as error:
+        if options.names or options.family or options.config:
+            raise
+        return Naming(manifest, (f"the output has the names of the source: it {error.problem}",))
+    traits = replace(traits, vocab=_vocab_size(traits, options))
+    if options.config is None:
+        config, notes = family.config_of(traits), list[str]()
+    else:
+        config, notes = dict(options.config), _check_config(options.config, family, traits)
+    table = with_users(family.table, options.rules)
+    renamed = names.to_hf(
+        manifest,
+        table,
+        traits.architecture(),
+        dialect=own.spelling(manifest),
+        keep_padding=options.keep_padding,
+    )
+    trims = traits.vocab is not None and not options.keep_padding
+    return Naming(
+        renamed.manifest,
+        (*notes, *renamed.notes),
+        config,
+        trimmed=(table, traits.vocab) if trims and traits.vocab else None,
+    )
+
+
+def remove_padding(manifest: Manifest, own: ModelNames, options: NameOptions) -> Naming:
+    """Return the state under its own names, without the padding rows of the vocabulary.
+
+    Raises:
+        UsageError: no tensor is known to be a vocabulary, or it has fewer rows.
+    """
+    traits, vocab_size = describe_source(manifest, own), options.vocab_size or 0
+    table = with_users(own_table(own), options.rules)
+    constants = {"layers": traits.layers} if traits is not None and traits.layers else {}
+    rows = vocabulary.rows(manifest, table, constants)
+    if not rows or min(rows) < vocab_size:
+        problem = f"has {min(rows)} rows" if rows else "is not known to the table of its names"
+        raise UsageError(
+            f"--vocab-size {vocab_size}", f"the vocabulary of {manifest.origin.path} {problem}"
+        )
+    trimmed, removed = vocabulary.cut_to(manifest, table, constants, vocab_size)
+    last = vocab_size + removed - 1
+    notes = [f"removed the padding rows {vocab_size} to {last} of the vocabulary"]
+    return Naming(trimmed, tuple(notes if removed else ()), trimmed=(table, vocab_size))
+
+
+def rename_to_hf_first(
+    manifest: Manifest, own: ModelNames, options: NameOptions, model: str | None
+) -> tuple[Manifest, Traits, Family]:
+    """Return the state under Hugging Face's names, with the model's traits and family.
+
+    Args:
+        model: the user's description of the model, for a source with Hugging Face's names.
+
+    Raises:
+        UsageError: nothing states what the model is.
+        UnsupportedError: there is no table of the model.
+    """
+    traits = describe_source(manifest, own)
+    if traits is None:
+        family, traits = describe_config(manifest, options, model)
+        return manifest, traits, family
+    family = families.need(traits, options.family)
+    return (
+        rename_to_hf(manifest, own, traits, replace(options, names="hf")).manifest,
+        traits,
+        family,
+    )
+
+
+def build_architecture(traits: Traits, options: NameOptions) -> Architecture:
+    """Return the sizes of the model, with the vocabulary that the user gives."""
+    return replace(traits, vocab=options.vocab_size or traits.vocab).architecture()
+
+
+def own_table(own: ModelNames) -> Table:
+    """Return the table of a format's own parameter names."""
+    return builtin(own.table)
+
+
+def _vocab_size(traits: Traits, options: NameOptions) -> int | None:
+    if options.vocab_size is not None:
+        return options.vocab_size
+    given = options.config.get("vocab_size") if options.config else None
+    return given if type(given) is int else traits.vocab
+
+
+def _check_config(given: Mapping[str, Any], family: Family, traits: Traits) -> list[str]:
+    """Compare every setting of a config that the family's table maps with the source's.
+
+    Returns:
+        Warnings about settings that may change the model for some inputs.
+
+    Raises:
+        UsageError: a setting differs that changes what the model computes.
+    """
+    warnings = []
+    for key, value, other in family.differences(given, traits):
+        if key in _WINDOWS:
+            warnings.append(
+                f"the config has {key} {other}, and the run had {value}: longer sequences give"
+                " other results"
+            )
+        elif key not in _MAY_DIFFER:
+            raise UsageError(
+                traits.source,
+                f"belongs to another model than the config: {key} is {value}, in the config"
+                f" {other}",
+                "give the model's own config with --hf-dir, or --names source",
+            )
+    return warnings
+
+
+def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> Family:
+    """Return the family by the format, by its name, by the config, else by the traits."""
+    if own.family:
+        if traits.odd and options.config is None:
+            raise UnsupportedError(
+                traits.source,
+                f"states that the model has {traits.odd[0]}",
+                "give the config of this model with --hf-dir DIR, or --names source",
+            )
+        return own.family()
+    given = options.config.get("model_type") if options.config else None
+    return families.need(traits, options.family or (given if families.is_known(given) else None))
