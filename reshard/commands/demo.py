@@ -1,10 +1,9 @@
-"""``demo``: the main job on built-in data: train at 4 ranks, merge, generate, go on elsewhere.
+"""``demo``: train on 4 ranks, merge, generate text and resume on other ranks, on built-in data.
 
-A run under ZeRO-3 at 4 ranks is merged into bf16 safetensors, which transformers loads; then it
-goes on at 2 ranks and under FSDP 2, and `resume_check` compares the losses with the unbroken run's.
-The trainer's own sums do not depend on the number of ranks, so there the losses are equal to the
-last bit, or something was lost on the way; FSDP 2 sums in an order of its own, which may move the
-last bits.
+A ZeRO-3 run on 4 ranks is merged into bf16 safetensors, which transformers loads; then it resumes
+on 2 ranks and under FSDP 2, and `resume_check` compares the losses with those of the uninterrupted
+run. The sums of the trainer do not depend on the number of ranks: on 2 ranks, the losses must be
+equal bit by bit. FSDP 2 adds in its own order, which may change the last bits.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import Any
 from reshard.commands import programs
 from reshard.commands.merge.command import merge
 from reshard.commands.merge.options import MergeOptions
-from reshard.commands.resume_check.command import place_for, resume_check
+from reshard.commands.resume_check.command import open_folder, resume_check
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.errors import DifferentError
 
-Tell = Callable[[str], None]
+Print = Callable[[str], None]
 
 _HALF, _END = 4, 8
 _LIMIT_S = 600.0
-_NOISE = 1e-5  # relative: another order of the same sums
+_NOISE = 1e-5  # relative difference that another order of the same sums may cause
 _PROMPT = "def main("
 _TRAIN = (
     f"-m trainer --strategy zero3 --nproc 4 --steps {_END} --save-every {_HALF}"
@@ -34,30 +33,32 @@ _TRAIN = (
 )
 
 
-def demo(keep: Path | None, tell: Tell) -> bool:
-    """Do it, in about a minute on two cores.
+def demo(keep: Path | None, print_line: Print) -> bool:
+    """Run the demo, which takes about a minute on two cores.
 
     Args:
-        keep: a new directory for everything that is made; None: nothing stays.
-        tell: called with each line of what is done.
+        keep: a new directory for all files; None: they are deleted.
+        print_line: prints a line.
 
     Returns:
-        Whether training went on the same: bitwise at 2 ranks, within noise under FSDP 2.
+        Whether training continued identically: bitwise on 2 ranks, within noise under FSDP 2.
 
     Raises:
         DifferentError: the trainer failed.
         ReshardError: a command failed.
     """
-    with place_for(keep, "reshard-demo-") as place:
-        run, log, model = place / "run", place / "run.jsonl", place / "model"
-        _train([*_TRAIN.split(), "--save", str(run), "--log", str(log)], place, tell)
-        tell(f"\n$ reshard merge {run} {model} --dtype bf16")
+    with open_folder(keep, "reshard-demo-") as folder:
+        run, log, model = folder / "run", folder / "run.jsonl", folder / "model"
+        _train([*_TRAIN.split(), "--save", str(run), "--log", str(log)], folder, print_line)
+        print_line(f"\n$ reshard merge {run} {model} --dtype bf16")
         for line in merge(run, model, MergeOptions(dtype="bf16")).lines():
-            tell(line)
-        tell(f"\n>>> AutoModelForCausalLM.from_pretrained({str(model)!r}).generate({_PROMPT!r})")
-        tell(_generated(model))
+            print_line(line)
+        print_line(
+            f"\n>>> AutoModelForCausalLM.from_pretrained({str(model)!r}).generate({_PROMPT!r})"
+        )
+        print_line(_generate_text(model))
         half = run / f"global_step{_HALF}"
-        tell(
+        print_line(
             f"\n$ reshard resume-check {half} --world-size 2 --to deepspeed --to accelerate"
             f" --steps {_END - _HALF} --rtol {_NOISE} --unbroken {log}"
         )
@@ -68,33 +69,33 @@ def demo(keep: Path | None, tell: Tell) -> bool:
             rtol=_NOISE,
             unbroken=log,
             timeout_s=_LIMIT_S,
-            keep=place / "resumed" if keep else None,
+            keep=folder / "resumed" if keep else None,
         )
-        report = resume_check(half, options, tell=tell)
+        report = resume_check(half, options, print_line=print_line)
     for line in report.lines():
-        tell(line)
+        print_line(line)
     two, fsdp = report.targets
     return report.reaches(two, "bitwise") and report.reaches(fsdp, "trajectory")
 
 
-def _train(arguments: list[str], place: Path, tell: Tell) -> None:
-    """Run the trainer and show what it said."""
-    tell(f"$ python {shlex.join(arguments)}")
-    ended = programs.run([sys.executable, *arguments], place, _LIMIT_S)
+def _train(arguments: list[str], folder: Path, print_line: Print) -> None:
+    """Run the trainer and print its output."""
+    print_line(f"$ python {shlex.join(arguments)}")
+    ended = programs.run([sys.executable, *arguments], folder, _LIMIT_S)
     if ended.failed:
-        raise DifferentError("the trainer", ended.why(), output=ended.said)
-    tell((place / "stdout.txt").read_text().rstrip())
+        raise DifferentError("the trainer", ended.describe(), output=ended.last_lines)
+    print_line((folder / "stdout.txt").read_text().rstrip())
 
 
-def _generated(model: Path) -> str:
-    """What transformers makes of a merged directory."""
+def _generate_text(model: Path) -> str:
+    """Return the dtype of a merged model and the text that it generates under transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     loaded: Any = AutoModelForCausalLM.from_pretrained(model)
-    made = loaded.generate(
+    tokens = loaded.generate(
         **tokenizer(_PROMPT, return_tensors="pt"), max_new_tokens=24, do_sample=False
     )
-    return f"{loaded.dtype}: {tokenizer.decode(made[0])!r}"
+    return f"{loaded.dtype}: {tokenizer.decode(tokens[0])!r}"

@@ -1,4 +1,4 @@
-"""``diff``: are two checkpoints the same training state, whatever layout each is in?"""
+"""``diff``: compare the training states of two checkpoints of any layouts."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class DiffOptions(ReadOptions):
 
 @dataclass(slots=True)
 class Unequal:
-    """A tensor that is not the same on both sides.
+    """A tensor that is different in the two checkpoints.
 
     Args:
         what: ``shape``, ``dtype`` or ``values``.
-        at: the first unequal element, as an index of the whole tensor; None where no value is.
+        at: index of the first unequal element in the whole tensor; None if no values differ.
     """
 
     kind: str
@@ -85,8 +85,8 @@ class Unequal:
     max_ulp: int = 0
     not_finite: int = 0
 
-    def text(self) -> str:
-        """One line for a person."""
+    def describe(self) -> str:
+        """Return the difference as one line of text."""
         name = f"{self.kind} {self.fqn}"
         if self.what != "values":
             beside = f"; {self.count} of {self.numel} values differ too" if self.count else ""
@@ -116,25 +116,25 @@ class DiffReport:
     seconds: float = 0.0
 
     def __bool__(self) -> bool:
-        """Return whether the two are the same, so that ``if reshard.diff(a, b)`` reads right."""
+        """Return whether the two are the same, for ``if reshard.diff(a, b)``."""
         return self.same
 
     @property
     def same(self) -> bool:
-        """Whether nothing that was asked for differs."""
+        """Whether nothing that was compared differs."""
         return not (self.unequal or self.only_a or self.only_b or self.train)
 
     @property
     def exit_code(self) -> int:
-        """0 same, 1 different, as ``diff`` has it."""
+        """0 if the two are the same, else 1, like the program ``diff``."""
         return 0 if self.same else 1
 
     def to_json(self) -> dict[str, Any]:
-        """One document with a stable schema."""
+        """Return one document with a stable schema."""
         return {"schema": SCHEMA, "command": "diff", "same": self.same, **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Yield the lines of the report as text."""
         how = "bit by bit" if self.exact else "under the tolerance"
         counts = ", ".join(f"{count} {kind}" for kind, count in self.equal_by_kind.items())
         verdict = "the same" if self.same else "DIFFERENT"
@@ -142,7 +142,7 @@ class DiffReport:
         yield format_row(
             "equal", f"{self.equal} tensors {how}" + (f" ({counts})" if counts else "")
         )
-        yield from format_list("unequal", [each.text() for each in self.unequal])
+        yield from format_list("unequal", [each.describe() for each in self.unequal])
         yield from format_list("only in A", [f"{kind} {fqn}" for kind, fqn in self.only_a])
         yield from format_list("only in B", [f"{kind} {fqn}" for kind, fqn in self.only_b])
         for value in self.train:
@@ -172,26 +172,26 @@ def diff(
     """Compare two checkpoints of any formats, streaming both.
 
     Raises:
-        ReshardError: one cannot be read; a difference is no error.
+        ReshardError: a checkpoint cannot be read; a difference is not an error.
     """
     options = options or DiffOptions()
     began = time.perf_counter()
     check_page(options, [*formats.as_paths(a), *formats.as_paths(b)])
-    left, right = (opened(paths, options) for paths in (a, b))
+    left, right = (open_checkpoint(paths, options) for paths in (a, b))
     report = compare(left, right, options, meter)
     report.options = options.given()
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report, left, right))
+    write_page(options, lambda: _build_page(report, left, right))
     return report
 
 
 def compare(
     left: Manifest, right: Manifest, options: DiffOptions, meter: Meter | None = None
 ) -> DiffReport:
-    """The same of two checkpoints that are open.
+    """Compare two checkpoints that are open.
 
     Raises:
-        ReshardError: a tensor cannot be read, or the options fit neither side.
+        ReshardError: a tensor cannot be read, or an option fits neither checkpoint.
     """
     began = time.perf_counter()
     dtype = dtypes.parse(options.dtype) if options.dtype else None
@@ -200,78 +200,81 @@ def compare(
     report = DiffReport(left.origin.path, right.origin.path)
     tolerance = Tolerance(options.atol, options.rtol, options.ulp)
     report.exact = tolerance.is_exact
-    wanted = _Wanted(options, left, right)
-    paired = wanted.of(pair(left, right))
+    selection = _Selection(options, left, right)
+    paired = selection.select(pair(left, right))
     report.only_a, report.only_b = paired.only_a, paired.only_b
     if paired.unnamed:
         shown = ", ".join(paired.unnamed[:LISTED])
-        report.notes.append(f"tied weights that one side does not name: {shown}")
-    if wanted.train:
-        report.train = [v for v in train.differences(left, right) if wanted.named(v.name)]
-        paired.pairs += (each for each in _own_tensors(left, right) if wanted.named(each.fqn))
+        report.notes.append(f"tied weights that only one checkpoint names: {shown}")
+    if selection.has_train_state:
+        found = train.differences(left, right)
+        report.train = [value for value in found if selection.is_selected(value.name)]
+        paired.pairs += (
+            each for each in _pair_own_tensors(left, right) if selection.is_selected(each.fqn)
+        )
     _compare(paired.pairs, report, tolerance, dtype, options, meter)
-    report.notes += _alike(report.unequal, tolerance)
+    report.notes += _explain_dtypes(report.unequal, tolerance)
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _own_tensors(a: Manifest, b: Manifest) -> Iterator[Pair]:
+def _pair_own_tensors(a: Manifest, b: Manifest) -> Iterator[Pair]:
     """Yield the tensors in the script's own values that both sides have, paired by name."""
     left, right = (own_tensors(each.train) for each in (a, b))
     for name in left.keys() & right.keys():
         yield Pair(TENSOR, name, left[name], right[name])
 
 
-def _page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
+def _build_page(report: DiffReport, a: Manifest, b: Manifest) -> Page:
     from reshard.html import proof_pages
 
     facts = [Inspection(manifest).to_json() for manifest in (a, b)]
     return proof_pages.compared(report.to_json(), facts, a, b)
 
 
-def opened(paths: formats.Paths, options: ReadOptions) -> Manifest:
-    """A checkpoint under the names that `merge` writes, once it is known to be safe.
+def open_checkpoint(paths: formats.Paths, options: ReadOptions) -> Manifest:
+    """Read a checkpoint, check that it is safe, and rename its tensors as `merge` does.
 
     Raises:
-        ReshardError: it cannot be read or trusted.
+        ReshardError: the checkpoint cannot be read or trusted.
     """
     return keys.edit(read_trusted(formats.as_paths(paths), options), keys.Edits()).manifest
 
 
-class _Wanted:
-    """What the user chose to compare."""
+class _Selection:
+    """The tensors and values that the user chose to compare."""
 
     def __init__(self, options: DiffOptions, *manifests: Manifest) -> None:
         slots = {kind for each in manifests for kind, _ in each.entries} - {"buffer", "param"}
         known = {WEIGHTS, OPTIMIZER, TRAIN, *(slots - {"master"})}
         for kind in options.kinds:
             if kind not in known:
-                raise UsageError(f"--kind {kind}", f"is none of {', '.join(sorted(known))}")
+                raise UsageError(f"--kind {kind}", f"must be one of {', '.join(sorted(known))}")
         self._kinds = set(options.kinds)
         self._ignored: list[re.Pattern[str]] = keys.compile_patterns(options.ignore, "--ignore")
 
     @property
-    def train(self) -> bool:
-        """Whether what is no tensor is compared."""
+    def has_train_state(self) -> bool:
+        """Whether the train state (values other than tensors) is compared."""
         return not self._kinds or TRAIN in self._kinds
 
-    def named(self, name: str) -> bool:
-        """Whether a name is not ignored."""
+    def is_selected(self, name: str) -> bool:
+        """Return whether a name is not ignored."""
         return not any(pattern.search(name) for pattern in self._ignored)
 
-    def of(self, paired: Paired) -> Paired:
-        """What is left of all tensors."""
+    def select(self, paired: Paired) -> Paired:
+        """Return only the selected tensors."""
         return Paired(
-            [each for each in paired.pairs if self._key((each.kind, each.fqn))],
-            [key for key in paired.only_a if self._key(key)],
-            [key for key in paired.only_b if self._key(key)],
-            [fqn for fqn in paired.unnamed if self._key((WEIGHT, fqn))],
+            [each for each in paired.pairs if self._is_key_selected((each.kind, each.fqn))],
+            [key for key in paired.only_a if self._is_key_selected(key)],
+            [key for key in paired.only_b if self._is_key_selected(key)],
+            [fqn for fqn in paired.unnamed if self._is_key_selected((WEIGHT, fqn))],
         )
 
-    def _key(self, key: Key) -> bool:
+    def _is_key_selected(self, key: Key) -> bool:
         kind, fqn = key
         group = WEIGHTS if kind in (WEIGHT, COPY) else OPTIMIZER
-        return self.named(fqn) and (not self._kinds or bool(self._kinds & {group, kind}))
+        return self.is_selected(fqn) and (not self._kinds or bool(self._kinds & {group, kind}))
 
 
 def _compare(
@@ -282,17 +285,17 @@ def _compare(
     options: DiffOptions,
     meter: Meter | None,
 ) -> None:
-    """Fill in which tensors are equal."""
+    """Compare the values of all pairs, and add the results to the report."""
     workers, window_bytes = options.budget()
     compared = [
         (number, (each.a, each.b, common))
         for number, each in enumerate(pairs)
-        if each.a.shape == each.b.shape and (common := _common(each, dtype))
+        if each.a.shape == each.b.shape and (common := _choose_dtype(each, dtype))
     ]
     report.bytes_read = sum(a.nbytes + b.nbytes for _, (a, b, _) in compared)
     with open_progress(meter, report.bytes_read) as progress:
         differing = differences(
-            [held for _, held in compared],
+            [tensors for _, tensors in compared],
             tolerance,
             workers=workers,
             window_bytes=window_bytes,
@@ -300,7 +303,7 @@ def _compare(
         )
     found = {compared[position][0]: difference for position, difference in differing.items()}
     for number, each in enumerate(pairs):
-        unequal = _unequal(each, found.get(number), dtype)
+        unequal = _describe_difference(each, found.get(number), dtype)
         if unequal is not None:
             report.unequal.append(unequal)
             continue
@@ -308,35 +311,35 @@ def _compare(
         report.equal_by_kind[each.kind] = report.equal_by_kind.get(each.kind, 0) + 1
 
 
-def _alike(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterator[str]:
-    """A hint where the dtype alone differs: values are compared in the narrower one."""
+def _explain_dtypes(unequal: Sequence[Unequal], tolerance: Tolerance) -> Iterator[str]:
+    """Yield hints for tensors whose values are equal in the narrower of their two dtypes."""
     found: dict[str, list[Unequal]] = {}
     for each in unequal:
-        held = [dtypes.parse(name) for name in (each.a, each.b)] if each.what == "dtype" else []
-        if held and not each.count and all(dtype.family == "float" for dtype in held):
-            narrow = min(held, key=lambda dtype: dtype.itemsize)
+        both = [dtypes.parse(name) for name in (each.a, each.b)] if each.what == "dtype" else []
+        if both and not each.count and all(dtype.family == "float" for dtype in both):
+            narrow = min(both, key=lambda dtype: dtype.itemsize)
             found.setdefault(narrow.name, []).append(each)
     how = "the same" if tolerance.is_exact else "the same under the tolerance"
     for name, tensors in found.items():
-        slots = "" if all(each.kind in (WEIGHT, COPY) for each in tensors) else " (weights alone)"
+        scope = "" if all(each.kind in (WEIGHT, COPY) for each in tensors) else " (weights only)"
         yield (
-            f"{len(tensors)} of the unequal tensors differ in the dtype alone: as {name} their"
-            f" values are {how}; --dtype {name} compares them so{slots}"
+            f"{len(tensors)} of the unequal tensors differ only in dtype: as {name}, their values"
+            f" are {how}; --dtype {name} compares them like that{scope}"
         )
 
 
-def _common(each: Pair, dtype: DType | None) -> DType | None:
-    """In which dtype the two are compared; None where there is none."""
+def _choose_dtype(each: Pair, dtype: DType | None) -> DType | None:
+    """Return the dtype in which a pair is compared; None if its values cannot be compared."""
     if dtype is not None and _is_cast(each):
         return dtype
     if each.a.dtype == each.b.dtype:
         return each.a.dtype
-    narrow = min(each.a.dtype, each.b.dtype, key=lambda held: held.itemsize)
+    narrow = min(each.a.dtype, each.b.dtype, key=lambda each: each.itemsize)
     return narrow if _are_floats(each) else None
 
 
 def _is_cast(each: Pair) -> bool:
-    """Whether it is compared in a dtype that the user chose."""
+    """Return whether ``--dtype`` applies to a pair."""
     return each.is_weight and _are_floats(each)
 
 
@@ -344,7 +347,10 @@ def _are_floats(each: Pair) -> bool:
     return each.a.dtype.family == each.b.dtype.family == "float"
 
 
-def _unequal(each: Pair, found: Difference | None, dtype: DType | None) -> Unequal | None:
+def _describe_difference(
+    each: Pair, found: Difference | None, dtype: DType | None
+) -> Unequal | None:
+    """Return how a pair differs in shape, dtype or values; None if it does not."""
     a, b = each.a, each.b
     values = Unequal(each.kind, each.fqn, "values", "", "", numel=a.numel)
     if found is not None:

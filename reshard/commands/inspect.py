@@ -1,4 +1,4 @@
-"""``inspect``: what a checkpoint is, told from its headers alone, without torch or numpy."""
+"""``inspect``: describe a checkpoint from its headers, without torch or numpy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from reshard.html.page import Page
 
 SCHEMA = 1
-_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)|^\d{1,9}(?=\.)")  # more digits are no index
+_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)|^\d{1,9}(?=\.)")  # more digits are not a layer index
 _SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ReportOptions):
-    """What is described."""
+    """The options of ``inspect``."""
 
     tensors: bool = option(False, "List the tensors, with repeated layers folded.", group="Output")
     force: str | None = None  # another name of source_format
@@ -47,7 +47,7 @@ class Inspection:
     options: dict[str, Any] = field(default_factory=dict)  # those that were given
 
     def to_json(self) -> dict[str, Any]:
-        """One document with a stable schema."""
+        """Return one document with a stable schema."""
         manifest, train = self.manifest, self.manifest.train
         document = {
             "schema": SCHEMA,
@@ -62,8 +62,8 @@ class Inspection:
             "step": train.step,
             "skipped_steps": train.skipped_steps,
             "samples": train.samples,
-            "parameters": parameters(manifest),
-            "kinds": kinds(manifest),
+            "parameters": count_parameters(manifest),
+            "kinds": summarize_kinds(manifest),
             "files": len(manifest.files),
             "disk_bytes": sum(file.nbytes for file in manifest.files.values()),
             "logical_bytes": sum(entry.nbytes for entry in manifest.entries.values()),
@@ -99,13 +99,13 @@ class Inspection:
 
     @property
     def warnings(self) -> list[str]:
-        """Return what the reader warns of, and files that contradict one another."""
+        """The warnings of the reader, and files that contradict one another."""
         conflicts = (f"{each.file}: {each.problem}" for each in find_conflicts(self.manifest.files))
         counters = find_counter_conflicts(self.manifest)
         return [*self.manifest.warnings, *conflicts, *counters]
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Yield the lines of the report as text."""
         origin = self.manifest.origin
         versions = ", ".join(f"{name} {version}" for name, version in origin.versions.items())
         yield origin.path
@@ -115,7 +115,7 @@ class Inspection:
         yield from self._names()
         if self.manifest.absent:
             shown = ", ".join(self.manifest.absent[:_SHOWN])
-            yield _row("warning", f"listed, but without a value on any rank: {shown}")
+            yield _row("warning", f"listed, but no rank has a value: {shown}")
         for text in self.warnings:
             yield _row("warning", text)
         if self.manifest.unknown_globals:
@@ -126,7 +126,7 @@ class Inspection:
             )
         if self.with_tensors:
             yield ""
-            yield from folded(self.manifest)
+            yield from list_tensors(self.manifest)
 
     def _training(self) -> Iterator[str]:
         origin, train = self.manifest.origin, self.manifest.train
@@ -151,14 +151,14 @@ class Inspection:
 
     def _sizes(self) -> Iterator[str]:
         manifest = self.manifest
-        count = parameters(manifest)
-        weights = sum(1 for _ in _weights(manifest))
-        frozen = sum(e.numel for e in _weights(manifest) if e.fqn in manifest.frozen)
+        count = count_parameters(manifest)
+        weights = sum(1 for _ in _iterate_parameters(manifest))
+        frozen = sum(e.numel for e in _iterate_parameters(manifest) if e.fqn in manifest.frozen)
         shown = f"; {units.show_count(frozen)} of them frozen" if frozen else ""
         yield _row("parameters", f"{units.show_count(count)} in {weights} tensors{shown}")
-        for kind, held in kinds(manifest).items():
-            text = f"{held['tensors']} tensors, {units.show_bytes(held['bytes'])}"
-            yield _row(kind, f"{text} ({', '.join(held['dtypes'])})")
+        for kind, facts in summarize_kinds(manifest).items():
+            text = f"{facts['tensors']} tensors, {units.show_bytes(facts['bytes'])}"
+            yield _row(kind, f"{text} ({', '.join(facts['dtypes'])})")
         disk = sum(file.nbytes for file in manifest.files.values())
         files = units.counted(len(manifest.files), "file")
         logical = sum(entry.nbytes for entry in manifest.entries.values())
@@ -188,11 +188,11 @@ def inspect(path: formats.Paths, options: InspectOptions | None = None) -> Inspe
     check_page(options, formats.as_paths(path))
     manifest = formats.read(path, **options.reader_arguments())
     inspection = Inspection(manifest, options.tensors, options.given())
-    write_page(options, lambda: _page(inspection))
+    write_page(options, lambda: _build_page(inspection))
     return inspection
 
 
-def _page(inspection: Inspection) -> Page:
+def _build_page(inspection: Inspection) -> Page:
     from reshard.html import pages
 
     return pages.inspected(inspection.to_json(), inspection.manifest)
@@ -202,8 +202,8 @@ def _row(label: str, text: str) -> str:
     return f"  {format_row(label, text)}"
 
 
-def _weights(manifest: Manifest) -> Iterator[Entry]:
-    """Each parameter once, whether it is stored as master, as trained, or both."""
+def _iterate_parameters(manifest: Manifest) -> Iterator[Entry]:
+    """Yield every parameter once, even if it is stored both as master and as trained."""
     seen: set[str] = set()
     for entry in manifest.of_kind(PARAM, MASTER):
         if entry.fqn not in seen:
@@ -211,48 +211,48 @@ def _weights(manifest: Manifest) -> Iterator[Entry]:
             yield entry
 
 
-def parameters(manifest: Manifest) -> int:
-    """Number of parameter elements; buffers and aliases not counted."""
-    return sum(entry.numel for entry in _weights(manifest))
+def count_parameters(manifest: Manifest) -> int:
+    """Return the number of parameter elements, without buffers and aliases."""
+    return sum(entry.numel for entry in _iterate_parameters(manifest))
 
 
-def kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """Per kind: tensors, logical bytes, dtypes; weights first."""
-    held: dict[str, dict[str, Any]] = {}
+def summarize_kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Return kind -> number of tensors, logical bytes and dtypes; weights come first."""
+    found: dict[str, dict[str, Any]] = {}
     present = {entry.kind for entry in manifest.entries.values()}
     order = [kind for kind in (PARAM, BUFFER, MASTER) if kind in present]
     for kind in [*order, *sorted(present - set(WEIGHT_KINDS))]:
         entries = list(manifest.of_kind(kind))
-        held[kind] = {
+        found[kind] = {
             "tensors": len(entries),
             "bytes": sum(entry.nbytes for entry in entries),
             "dtypes": sorted({str(entry.dtype) for entry in entries}),
         }
-    return held
+    return found
 
 
-def folded(manifest: Manifest) -> Iterator[str]:
-    """One line a tensor; names that differ in one number only, equal otherwise, share a line."""
+def list_tensors(manifest: Manifest) -> Iterator[str]:
+    """Yield one line for each tensor; equal tensors of consecutive layers share a line."""
     by_fqn: dict[str, list[Entry]] = defaultdict(list)
     for entry in manifest.entries.values():
         by_fqn[entry.fqn].append(entry)
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for fqn, entries in by_fqn.items():
         stored = ", ".join(f"{entry.kind} {entry.dtype}" for entry in entries)
-        what = f"{_shape(entries[0].shape)}  {stored}"
+        what = f"{_format_shape(entries[0].shape)}  {stored}"
         groups[_NUMBER.sub("*", fqn, count=1), what].append(fqn)
     width = min(max((len(name) for name, _ in groups), default=0) + 8, 72)
     for (name, what), fqns in groups.items():
-        shown = fqns[0] if len(fqns) == 1 else name.replace("*", _range(fqns), 1)
+        shown = fqns[0] if len(fqns) == 1 else name.replace("*", _format_numbers(fqns), 1)
         yield f"  {shown:<{width}} {what}"
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
-def _range(fqns: list[str]) -> str:
-    """``{0-31}`` for consecutive numbers, else the list."""
+def _format_numbers(fqns: list[str]) -> str:
+    """Return the numbers in names as ``{0-31}`` if they are consecutive, else as a list."""
     numbers = sorted(int(match[0]) for fqn in fqns if (match := _NUMBER.search(fqn)))
     if len(set(numbers)) == len(numbers) == numbers[-1] - numbers[0] + 1:
         return f"{{{numbers[0]}-{numbers[-1]}}}"

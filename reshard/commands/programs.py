@@ -1,4 +1,4 @@
-"""The one place where other programs are started: those that a user names, and our trainer."""
+"""Running other programs: those that a user names, and our trainer."""
 
 from __future__ import annotations
 
@@ -16,36 +16,42 @@ from pathlib import Path
 from reshard import signals
 from reshard.errors import UsageError
 
-_GRACE_S = 35.0  # torchrun stops its ranks itself, and gives them 30
-_TOLD_EVERY_S = 1.0
-_CHECK_S = 0.1  # between two looks for a signal
+_GRACE_S = 35.0  # torchrun stops its ranks itself, which takes it up to 30 s
+_WATCH_EVERY_S = 1.0
+_CHECK_S = 0.1  # between two checks for a signal
 _LAST_LINES = 12
 _LAST_BYTES = 16 << 10
-_SIGNALS = {number.value: number.name for number in signal.Signals}  # not those of real time
+# Real-time signals have no names.
+_SIGNALS = {number.value: number.name for number in signal.Signals}
 _EXCEPTION = re.compile(r"(\[rank\d+\]: ?)?[A-Za-z_][\w.]*(Error|Exception)\b")
-_PLACE = re.compile(r"\{([a-z_]+)\}")
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 Watch = Callable[[float, str], None]
-"""Told how many seconds a program runs, and what it printed last."""
+"""Called with the seconds that a program has run, and the last line that it printed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a program ended; ``exit_code`` is minus the signal that ended it."""
+class ProgramResult:
+    """How a program ended.
+
+    Args:
+        exit_code: minus the number of the signal, if one ended the program.
+        last_lines: of stderr, or of stdout if stderr is empty.
+    """
 
     exit_code: int
     seconds: float
     timed_out: bool
-    said: tuple[str, ...]  # the last lines of stderr, or of stdout where that is empty
+    last_lines: tuple[str, ...]
 
     @property
     def failed(self) -> bool:
-        """Whether it did not do what was asked."""
+        """Whether the program failed or was stopped."""
         return self.timed_out or self.exit_code != 0
 
-    def why(self) -> str:
-        """What happened to it, in words."""
+    def describe(self) -> str:
+        """Return how the program ended, as the end of a sentence."""
         if self.timed_out:
             return f"was stopped after {self.seconds:.0f} s (--timeout)"
         if self.exit_code < 0:
@@ -53,70 +59,80 @@ class Ended:
         return f"ended with exit code {self.exit_code}"
 
 
-def words(template: str, known: Sequence[str], needed: Sequence[str]) -> list[str]:
-    """A command line cut into words as a shell does it; nothing else of a shell.
+def split_command(template: str, known: Sequence[str], needed: Sequence[str]) -> list[str]:
+    """Split a command line into words like a shell, without its other features.
 
     Raises:
-        UsageError: it cannot be cut, or a placeholder is unknown or missing.
+        UsageError: the quotes do not match, or a placeholder is unknown or missing.
     """
     try:
-        found = shlex.split(template)
+        words = shlex.split(template)
     except ValueError as error:
-        raise UsageError("--command", f"cannot be cut into words: {error}") from error
-    names = _PLACE.findall(template)
+        raise UsageError("--command", f"cannot be split into words: {error}") from error
+    names = _PLACEHOLDER.findall(template)
     for name in names:
         if name not in known:
-            raise UsageError(f"--command {{{name}}}", f"is none of {_listed(known)}")
+            raise UsageError(
+                f"--command {{{name}}}", "is not a placeholder", f"use {_list_placeholders(known)}"
+            )
     for name in needed:
         if name not in names:
-            raise UsageError("--command", f"has no {{{name}}}", f"it may have {_listed(known)}")
-    return found
+            raise UsageError(
+                "--command",
+                f"has no {{{name}}}",
+                f"the placeholders are {_list_placeholders(known)}",
+            )
+    return words
 
 
-def filled(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
-    """The words with each placeholder replaced.
+def fill_placeholders(command: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """Return the words with every placeholder replaced by its value.
 
     Raises:
-        UsageError: there is no value for one.
+        UsageError: a placeholder has no value.
     """
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in values:
-            raise UsageError(f"--command {match[0]}", "this checkpoint tells none", "leave it out")
+            raise UsageError(
+                f"--command {match[0]}", "the checkpoint does not state it", "leave it out"
+            )
         return str(values[match[1]])
 
-    return [_PLACE.sub(value, word) for word in command]
+    return [_PLACEHOLDER.sub(value, word) for word in command]
 
 
-def run(command: Sequence[str], place: Path, timeout_s: float, watch: Watch | None = None) -> Ended:
-    """Run a program to its end, in the working directory, what it prints going to files.
+def run(
+    command: Sequence[str], folder: Path, timeout_s: float, watch: Watch | None = None
+) -> ProgramResult:
+    """Run a program in the working directory until it ends; its output goes to files.
 
-    Whatever ends this, a signal included, the program and its process group end too.
+    The program and its process group end with this function, also if a signal interrupts it.
 
     Args:
-        place: an existing directory for ``stdout.txt`` and ``stderr.txt``.
+        folder: an existing directory for ``stdout.txt`` and ``stderr.txt``.
         watch: called every second while the program runs.
 
     Raises:
-        UsageError: it cannot be started.
+        UsageError: the program cannot be started.
     """
     began = time.monotonic()
     timed_out = False
     process: subprocess.Popen[bytes] | None = None
     with (
         signals.checked(),
-        (place / "stdout.txt").open("wb") as out,
-        (place / "stderr.txt").open("wb") as err,
+        (folder / "stdout.txt").open("wb") as out,
+        (folder / "stderr.txt").open("wb") as err,
     ):
         try:
-            process = subprocess.Popen(  # noqa: S603 - what the user asked for, without a shell
+            process = subprocess.Popen(  # noqa: S603 - the user's own program, without a shell
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
             )
-            _wait(process, place, timeout_s, watch)
+            _wait(process, folder, timeout_s, watch)
         except OSError as error:
             raise UsageError(command[0], f"cannot be started: {error.strerror}") from error
         except subprocess.TimeoutExpired:
@@ -124,41 +140,41 @@ def run(command: Sequence[str], place: Path, timeout_s: float, watch: Watch | No
         finally:
             code = _end(process) if process is not None else 0
     seconds = time.monotonic() - began
-    said = _last_lines(place / "stderr.txt") or _last_lines(place / "stdout.txt")
-    return Ended(code, seconds, timed_out, said)
+    last_lines = _read_last_lines(folder / "stderr.txt") or _read_last_lines(folder / "stdout.txt")
+    return ProgramResult(code, seconds, timed_out, last_lines)
 
 
 def _wait(
-    process: subprocess.Popen[bytes], place: Path, timeout_s: float, watch: Watch | None
+    process: subprocess.Popen[bytes], folder: Path, timeout_s: float, watch: Watch | None
 ) -> None:
-    """Wait for the end, and tell every second how long it takes and what was printed last.
+    """Wait until the program ends; call ``watch`` every second.
 
     Raises:
-        subprocess.TimeoutExpired: there is none.
+        subprocess.TimeoutExpired: the program runs longer than ``timeout_s``.
     """
-    began = told = time.monotonic()
+    began = called = time.monotonic()
     while (now := time.monotonic()) < began + timeout_s:
         signals.check()
-        if watch is not None and now >= told + _TOLD_EVERY_S:
-            watch(now - began, _newest_line(place))
-            told = now
+        if watch is not None and now >= called + _WATCH_EVERY_S:
+            watch(now - began, _newest_line(folder))
+            called = now
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(min(_CHECK_S, began + timeout_s - now))
             return
     raise subprocess.TimeoutExpired(process.args, timeout_s)
 
 
-def _newest_line(place: Path) -> str:
-    """Return the last line of the file that was written last; a bar's last state of its line."""
-    files = [place / name for name in ("stdout.txt", "stderr.txt")]
+def _newest_line(folder: Path) -> str:
+    """Return the last line of the newer output file; of a progress bar, its last state."""
+    files = [folder / name for name in ("stdout.txt", "stderr.txt")]
     written = [path for path in files if path.stat().st_size]
     newest = max(written, key=lambda path: path.stat().st_mtime_ns, default=None)
-    lines = _last_lines(newest) if newest else ()
+    lines = _read_last_lines(newest) if newest else ()
     return lines[-1].rstrip().rpartition("\r")[2].strip() if lines else ""
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:
-    """Ask the group to end, and make it, if the program has not ended; its exit code."""
+    """End the process group, by SIGKILL if SIGTERM does not; return the exit code."""
     if process.returncode is not None:
         return process.returncode
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -169,8 +185,11 @@ def _end(process: subprocess.Popen[bytes]) -> int:
     return process.wait()
 
 
-def _last_lines(path: Path) -> tuple[str, ...]:
-    """The last lines, and exceptions named before them: a launcher's own summary comes last."""
+def _read_last_lines(path: Path) -> tuple[str, ...]:
+    """Return the last lines of a file, after earlier lines that name exceptions.
+
+    A launcher prints a long summary of its own below the exception of a rank.
+    """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LAST_BYTES))
         text = file.read().decode(errors="replace")
@@ -179,5 +198,5 @@ def _last_lines(path: Path) -> tuple[str, ...]:
     return (*dict.fromkeys(filter(_EXCEPTION.match, before)), *last)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _list_placeholders(names: Sequence[str]) -> str:
     return ", ".join(f"{{{name}}}" for name in names)

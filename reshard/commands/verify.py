@@ -1,4 +1,4 @@
-"""``verify``: can this checkpoint be trusted? Named checks, each with what it looked at."""
+"""``verify``: check whether a checkpoint is complete and sound, by named checks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ReadOptions):
-    """What is checked. Manifests need every byte: they imply ``deep``."""
+    """What is checked. Manifests need every byte, so they imply ``deep``."""
 
     deep: bool = _checked(
         False, "Read every byte.", flags=("--deep/--quick",), unset="only headers"
@@ -79,8 +79,8 @@ class VerifyReport:
     checks: list[Check] = field(default_factory=list)
     format: str = ""
     detail: str = ""
-    notes: list[str] = field(default_factory=list)  # what the reader said
-    manifest: str = ""  # that was written
+    notes: list[str] = field(default_factory=list)  # of the reader
+    manifest: str = ""  # path of the manifest that was written
     bytes_read: int = 0
     seconds: float = 0.0
 
@@ -90,7 +90,7 @@ class VerifyReport:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed; warnings are no failures."""
+        """Whether no check failed; a warning is not a failure."""
         return all(check.status != checks.FAILED for check in self.checks)
 
     @property
@@ -100,11 +100,11 @@ class VerifyReport:
         return max((check.exit_code for check in failed), default=0)
 
     def check(self, name: str) -> Check:
-        """One check by its name."""
+        """Return a check by its name."""
         return next(check for check in self.checks if check.name == name)
 
     def to_json(self) -> dict[str, Any]:
-        """One document with a stable schema."""
+        """Return one document with a stable schema."""
         return {
             "schema": SCHEMA,
             "command": "verify",
@@ -123,7 +123,7 @@ class VerifyReport:
         }
 
     def lines(self) -> Iterator[str]:
-        """The report for a person: a line a check, and below it what was found."""
+        """Yield the lines of the report: a line for each check, followed by its findings."""
         what = ", ".join(filter(None, (self.format, self.detail)))
         yield f"{self.source}: {self._verdict()}" + (f" ({what})" if what else "")
         for check in self.checks:
@@ -153,11 +153,11 @@ def verify(
     options: VerifyOptions | None = None,
     meter: Meter | None = None,
 ) -> VerifyReport:
-    """Check a checkpoint; a damaged one gives a report.
+    """Check a checkpoint; damage is in the report, not an error.
 
     Raises:
-        ReshardError: nothing can be said of it (no such path, an unsupported form), or a manifest
-            cannot be read or written.
+        ReshardError: no check can run (the path does not exist, the form is not supported), or a
+            manifest cannot be read or written.
     """
     options = options or VerifyOptions()
     began = time.perf_counter()
@@ -171,25 +171,27 @@ def verify(
     report = VerifyReport(str(sources[0]), mode, options.given())
     manifest = opened(lambda: _read(sources, options))
     if isinstance(manifest, Check):
-        report.checks = _unread(manifest, options)
+        report.checks = _list_checks_without_source(manifest, options)
     else:
         manifest = keys.edit(manifest, keys.Edits()).manifest
         origin = manifest.origin
         report.format, report.detail = origin.format, origin.detail
         report.notes = [*manifest.warnings, *engines.told(engines.form_of(manifest))]
-        told = ModelHint(options.model, options.wrap).shapes() if options.model else None
-        report.checks = _quick(manifest, sources, options, told)
+        shapes = ModelHint(options.model, options.wrap).shapes() if options.model else None
+        report.checks = _run_quick_checks(manifest, sources, options, shapes)
         if options.reads_all and report.check(checks.SAFE).failures:
             report.checks += [not_run(name, "the source is not safe") for name in checks.DEEP]
         elif options.reads_all:
-            _deep(manifest, report, options, told, listed, meter)
+            _run_deep_checks(manifest, report, options, shapes, listed, meter)
     report.seconds = time.perf_counter() - began
-    write_page(options, lambda: _page(report, None if isinstance(manifest, Check) else manifest))
+    write_page(
+        options, lambda: _build_page(report, None if isinstance(manifest, Check) else manifest)
+    )
     return report
 
 
-def _page(report: VerifyReport, manifest: Manifest | None) -> Page:
-    """With a map of the shards, once they are proved to be where the files say."""
+def _build_page(report: VerifyReport, manifest: Manifest | None) -> Page:
+    """Build the page, with a map of the shards if their coverage was proved."""
     from reshard.html import proof_pages
 
     if manifest is None or report.check(checks.COVERAGE).status != checks.PASSED:
@@ -198,32 +200,33 @@ def _page(report: VerifyReport, manifest: Manifest | None) -> Page:
 
 
 def _read(sources: Sequence[Path], options: VerifyOptions) -> Manifest:
-    """The manifest, its coverage not proved yet.
+    """Read the manifest without the proof of its coverage.
 
-    A source that is not of the named model is read without it: the check lists all that differs.
+    If the source does not fit ``--model``, it is read without the model: a check lists all
+    differences.
     """
-    told = options.reader_arguments()
+    arguments = options.reader_arguments()
     try:
-        return formats.read(sources, prove=False, **told)
+        return formats.read(sources, prove=False, **arguments)
     except UsageError as error:
         if not options.model or not error.where.startswith("--model"):
             raise
-        ModelHint(options.model, options.wrap).shapes()  # is there such a model at all?
-        return formats.read(sources, prove=False, **{**told, "model": None, "wrap": None})
+        ModelHint(options.model, options.wrap).shapes()  # raises if there is no such model
+        return formats.read(sources, prove=False, **{**arguments, "model": None, "wrap": None})
 
 
-def _unread(failed: Check, options: VerifyOptions) -> list[Check]:
-    """All checks of a source that cannot be read: the one that failed, the others not run."""
+def _list_checks_without_source(failed: Check, options: VerifyOptions) -> list[Check]:
+    """Return all checks of a source that cannot be read: one has failed, the others did not run."""
     names = checks.QUICK + (checks.DEEP if options.reads_all else ())
     reason = f"the source cannot be read: see {failed.name}"
     return [failed if name == failed.name else not_run(name, reason) for name in names]
 
 
-def _quick(
+def _run_quick_checks(
     manifest: Manifest,
     sources: Sequence[Path],
     options: VerifyOptions,
-    told: ModelShapes | None,
+    shapes: ModelShapes | None,
 ) -> list[Check]:
     return [
         quick.headers(manifest),
@@ -236,25 +239,25 @@ def _quick(
         quick.stale(manifest, sources),
         quick.steps(manifest),
         quick.slots(manifest),
-        quick.model(manifest, told),
+        quick.model(manifest, shapes),
     ]
 
 
-def _deep(
+def _run_deep_checks(
     manifest: Manifest,
     report: VerifyReport,
     options: VerifyOptions,
-    told: ModelShapes | None,
+    shapes: ModelShapes | None,
     listed: hashes.Contents | None,
     meter: Meter | None,
 ) -> None:
-    """Read everything, and add the checks that follow."""
-    config = _config(manifest)
+    """Read every byte, and add the deep checks to the report."""
+    config = _read_config(manifest)
     digests = hashes.wanted(manifest) if options.write_manifest else {}
     if listed:
         for key, dtypes in hashes.wanted_for(manifest, listed).items():
             digests[key] = tuple(dict.fromkeys((*digests.get(key, ()), *dtypes)))
-    planned = deep.tasks(manifest, config=config, told=told, digests=digests)
+    planned = deep.tasks(manifest, config=config, told=shapes, digests=digests)
     workers, window_bytes = options.budget()
     with open_progress(meter, sum(task.nbytes for task in planned)) as progress:
         seen = scan.scan(
@@ -274,7 +277,7 @@ def _deep(
         deep.crc(manifest, seen),
         deep.replicas_equal(planned, seen),
         deep.masters(manifest, planned, seen),
-        deep.tied(manifest, planned, seen, config=config, told=told),
+        deep.tied(manifest, planned, seen, config=config, told=shapes),
         deep.padding(manifest, window_bytes),
         deep.finite(manifest, seen, ignored),
         deep.moments(manifest, seen, ignored),
@@ -287,8 +290,8 @@ def _deep(
         _write_manifest(hashes.contents(manifest, seen.digests), report, options)
 
 
-def _config(manifest: Manifest) -> dict[str, Any] | None:
-    """The transformers config beside the checkpoint; a broken one says nothing here."""
+def _read_config(manifest: Manifest) -> dict[str, Any] | None:
+    """Return the transformers config beside the checkpoint; None if it is missing or damaged."""
     try:
         path = config_beside(manifest)
         return read_json_object(path) if path else None
@@ -296,12 +299,14 @@ def _config(manifest: Manifest) -> dict[str, Any] | None:
         return None
 
 
-def _write_manifest(made: hashes.Contents, report: VerifyReport, options: VerifyOptions) -> None:
-    """Write it where every check passed: a damaged checkpoint gets no manifest to agree with."""
+def _write_manifest(
+    contents: hashes.Contents, report: VerifyReport, options: VerifyOptions
+) -> None:
+    """Write the manifest if every check passed: a damaged checkpoint must not get one."""
     path = as_path(options.write_manifest or "")
     if not report.passed:
-        report.notes.append(f"{path} is not written: a check failed")
+        report.notes.append(f"{path} was not written because a check failed")
         return
     with commit.stage_output(path, is_directory=False, overwrite=options.overwrite) as staging:
-        (staging / path.name).write_bytes(hashes.to_bytes(made))
+        (staging / path.name).write_bytes(hashes.to_bytes(contents))
     report.manifest = str(path)

@@ -219,7 +219,7 @@ def test_a_program_that_changes_the_source_is_told(source, program, tmp_path):
     place.mkdir()
     (place / "checkpoint.pt").write_bytes(source.read_bytes())
     command = program("writes").replace("{checkpoint}", str(place / "x"))
-    with pytest.raises(ReshardError, match="was changed by the program"):
+    with pytest.raises(ReshardError, match="the program changed the checkpoint"):
         checked(place, f"{command} {{checkpoint}}")
 
 
@@ -249,14 +249,14 @@ def test_placeholders_are_checked_before_anything_runs(source):
         ("python x.py {log} {steps}", "has no {checkpoint}"),
         ("python x.py {log} {checkpoint} {world_size}", "has no {steps}"),
         ("python x.py {log} {checkpoint} {steps}", "has no {world_size}"),
-        ("python x.py {log} {checkpoint} {steps} {ranks}", "is none of"),
-        ("python 'x.py {log}", "cannot be cut into words"),
+        ("python x.py {log} {checkpoint} {steps} {ranks}", "is not a placeholder"),
+        ("python 'x.py {log}", "cannot be split into words"),
     ):
         with pytest.raises(UsageError, match=message):
             checked(source, command)
     with pytest.raises(UsageError, match="cannot be started"):
         checked(source, "/nowhere/x {checkpoint} {log} {steps} {world_size}")
-    with pytest.raises(UsageError, match="is no checkpoint of python -m trainer"):
+    with pytest.raises(UsageError, match="not a checkpoint of python -m trainer"):
         checked(source, None)
 
 
@@ -319,8 +319,10 @@ def test_a_program_that_does_not_end_when_asked_is_made_to(tmp_path, monkeypatch
 
 
 def test_a_signal_without_a_name_is_told_by_its_number():
-    said = [programs.Ended(-number, 1.0, timed_out=False, said=()).why() for number in (9, 35)]
-    assert said == ["was ended by SIGKILL", "was ended by signal 35"]
+    ended = [
+        programs.ProgramResult(-number, 1.0, timed_out=False, last_lines=()) for number in (9, 35)
+    ]
+    assert [each.describe() for each in ended] == ["was ended by SIGKILL", "was ended by signal 35"]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def test_our_trainer_is_told_what_loads_a_layout(source, tmp_path, monkeypatch, 
         commands.append(" ".join(command))
         log = Path(command[command.index("--log") + 1])
         log.write_text('{"step": 4, "loss": 1.0}\n')
-        return programs.Ended(0, 0.0, timed_out=False, said=())
+        return programs.ProgramResult(0, 0.0, timed_out=False, last_lines=())
 
     monkeypatch.setattr(programs, "run", run)
     reshard.resume_check(place, to=[to], world_sizes=[2], steps=1, **options)

@@ -61,7 +61,7 @@ def differences(trip: Trip, place: Path) -> list[str]:
     reshard.split(trip.source, place / "there", world_size=between, **trip.told)
     reshard.split(place / "there", place / "back", world_size=world, **trip.told)
     found = reshard.diff(trip.source, place / "back", **trip.told)
-    told = [each.text() for each in found.unequal]
+    told = [each.describe() for each in found.unequal]
     told += [f"{kind} {fqn} is lost" for kind, fqn in found.only_a]
     told += [f"{kind} {fqn} is new" for kind, fqn in found.only_b]
     told += [f"{value.name}: {value.a} and {value.b}" for value in found.train]

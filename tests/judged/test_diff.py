@@ -76,8 +76,10 @@ def test_where_the_dtype_alone_differs_it_says_what_to_do(made, tmp_path):
     sides = tmp_path / "wide.safetensors", tmp_path / "narrow.safetensors"
     found = reshard.diff(*sides)
     (note,) = found.notes
-    assert note.startswith(f"{len(found.unequal)} of the unequal tensors differ in the dtype alone")
-    assert note.endswith("as bfloat16 their values are the same; --dtype bfloat16 compares them so")
+    assert note.startswith(f"{len(found.unequal)} of the unequal tensors differ only in dtype")
+    assert note.endswith(
+        "as bfloat16, their values are the same; --dtype bfloat16 compares them like that"
+    )
     again = reshard.diff(*sides, dtype="bfloat16")
     assert again.same
     assert not again.notes

@@ -1,7 +1,7 @@
-"""``resume-check``: whether training goes on the same from what ``split`` writes.
+"""``resume-check``: check that training continues identically from what ``split`` writes.
 
-command  what is done, in order: every run, and what they are compared with
-options  what the user can ask for
-program  the user's program, or our trainer, and how it is called
-report   every run's losses, and which levels each layout reached
+command  the runs in their order, and their comparison
+options  the options
+program  the user's program, or our trainer, and its command line
+report   the losses of every run, and the levels that layouts reached
 """

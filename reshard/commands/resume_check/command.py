@@ -1,8 +1,8 @@
-"""``resume-check``: does training go on the same from what `split` writes?
+"""``resume-check``: check that training continues identically from what `split` writes.
 
-A program goes on from the checkpoint as it is, at its own number of ranks, and from each layout
-that is asked for; the losses of both are compared. It is our trainer, whose settings lie in the
-checkpoint, or any program that takes a checkpoint and writes a log.
+A program resumes from the checkpoint as it is, on its own number of ranks, and from each requested
+layout; the losses are compared. The program is our trainer, whose settings are in the checkpoint,
+or any program that takes a checkpoint and writes a log.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ from reshard.commands.diff import DiffOptions
 from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.resume_check.options import ResumeCheckOptions
-from reshard.commands.resume_check.program import KNOWN, LATEST, loadable, log_in, program_of
-from reshard.commands.resume_check.report import Control, Outcome, ResumeReport, Run
+from reshard.commands.resume_check.program import (
+    LATEST_FILES,
+    PLACEHOLDERS,
+    choose_program,
+    log_path,
+    make_loadable,
+)
+from reshard.commands.resume_check.report import ControlRun, LayoutResult, ProgramRun, ResumeReport
 from reshard.commands.split.command import split
 from reshard.commands.split.options import SplitOptions
 from reshard.commands.split.report import SplitReport
@@ -46,13 +52,13 @@ from reshard.proof.trajectory import Series
 if TYPE_CHECKING:
     from reshard.html.page import Page
 
-Tell = Callable[[str], None]
+Print = Callable[[str], None]
 Watch = Callable[[str, float, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """One way in which the state is to be written."""
+    """A layout in which the state is written: its split as planned, and flags for the program."""
 
     options: SplitOptions
     planned: SplitReport
@@ -60,13 +66,13 @@ class _Layout:
 
     @property
     def name(self) -> str:
-        """As the report calls it."""
+        """The name of the layout in the report."""
         count = self.planned.ranks
         return f"{self.planned.target}, {count} rank{'s' * (count != 1)}"
 
     @property
     def folder(self) -> str:
-        """As its directory is called."""
+        """The name of its directory."""
         return self.name.replace(",", "").replace(" ", "-")
 
 
@@ -74,37 +80,41 @@ def resume_check(
     source: str | Path,
     options: ResumeCheckOptions | None = None,
     meter: Meter | None = None,
-    tell: Tell | None = None,
+    print_line: Print | None = None,
     watch: Watch | None = None,
 ) -> ResumeReport:
-    """Let training go on from ``source`` and from each layout of it, and compare.
+    """Resume training from ``source`` and from each layout of it, and compare the losses.
 
     Args:
-        tell: called with a line as each run begins.
+        print_line: called with a line as each run begins.
         watch: called every second of a run, with its name, its seconds and its last line.
 
     Raises:
         NotRunError: the unbroken run failed. A resumed run that fails is a result.
-        ReshardError: the source cannot be read or written so, no step can be compared, or the
-            program changed the source.
+        ReshardError: the source cannot be read, or not be written in a layout; no step can be
+            compared; or the program changed the source.
     """
     options = options or ResumeCheckOptions()
     began = time.perf_counter()
     if is_remote(str(as_path(source))):
         raise UsageError(
-            source, "is in an object store, and programs read files of this machine", "copy it here"
+            source,
+            "is in an object store, and programs read local files",
+            "copy it to a local disk",
         )
     check_page(options, [Path(source)], options.keep)
-    manifest = comparison.opened(source, options)
+    manifest = comparison.open_checkpoint(source, options)
     sources = (Path(source), Path(manifest.origin.path))
-    with place_for(options.keep, "reshard-resume-check-", *sources) as place:
-        check = _Check(source, manifest, options, place, tell or (lambda _line: None), watch)
-        before = _census(manifest)
-        report = check.report(meter)
-        if _census(manifest) != before:
+    with open_folder(options.keep, "reshard-resume-check-", *sources) as folder:
+        check = _ResumeCheck(
+            source, manifest, options, folder, print_line or (lambda _line: None), watch
+        )
+        before = _list_files(manifest)
+        report = check.run_all(meter)
+        if _list_files(manifest) != before:
             raise DifferentError(
                 manifest.origin.path,
-                "was changed by the program, which was to go on from it",
+                "the program changed the checkpoint that it resumed from",
                 "let it save to {out}",
             )
     report.seconds = time.perf_counter() - began
@@ -118,7 +128,7 @@ def _page(report: ResumeReport) -> Page:
     return proof_pages.resumed(report.to_json())
 
 
-class _Check:
+class _ResumeCheck:
     """All runs of one source."""
 
     def __init__(
@@ -126,27 +136,27 @@ class _Check:
         source: str | Path,
         manifest: Manifest,
         options: ResumeCheckOptions,
-        place: Path,
-        tell: Tell,
+        folder: Path,
+        print_line: Print,
         watch: Watch | None,
     ) -> None:
         self._source, self._manifest, self._options = source, manifest, options
-        self._place, self._tell, self._watch = place, tell, watch
-        self._program = program_of(manifest, options.command)
-        self._layouts = self._planned()
+        self._root, self._print_line, self._watch = folder, print_line, watch
+        self._program = choose_program(manifest, options.command)
+        self._layouts = self._plan_layouts()
         sizes = {self.ranks, *(layout.planned.ranks for layout in self._layouts)}
         if options.command and sizes != {1}:
-            programs.words(options.command, KNOWN, ["world_size"])
+            programs.split_command(options.command, PLACEHOLDERS, ["world_size"])
 
     @property
     def ranks(self) -> int:
-        """Of the source."""
+        """World size of the source."""
         return self._manifest.origin.world
 
-    def report(self, meter: Meter | None) -> ResumeReport:
-        """Run them all."""
+    def run_all(self, meter: Meter | None) -> ResumeReport:
+        """Run the program from the source and from every layout; return the report."""
         options, origin = self._options, self._manifest.origin
-        unbroken = self._unbroken()
+        unbroken = self._run_unbroken()
         report = ResumeReport(
             source=origin.path,
             format=origin.description,
@@ -160,54 +170,55 @@ class _Check:
         )
         if self._program.step is None and not options.control:
             report.notes.append(
-                "the checkpoint tells no step, so nothing here shows that the program loaded it at"
-                " all; --control does"
+                "the checkpoint states no step, so these runs do not show that the program loaded"
+                " it at all; --control does"
             )
         for layout in self._layouts:
-            report.targets.append(self._outcome(layout, unbroken, meter))
+            report.targets.append(self._check_layout(layout, unbroken, meter))
         if options.control:
-            report.control = self._control(self._layouts[0], unbroken)
+            report.control = self._run_control(self._layouts[0], unbroken)
         return report
 
-    def _planned(self) -> list[_Layout]:
-        """Each layout that is asked for; one that cannot be written is refused before any run."""
-        asked = self._options
-        found: dict[str, _Layout] = {}
-        for to, size in product(asked.to or (None,), asked.world_sizes or (None,)):
-            chosen = asked.split_options(to, size)
+    def _plan_layouts(self) -> list[_Layout]:
+        """Plan the requested layouts; one that cannot be written is refused before any run."""
+        options = self._options
+        layouts: dict[str, _Layout] = {}
+        for to, size in product(options.to or (None,), options.world_sizes or (None,)):
+            chosen = options.split_options(to, size)
             planned = split(
-                self._source, self._place / "planned", replace(chosen, dry_run=True, overwrite=True)
+                self._source, self._root / "planned", replace(chosen, dry_run=True, overwrite=True)
             )
-            layout = _Layout(chosen, planned, self._program.added(planned))
-            found.setdefault(layout.name, layout)
-        return list(found.values())
+            layout = _Layout(chosen, planned, self._program.layout_flags(planned))
+            layouts.setdefault(layout.name, layout)
+        return list(layouts.values())
 
-    def _unbroken(self) -> Run:
-        """The run that goes on from the source as it is.
+    def _run_unbroken(self) -> ProgramRun:
+        """Resume from the source as it is, or read the given log of such a run.
 
         Raises:
-            NotRunError: it failed.
-            IncompleteError: it did not go on from there.
+            NotRunError: the run failed.
+            IncompleteError: the run did not continue from the step of the source.
         """
         given = self._options.unbroken
         if given is not None:
-            series = self._cut(trajectory.read(given))
-            return Run("unbroken", self.ranks, series=series)
-        folder = self._folder("unbroken")
-        place, of = loadable(self._manifest, folder), self._manifest.origin
-        run = self._run("unbroken", place, folder, self.ranks, of.detail)
+            series = self._select_steps(trajectory.read(given))
+            return ProgramRun("unbroken", self.ranks, series=series)
+        folder = self._make_folder("unbroken")
+        checkpoint = make_loadable(self._manifest, folder)
+        detail = self._manifest.origin.detail
+        run = self._run("unbroken", checkpoint, folder, self.ranks, detail)
         if run.failure:
             kind = IncompleteError if run.ended else NotRunError
             raise kind(
                 "the unbroken run" if run.ended else "could not run",
                 f"{' '.join(run.command)}: {run.failure}",
-                "look at what it says, or --keep DIR",
-                output=run.said,
+                "see its output below, or pass --keep DIR to keep all of it",
+                output=run.last_lines,
             )
         return run
 
-    def _cut(self, series: Series) -> Series:
-        """The steps of a longer log that the resumed runs make."""
+    def _select_steps(self, series: Series) -> Series:
+        """Return the part of a longer log with the steps that the resumed runs make."""
         step = self._program.step
         after = step if step is not None else series.points[0].step - 1
         part = series.between(after, after + self._options.steps)
@@ -215,45 +226,47 @@ class _Check:
             raise IncompleteError(
                 self._options.unbroken,
                 f"has none of the {self._options.steps} steps after step {after}",
-                "give the log of the run that saved the checkpoint and went on",
+                "pass the log of the run that saved the checkpoint and continued",
             )
         return part
 
-    def _outcome(self, layout: _Layout, unbroken: Run, meter: Meter | None) -> Outcome:
-        """Write a layout, compare it with the source, go on from it."""
-        folder = self._folder(layout.folder)
+    def _check_layout(
+        self, layout: _Layout, unbroken: ProgramRun, meter: Meter | None
+    ) -> LayoutResult:
+        """Write a layout, compare it with the source, and resume from it."""
+        folder = self._make_folder(layout.folder)
         checkpoint = folder / "checkpoint"
         written = split(self._source, checkpoint, layout.options, meter)
         chosen = layout.options
-        held = comparison.opened(
+        loaded = comparison.open_checkpoint(
             checkpoint,
             replace(chosen, tag=None, key=None, source_format=None, to=None),
         )
         own = DiffOptions(workers=chosen.workers, max_memory_bytes=chosen.max_memory_bytes)
-        state = comparison.compare(self._manifest, held, own, meter)
-        run = self._resumed(layout, checkpoint, folder)
+        state = comparison.compare(self._manifest, loaded, own, meter)
+        run = self._resume_layout(layout, checkpoint, folder)
         if self._options.keep is None:
             shutil.rmtree(checkpoint)
-        outcome = Outcome(run, written, state)
+        result = LayoutResult(run, written, state)
         if run.series and unbroken.series:
-            outcome.trajectory = trajectory.compare(unbroken.series, run.series)
-        return outcome
+            result.trajectory = trajectory.compare(unbroken.series, run.series)
+        return result
 
-    def _control(self, layout: _Layout, unbroken: Run) -> Control:
-        """Go on from a copy without its optimizer's memory."""
-        folder = self._folder("control")
+    def _run_control(self, layout: _Layout, unbroken: ProgramRun) -> ControlRun:
+        """Resume from a copy whose optimizer state is wiped."""
+        folder = self._make_folder("control")
         checkpoint = folder / "checkpoint"
         split(self._source, checkpoint, layout.options)
-        told = layout.options
-        wiped = control.forget_optimizer(formats.read(checkpoint, model=told.model, wrap=told.wrap))
-        run = self._resumed(layout, checkpoint, folder)
-        shutil.rmtree(checkpoint)  # nobody must go on from that
-        found = Control(run, wiped)
+        model, wrap = layout.options.model, layout.options.wrap
+        wiped = control.forget_optimizer(formats.read(checkpoint, model=model, wrap=wrap))
+        run = self._resume_layout(layout, checkpoint, folder)
+        shutil.rmtree(checkpoint)  # it must never be used for training
+        result = ControlRun(run, wiped)
         if run.series and unbroken.series:
-            found.trajectory = trajectory.compare(unbroken.series, run.series)
-        return found
+            result.trajectory = trajectory.compare(unbroken.series, run.series)
+        return result
 
-    def _resumed(self, layout: _Layout, checkpoint: Path, folder: Path) -> Run:
+    def _resume_layout(self, layout: _Layout, checkpoint: Path, folder: Path) -> ProgramRun:
         planned = layout.planned
         return self._run(
             layout.name, checkpoint, folder, planned.ranks, planned.target, layout.flags
@@ -267,34 +280,34 @@ class _Check:
         ranks: int,
         form: str,
         flags: Sequence[str] = (),
-    ) -> Run:
-        """Start the program on a checkpoint and read its log; what goes wrong is in the result.
+    ) -> ProgramRun:
+        """Run the program on a checkpoint and read its log; failures are in the result.
 
         Raises:
-            UsageError: it cannot be started, or is to be told what the checkpoint has not.
+            UsageError: the program cannot be started, or a placeholder has no value.
         """
-        words = self._program.command(
+        words = self._program.build_command(
             checkpoint, folder, ranks=ranks, steps=self._options.steps, form=form
         )
-        run = Run(name, ranks, [*words, *flags])
-        self._tell(f"{name}: {' '.join(run.command)}")
+        run = ProgramRun(name, ranks, [*words, *flags])
+        self._print_line(f"{name}: {' '.join(run.command)}")
         watch = partial(self._watch, name) if self._watch else None
         ended = programs.run(run.command, folder, self._options.timeout_s, watch)
         run.seconds = ended.seconds
         if ended.failed:
-            run.failure, run.said, run.ended = ended.why(), ended.said, False
+            run.failure, run.last_lines, run.ended = ended.describe(), ended.last_lines, False
             return run
         try:
-            run.series = self._read(log_in(folder))
+            run.series = self._read_log(log_path(folder))
         except (CorruptError, IncompleteError) as error:
             run.failure = " ".join(error.lines)
         return run
 
-    def _read(self, log: Path) -> Series:
-        """The steps of a run.
+    def _read_log(self, log: Path) -> Series:
+        """Read the steps of a run from its log.
 
         Raises:
-            IncompleteError: there are none, or they do not come after the checkpoint's.
+            IncompleteError: the log has no steps, or they do not follow that of the checkpoint.
             CorruptError: the log cannot be read.
         """
         step, series = self._program.step, trajectory.read(log)
@@ -302,38 +315,38 @@ class _Check:
         if step is not None and first <= step:
             raise IncompleteError(
                 log,
-                f"begins with step {first}, and the checkpoint is of step {step}: the program did"
-                " not go on from it, or counts its steps from another place",
-                "log the number of steps done, those before the checkpoint included",
+                f"begins with step {first}, but the checkpoint was saved at step {step}: the"
+                " program did not resume from it, or counts its steps differently",
+                "log the total number of steps, including those before the checkpoint",
             )
         return series
 
-    def _folder(self, name: str) -> Path:
-        folder = self._place / name
+    def _make_folder(self, name: str) -> Path:
+        folder = self._root / name
         folder.mkdir()
         return folder
 
 
 @contextmanager
-def place_for(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path]:
-    """Where everything is put: a new directory that stays, or a temporary one.
+def open_folder(keep: Path | None, prefix: str, *sources: Path) -> Iterator[Path]:
+    """Open the directory for all files of the runs: a new one that is kept, or a temporary one.
 
     Raises:
-        ExistsError: it is not new, or lies inside the source.
+        ExistsError: the directory to keep is not empty, or is inside a source.
     """
     if keep is None:
-        with temporary(prefix) as made:
-            yield Path(made)
+        with temporary(prefix) as path:
+            yield Path(path)
         return
     check_destination(keep, list(sources), is_directory=True, overwrite=False)
     keep.mkdir(exist_ok=True)
     yield keep.resolve()
 
 
-def _census(manifest: Manifest) -> Mapping[str, Any]:
-    """Every file of the source, with its size and when it was written."""
-    place = Path(manifest.origin.path)
-    files = [*place.rglob("*")] if place.is_dir() else [place]
-    latest = place.parent / LATEST.get(manifest.origin.format, place.name)
+def _list_files(manifest: Manifest) -> Mapping[str, Any]:
+    """Return every file of the source with its size and modification time."""
+    folder = Path(manifest.origin.path)
+    files = [*folder.rglob("*")] if folder.is_dir() else [folder]
+    latest = folder.parent / LATEST_FILES.get(manifest.origin.format, folder.name)
     files += [latest] if latest.is_file() else []
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

@@ -1,4 +1,4 @@
-"""What goes on from a checkpoint in `resume-check`: the user's program, or our trainer."""
+"""The program that resumes in `resume-check`: the user's, or our trainer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reshard.commands.split.report import SplitReport
 from reshard.errors import UsageError
 from reshard.manifest import Manifest
 
-KNOWN = ("checkpoint", "world_size", "steps", "until", "log", "out", "zero_stage")
-LATEST = {"deepspeed": "latest", "deepspeed-universal": "latest_universal"}
+PLACEHOLDERS = ("checkpoint", "world_size", "steps", "until", "log", "out", "zero_stage")
+LATEST_FILES = {"deepspeed": "latest", "deepspeed-universal": "latest_universal"}
 
 _STAGE = re.compile(r"stage (\d)$")
 _TRAINER_STATE = "trainer_state.json"
@@ -26,21 +26,21 @@ class Program:
     """A command with placeholders.
 
     Args:
-        step: of the source; None where it tells none.
-        added: the words that a layout needs beside.
+        step: of the source; None if its files do not state one.
+        layout_flags: returns further words of the command for a layout.
     """
 
     words: Sequence[str]
     step: int | None
-    added: Callable[[SplitReport], Sequence[str]]
+    layout_flags: Callable[[SplitReport], Sequence[str]]
 
-    def command(
+    def build_command(
         self, checkpoint: Path, folder: Path, *, ranks: int, steps: int, form: str
     ) -> list[str]:
-        """The command that goes on from one checkpoint; its log is ``folder/log.jsonl``.
+        """Return the command that resumes from one checkpoint and writes ``folder/log.jsonl``.
 
         Args:
-            form: the checkpoint's, which may name a ZeRO stage.
+            form: description of the layout, which may name a ZeRO stage.
 
         Raises:
             UsageError: a placeholder has no value.
@@ -49,42 +49,46 @@ class Program:
             "checkpoint": checkpoint,
             "world_size": ranks,
             "steps": steps,
-            "log": log_in(folder),
+            "log": log_path(folder),
             "out": folder / "out",
         }
         if self.step is not None:
             values["until"] = self.step + steps
         if stage := _STAGE.search(form):
             values["zero_stage"] = stage[1]
-        return programs.filled(self.words, values)
+        return programs.fill_placeholders(self.words, values)
 
 
-def log_in(folder: Path) -> Path:
-    """Where a run's log lies."""
+def log_path(folder: Path) -> Path:
+    """Return the path of the log of a run."""
     return folder / "log.jsonl"
 
 
-def program_of(manifest: Manifest, command: str | None) -> Program:
-    """The user's program, else our trainer.
+def choose_program(manifest: Manifest, command: str | None) -> Program:
+    """Return the user's program, or our trainer if there is none.
 
     Raises:
-        UsageError: there is neither.
+        UsageError: no program is given, and the source is not a checkpoint of our trainer.
     """
     if command is None:
         return _trainer(manifest)
-    words = programs.words(command, KNOWN, ["checkpoint", "log"])
+    words = programs.split_command(command, PLACEHOLDERS, ["checkpoint", "log"])
     train = manifest.train
     known = [*train.optimizer_step.values()] if train.step is None else [train.step]
     step = int(max(known)) if known else None
     if step is None and "{until}" in command:
-        raise UsageError("--command {until}", "the checkpoint tells no step", "take {steps}")
+        raise UsageError("--command {until}", "the checkpoint states no step", "use {steps}")
     if not any(name in command for name in ("{steps}", "{until}")):
         raise UsageError("--command", "has no {steps}", "the program must know when to stop")
     return Program(words, step, lambda _written: ())
 
 
 def _trainer(manifest: Manifest) -> Program:
-    """``python -m trainer`` with the settings that lie in the checkpoint."""
+    """Return ``python -m trainer`` with the settings that the checkpoint contains.
+
+    Raises:
+        UsageError: the source is not a checkpoint of our trainer.
+    """
     path = Path(manifest.origin.path) / _TRAINER_STATE
     try:
         document = json.loads(path.read_text()) if path.is_file() else {}
@@ -92,9 +96,9 @@ def _trainer(manifest: Manifest) -> Program:
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             manifest.origin.path,
-            "is no checkpoint of python -m trainer, so nothing says what goes on from it",
-            'say how your program does: --command "torchrun --nproc-per-node {world_size} train.py'
-            ' --resume {checkpoint} --steps {steps} --losses {log}"',
+            "not a checkpoint of python -m trainer, so the program that resumes is unknown",
+            'pass the command of your program: --command "torchrun --nproc-per-node {world_size}'
+            ' train.py --resume {checkpoint} --steps {steps} --losses {log}"',
         ) from error
     words = "-m trainer --resume {checkpoint} --nproc {world_size} --steps {until} --log {log}"
     return Program(
@@ -105,10 +109,10 @@ def _trainer(manifest: Manifest) -> Program:
 
 
 def _trainer_flags(planned: SplitReport, strategy: str) -> list[str]:
-    """The strategy of the trainer that loads a layout.
+    """Return the flags with which the trainer loads a layout.
 
     Raises:
-        UsageError: none does.
+        UsageError: the trainer does not load it.
     """
     stage = planned.target.removeprefix("deepspeed stage ")
     if stage.isdecimal():
@@ -120,12 +124,12 @@ def _trainer_flags(planned: SplitReport, strategy: str) -> list[str]:
             return ["--strategy", chosen, "--engine", "native", *flags.split()]
     raise UsageError(
         f"--to {planned.target}",
-        "is no layout that python -m trainer loads",
-        "choose deepspeed, fsdp or accelerate; or give your own --command",
+        "python -m trainer does not load this layout",
+        "choose deepspeed, fsdp or accelerate, or pass your own --command",
     )
 
 
-_FSDP_FORMS = (  # a file of the form, the trainer's strategies that load it, how they are told
+_FSDP_FORMS = (  # a file of the layout, strategies of the trainer that load it, and their flags
     ("pytorch_model_fsdp_0", ("fsdp2", "fsdp"), "--state-dict-type sharded --sharded-files dcp"),
     (
         "pytorch_model_fsdp_0_rank0.bin",
@@ -141,20 +145,21 @@ _FSDP_FORMS = (  # a file of the form, the trainer's strategies that load it, ho
 )
 
 
-def loadable(manifest: Manifest, folder: Path) -> Path:
-    """The source as its framework takes it: DeepSpeed wants the directory above, with ``latest``.
+def make_loadable(manifest: Manifest, folder: Path) -> Path:
+    """Return the path of the source that its framework loads.
 
-    Where that names another checkpoint or is not there, a directory of links stands for it.
+    DeepSpeed loads the parent directory with its file ``latest``. If that file is missing or names
+    another checkpoint, a directory with a link to the source is made in ``folder``.
     """
-    place = Path(manifest.origin.path).resolve()
-    latest = LATEST.get(manifest.origin.format)
+    path = Path(manifest.origin.path).resolve()
+    latest = LATEST_FILES.get(manifest.origin.format)
     if latest is None:
-        return place
-    named = place.parent / latest
-    if named.is_file() and named.read_text().strip() == place.name:
-        return place.parent
+        return path
+    named = path.parent / latest
+    if named.is_file() and named.read_text().strip() == path.name:
+        return path.parent
     linked = folder / "checkpoint"
     linked.mkdir()
-    (linked / place.name).symlink_to(place)
-    (linked / latest).write_text(place.name)
+    (linked / path.name).symlink_to(path)
+    (linked / latest).write_text(path.name)
     return linked
