@@ -121,7 +121,7 @@ def test_decimals_are_never_bitwise(source, program):
 
 
 def test_a_program_that_ignores_the_checkpoint_gets_no_verdict(source, program):
-    with pytest.raises(IncompleteError, match="did not go on from it"):
+    with pytest.raises(IncompleteError, match="did not resume from it"):
         checked(source, program("ignores"))
 
 
