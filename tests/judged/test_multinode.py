@@ -1,4 +1,4 @@
-"""One conversion by several processes: the bytes are those of one, and a death ends all of them."""
+"""One conversion by several processes: the bytes are those of one; if one dies, all of them end."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 
 import pytest
 
-from tests.support import object_stores
+from tests.support import forked, object_stores
 from tests.support.object_stores import EXAMPLE, bucket, free_port  # noqa: F401
 from tests.support.object_stores import started as served  # noqa: F401
 
 TIMEOUT_S = 120
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("-m", "torch.distributed.run")
+IMPORTED = ["reshard.cli", "reshard.commands.merge.command", "reshard.commands.split.command"]
+IMPORTED += [
+    "torch.distributed.launcher.api",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+]
 MISHAPS = """
 import os, signal, sys
 from reshard.move import execute
@@ -57,42 +61,58 @@ main()
 """
 
 
-def started(command, **environment):
-    environment = {key: str(value) for key, value in environment.items()}
-    return subprocess.Popen(
-        [str(word) for word in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-    )
+class Launcher:
+    """Starts programs as forks of one process, which has imported reshard and torch.
 
+    Args:
+        python: the command that stands for ``python``.
+    """
 
-def nodes(count, each, *program):
-    """Start ``torchrun`` once a node; all of them on this machine."""
-    port = free_port()
-    where = ("--master-addr=127.0.0.1", f"--master-port={port}")
-    return [
-        started(
-            [*TORCHRUN, f"--nnodes={count}", f"--nproc-per-node={each}", *where, *more, *program]
+    def __init__(self, python):
+        self.python = python
+
+    def start(self, *program, launched_by=(), **environment):
+        """Start a program; ``launched_by`` is a launcher to start instead, which starts it."""
+        environment = {key: str(value) for key, value in environment.items()}
+        return subprocess.Popen(
+            [*self.python, *map(str, launched_by), *(self.python * bool(launched_by))]
+            + [str(word) for word in program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
-        for more in ((f"--node-rank={node}",) for node in range(count))
-    ]
+
+    def nodes(self, count, each, *program):
+        """Start ``torchrun`` once per node; all of them on this machine."""
+        port = free_port()
+        shape = (f"--nnodes={count}", f"--nproc-per-node={each}", "--no-python")
+        where = ("--master-addr=127.0.0.1", f"--master-port={port}")
+        return [
+            self.start(*program, launched_by=(*TORCHRUN, *shape, *where, f"--node-rank={node}"))
+            for node in range(count)
+        ]
+
+    def ranks(self, count, *program):
+        """Start processes as any launcher may: no process watches over them."""
+        port = free_port()
+        return [
+            self.start(
+                *program, RANK=rank, WORLD_SIZE=count, MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+            )
+            for rank in range(count)
+        ]
+
+    def alone(self, *program):
+        """Run one process to its end, which must be a good one."""
+        codes, _, err = ended([self.start(*program)])
+        assert codes == [0], err
 
 
-def ranks(count, *program):
-    """Start processes as any launcher may: nobody watches over them."""
-    port = free_port()
-    return [
-        started(
-            [sys.executable, *program],
-            RANK=rank,
-            WORLD_SIZE=count,
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(count)
-    ]
+@pytest.fixture(scope="module")
+def launcher():
+    with forked.serving(IMPORTED) as path:
+        yield Launcher(forked.build_command(path, 0))
 
 
 def ended(programs):
@@ -118,18 +138,20 @@ def contents(place):
     ("start", "words"),
     [
         # torch archives: the checksums of what several ranks wrote are joined
-        (lambda *program: ranks(3, *program), ("convert", "--to", "dcp")),
-        (lambda *program: nodes(2, 1, *program), ("merge", "--max-shard-size", "20KB")),
+        (lambda launcher, *program: launcher.ranks(3, *program), ("convert", "--to", "dcp")),
+        (
+            lambda launcher, *program: launcher.nodes(2, 1, *program),
+            ("merge", "--max-shard-size", "20KB"),
+        ),
     ],
     ids=["three ranks", "two nodes"],
 )
-def test_several_processes_write_the_bytes_of_one(tmp_path, start, words):
-    command, *options = words
-    alone = [sys.executable, "-m", "reshard", command, EXAMPLE, tmp_path / "one", *options]
-    subprocess.run([str(word) for word in alone], check=True, timeout=TIMEOUT_S)
-    codes, out, err = ended(
-        start("-m", "reshard", command, EXAMPLE, tmp_path / "many", *options, "--workers", "1")
-    )
+def test_several_processes_write_the_bytes_of_one(launcher, tmp_path, start, words):
+    command, options = words[0], words[1:]
+    launcher.alone("-m", "reshard", command, EXAMPLE, tmp_path / "one", *options)
+    options += ("--workers", "1")
+    many = start(launcher, "-m", "reshard", command, EXAMPLE, tmp_path / "many", *options)
+    codes, out, err = ended(many)
     assert set(codes) == {0}, err
     assert contents(tmp_path / "many") == contents(tmp_path / "one")
     assert out.count("every byte read back") == 1  # one report
@@ -143,10 +165,10 @@ def mishaps(tmp_path):
     return path
 
 
-def test_another_run_goes_on_where_a_killed_worker_ended_one(tmp_path, mishaps):
+def test_another_run_goes_on_where_a_killed_worker_ended_one(launcher, tmp_path, mishaps):
     words = ("--to", "dcp", "--max-memory", "128KiB", "--workers", "1")
     codes, _, err = ended(
-        nodes(1, 3, mishaps, "die late", "convert", EXAMPLE, tmp_path / "out", *words)
+        launcher.nodes(1, 3, mishaps, "die late", "convert", EXAMPLE, tmp_path / "out", *words)
     )
     assert codes == [1]
     assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
@@ -158,10 +180,10 @@ def test_another_run_goes_on_where_a_killed_worker_ended_one(tmp_path, mishaps):
         shutil.copytree(left, tmp_path / f".{name}.partial")
     again = ("-m", "reshard", "convert", EXAMPLE)
     runs = {
-        "by-two": ranks(2, *again, tmp_path / "by-two", *words, "--resume"),
-        "by-three": nodes(1, 3, *again, tmp_path / "by-three", *words, "--resume"),
-        "out": [started([sys.executable, *again, tmp_path / "out", *words, "--resume"])],
-        "unbroken": [started([sys.executable, *again, tmp_path / "unbroken", *words])],
+        "by-two": launcher.ranks(2, *again, tmp_path / "by-two", *words, "--resume"),
+        "by-three": launcher.nodes(1, 3, *again, tmp_path / "by-three", *words, "--resume"),
+        "out": [launcher.start(*again, tmp_path / "out", *words, "--resume")],
+        "unbroken": [launcher.start(*again, tmp_path / "unbroken", *words)],
     }
     for name, programs in runs.items():
         codes, out, err = ended(programs)
@@ -172,48 +194,49 @@ def test_another_run_goes_on_where_a_killed_worker_ended_one(tmp_path, mishaps):
     assert {path.name for path in tmp_path.iterdir()} == {*runs, mishaps.name}
 
 
-def test_a_killed_worker_ends_the_run_and_leaves_nothing(tmp_path, mishaps):
+def test_a_killed_worker_ends_the_run_and_leaves_nothing(launcher, tmp_path, mishaps):
     words = ("die", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
-    codes, out, err = ended(nodes(1, 3, mishaps, *words))
+    codes, out, err = ended(launcher.nodes(1, 3, mishaps, *words))
     assert codes == [1]  # torchrun's own
     assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
     assert out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
-def test_the_death_of_the_first_rank_is_told_by_another(tmp_path, mishaps):
+def test_the_death_of_the_first_rank_is_told_by_another(launcher, tmp_path, mishaps):
     words = ("first dies", "merge", EXAMPLE, tmp_path / "out")
-    codes, _, err = ended(nodes(1, 2, mishaps, *words))
+    codes, _, err = ended(launcher.nodes(1, 2, mishaps, *words))
     assert codes == [1]  # torchrun's own
     assert f"rank 0 ({socket.gethostname()}): ended without reporting an error" in err, err
     assert not (tmp_path / "out").exists()
-    _, _, err = ended([started([sys.executable, "-m", "reshard", *words[1:]])])
+    _, _, err = ended([launcher.start("-m", "reshard", *words[1:])])
     assert {path.name for path in tmp_path.iterdir()} == {"out", "mishaps.py"}, err
 
 
-def test_a_machine_that_is_gone_ends_the_run(tmp_path, mishaps):
+def test_a_machine_that_is_gone_ends_the_run(launcher, tmp_path, mishaps):
     words = ("die", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
-    codes, _, err = ended(ranks(2, mishaps, *words))
+    codes, _, err = ended(launcher.ranks(2, mishaps, *words))
     assert codes == [2, -9]
     assert f"rank 1 ({socket.gethostname()}): sent no heartbeat for 8 s" in err, err
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
-def test_what_one_rank_meets_is_said_once_and_ends_all(tmp_path, mishaps):
+def test_what_one_rank_meets_is_said_once_and_ends_all(launcher, tmp_path, mishaps):
     words = ("fail", "convert", EXAMPLE, tmp_path / "out", "--to", "dcp")
-    codes, _, err = ended(ranks(3, mishaps, *words))
+    codes, _, err = ended(launcher.ranks(3, mishaps, *words))
     assert codes == [3, 3, 3]  # as one process that meets a corrupt file
     assert err.count("file.pt: is not what it was") == 1, err
     assert err.startswith(f"reshard: rank 1 ({socket.gethostname()})")
     assert [path.name for path in tmp_path.iterdir()] == ["mishaps.py"]
 
 
-def test_ranks_that_were_not_given_the_same_are_refused(tmp_path):
-    start = (sys.executable, "-m", "reshard", "convert", EXAMPLE, tmp_path / "out", "--to")
+def test_ranks_that_were_not_given_the_same_are_refused(launcher, tmp_path):
+    start = ("-m", "reshard", "convert", EXAMPLE, tmp_path / "out", "--to")
     port = free_port()
     both = [
-        started(
-            [*start, target],
+        launcher.start(
+            *start,
+            target,
             RANK=rank,
             WORLD_SIZE=2,
             MASTER_ADDR="127.0.0.1",
@@ -227,27 +250,28 @@ def test_ranks_that_were_not_given_the_same_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_several_processes_write_to_a_store_and_others_go_on(tmp_path, mishaps, files):
+def test_several_processes_write_to_a_store_and_others_go_on(launcher, tmp_path, mishaps, files):
     out = "s3://bucket/many/out"
     words = ("--to", "dcp", "--workers", "1", "--resume")
-    codes, _, err = ended(nodes(1, 3, mishaps, "die sent", "convert", EXAMPLE, out, *words))
+    codes, _, err = ended(
+        launcher.nodes(1, 3, mishaps, "die sent", "convert", EXAMPLE, out, *words)
+    )
     assert codes == [1]
     assert f"rank 1 ({socket.gethostname()}): ended without reporting an error" in err, err
     assert "are kept in s3://bucket/many/.out.partial; pass --resume to continue" in err, err
     assert object_stores.contents(files, "bucket/many/out") == {}
-    codes, said, err = ended(ranks(2, "-m", "reshard", "convert", EXAMPLE, out, *words))
+    codes, said, err = ended(launcher.ranks(2, "-m", "reshard", "convert", EXAMPLE, out, *words))
     assert codes == [0, 0], err
     assert "of an interrupted run" in said
     assert said.count("every byte read back") == 1
-    alone = [sys.executable, "-m", "reshard", "convert", EXAMPLE, tmp_path / "one", "--to", "dcp"]
-    subprocess.run([str(word) for word in alone], check=True, timeout=TIMEOUT_S)
+    launcher.alone("-m", "reshard", "convert", EXAMPLE, tmp_path / "one", "--to", "dcp")
     assert object_stores.contents(files, "bucket/many/out") == contents(tmp_path / "one")
     assert files.find("bucket/many") == files.find("bucket/many/out")
 
 
-def test_a_killed_worker_leaves_nothing_in_a_store(mishaps, files):
+def test_a_killed_worker_leaves_nothing_in_a_store(launcher, mishaps, files):
     words = ("die sent", "convert", EXAMPLE, "s3://bucket/killed/out", "--to", "dcp")
-    codes, _, err = ended(ranks(2, mishaps, *words))
+    codes, _, err = ended(launcher.ranks(2, mishaps, *words))
     assert codes == [2, -9], err
     assert f"rank 1 ({socket.gethostname()}): sent no heartbeat for 8 s" in err, err
     assert "nothing was written to s3://bucket/killed/out" in err, err

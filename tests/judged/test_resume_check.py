@@ -1,53 +1,35 @@
 """`resume-check` with the real frameworks: the scripts in examples/resume_check.
 
 Each trains at two ranks, saves, and goes on from what `split` wrote at one and at two. The ranks
-are forks of a process that has imported the frameworks (``tests/judges/forked.py``, in torchrun's
-place).
+are forks of a process that has imported the frameworks (`tests.support.forked`, in
+torchrun's place).
 """
 
 from __future__ import annotations
 
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
 import reshard
+from tests.support import forked
 from tests.trainer import worlds
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "resume_check"
 JUDGES = ROOT / "tests" / "judges"
 STEP, MORE = 4, 4
+FRAMEWORKS = ["tests.judges.deepspeed_worker", "torch.distributed.fsdp"]
+FRAMEWORKS += ["torch.distributed.checkpoint", "transformers"]
 OPTIONS = "--resume {checkpoint} --steps {steps} --losses {log} --zero-stage {zero_stage}"
 
 
 @pytest.fixture(scope="module")
-def launch(tmp_path_factory):
-    """A command that runs a script on that many ranks: (ranks, script, arguments) -> words."""
-    place = tmp_path_factory.mktemp("forked")
-    path, log = place / "socket", place / "log"
-    with log.open("wb") as file:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "tests.judges.forked", path],
-            cwd=ROOT,
-            stdout=file,
-            stderr=file,
-        )
-    until = time.monotonic() + 120
-    while not path.exists():
-        assert server.poll() is None, log.read_text()
-        assert time.monotonic() < until, log.read_text()
-        time.sleep(0.1)
-    yield (
-        lambda ranks, *words: (
-            f"{sys.executable} {JUDGES / 'forked.py'} {path} {ranks} {' '.join(map(str, words))}"
-        )
-    )
-    server.kill()
-    server.wait()
+def launch():
+    """Return (ranks, script, arguments) -> a command that runs the script on that many ranks."""
+    with forked.serving(FRAMEWORKS) as path:
+        yield lambda ranks, *words: " ".join(map(str, [*forked.build_command(path, ranks), *words]))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ Modules:
     browser: drives a headless Chromium, to look at the pages that reshard writes.
     crashed: recognizes ranks that native code killed, which are then started once more.
     faults: a process whose disk calls can be killed, lose power, fail or be interrupted.
+    forked: starts programs as forks of one process that has imported what they need.
     large_manifests: manifests of runs with thousands of ranks, computed without files.
     object_stores: servers of S3 and Google's store behind a proxy that injects network faults.
     random_checkpoints: small checkpoints in real files, stored in every way a manifest can express.
