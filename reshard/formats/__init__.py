@@ -67,7 +67,7 @@ def read(  # noqa: PLR0913 - a keyword an option
         manifest = _read_as(location, force, ReadHints(tag, key, model, wrap, rules))
     if prove:
         check(manifest)
-    return placeholders.looked_for(manifest, is_filled=is_filled)
+    return placeholders.warn(manifest, is_filled=is_filled)
 
 
 def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifest:
@@ -105,7 +105,9 @@ def _read_run(location: Location, hints: ReadHints) -> Manifest:
         for each in registry.list_formats():
             if each.reads_tags and each.detect(location):
                 return each.read(location, hints)  # raises an error that lists the tags
-    raise UnrecognisedError(location, "is no checkpoint that reshard knows", unclear.hint(location))
+    raise UnrecognisedError(
+        location, "is no checkpoint that reshard knows", unclear.suggest(location)
+    )
 
 
 def open_alone(path: Path) -> None:

@@ -64,7 +64,7 @@ class Defect:
         return f"{self.engine} ({self.checked} checked): {self.effect}; {self.remedy}"
 
 
-def told(form: Form) -> list[str]:
+def describe_defects(form: Form) -> list[str]:
     """Return what to say of a checkpoint of that form."""
     return [row.text() for row in TABLE if row.concerns(form) and _may_load(row)]
 
@@ -74,24 +74,24 @@ def _may_load(row: Defect) -> bool:
     if not row.fixed:
         return True
     try:
-        return _numbers(metadata.version(row.engine)) < _numbers(row.fixed)
+        return _parse_version(metadata.version(row.engine)) < _parse_version(row.fixed)
     except metadata.PackageNotFoundError:
         return False
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     release, _, _ = version.partition("+")
     return tuple(int(part) for part in release.split(".") if part.isdecimal())
 
 
-def _folders(names: Iterable[str]) -> set[str]:
+def _list_folders(names: Iterable[str]) -> set[str]:
     return {PurePath(name).parent.name for name in names}
 
 
 def _is_dcp_of_fsdp(form: Form) -> bool:
     """Return whether Accelerate's functions would load an optimizer from a DCP folder."""
     by_accelerate = form.format in _BY_ACCELERATE and form.has_optimizer
-    return by_accelerate and "optimizer_0" in _folders(form.names)
+    return by_accelerate and "optimizer_0" in _list_folders(form.names)
 
 
 def _is_local(form: Form) -> bool:

@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"\d+")
 _ALWAYS_FILLED = re.compile(r"(.*\.)?(weight|bias)")  # of every module of torch's own
 
 
-def looked_for(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
+def warn(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
     """Return the checkpoint with a warning of its placeholders.
 
     Args:
@@ -34,9 +34,9 @@ def looked_for(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
         return manifest
     weights = {entry.fqn for entry in manifest.entries.values()}
     if 2 * len(hollow) > len(weights) and len(hollow) > 1 and not is_filled:
-        raise _incomplete(manifest, hollow, len(weights))
-    text = f"{_described(hollow)}, unless the model has parameters without elements"
-    return replace(manifest, warnings=(*manifest.warnings, text + _real_in(manifest)))
+        raise _build_error(manifest, hollow, len(weights))
+    text = f"{_describe(hollow)}, unless the model has parameters without elements"
+    return replace(manifest, warnings=(*manifest.warnings, text + _find_ranks(manifest)))
 
 
 def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
@@ -51,7 +51,7 @@ def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
     chosen = {entry.fqn for entry in written}
     hollow = find(manifest, chosen)
     if hollow:
-        raise _incomplete(manifest, hollow, len(chosen))
+        raise _build_error(manifest, hollow, len(chosen))
 
 
 def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
@@ -60,9 +60,9 @@ def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
     Raises:
         IncompleteError: naming that.
     """
-    if hollow and _real(manifest):
+    if hollow and _describe_ranks(manifest):
         weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
-        raise _incomplete(manifest, hollow, len(weights))
+        raise _build_error(manifest, hollow, len(weights))
 
 
 def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
@@ -72,14 +72,14 @@ def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
         names: the weights to judge. Default: all.
     """
     suspects = [fqn for fqn in manifest.placeholders if names is None or fqn in names]
-    shapes = _shapes_beside(manifest) if suspects else {}
+    shapes = _read_shapes_beside(manifest) if suspects else {}
     if shapes is None:
-        return suspects if len(suspects) > 1 else _odd_ones(manifest, suspects)
+        return suspects if len(suspects) > 1 else _find_odd_ones(manifest, suspects)
     return [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
 
 
-def _incomplete(manifest: Manifest, hollow: Sequence[str], weights: int) -> IncompleteError:
-    real, have = _real(manifest), "has" if len(hollow) == 1 else "have"
+def _build_error(manifest: Manifest, hollow: Sequence[str], weights: int) -> IncompleteError:
+    real, have = _describe_ranks(manifest), "has" if len(hollow) == 1 else "have"
     return IncompleteError(
         manifest.origin.path,
         f"{len(hollow)} of {weights} weights {have} size 0 ({some(hollow)}): ZeRO-3 placeholders,"
@@ -91,26 +91,26 @@ def _incomplete(manifest: Manifest, hollow: Sequence[str], weights: int) -> Inco
     )
 
 
-def _described(hollow: Sequence[str]) -> str:
+def _describe(hollow: Sequence[str]) -> str:
     return (
         f"{counted(len(hollow), 'weight')} of size 0 ({some(hollow)}): ZeRO-3 placeholders, the"
         " real weights are in the ranks' *_optim_states.pt"
     )
 
 
-def _real(manifest: Manifest) -> str:
+def _describe_ranks(manifest: Manifest) -> str:
     """The DeepSpeed checkpoint near the file, whose ranks hold the weights; empty without one."""
     place = directory_of(manifest.origin.path)
     near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
     return next((str(p) for p in near if any(p.glob("*_optim_states.pt"))), "")
 
 
-def _real_in(manifest: Manifest) -> str:
-    real = _real(manifest)
+def _find_ranks(manifest: Manifest) -> str:
+    real = _describe_ranks(manifest)
     return f"; see {real}" if real else ""
 
 
-def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
+def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     """The shapes of the model of a config beside the checkpoint; None where none helps."""
     from reshard.formats import beside  # which reads what lies beside any checkpoint
 
@@ -126,11 +126,13 @@ def _shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
     return {**shapes.parameters, **shapes.buffers}
 
 
-def _odd_ones(manifest: Manifest, suspects: Iterable[str]) -> list[str]:
+def _find_odd_ones(manifest: Manifest, suspects: Iterable[str]) -> list[str]:
     """Those whose name, or whose namesake in another layer, says that they have elements."""
-    filled = {_masked(e.fqn) for e in manifest.of_kind(*WEIGHT_KINDS) if e.numel}
-    return [fqn for fqn in suspects if _ALWAYS_FILLED.fullmatch(fqn) or _masked(fqn) in filled]
+    filled = {_mask_numbers(e.fqn) for e in manifest.of_kind(*WEIGHT_KINDS) if e.numel}
+    return [
+        fqn for fqn in suspects if _ALWAYS_FILLED.fullmatch(fqn) or _mask_numbers(fqn) in filled
+    ]
 
 
-def _masked(fqn: str) -> str:
+def _mask_numbers(fqn: str) -> str:
     return _NUMBER.sub("#", fqn)

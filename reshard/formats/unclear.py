@@ -8,7 +8,7 @@ from reshard.containers.torch_detect import PLAIN_SUFFIXES
 from reshard.errors import IncompleteError, UnrecognisedError, UnsupportedError
 from reshard.formats import huggingface, registry, run
 from reshard.formats.dcp.directory import is_hf_shard
-from reshard.formats.pytorch.directory import torch_files
+from reshard.formats.pytorch.directory import find_torch_files
 from reshard.location import Location
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$")
@@ -39,7 +39,7 @@ def refuse_one_of_many(location: Location) -> None:
         return
     names = [location.chosen] if location.chosen else []
     shard = _SHARD.search(location.chosen or "")
-    if not location.chosen and huggingface.index_of(location) is None:
+    if not location.chosen and huggingface.find_index(location) is None:
         names = [name for name in location.files if name.endswith(".safetensors")]
         if not names and not registry.detect(location):
             names = [name for name in location.files if name.endswith(".bin")]
@@ -88,7 +88,7 @@ def refuse_beside_runs(location: Location) -> None:
     """
     if location.chosen or not registry.is_loose(location):
         return
-    files = [name for name in torch_files(location) if not _MODEL.fullmatch(name)]
+    files = [name for name in find_torch_files(location) if not _MODEL.fullmatch(name)]
     runs = [str(folder) for folder in location.folders.values() if files and _is_run(folder)]
     if runs:
         raise UnrecognisedError(
@@ -110,7 +110,7 @@ def _is_run(location: Location) -> bool:
         return True
 
 
-def hint(location: Location) -> str:
+def suggest(location: Location) -> str:
     """Checkpoints one level below or above, so that a wrong level costs one more command."""
     from tarfile import is_tarfile  # which imports every way to compress
 

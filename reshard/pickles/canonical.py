@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Canonical:
+class Canonicalizer:
     """Makes equal texts and tuples of a tree one object; tensors and objects stay as they are.
 
     A pickle shares what is one object, so the bytes of a file then depend on values alone.

@@ -11,7 +11,7 @@ from reshard.box import Box
 from reshard.chunks import Chunk
 from reshard.dtypes import FLOAT32
 from reshard.errors import CorruptError
-from reshard.formats.dcp.flattened import restored
+from reshard.formats.dcp.flattened import restore
 from reshard.state_dict.tree import GlobalTensor
 
 SHAPE, PARTS = (4, 6), (2, 2)
@@ -35,7 +35,7 @@ def test_every_element_comes_from_its_place():
     parts = [whole[r : r + 2, c : c + 3] for r in (0, 2) for c in (0, 3)]
     file = np.concatenate([part.ravel() for part in parts])
     found = np.full(SHAPE, -1)
-    tensor = restored("m", "k", stored(), SHAPE)
+    tensor = restore("m", "k", stored(), SHAPE)
     assert tensor.shape == SHAPE
     for chunk in tensor.chunks:
         for index in np.ndindex(*chunk.box.shape):
@@ -49,9 +49,9 @@ def test_every_element_comes_from_its_place():
 @pytest.mark.parametrize("shape", [(4, 5), (4, 6, 1), (24,), (4, 12), ()])
 def test_a_shape_that_has_no_such_parts(shape):
     with pytest.raises(CorruptError, match="has no such parts"):
-        restored("m", "k", stored(), shape)
+        restore("m", "k", stored(), shape)
 
 
 def test_a_range_that_leaves_its_part():
     with pytest.raises(CorruptError, match="a range of 'k' lies at"):
-        restored("m", "k", stored(cuts=(0, 4, 7)), SHAPE)
+        restore("m", "k", stored(cuts=(0, 4, 7)), SHAPE)

@@ -23,7 +23,7 @@ SHARDED = ("out/pytorch_model_fsdp_0/.metadata", "out/optimizer_0/.metadata")
 )
 def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
     monkeypatch.setattr(engines.metadata, "version", lambda _: "1.15.0")
-    told = engines.told(form)
+    told = engines.describe_defects(form)
     assert len(told) == bool(said)
     assert all(said in text for text in told)
 
@@ -31,9 +31,9 @@ def test_a_defect_is_told_of_the_form_that_it_concerns(form, said, monkeypatch):
 def test_a_defect_that_was_fixed_is_told_of_older_versions_alone(monkeypatch):
     form = Form("accelerate", SHARDED, has_optimizer=True)
     monkeypatch.setattr(engines.metadata, "version", lambda _: "1.12.0")
-    assert any("under FSDP 2" in text for text in engines.told(form))
+    assert any("under FSDP 2" in text for text in engines.describe_defects(form))
     monkeypatch.setattr(engines.metadata, "version", lambda _: "1.16.0.dev0+cpu")
-    assert not any("under FSDP 2" in text for text in engines.told(form))
+    assert not any("under FSDP 2" in text for text in engines.describe_defects(form))
 
 
 def test_every_row_says_what_to_do_and_who_found_it():

@@ -72,22 +72,26 @@ def split(source, out, lay_out, *, weights_only=False, **told):
 
 FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrapper, how it loads
     "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp2", "dcp"),
-    "accelerate": (lambda s, n: dcp.accelerate(s, shards=n), "fsdp2", "accelerate"),
-    "pair": (lambda s, n: rank_files.fsdp2(s, grid(n)), "fsdp2", "pair"),
-    "one": (lambda s, n: rank_files.fsdp2(s, grid(n), naming=rank_files.ONE), "fsdp2", "one"),
+    "accelerate": (lambda s, n: dcp.lay_out_accelerate(s, shards=n), "fsdp2", "accelerate"),
+    "pair": (lambda s, n: rank_files.lay_out_fsdp2(s, grid(n)), "fsdp2", "pair"),
+    "one": (
+        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n), naming=rank_files.ONE),
+        "fsdp2",
+        "one",
+    ),
     "verl": (
-        lambda s, n: rank_files.fsdp2(s, grid(n, "fsdp"), naming=rank_files.VERL),
+        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n, "fsdp"), naming=rank_files.VERL),
         "fsdp2 named",
         "verl",
     ),
     "names": (
-        lambda s, n: rank_files.fsdp2(s, grid(n), naming=rank_files.ACCELERATE),
+        lambda s, n: rank_files.lay_out_fsdp2(s, grid(n), naming=rank_files.ACCELERATE),
         "fsdp2",
         "names",
     ),
-    "full": (lambda s, n: rank_files.fsdp1_full(s, ranks=n), "fsdp2", "whole"),
+    "full": (lambda s, n: rank_files.lay_out_fsdp1_full(s, ranks=n), "fsdp2", "whole"),
     "orig": (
-        lambda s, n: flat_files.fsdp1_sharded(
+        lambda s, n: flat_files.lay_out_fsdp1_sharded(
             s, shapes(TWO), grid(n, "fsdp"), compute=dtypes.FLOAT32
         ),
         "fsdp1 mesh named orig",
@@ -96,10 +100,14 @@ FORMS = {  # of a state under FSDP 2 -> how it is laid out for n ranks, the wrap
 }
 FLAT_FORMS = {  # of a state under FSDP 1
     "dcp": (lambda s, n: dcp.lay_out(s, shards=n), "fsdp1", "dcp"),
-    "full": (lambda s, n: rank_files.fsdp1_full(s, ranks=n), "fsdp1", "full"),
-    "local": (lambda s, n: flat_files.fsdp1_local(s, shapes(ONE), ranks=n), "fsdp1", "local"),
+    "full": (lambda s, n: rank_files.lay_out_fsdp1_full(s, ranks=n), "fsdp1", "full"),
+    "local": (
+        lambda s, n: flat_files.lay_out_fsdp1_local(s, shapes(ONE), ranks=n),
+        "fsdp1",
+        "local",
+    ),
     "verl": (
-        lambda s, n: flat_files.fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
+        lambda s, n: flat_files.lay_out_fsdp1_sharded(s, shapes(ONE), grid(n, "fsdp")),
         NAMED,
         "verl1",
     ),
@@ -162,7 +170,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
         for rank in worlds.run(world, worker.in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
-    made = split(place / "fsdp2" / "ranks", out / "plain", writer.plain)
+    made = split(place / "fsdp2" / "ranks", out / "plain", writer.lay_out)
     jobs = [
         ("plain", resumed, "plain", TWO, "plain", made, place / "fsdp2"),
         ("converted", worker.as_one_file, out / "3-dcp", place / "fsdp2"),
@@ -213,7 +221,7 @@ def test_fsdp2_goes_on_where_deepspeed_stopped(loaded, deepspeed):
     ("case", "lay_out"),
     [
         ("acc_fsdp2_sharded", FORMS["accelerate"][0]),
-        ("acc_fsdp1_full", lambda s, n: rank_files.fsdp1_full(s, ranks=n, accelerate=True)),
+        ("acc_fsdp1_full", lambda s, n: rank_files.lay_out_fsdp1_full(s, ranks=n, accelerate=True)),
     ],
 )
 def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, lay_out):
@@ -308,7 +316,7 @@ def test_files_of_ranks_read_back_as_their_source(case, form, source, tmp_path):
                 "verl": rank_files.VERL,
                 "one": rank_files.ONE,
             }
-            return rank_files.fsdp2(
+            return rank_files.lay_out_fsdp2(
                 state, grid(ranks), naming=naming.get(form, rank_files.PAIR), model=shapes
             )
 
@@ -347,7 +355,7 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
     """The same storages, views and objects as torch's own files, at the ranks that wrote them."""
     place, _ = trained
     made = split(
-        place / "fsdp2" / "ranks", tmp_path / "out", lambda s: rank_files.fsdp2(s, grid(2))
+        place / "fsdp2" / "ranks", tmp_path / "out", lambda s: rank_files.lay_out_fsdp2(s, grid(2))
     )
     for name in ("model_rank0.pt", "model_rank1.pt", "optim_rank0.pt", "optim_rank1.pt"):
         ours, theirs = (torch.load(at / name) for at in (made, place / "fsdp2" / "ranks"))
@@ -366,7 +374,7 @@ def test_rank_files_hold_what_pytorch_itself_put_there(trained, tmp_path):
 def test_dcp_s_chunks_tell_parameters_from_buffers(torch_made, tmp_path):
     """A parameter of several rows lies on several ranks; a buffer lies whole on one."""
     source = torch_made / "fsdp2_dcp" / "ckpt"
-    made = split(source, tmp_path / "out", lambda s: rank_files.fsdp2(s, grid(2)))
+    made = split(source, tmp_path / "out", lambda s: rank_files.lay_out_fsdp2(s, grid(2)))
     held = torch.load(made / "model_rank0.pt", weights_only=False)
     kinds = {name: type(value).__name__ for name, value in held.items()}
     assert {name for name, kind in kinds.items() if kind == "Tensor"} == {"running", "count"}
@@ -394,7 +402,7 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     said = {"model": CASES["fsdp1_local_flat"].model, "wrap": CASES["fsdp1_local_flat"].wrap}
     refused(
         torch_made / "fsdp1_full/ckpt",
-        writer.plain,
+        writer.lay_out,
         IncompleteError,
         "order of FSDP's",
         "--model",
@@ -406,19 +414,22 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     wanted = [name for name in shapes("menagerie").parameters if name in numbers[0]["param_names"]]
     assert list(numbers[0]["param_names"]) == wanted
     factored = torch_made / "plain_adafactor" / "ckpt"
-    lay_out = lambda s: rank_files.fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
+    lay_out = lambda s: rank_files.lay_out_fsdp2(s, grid(2), model=shapes("menagerie"))  # noqa: E731
     refused(factored, lay_out, UnsupportedError, "has shape (7, 1)")
     decay = torch_made / "fsdp2_ranks_groups" / "ckpt"
-    lay_out = lambda s: flat_files.fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
     refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be one parameter")
-    lay_out = lambda s: flat_files.fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
     refused(decay, lay_out, UsageError, "how FSDP wrapped it")
-    lay_out = lambda s: flat_files.fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
-    lay_out = lambda s: flat_files.fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
+    lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731
     refused(place / "fsdp2" / "ranks", lay_out, IncompleteError, "has no 'embed.weight'")
     refused(
-        decay, lambda s: rank_files.fsdp2(s, MeshGrid((2, 2))), UnsupportedError, "a mesh of 2x2"
+        decay,
+        lambda s: rank_files.lay_out_fsdp2(s, MeshGrid((2, 2))),
+        UnsupportedError,
+        "a mesh of 2x2",
     )
 
 
@@ -429,7 +440,7 @@ def test_numbers_are_the_models_even_where_units_stand_in_another_order(torch_ma
     made = split(
         torch_made / "fsdp1_local_flat" / "ckpt",
         tmp_path / "out",
-        lambda s: writer.plain(s, model=model),
+        lambda s: writer.lay_out(s, model=model),
         **said,
     )
     state = torch.load(made / "checkpoint.pt")
@@ -455,7 +466,7 @@ def test_a_bf16_copy_is_asked_for(made, tmp_path):
 def test_blocks_are_those_of_pytorch(shape, shards, divided):
     """As ``torch.chunk`` cuts, every element once, and a place is named once."""
     value = Value(dtypes.UINT8, shape, divided=divided)
-    blocks = dcp.blocks(value, shards)
+    blocks = dcp.divide(value, shards)
     whole = torch.arange(max(torch.Size(shape).numel(), 1))[: torch.Size(shape).numel()]
     whole = whole.reshape(shape)
     pieces = [
@@ -495,7 +506,7 @@ def test_lists_and_empty_dicts_are_flattened_as_pytorch_does():
     state = {"a": {"b": [1, [2, 3]], "c": {}, "d": [], "e": [{"f": 1}, 2], "g": (1, {"h": 2})}}
     state |= {"i": [[{"j": None}]], "k": {3: {"l": "m"}}, "n": 5}
     flat, paths = flatten_state_dict(state)
-    ours = dict(dcp.flattened(state))
+    ours = dict(dcp.flatten(state))
     assert {".".join(map(str, path)): value for path, value in ours.items()} == flat
     assert {".".join(map(str, path)): path for path in ours} == paths
 

@@ -170,7 +170,7 @@ def test_a_state_of_the_trainer_is_made_where_there_is_none(made, tmp_path):
     )
     state = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())
     assert (state["global_step"], state["train_batch_size"]) == (3, 6)
-    for text in ("trainer_state.json is made", "scheduler.pt is made"):
+    for text in ("trainer_state.json is created", "scheduler.pt is created"):
         assert any(text in note for note in report.notes)
 
 

@@ -155,7 +155,9 @@ def _plan(
     report = describe_split(conversion, state, skeleton, plan)
     report.notes = [*laid.notes, *report.notes]
     names = [file.name for file in skeleton.files]
-    report.warnings += engines.told(engines.Form(writer.name, names, bool(state.groups)))
+    report.warnings += engines.describe_defects(
+        engines.Form(writer.name, names, bool(state.groups))
+    )
     naming = conversion.naming or Naming(manifest)
     return _Job(manifest, state, naming, skeleton, plan, report)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from reshard.formats.huggingface.directory import index_of
+from reshard.formats.huggingface.directory import find_index
 from reshard.location import Location
 
 NAME = "colossalai"
@@ -31,4 +31,4 @@ def find_optimizer(location: Location) -> Location | None:
 
 def find_weights(location: Location) -> Location | None:
     """Return the folder with the index of the weights: this one or one below."""
-    return next((p for p in _candidates(location) if index_of(p)), None)
+    return next((p for p in _candidates(location) if find_index(p)), None)

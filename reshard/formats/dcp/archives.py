@@ -20,7 +20,7 @@ _READ_MEMBERS = ("data.pkl", "byteorder", "version")  # whose CRCs a parse looks
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _ArchiveTemplate:
     """One structure, and what was read from it."""
 
     head: bytes  # up to the data
@@ -34,26 +34,26 @@ class _Form:
     tensor: Tensor
 
 
-class Archives:
+class ArchiveCache:
     """Opens archives one after the other and remembers their forms."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, list[_Form]] = defaultdict(list)
+        self._forms: dict[int, list[_ArchiveTemplate]] = defaultdict(list)
 
     def open(self, archive: Section) -> TorchFile:
         """As `torch_reader.read_archive`, which it raises the errors of."""
         for form in self._forms[archive.nbytes]:
-            found = _fitted(form, archive)
+            found = _apply_template(form, archive)
             if found:
                 return found
         file = torch_reader.read_archive(archive)
-        made = _form_of(file, archive)
+        made = _build_template(file, archive)
         if made is not None:
             self._forms[archive.nbytes].append(made)
         return file
 
 
-def _form_of(file: TorchFile, archive: Section) -> _Form | None:
+def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | None:
     """The form of an archive that holds one tensor in one storage, and nothing else."""
     tensor = file.root
     if not isinstance(tensor, Tensor) or len(file.records) != 1:
@@ -67,10 +67,10 @@ def _form_of(file: TorchFile, archive: Section) -> _Form | None:
         if name.rsplit("/", 1)[-1] not in _READ_MEMBERS
     )
     data = record.byte_offset - archive.start
-    return _Form(
+    return _ArchiveTemplate(
         head=archive.read(0, data),
         directory=directory,
-        tail=_blank(archive.read(directory, archive.nbytes - directory), free),
+        tail=_blank_crcs(archive.read(directory, archive.nbytes - directory), free),
         free=free,
         crc=places[record.name] + _CRC - directory,
         data=data,
@@ -80,19 +80,19 @@ def _form_of(file: TorchFile, archive: Section) -> _Form | None:
     )
 
 
-def _blank(tail: bytes, places: tuple[int, ...]) -> bytes:
+def _blank_crcs(tail: bytes, places: tuple[int, ...]) -> bytes:
     blanked = bytearray(tail)
     for place in places:
         blanked[place : place + 4] = bytes(4)
     return bytes(blanked)
 
 
-def _fitted(form: _Form, archive: Section) -> TorchFile | None:
+def _apply_template(form: _ArchiveTemplate, archive: Section) -> TorchFile | None:
     """What a form says of another archive; None where that has another structure."""
     if archive.read(0, form.data) != form.head:
         return None
     tail = archive.read(form.directory, archive.nbytes - form.directory)
-    if _blank(tail, form.free) != form.tail:
+    if _blank_crcs(tail, form.free) != form.tail:
         return None
     old = form.tensor.storage
     start = archive.start + form.data

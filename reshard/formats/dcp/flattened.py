@@ -22,7 +22,7 @@ from reshard.layout.partition import run_chunks
 from reshard.state_dict.tree import GlobalTensor
 
 
-def restored(where: object, key: str, stored: GlobalTensor, shape: Index) -> GlobalTensor:
+def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> GlobalTensor:
     """The tensor in the shape that the metadata give.
 
     Raises:
@@ -37,11 +37,13 @@ def restored(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glo
         raise CorruptError(
             where, f"says that {key!r} of {stored.shape} was {shape}, which has no such parts"
         )
-    chunks = tuple(box for chunk in stored.chunks for box in _boxes(where, key, chunk, part))
+    chunks = tuple(
+        box for chunk in stored.chunks for box in _iterate_boxes(where, key, chunk, part)
+    )
     return replace(stored, shape=shape, chunks=chunks)
 
 
-def _boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterator[Chunk]:
+def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterator[Chunk]:
     """The boxes that a run of one part fills."""
     *numbers, start = chunk.box.origin
     *ones, length = chunk.box.shape

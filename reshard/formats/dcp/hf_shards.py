@@ -51,7 +51,7 @@ def read(location: Location) -> ParsedTree:
     for path in shards.values():
         file = safetensors.read(path)
         sources[file.source.path] = file.source
-        origins = _origins(path, file.metadata)
+        origins = _parse_origins(path, file.metadata)
         for fqn, chunk in file.tensors.items():
             if fqn not in origins or len(origins[fqn]) != len(chunk.box.shape):
                 raise CorruptError(path, f"does not say where its block of {fqn!r} lies")
@@ -63,13 +63,13 @@ def read(location: Location) -> ParsedTree:
                 f"holds the same blocks as {other.name}: DCP writes each block once",
                 "one of them is a copy of the other: fetch both again from their ranks",
             )
-    state = {fqn: _whole(fqn, held) for fqn, held in chunks.items()}
+    state = {fqn: _join_blocks(fqn, held) for fqn, held in chunks.items()}
     return ParsedTree(
         state, str(location), sources, world=len(ranks), plain_is_buffer=False, proved=False
     )
 
 
-def _whole(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
+def _join_blocks(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
     first = chunks[0]
     for chunk in chunks:
         if (chunk.dtype, len(chunk.box.shape)) != (first.dtype, len(first.box.shape)):
@@ -81,7 +81,7 @@ def _whole(fqn: str, chunks: list[Chunk]) -> GlobalTensor:
     return GlobalTensor(chunks[0].dtype, shape, tuple(chunks))
 
 
-def _origins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def _parse_origins(path: Path, metadata: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     try:
         info: dict[str, Any] = json.loads(metadata[_INFO])
         return {fqn: as_index(held["saved_offsets"]) for fqn, held in info.items()}

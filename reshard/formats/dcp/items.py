@@ -17,7 +17,7 @@ from reshard.containers.torch_objects import Tensor
 from reshard.dtypes import DType
 from reshard.errors import CorruptError, UnsupportedError
 from reshard.files import Section, SourceFiles, size_of
-from reshard.formats.dcp.archives import Archives
+from reshard.formats.dcp.archives import ArchiveCache
 from reshard.formats.dcp.metadata import Block
 from reshard.manifest import Record, SourceFile
 from reshard.pickles.values import Call
@@ -31,7 +31,7 @@ class Items:
     def __init__(self, pool: SourceFiles) -> None:
         self.globals: set[str] = set()
         self._pool = pool
-        self._archives = Archives()
+        self._archives = ArchiveCache()
         self._taken: set[tuple[str, int]] = set()
         self._sizes: dict[str, int] = {}
         self._records: dict[str, list[Record]] = {}
@@ -71,8 +71,8 @@ class Items:
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (box.shape, dtype):
             raise CorruptError(
                 path,
-                f"at byte {block.byte_offset} stands {_shown(tensor)}, but {block.key!r} is said to"
-                f" be {dtype} {box.shape} there",
+                f"has {_describe(tensor)} at byte {block.byte_offset}, but .metadata declares"
+                f" {dtype} {box.shape} of {block.key!r} there",
                 "the file belongs to another save than .metadata",
             )
         whole = tensor.chunk
@@ -138,5 +138,5 @@ class Items:
         return replace(chunk, box=box)
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{value.dtype} {value.shape}" if isinstance(value, Tensor) else type(value).__name__

@@ -39,7 +39,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Stored:
+class StoredTensor:
     """One tensor as the metadata announce it."""
 
     dtype: DType
@@ -51,7 +51,7 @@ class Stored:
 class Metadata:
     """Everything that one or several metadata files say."""
 
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Block | None] = field(default_factory=dict)  # None: its place is not known
     paths: dict[str, tuple[Any, ...]] = field(default_factory=dict)  # key -> path in the state dict
     shapes: dict[str, Index] = field(default_factory=dict)  # of what is stored in another one
@@ -70,7 +70,7 @@ def read(files: Sequence[Path]) -> Metadata:
     """
     found = Metadata()
     for path in files:
-        _add(found, path)
+        _add_file(found, path)
     lost = [key for key, block in found.objects.items() if block is None]
     if lost:
         raise IncompleteError(
@@ -81,7 +81,7 @@ def read(files: Sequence[Path]) -> Metadata:
     return found
 
 
-def _add(found: Metadata, path: Path) -> None:
+def _add_file(found: Metadata, path: Path) -> None:
     done = loads(read_small_file(path, _MAX_BYTES), where=path, builders=_BUILDERS)
     root = done.value
     if not isinstance(root, Call) or root.name.rsplit(".", 1)[-1] not in _CLASSES:
@@ -90,12 +90,12 @@ def _add(found: Metadata, path: Path) -> None:
     version = root.get("version")
     found.version = version if version and isinstance(version, str) else found.version
     try:
-        stored = _storage(path, root.get("storage_data") or {})
+        stored = _parse_storage(path, root.get("storage_data") or {})
         for key, about in root.get("state_dict_metadata").items():
-            _add_one(found, path, key, about, stored)
-        paths = {key: _path(key, at) for key, at in (root.get("planner_data") or {}).items()}
+            _add_item(found, path, key, about, stored)
+        paths = {key: _parse_path(key, at) for key, at in (root.get("planner_data") or {}).items()}
         found.paths.update(paths)
-        found.shapes.update(_shapes(root.get("mcore_data") or {}))
+        found.shapes.update(_read_shapes(root.get("mcore_data") or {}))
         _refuse_unannounced({key for key, _ in stored} | paths.keys(), root)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise CorruptError(
@@ -105,7 +105,7 @@ def _add(found: Metadata, path: Path) -> None:
         ) from error
 
 
-def _shapes(about: Mapping[str, Any]) -> dict[str, Index]:
+def _read_shapes(about: Mapping[str, Any]) -> dict[str, Index]:
     """The shapes of tensors that Megatron-core stored as flat ranges (`flattened`)."""
     said = {key: held.get("nd_reformulated_orig_global_shape") for key, held in about.items()}
     return {key: as_index(shape) for key, shape in said.items() if shape is not None}
@@ -117,7 +117,7 @@ def _refuse_unannounced(keys: set[str], root: Call) -> None:
         raise ValueError(f"it stores {min(unknown)!r} and does not announce it")
 
 
-def _path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
+def _parse_path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
     """A key's path in the state dict, which joins to the key (``flatten_state_dict``)."""
     path = tuple(parts)
     sane = 0 < len(path) <= _MAX_PATH and all(type(part) in (str, int) for part in path)
@@ -126,7 +126,7 @@ def _path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
     return path
 
 
-def _storage(
+def _parse_storage(
     path: Path, data: Mapping[Call, Call]
 ) -> dict[tuple[str, Index | None], tuple[str, int, int]]:
     """(key, origin of the block) -> file, offset, length."""
@@ -158,7 +158,7 @@ def _storage(
     return stored
 
 
-def _add_one(
+def _add_item(
     found: Metadata,
     path: Path,
     key: str,
@@ -173,8 +173,8 @@ def _add_one(
     if kind != "TensorStorageMetadata":
         raise ValueError(f"{key!r} is a {about.name}")
     shape = as_index(about.get("size"))
-    dtype = _dtype(path, key, about.get("properties"))
-    tensor = found.tensors.setdefault(key, Stored(dtype, shape))
+    dtype = _parse_dtype(path, key, about.get("properties"))
+    tensor = found.tensors.setdefault(key, StoredTensor(dtype, shape))
     if (tensor.dtype, tensor.shape) != (dtype, shape):
         raise CorruptError(
             path,
@@ -197,7 +197,7 @@ def _add_one(
         tensor.blocks.append(Block(key, box, *place))
 
 
-def _dtype(path: Path, key: str, properties: Call) -> DType:
+def _parse_dtype(path: Path, key: str, properties: Call) -> DType:
     state = properties.state
     named = state[0] if isinstance(state, tuple) else properties.get("dtype")
     dtype = dtypes.BY_NAME.get(named.name.removeprefix("torch."))

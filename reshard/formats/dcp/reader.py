@@ -14,7 +14,7 @@ from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.dcp import metadata
 from reshard.formats.dcp.directory import METADATA
-from reshard.formats.dcp.flattened import restored
+from reshard.formats.dcp.flattened import restore
 from reshard.formats.dcp.items import Items
 from reshard.formats.dcp.metadata import Metadata
 from reshard.location import Location, missing_ranks
@@ -36,8 +36,8 @@ def read(location: Location) -> ParsedTree:
         CorruptError: files contradict each other.
         UnsafeError: the metadata name a file outside the directory.
     """
-    about, found = _stored(location)
-    return replace(found, root=_nested(location, about, found.root))
+    about, found = _read_stored(location)
+    return replace(found, root=_nest(location, about, found.root))
 
 
 def read_flat(location: Location) -> ParsedTree:
@@ -46,19 +46,19 @@ def read_flat(location: Location) -> ParsedTree:
     Raises:
         ReshardError: as `read`.
     """
-    _, found = _stored(location)
+    _, found = _read_stored(location)
     return found
 
 
-def _stored(location: Location) -> tuple[Metadata, ParsedTree]:
-    about = metadata.read(_metadata_files(location))
+def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
+    about = metadata.read(_find_metadata_files(location))
     objects = {key: block for key, block in about.objects.items() if block is not None}
     with SourceFiles() as pool:
         items = Items(pool)
         leaves: dict[str, Any] = {}
         for key, stored in about.tensors.items():
             held = [
-                items.chunk(_data(location, block.file), block, stored.dtype)
+                items.chunk(_find_data_file(location, block.file), block, stored.dtype)
                 for block in stored.blocks
             ]
             chunks = tuple(each for each in held if isinstance(each, Chunk))
@@ -67,9 +67,11 @@ def _stored(location: Location) -> tuple[Metadata, ParsedTree]:
                 continue
             leaf = GlobalTensor(stored.dtype, stored.shape, chunks)
             shape = about.shapes.get(key)
-            leaves[key] = leaf if shape is None else restored(location, key, leaf, shape)
+            leaves[key] = leaf if shape is None else restore(location, key, leaf, shape)
         for key, block in objects.items():
-            leaves[key] = tree.convert_file(items.object(_data(location, block.file), block))
+            leaves[key] = tree.convert_file(
+                items.object(_find_data_file(location, block.file), block)
+            )
     used = {block.file for stored in about.tensors.values() for block in stored.blocks}
     used |= {block.file for block in objects.values()}
     found = ParsedTree(
@@ -79,12 +81,12 @@ def _stored(location: Location) -> tuple[Metadata, ParsedTree]:
         world=len({match[1] for name in used if (match := _DATA.fullmatch(name))}) or 1,
         globals=items.globals | about.globals,
         plain_is_buffer=False,
-        notes=_stale(location, used),
+        notes=_describe_stale(location, used),
     )
     return about, found
 
 
-def _stale(location: Location, used: set[str]) -> list[str]:
+def _describe_stale(location: Location, used: set[str]) -> list[str]:
     """What lies beside the save and does not belong to it."""
     rest = [
         name
@@ -95,7 +97,7 @@ def _stale(location: Location, used: set[str]) -> list[str]:
     return [f"files of another save lie beside this one: {shown}"] if rest else []
 
 
-def _metadata_files(location: Location) -> list[Path]:
+def _find_metadata_files(location: Location) -> list[Path]:
     if METADATA in location.files:
         return [location.files[METADATA]]
     ranks = {
@@ -123,7 +125,7 @@ def _metadata_files(location: Location) -> list[Path]:
     return [ranks[rank] for rank in sorted(ranks)]
 
 
-def _data(location: Location, name: str) -> Path:
+def _find_data_file(location: Location, name: str) -> Path:
     path = location.files.get(name) or location.nested(name)
     if path is None:
         raise IncompleteError(
@@ -135,16 +137,16 @@ def _data(location: Location, name: str) -> Path:
     return path
 
 
-def _nested(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
+def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
     """The state dict as it was, and in its order: joined keys can collide, the paths cannot."""
     root: dict[Any, Any] = {}
-    paths = _of_flat(about.paths) or about.paths
-    for key in sorted(leaves, key=_positions(about, leaves).__getitem__):
+    paths = _parse_flat_paths(about.paths) or about.paths
+    for key in sorted(leaves, key=_find_positions(about, leaves).__getitem__):
         if paths and key not in paths:
             raise CorruptError(
                 location, f"announces {key!r} and does not say where in the state dict it stood"
             )
-        *parents, last = paths.get(key) or _guessed(key)
+        *parents, last = paths.get(key) or _guess_path(key)
         node = root
         for part in parents:
             node = node.setdefault(part, {})
@@ -156,12 +158,12 @@ def _nested(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> d
     return root
 
 
-def _positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
+def _find_positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
     """Where a key stood in the state dict: paths are in its order, tensors in that of the ranks."""
     return {key: n for n, key in enumerate(dict.fromkeys([*about.paths, *leaves]))}
 
 
-def _of_flat(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
+def _parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
     """The paths of a state dict that its program flattened itself; None where it did not.
 
     Else the moments, ``optimizer.state.<fqn>.<slot>``, would be weights of that name.
@@ -181,7 +183,7 @@ def _of_flat(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ..
     return {**paths, **of_model, **found}
 
 
-def _guessed(key: str) -> tuple[Any, ...]:
+def _guess_path(key: str) -> tuple[Any, ...]:
     """The path of a key of which no planner kept one: it stands for itself, but for the usual tops.
 
     ``optim.state.<fqn>.<slot>``, ``optim.param_groups.0.lr``, ``model.<fqn>``.

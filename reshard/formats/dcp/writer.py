@@ -24,7 +24,7 @@ from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry, Key, OutputFile, Skeleton, StoredChecksum
-from reshard.pickles.canonical import Canonical
+from reshard.pickles.canonical import Canonicalizer
 from reshard.pickles.pickler import Pickler
 from reshard.pickles.values import Call, Global
 from reshard.state_dict import torch_state_dict
@@ -77,7 +77,7 @@ def lay_out(
     return lay_out_state(root, shards=shards, directory=directory)
 
 
-def fsdp(
+def lay_out_fsdp(
     state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
     """The two directories of FSDP's ``SHARDED_STATE_DICT`` under Accelerate's names."""
@@ -102,21 +102,21 @@ def fsdp(
     return skeletons.join([weights, moments])
 
 
-def accelerate(
+def lay_out_accelerate(
     state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
     """What Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
 
     There are as many ranks as shards.
     """
-    parts = [fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
+    parts = [lay_out_fsdp(state, shards=shards, weights_only=weights_only, dtype=dtype)]
     if not weights_only:
         parts += lay_out_accelerate_extras(state, shards)
     return skeletons.join(parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class StoredObject:
     """An object that is stored as one, whatever it holds: tensors are `Slot`."""
 
     value: Any
@@ -129,10 +129,10 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
         UnsupportedError: two of its keys are the same once joined.
     """
     prefix = f"{directory}/" if directory else ""
-    forms = _Forms()
+    forms = _TemplateCache()
     files = [_DataFile(prefix, f"__{rank}_0.distcp", forms) for rank in range(shards)]
-    about = _About()
-    for path, value in flattened(Canonical().of(root)):
+    about = _MetadataBuilder()
+    for path, value in flatten(Canonicalizer().of(root)):
         key = ".".join(map(str, path))
         if key in about.paths:
             raise UnsupportedError(key, "is the joined name of two values, which DCP cannot keep")
@@ -140,14 +140,14 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
         if isinstance(value, Value):
             _add_tensor(about, files, key, value)
         else:
-            held = value.value if isinstance(value, Whole) else value
+            held = value.value if isinstance(value, StoredObject) else value
             about.add_object(key, files[0], files[0].add_object(held))
     pickle = about.pickled(f"{prefix}.metadata")
     made = [file.finished() for file in files if file.at]
     return skeletons.join([*made, skeletons.lay_out_bytes(f"{prefix}.metadata", pickle)])
 
 
-def flattened(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
+def flatten(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
     """Leaves with their paths, as ``flatten_state_dict`` makes them.
 
     Dicts always; a list only where it holds dicts or tensors. An empty dict is lost.
@@ -156,10 +156,10 @@ def flattened(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
         value = Value(value.dtype, value.shape, value)
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from flattened(item, (*path, str(key)))
+            yield from flatten(item, (*path, str(key)))
     elif isinstance(value, list) and any(map(_is_nest, value)):
         for number, item in enumerate(value):
-            yield from flattened(item, (*path, number))
+            yield from flatten(item, (*path, number))
     else:
         yield path, value
 
@@ -170,7 +170,7 @@ def _is_nest(value: Any) -> bool:
     return isinstance(value, (Mapping, Value, Entry))
 
 
-def blocks(value: Value, shards: int) -> list[tuple[int, Box]]:
+def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
     """(shard, block) of a tensor; an empty block at a place where another is stands not twice.
 
     >>> from reshard import dtypes
@@ -188,8 +188,10 @@ def blocks(value: Value, shards: int) -> list[tuple[int, Box]]:
     return list(found.values())
 
 
-def _add_tensor(about: _About, files: Sequence[_DataFile], key: str, value: Value) -> None:
-    placed = [(rank, box, files[rank].add(value, box)) for rank, box in blocks(value, len(files))]
+def _add_tensor(
+    about: _MetadataBuilder, files: Sequence[_DataFile], key: str, value: Value
+) -> None:
+    placed = [(rank, box, files[rank].add(value, box)) for rank, box in divide(value, len(files))]
     about.add_tensor(key, value, [(files[rank], box, place) for rank, box, place in placed])
 
 
@@ -197,23 +199,23 @@ def _add_tensor(about: _About, files: Sequence[_DataFile], key: str, value: Valu
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _ItemTemplate:
     """An item of a dtype and shape as it would stand at the beginning of a file."""
 
     skeleton: Skeleton
     chunk: Chunk | None  # where its elements lie, if it has any
 
 
-class _Forms(dict[tuple[DType, Index], _Form]):
+class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
     """Items of equal form, which are laid out once."""
 
-    def __missing__(self, key: tuple[DType, Index]) -> _Form:
+    def __missing__(self, key: tuple[DType, Index]) -> _ItemTemplate:
         dtype, shape = key
         box = whole(shape)
         parts = (Part("", "", shape, box),) if box.volume else ()
         made = torch_writer.lay_out_object("", Slot(Storage(dtype, box.volume, parts), shape))
         chunk = made.entries[0].chunks[0] if made.entries else None
-        return self.setdefault(key, _Form(made, chunk))
+        return self.setdefault(key, _ItemTemplate(made, chunk))
 
 
 _Place = tuple[int, int]  # byte offset, nbytes
@@ -225,7 +227,7 @@ class _DataFile:
 
     prefix: str
     name: str  # in .metadata
-    forms: _Forms
+    forms: _TemplateCache
     at: int = 0
     literals: list[tuple[int, bytes]] = field(default_factory=list)
     checksums: list[StoredChecksum] = field(default_factory=list)
@@ -285,7 +287,7 @@ class _DataFile:
 
 
 @dataclass(slots=True)
-class _About:
+class _MetadataBuilder:
     """What ``.metadata`` says, as it grows."""
 
     paths: dict[str, _Path] = field(default_factory=dict)
@@ -296,7 +298,7 @@ class _About:
 
     def add_object(self, key: str, file: _DataFile, place: _Place) -> None:
         """A pickled object."""
-        self.announced[key] = _object("BytesStorageMetadata")
+        self.announced[key] = _build_object("BytesStorageMetadata")
         self._store({"fqn": key, "index": None}, file, place)
 
     def add_tensor(
@@ -307,14 +309,14 @@ class _About:
         for number, (file, box, place) in enumerate(placed):
             origin = self._size(box.origin)
             sizes = {"offsets": origin, "sizes": self._size(box.shape)}
-            chunks.append(_object("ChunkStorageMetadata", sizes))
+            chunks.append(_build_object("ChunkStorageMetadata", sizes))
             self._store({"fqn": key, "index": number, "offset": origin}, file, place)
         state = {
             "properties": self._properties(value.dtype),
             "size": self._size(value.shape),
             "chunks": chunks,
         }
-        self.announced[key] = _object("TensorStorageMetadata", state)
+        self.announced[key] = _build_object("TensorStorageMetadata", state)
 
     def pickled(self, where: str) -> bytes:
         """The file's content."""
@@ -326,14 +328,14 @@ class _About:
             "version": _VERSION,
         }
         pickler = Pickler(where)
-        root = _object("Metadata", state)
+        root = _build_object("Metadata", state)
         pickler.write(root)
         return pickler.finish()
 
     def _store(self, index: dict[str, Any], file: _DataFile, place: _Place) -> None:
         info = {"relative_path": file.name, "offset": place[0], "length": place[1]}
         made = Call(f"{_DCP}.filesystem._StorageInfo", (), info)
-        self.stored[_object("MetadataIndex", index)] = made
+        self.stored[_build_object("MetadataIndex", index)] = made
 
     def _size(self, index: Index) -> Call:
         return self.sizes.setdefault(index, Call("torch.Size", (index,)))
@@ -347,5 +349,5 @@ class _About:
         return self.properties[dtype]
 
 
-def _object(name: str, state: Any = None) -> Call:
+def _build_object(name: str, state: Any = None) -> Call:
     return Call(f"{_METADATA}.{name}", (), state)

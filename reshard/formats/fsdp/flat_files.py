@@ -18,14 +18,14 @@ from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.formats.fsdp.flat_optimizers import FlatOptimizer, OrigOptimizer
-from reshard.formats.fsdp.flat_units import Flat, flats_of
+from reshard.formats.fsdp.flat_units import Flat, build_flats
 from reshard.formats.fsdp.rank_files import (
     PAIR,
     VERL,
-    Naming,
-    beside,
-    is_divided,
-    placed,
+    FileNames,
+    assign_files,
+    build_is_divided,
+    lay_out_extras,
 )
 from reshard.formats.trainers.accelerate import lay_out_accelerate_extras
 from reshard.layout.mesh import MeshGrid, MeshPlacements
@@ -37,12 +37,12 @@ from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training
 
 
-def fsdp1_local(
+def lay_out_fsdp1_local(
     state: Training,
     model: ModelShapes,
     *,
     ranks: int,
-    naming: Naming = PAIR,
+    naming: FileNames = PAIR,
     sharded: bool = True,
     compute: DType | None = None,
     weights_only: bool = False,
@@ -53,7 +53,7 @@ def fsdp1_local(
     Args:
         model: what was wrapped, with its units.
         sharded: False for NO_SHARD, where each rank has whole tensors; one rank always has.
-        compute: as in `fsdp1_sharded`. FSDP 1 itself does not load what it writes with
+        compute: as in `lay_out_fsdp1_sharded`. FSDP 1 itself does not load what it writes with
             ``use_orig_params=True``; our trainer copies it into the live shards.
 
     Raises:
@@ -64,9 +64,9 @@ def fsdp1_local(
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks", "at least one is needed")
-    flats = flats_of(state, model, dtype)
-    buffers = _buffers(state, model)
-    raw = None if weights_only else _raw(state, model, flats, compute)
+    flats = build_flats(state, model, dtype)
+    buffers = _find_buffers(state, model)
+    raw = None if weights_only else _build_raw_optimizer(state, model, flats, compute)
 
     pieces = ranks if sharded else 1
 
@@ -76,11 +76,11 @@ def fsdp1_local(
             held = torch_state_dict.build_weights(state, dtype=dtype)
             weights.update((name, build_whole_slot(value)) for name, value in held.items())
         else:
-            weights.update(_pieces(flats, model, compute, rank, pieces))
+            weights.update(_build_pieces(flats, model, compute, rank, pieces))
             weights.update((name, build_whole_slot(value)) for name, value in buffers.items())
         moments = None if raw is None else raw.of(rank if pieces > 1 else 0, pieces)
-        yield from _files(state, naming, weights, moments, rank, ranks)
-        yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
+        yield from _lay_out_files(state, naming, weights, moments, rank, ranks)
+        yield from lay_out_extras(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     files = [file for rank in range(ranks) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
@@ -88,12 +88,12 @@ def fsdp1_local(
     return skeletons.join(files)
 
 
-def fsdp1_sharded(
+def lay_out_fsdp1_sharded(
     state: Training,
     model: ModelShapes,
     grid: MeshGrid,
     *,
-    naming: Naming = VERL,
+    naming: FileNames = VERL,
     compute: DType | None = None,
     weights_only: bool = False,
     dtype: DType | None = None,
@@ -106,26 +106,28 @@ def fsdp1_sharded(
             ``use_orig_params=False`` has.
 
     Raises:
-        IncompleteError, UnsupportedError, UsageError: as `fsdp1_local`.
+        IncompleteError, UnsupportedError, UsageError: as `lay_out_fsdp1_local`.
     """
     if len(grid.sizes) > 1:
         raise UnsupportedError(f"a mesh of {grid}", "is not written for FSDP 1")
     placing, ranks = MeshPlacements(grid), grid.world
-    flats = flats_of(state, model, dtype)
+    flats = build_flats(state, model, dtype)
     held = OrderedDict(
-        torch_state_dict.build_weights(state, dtype=dtype, divided=is_divided(state, model))
+        torch_state_dict.build_weights(state, dtype=dtype, divided=build_is_divided(state, model))
     )
-    raw = None if weights_only else _raw(state, model, flats, compute)
+    raw = None if weights_only else _build_raw_optimizer(state, model, flats, compute)
 
     def rank_files(rank: int) -> Iterator[Skeleton]:
         moments = None if raw is None else raw.of(rank, ranks)
-        yield from _files(state, naming, RankSharder(placing, rank).of(held), moments, rank, ranks)
-        yield from beside(state, naming, rank, ranks, version=1, weights_only=weights_only)
+        yield from _lay_out_files(
+            state, naming, RankSharder(placing, rank).of(held), moments, rank, ranks
+        )
+        yield from lay_out_extras(state, naming, rank, ranks, version=1, weights_only=weights_only)
 
     return skeletons.join(file for rank in range(ranks) for file in rank_files(rank))
 
 
-def _raw(
+def _build_raw_optimizer(
     state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType | None
 ) -> FlatOptimizer | OrigOptimizer:
     """Return the raw optimizer of either setting of ``use_orig_params``."""
@@ -134,7 +136,7 @@ def _raw(
     return OrigOptimizer(state, model, flats, compute)
 
 
-def _pieces(
+def _build_pieces(
     flats: Sequence[Flat], model: ModelShapes, compute: DType | None, rank: int, ranks: int
 ) -> dict[str, Any]:
     """Return a rank's pieces of flat parameters, after its views of them where there are any."""
@@ -147,20 +149,20 @@ def _pieces(
     return {**held, **{key: piece for key, (piece, _) in made.items()}}
 
 
-def _files(
+def _lay_out_files(
     state: Training,
-    naming: Naming,
+    naming: FileNames,
     weights: Any,
     moments: Any,
     rank: int,
     ranks: int,
 ) -> Iterator[Skeleton]:
     names = [name.format(rank=rank, world=ranks) for name in (naming.model, naming.optimizer)]
-    for name, root in placed(names, weights, moments).items():
+    for name, root in assign_files(names, weights, moments).items():
         yield torch_writer.lay_out_object(name, root, stamp=state.stamp(name, rank, ranks))
 
 
-def _buffers(state: Training, model: ModelShapes) -> dict[str, Value]:
+def _find_buffers(state: Training, model: ModelShapes) -> dict[str, Value]:
     every = torch_state_dict.build_weights(state)
     names = [*model.buffers, *(a for a, first in model.tied.items() if first in model.buffers)]
     missing = [name for name in model.buffers if name not in every]

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.containers.torch_writer import Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError
-from reshard.formats.fsdp.flat_units import Flat, run
+from reshard.formats.fsdp.flat_units import Flat, iterate_run
 from reshard.layout.partition import equal_piece
 from reshard.manifest import Entry
 from reshard.model import ModelShapes
@@ -18,7 +18,7 @@ from reshard.state_dict.slots import build_whole_slot
 from reshard.training.state import TrainedParameter, Training, refuse_non_elementwise_slots
 
 
-def _optimizer(state: Training) -> dict[str, Any]:
+def _build_optimizer(state: Training) -> dict[str, Any]:
     """The optimizer by names, where flat parameters have a place for all of it."""
     why = "it has no place in a flat parameter"
     refuse_non_elementwise_slots(state, why, "write DCP or whole files")
@@ -42,9 +42,9 @@ class _FlatState:
         """A rank's pieces, padded with zeros to equal length."""
         start, stop = equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
-        made = _counted(self.step, self.slots)
+        made = _build_step(self.step, self.slots)
         for name, (dtype, entries) in self.slots.items():
-            storage = Storage(dtype, size, tuple(run(entries, start, stop)))
+            storage = Storage(dtype, size, tuple(iterate_run(entries, start, stop)))
             made[name] = Slot(storage, (size,))
         return nested_slots.unflatten({**made, **self.loose})
 
@@ -52,9 +52,9 @@ class _FlatState:
 _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
 
 
-def _flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
+def _build_flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
     """Hyper-parameters and flat parameters of each group, in the model's order."""
-    optimizer = _optimizer(state)
+    optimizer = _build_optimizer(state)
     group_of = {
         member.fqn: (number, member)
         for number, group in enumerate(state.groups)
@@ -74,7 +74,7 @@ def _flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
             _refuse_unit(flat, found)
         (number,) = numbers
         members = [member for _, member in owned]
-        groups[number][1].append(_flat_state(state, flat, members))
+        groups[number][1].append(_build_flat_state(state, flat, members))
     return groups
 
 
@@ -90,7 +90,9 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None
     )
 
 
-def _flat_state(state: Training, flat: Flat, members: Sequence[TrainedParameter]) -> _FlatState:
+def _build_flat_state(
+    state: Training, flat: Flat, members: Sequence[TrainedParameter]
+) -> _FlatState:
     held = {member.fqn: torch_state_dict.get_non_tensor_state(state, member) for member in members}
     stepped = [m for m in members if m.slots or m.step is not None or held[m.fqn]]
     if not stepped:
@@ -129,7 +131,7 @@ class FlatOptimizer:
     """``use_orig_params=False``: flat parameters, numbered through the groups."""
 
     def __init__(self, state: Training, flats: Sequence[Flat]) -> None:
-        self._groups = _flat_groups(state, flats)
+        self._groups = _build_flat_groups(state, flats)
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
         """One rank's."""
@@ -156,7 +158,7 @@ class OrigOptimizer:
                 state.groups, torch_state_dict.order_members(state, "index", model), strict=True
             )
         ]
-        _optimizer(state)  # refuses what has no place
+        _build_optimizer(state)  # refuses what has no place
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
         """One rank's; a parameter of which it has no element is listed and has no state."""
@@ -174,9 +176,9 @@ class OrigOptimizer:
         start, stop = span
         if start >= stop:
             return {}
-        made = _counted(member.step, member.slots)
+        made = _build_step(member.step, member.slots)
         for name, entry in member.slots.items():
-            parts = tuple(run([(0, entry)], start, stop))
+            parts = tuple(iterate_run([(0, entry)], start, stop))
             shape = entry.shape if ranks == 1 else (stop - start,)
             made[name] = Slot(Storage(entry.dtype, stop - start, parts), shape)
         return nested_slots.unflatten(
@@ -196,7 +198,7 @@ class OrigOptimizer:
         return found
 
 
-def _counted(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
+def _build_step(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
     """The step, as the optimizer counts it."""
     if step is None:
         return {}

@@ -56,7 +56,7 @@ class Flat:
         pieces = [equal_piece(numel, ranks, each) for each in range(ranks)]
         low, high = pieces[rank]
         entries = [(starts[weight.fqn], weight.value) for _, weight in self.members]
-        storage = Storage(self.dtype, high - low, tuple(run(entries, low, high)))
+        storage = Storage(self.dtype, high - low, tuple(iterate_run(entries, low, high)))
         found = {}
         for name, (at, entry) in zip(self.unit.members, entries, strict=True):
             start, stop = max(at, low), min(at + entry.numel, high)
@@ -73,12 +73,12 @@ class Flat:
         pieces = [equal_piece(self.numel, ranks, each) for each in range(ranks)]
         start, stop = pieces[rank]
         entries = [(at, weight.value) for at, weight in self.members]
-        storage = Storage(self.dtype, stop - start, tuple(run(entries, start, stop)))
+        storage = Storage(self.dtype, stop - start, tuple(iterate_run(entries, start, stop)))
         local = Slot(storage, (stop - start,)) if start < stop else None
         return build_sharded_tensor(self.dtype, self.numel, local, rank, pieces)
 
 
-def run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator[Part]:
+def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator[Part]:
     """What fills the run ``[start, stop)`` of a flat tensor of entries at their first elements."""
     for at, entry in entries:
         first, last = max(at, start), min(at + entry.numel, stop)
@@ -87,7 +87,7 @@ def run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator
             yield Part(entry.kind, entry.fqn, entry.shape, box, offset)
 
 
-def flats_of(state: Training, model: ModelShapes, dtype: DType | None) -> list[Flat]:
+def build_flats(state: Training, model: ModelShapes, dtype: DType | None) -> list[Flat]:
     """One a unit of the model, in its order.
 
     Args:
@@ -105,19 +105,19 @@ def flats_of(state: Training, model: ModelShapes, dtype: DType | None) -> list[F
     weights = {weight.fqn: weight for weight in state.weights}
     flats = []
     for unit in model.units:
-        held = [_of_model(state, weights, model, fqn) for fqn in unit.members]
+        held = [_find_weight(state, weights, model, fqn) for fqn in unit.members]
         starts, numel = flat_param.place_members(
             [(fqn, weight.shape) for fqn, weight in zip(unit.members, held, strict=True)],
             aligned_to=1,
             ranks=1,
         )
         members = tuple(zip((starts[fqn] for fqn in unit.members), held, strict=True))
-        flats.append(Flat(unit, members, numel, _widest(held, dtype)))
-    _refuse_foreign(state, model)
+        flats.append(Flat(unit, members, numel, _choose_dtype(held, dtype)))
+    _refuse_unknown_weights(state, model)
     return flats
 
 
-def _of_model(
+def _find_weight(
     state: Training, weights: Mapping[str, Weight], model: ModelShapes, fqn: str
 ) -> Weight:
     """The source's weight for one of the model's parameters, under any of its names."""
@@ -137,7 +137,7 @@ def _of_model(
     return found
 
 
-def _widest(held: Sequence[Weight], dtype: DType | None) -> DType:
+def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
     """The dtype of a flat parameter, which holds that of each of its members."""
     dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in held]
     widest = max(dtypes, key=lambda each: each.itemsize)
@@ -150,7 +150,7 @@ def _widest(held: Sequence[Weight], dtype: DType | None) -> DType:
     return widest
 
 
-def _refuse_foreign(state: Training, model: ModelShapes) -> None:
+def _refuse_unknown_weights(state: Training, model: ModelShapes) -> None:
     """A weight that the model has not would be lost."""
     known = model.parameters.keys() | model.buffers.keys() | model.tied.keys()
     for weight in state.weights:

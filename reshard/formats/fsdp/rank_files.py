@@ -30,7 +30,7 @@ from reshard.layout.partition import Cut
 from reshard.layout.tensor_parallel import Plan, cuts
 from reshard.manifest import Keyed, Skeleton
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonical
+from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict import nested_slots, torch_state_dict
 from reshard.state_dict.sections import TRAIN_STATE
 from reshard.state_dict.slots import RankSharder, WholeSlots
@@ -41,13 +41,13 @@ _SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
 
 
 @dataclass(frozen=True, slots=True)
-class Naming:
+class FileNames:
     """How the files of each rank are called, with ``{rank}`` and ``{world}``.
 
     Args:
         optimizer: the same as ``model`` where both stand in one file, under two keys.
-        extra: a file for the scheduler, of each rank; empty for none.
-        beside: a file for whatever else travels, of rank 0; empty for none.
+        extra_state: a file of each rank for the scheduler; empty for none.
+        train_state: a file of rank 0 for everything else; empty for none.
         about: a file that says how many ranks there were; empty for none.
         accelerate: whether Accelerate reads them.
         keyed: how the optimizer names its parameters.
@@ -58,8 +58,8 @@ class Naming:
     model: str
     optimizer: str
     keyed: Keyed = "index"
-    extra: str = ""
-    beside: str = ""
+    extra_state: str = ""
+    train_state: str = ""
     about: str = ""
     meshes: tuple[tuple[str, ...], ...] = ()
     accelerate: bool = False
@@ -73,22 +73,22 @@ class Naming:
             yield model, optimizer
 
 
-PAIR = Naming("model_rank{rank}.pt", "optim_rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
-ONE = Naming("rank{rank}.pt", "rank{rank}.pt", beside=f"{TRAIN_STATE}.pt")
-VERL = Naming(
+PAIR = FileNames("model_rank{rank}.pt", "optim_rank{rank}.pt", train_state=f"{TRAIN_STATE}.pt")
+ONE = FileNames("rank{rank}.pt", "rank{rank}.pt", train_state=f"{TRAIN_STATE}.pt")
+VERL = FileNames(
     "model_world_size_{world}_rank_{rank}.pt",
     "optim_world_size_{world}_rank_{rank}.pt",
-    extra="extra_state_world_size_{world}_rank_{rank}.pt",
+    extra_state="extra_state_world_size_{world}_rank_{rank}.pt",
     about="fsdp_config.json",
     meshes=(("fsdp",), ("ddp", "fsdp")),  # create_device_mesh
 )
-ACCELERATE = Naming(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=False
+ACCELERATE = FileNames(  # save_fsdp_model and save_fsdp_optimizer with use_dcp=False
     "pytorch_model_fsdp_0_rank{rank}.bin",
     "optimizer_0_rank{rank}.bin",
     keyed="fqn",
     accelerate=True,
 )
-LOCAL = Naming(  # the same of LOCAL_STATE_DICT
+LOCAL = FileNames(  # the same of LOCAL_STATE_DICT
     "pytorch_model_fsdp_rank{rank}.bin",
     "optimizer_0_rank{rank}.bin",
     accelerate=True,
@@ -102,11 +102,11 @@ _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # 
 # FSDP 2
 
 
-def fsdp2(
+def lay_out_fsdp2(
     state: Training,
     grid: MeshGrid,
     *,
-    naming: Naming = PAIR,
+    naming: FileNames = PAIR,
     whole_weights: bool = False,
     tensor: Plan | None = None,
     weights_only: bool = False,
@@ -128,8 +128,10 @@ def fsdp2(
         UnsupportedError: a slot that has another shape than its parameter; a packed weight.
         UsageError: the plan does not fit the parameters.
     """
-    held = torch_state_dict.build_weights(state, dtype=dtype, divided=is_divided(state, model))
-    placing = MeshPlacements(grid, tensor_cuts(grid, tensor, held))
+    held = torch_state_dict.build_weights(
+        state, dtype=dtype, divided=build_is_divided(state, model)
+    )
+    placing = MeshPlacements(grid, find_tensor_cuts(grid, tensor, held))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, naming.keyed, model)
     _refuse_factored(moments)
 
@@ -141,12 +143,14 @@ def fsdp2(
         names = [
             name.format(rank=rank, world=grid.world) for name in (naming.model, naming.optimizer)
         ]
-        for name, root in placed(names, weights, moments).items():
+        for name, root in assign_files(names, weights, moments).items():
             stamp = state.stamp(name, rank, grid.world)
             yield torch_writer.lay_out_object(
                 name, RankSharder(placing, rank).of(root), stamp=stamp
             )
-        yield from beside(state, naming, rank, grid.world, version=2, weights_only=weights_only)
+        yield from lay_out_extras(
+            state, naming, rank, grid.world, version=2, weights_only=weights_only
+        )
 
     files = [file for rank in range(grid.world) for file in rank_files(rank)]
     if naming.accelerate and not weights_only:
@@ -154,7 +158,7 @@ def fsdp2(
     return skeletons.join(files)
 
 
-def tensor_cuts(
+def find_tensor_cuts(
     grid: MeshGrid, plan: Plan | None, weights: Mapping[str, Value]
 ) -> dict[str, Cut | None]:
     """How the tensor-parallel axis, if there is one, cuts each parameter that it touches.
@@ -180,26 +184,26 @@ def tensor_cuts(
     return cuts(plan, [(held, weights[held[0]].shape) for held in names.values()])
 
 
-def placed(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
+def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
     """What stands in which file."""
     model, optimizer = names
-    weights, moments = Canonical().of((weights, moments))
+    weights, moments = Canonicalizer().of((weights, moments))
     if model == optimizer:
         both = zip(_KEYS, (weights, moments), strict=True)
         return {model: {key: value for key, value in both if value is not None}}
     return {model: weights} if moments is None else {model: weights, optimizer: moments}
 
 
-def beside(
-    state: Training, naming: Naming, rank: int, world: int, *, version: int, weights_only: bool
+def lay_out_extras(
+    state: Training, naming: FileNames, rank: int, world: int, *, version: int, weights_only: bool
 ) -> Iterator[Skeleton]:
     """What is kept beside both."""
     carried = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
-    if naming.beside and carried and rank == 0:
-        stamp = state.stamp(naming.beside, rank, world)
-        yield torch_writer.lay_out_object(naming.beside, carried, stamp=stamp)
-    if naming.extra and not weights_only:
-        name = naming.extra.format(rank=rank, world=world)
+    if naming.train_state and carried and rank == 0:
+        stamp = state.stamp(naming.train_state, rank, world)
+        yield torch_writer.lay_out_object(naming.train_state, carried, stamp=stamp)
+    if naming.extra_state and not weights_only:
+        name = naming.extra_state.format(rank=rank, world=world)
         held = {"lr_scheduler": carried.get("scheduler")}
         yield torch_writer.lay_out_object(name, held, stamp=state.stamp(name, rank, world))
     if naming.about and rank == 0:
@@ -221,7 +225,7 @@ def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
                 )
 
 
-def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight], bool]:
+def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight], bool]:
     """Whether a weight is a parameter, which is cut, or a buffer, which is whole on every rank."""
     owned = {member.fqn for group in state.groups for member in group.members}
     owned |= state.manifest.frozen
@@ -234,7 +238,9 @@ def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight],
             return False
         if model is not None:
             return _is_parameter(model, weight.fqn)
-        if told or weight.fqn in owned or len(_boxes(weight)) > 1:  # FSDP shards parameters alone
+        if (
+            told or weight.fqn in owned or len(_find_boxes(weight)) > 1
+        ):  # FSDP shards parameters alone
             return True
         if weight.shape[0] > 1 and by_rows():  # a parameter would lie on several ranks
             return False
@@ -252,7 +258,7 @@ def is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight],
     return divided
 
 
-def _boxes(weight: Weight) -> set[Box]:
+def _find_boxes(weight: Weight) -> set[Box]:
     """Return the blocks in which the source's ranks held a weight."""
     return {chunk.box for chunk in weight.value.chunks if chunk.box.volume}
 
@@ -264,7 +270,7 @@ def _is_sharded_by_rows(state: Training) -> bool:
     """
     if state.manifest.origin.format not in _SHARDED:
         return False
-    cut = [(weight, boxes) for weight in state.weights if len(boxes := _boxes(weight)) > 1]
+    cut = [(weight, boxes) for weight in state.weights if len(boxes := _find_boxes(weight)) > 1]
     return bool(cut) and all(
         box.shape[1:] == weight.shape[1:] for weight, boxes in cut for box in boxes
     )
@@ -280,7 +286,7 @@ def _is_parameter(model: ModelShapes, fqn: str) -> bool:
 # Whole files
 
 
-def fsdp1_full(
+def lay_out_fsdp1_full(
     state: Training,
     *,
     names: tuple[str, str] = ("pytorch_model_fsdp.bin", "optimizer.bin"),
@@ -298,7 +304,7 @@ def fsdp1_full(
     """
     weights = OrderedDict(torch_state_dict.build_weights(state, dtype=dtype))
     moments = None if weights_only else torch_state_dict.build_optimizer(state, "fqn")
-    files = placed(names, weights, moments)
+    files = assign_files(names, weights, moments)
     made = [
         torch_writer.lay_out_object(
             name, root, slot_of=WholeSlots(), stamp=state.stamp(name, rank, ranks)

@@ -19,12 +19,12 @@ def detect(location: Location) -> bool:
     """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
     if location.chosen:
         return is_index(location.chosen) or location.chosen.endswith(".safetensors")
-    return index_of(location) is not None or any(
+    return find_index(location) is not None or any(
         name.endswith(".safetensors") for name in location.files
     )
 
 
-def index_of(location: Location) -> str | None:
+def find_index(location: Location) -> str | None:
     """The name of a directory's index of shards; of several that are no model's, none."""
     usual = next((name for name in _INDEXES if name in location.files), None)
     others = [name for name in location.files if is_index(name)]
@@ -48,6 +48,6 @@ def is_whole_set(location: Location) -> bool:
     )
 
 
-def weights_beside(location: Location, read: Container[str]) -> list[str]:
+def list_other_weights(location: Location, read: Container[str]) -> list[str]:
     """The directory's other files of weights, by name."""
     return sorted(name for name in location.files if _WEIGHTS.fullmatch(name) and name not in read)

@@ -18,10 +18,10 @@ from reshard.errors import (
 from reshard.files import read_small_file
 from reshard.formats.huggingface.directory import (
     NAME,
-    index_of,
+    find_index,
     is_index,
     is_whole_set,
-    weights_beside,
+    list_other_weights,
 )
 from reshard.location import Location
 from reshard.manifest import (
@@ -47,7 +47,7 @@ def read(location: Location) -> Manifest:
         UnrecognisedError: several files and no index.
     """
     made = _read(location)
-    others = weights_beside(location, {Path(path).name for path in made.files})
+    others = list_other_weights(location, {Path(path).name for path in made.files})
     if others and not location.chosen:
         text = f"holds other weights beside, which are not read: {some(others)}"
         made = replace(made, warnings=(*made.warnings, text))
@@ -60,7 +60,7 @@ def _read(location: Location) -> Manifest:
     if not location.chosen and "model.safetensors" in location.files:
         # as transformers chooses, before any .bin index
         return _read_file(location.files["model.safetensors"])
-    index = location.chosen or index_of(location)
+    index = location.chosen or find_index(location)
     if index is not None:
         return _read_indexed(location, location.files[index])
     found = [path for path in location.files.values() if path.suffix == ".safetensors"]
@@ -80,14 +80,16 @@ def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
     """All shards of a save whose index is lost: each says itself what it holds."""
     read = [_read_shard(path) for path in shards]
     entries = [entry for held, _, _ in read for entry in held]
-    made = _manifest(directory, entries, {source.path: source for _, source, _ in read}, set())
+    made = _build_manifest(
+        directory, entries, {source.path: source for _, source, _ in read}, set()
+    )
     text = f"no model.safetensors.index.json: {len(shards)} shards belong together by their names"
     return replace(made, warnings=(*made.warnings, text))
 
 
 def _read_file(path: Path) -> Manifest:
     entries, source, globals_ = _read_shard(path)
-    return _manifest(path, entries, {source.path: source}, globals_)
+    return _build_manifest(path, entries, {source.path: source}, globals_)
 
 
 def _read_indexed(location: Location, index: Path) -> Manifest:
@@ -118,7 +120,7 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
         globals_ |= seen
     order = {fqn: position for position, fqn in enumerate(weight_map)}
     entries.sort(key=lambda entry: order[entry.fqn])
-    return _manifest(index.parent, entries, sources, globals_)
+    return _build_manifest(index.parent, entries, sources, globals_)
 
 
 def _is_plain_name(name: str) -> bool:
@@ -162,7 +164,7 @@ def _read_torch_shard(path: Path) -> tuple[list[Entry], SourceFile, set[str]]:
     return held, file.source(), file.globals
 
 
-def _manifest(
+def _build_manifest(
     path: Path, entries: list[Entry], sources: dict[str, SourceFile], globals_: set[str]
 ) -> Manifest:
     return Manifest(

@@ -48,7 +48,7 @@ def detect_loosely(location: Location) -> bool:
     """
     if location.chosen:
         return is_torch_file(location.path)
-    return bool(torch_files(location))
+    return bool(find_torch_files(location))
 
 
 def is_rank_file(name: str) -> bool:
@@ -71,7 +71,7 @@ def is_part(name: str) -> bool:
     return _STRONG.fullmatch(name) is not None or is_of_rank(name)
 
 
-def torch_files(location: Location) -> dict[str, Path]:
+def find_torch_files(location: Location) -> dict[str, Path]:
     """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
 
     Raises:

@@ -127,7 +127,7 @@ class HFTrainer(_StateDicts):
         """Return ``checkpoint-N`` for both: the Trainer keeps its files above DeepSpeed's."""
         from reshard.formats.trainers import hf_trainer
 
-        return hf_trainer.directory(state), hf_trainer.directory(state)
+        return hf_trainer.name_directory(state), hf_trainer.name_directory(state)
 
     def place(self, skeleton: Skeleton, state: Training, destination: str) -> Skeleton:
         """Return the files without ``checkpoint-N``, if the destination has such a name itself."""
@@ -135,7 +135,7 @@ class HFTrainer(_StateDicts):
 
         if not hf_trainer.is_checkpoint(destination):
             return skeleton
-        return skeletons.move_out(skeleton, hf_trainer.directory(state))
+        return skeletons.move_out(skeleton, hf_trainer.name_directory(state))
 
     def lay_out(self, state: Training, request: Request) -> LaidOut:
         """Lay out the directory.

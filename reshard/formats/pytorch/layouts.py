@@ -100,14 +100,14 @@ def lay_out_hf_trainer(state: Training, request: Request) -> LaidOut:
         files, notes = registry.find_writer("deepspeed").lay_out(state, request)
     else:
         files, notes = _lay_out_state_dicts(state, request), _notes(state, "scheduler", "step")
-    made = hf_trainer.run(
+    made = hf_trainer.lay_out_run(
         state,
         files,
         ranks=request.world_size,
         deepspeed=deepspeed,
         weights_only=request.weights_only,
     )
-    own = hf_trainer.notes(state, deepspeed=deepspeed, weights_only=request.weights_only)
+    own = hf_trainer.describe_derived(state, deepspeed=deepspeed, weights_only=request.weights_only)
     return LaidOut(made, (*notes, *own))
 
 
@@ -141,7 +141,7 @@ def lay_out_torch(state: Training, request: Request) -> LaidOut:
     Raises:
         ReshardError: as `pytorch.writer.plain`.
     """
-    made = writer.plain(
+    made = writer.lay_out(
         state,
         name=request.file,
         model=request.model,
@@ -161,11 +161,11 @@ def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton
             "leave it out, or write another layout with --to",
         )
     if form == "full":
-        return state_dict.fsdp1_full(state, ranks=request.world_size, dtype=request.dtype)
+        return state_dict.lay_out_fsdp1_full(state, ranks=request.world_size, dtype=request.dtype)
     whole = run.is_whole(request.world_size)
     if form == "local" and run.settings["strategy"] == "fsdp":
         compute = run.compute if run.settings["fsdp_use_orig_params"] else None
-        return flat_files.fsdp1_local(
+        return flat_files.lay_out_fsdp1_local(
             state,
             _wrapped(request, "--state-dict-type local"),
             ranks=request.world_size,
@@ -176,14 +176,14 @@ def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton
         )
     if request.rank_files and whole and run.settings["fsdp_use_orig_params"]:
         return skeletons.join(
-            state_dict.fsdp1_full(
+            state_dict.lay_out_fsdp1_full(
                 state, names=names, rank=rank, ranks=request.world_size, dtype=request.dtype
             )
             for rank, names in enumerate(state_dict.TRAINER_RANKS.pairs(request.world_size))
         )
     if form == "local" or request.rank_files:
         mesh = run.mesh(request.world_size)
-        return state_dict.fsdp2(
+        return state_dict.lay_out_fsdp2(
             state,
             MeshGrid(tuple(mesh.values()), tuple(mesh), request.device),
             naming=state_dict.TRAINER_LOCAL if form == "local" else state_dict.TRAINER_RANKS,
@@ -191,7 +191,7 @@ def _lay_out_checkpoint(state: Training, request: Request, run: Run) -> Skeleton
             model=request.model,
             dtype=request.dtype,
         )
-    return dcp.fsdp(state, shards=request.world_size, dtype=request.dtype)
+    return dcp.lay_out_fsdp(state, shards=request.world_size, dtype=request.dtype)
 
 
 def _accelerate(state: Training, request: Request) -> Skeleton:
@@ -206,13 +206,13 @@ def _accelerate(state: Training, request: Request) -> Skeleton:
         return _full(state, request, accelerate=True)
     if request.rank_files:
         return _rank_files(state, request, state_dict.ACCELERATE)
-    return dcp.accelerate(
+    return dcp.lay_out_accelerate(
         state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
     )
 
 
 def _ddp(state: Training, request: Request) -> Skeleton:
-    return accelerate.unsharded(
+    return accelerate.lay_out_unsharded(
         state,
         request.world_size,
         weights_only=request.weights_only,
@@ -222,7 +222,7 @@ def _ddp(state: Training, request: Request) -> Skeleton:
 
 
 def _full(state: Training, request: Request, *, accelerate: bool) -> Skeleton:
-    return state_dict.fsdp1_full(
+    return state_dict.lay_out_fsdp1_full(
         state,
         ranks=request.world_size,
         accelerate=accelerate,
@@ -238,7 +238,7 @@ def _local(state: Training, request: Request) -> Skeleton:
             "FSDP 1 cannot load such files, its own among them",
             "write --state-dict-type sharded or full, which load with use_orig_params as well",
         )
-    return flat_files.fsdp1_local(
+    return flat_files.lay_out_fsdp1_local(
         state,
         _wrapped(request, "--state-dict-type local"),
         ranks=request.world_size,
@@ -264,8 +264,8 @@ def _wrapped(request: Request, by: str) -> ModelShapes:
     return request.model
 
 
-def _rank_files(state: Training, request: Request, naming: state_dict.Naming) -> Skeleton:
-    return state_dict.fsdp2(
+def _rank_files(state: Training, request: Request, naming: state_dict.FileNames) -> Skeleton:
+    return state_dict.lay_out_fsdp2(
         state,
         _grid(naming, request),
         naming=naming,
@@ -281,7 +281,7 @@ def _verl_ranks(state: Training, request: Request) -> Skeleton:
 
 
 def _flat_ranks(state: Training, request: Request) -> Skeleton:
-    return flat_files.fsdp1_sharded(
+    return flat_files.lay_out_fsdp1_sharded(
         state,
         _wrapped(request, "--fsdp-version 1"),
         _grid(state_dict.VERL, request),
@@ -292,7 +292,7 @@ def _flat_ranks(state: Training, request: Request) -> Skeleton:
     )
 
 
-def _grid(naming: state_dict.Naming, request: Request) -> MeshGrid:
+def _grid(naming: state_dict.FileNames, request: Request) -> MeshGrid:
     """Return the requested mesh, else the usual one of a single axis.
 
     Raises:
@@ -314,7 +314,7 @@ def _grid(naming: state_dict.Naming, request: Request) -> MeshGrid:
 def _lay_out_state_dicts(state: Training, request: Request) -> Skeleton:
     """Lay out model and optimizer of HF Trainer without DeepSpeed."""
     if request.state_dict_type == "unsharded":
-        return hf_trainer.unsharded(
+        return hf_trainer.lay_out_unsharded(
             state,
             ranks=request.world_size,
             weights_only=request.weights_only,
@@ -324,7 +324,7 @@ def _lay_out_state_dicts(state: Training, request: Request) -> Skeleton:
     if request.state_dict_type == "full":
         return _full(state, request, accelerate=False)
     if request.state_dict_type == "sharded":
-        return dcp.fsdp(
+        return dcp.lay_out_fsdp(
             state, shards=request.world_size, weights_only=request.weights_only, dtype=request.dtype
         )
     raise UsageError(
@@ -370,8 +370,10 @@ def _note_tensor_plan(state: Training, request: Request) -> tuple[str, ...]:
 
 
 def _cuts(state: Training, model: ModelShapes | None, grid: MeshGrid, tensor: Plan) -> str:
-    weights = torch_state_dict.build_weights(state, divided=state_dict.is_divided(state, model))
-    touched = state_dict.tensor_cuts(grid, tensor, weights)
+    weights = torch_state_dict.build_weights(
+        state, divided=state_dict.build_is_divided(state, model)
+    )
+    touched = state_dict.find_tensor_cuts(grid, tensor, weights)
     parameters = {value.owner for value in weights.values() if value.divided}
     cut = sum(each is not None for each in touched.values())
     counts = f"{cut} of {len(parameters)} parameters cut, {len(touched) - cut} replicated"

@@ -17,14 +17,14 @@ _RANDOM = re.compile(r"rng_state|random_states")  # of a rank, beside whole file
 _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
 
 
-def step_of(location: Location) -> int | None:
+def parse_step(location: Location) -> int | None:
     """The step in the directory's name, or in its parent's (verl: ``global_step_3/actor``)."""
     near = (folder.name for folder in (location, location.above()))
     found = map(_STEP.fullmatch, near)
     return next((int(match[1]) for match in found if match), None)
 
 
-def framework(location: Location, found: ParsedTree, run: Run | None) -> str:
+def detect_framework(location: Location, found: ParsedTree, run: Run | None) -> str:
     """Return who wrote the checkpoint, as far as the names of its files tell.
 
     Args:
@@ -49,7 +49,7 @@ def framework(location: Location, found: ParsedTree, run: Run | None) -> str:
     return next((name for name, shown in signs.items() if shown), NAME)
 
 
-def detail(location: Location) -> str:
+def describe_files(location: Location) -> str:
     """The kinds of files that there are."""
     if location.chosen:
         return "state dict"
@@ -61,7 +61,7 @@ def detail(location: Location) -> str:
     return ", ".join(kinds) or "state dict"
 
 
-def versions(found: ParsedTree) -> dict[str, str]:
+def find_versions(found: ParsedTree) -> dict[str, str]:
     """The libraries' versions, where a part says them."""
     root = found.root if isinstance(found.root, dict) else {}
     version = root.get("pytorch-lightning_version")

@@ -21,14 +21,14 @@ _WORLD = re.compile(r"world_size_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankFiles:
     """The files of one name that ranks saved, opened."""
 
     files: Mapping[int, TorchFile]
     trees: Mapping[int, Any]
 
     @classmethod
-    def open(cls, files: Mapping[int, Path]) -> Ranks:
+    def open(cls, files: Mapping[int, Path]) -> RankFiles:
         """Read the headers, in rank order.
 
         Raises:
@@ -37,10 +37,10 @@ class Ranks:
         opened = {rank: torch_reader.read(path) for rank, path in sorted(files.items())}
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
-    def only(self, ranks: Container[int]) -> Ranks:
+    def only(self, ranks: Container[int]) -> RankFiles:
         """Those of some ranks."""
         held = {rank: file for rank, file in self.files.items() if rank in ranks}
-        return Ranks(held, {rank: self.trees[rank] for rank in held})
+        return RankFiles(held, {rank: self.trees[rank] for rank in held})
 
     def joined(self, place: object) -> ParsedTree:
         """One tree of all.
@@ -72,7 +72,7 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
     return any(name.endswith((".ShardedTensor", ".DTensor")) for name in names)
 
 
-def families_of(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
+def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
     """Rank -> file, by what the files' names have in common; a file by itself is rank 0's.
 
     Raises:

@@ -15,7 +15,7 @@ from reshard.formats.dcp import hf_shards, reader
 from reshard.formats.huggingface import reader as of_huggingface
 from reshard.formats.pytorch import directory, provenance
 from reshard.formats.pytorch.directory import is_dcp_part, is_rank_file
-from reshard.formats.pytorch.ranks import Ranks, families_of
+from reshard.formats.pytorch.ranks import RankFiles, group_by_family
 from reshard.join import join
 from reshard.location import Location
 from reshard.manifest import Manifest, Origin
@@ -51,17 +51,17 @@ def read(
         UsageError: a way to wrap, and no model.
     """
     if location.chosen and not is_rank_file(location.chosen):
-        saved, trainer = [(Ranks.open({0: location.path}).joined(location), list[str]())], {}
+        saved, trainer = [(RankFiles.open({0: location.path}).joined(location), list[str]())], {}
     else:
         chosen, location = location.chosen, Location(location.directories)
-        (saved, key), trainer = _by_stage(location, key, chosen), beside.trainer_state(location)
+        (saved, key), trainer = _read_stages(location, key, chosen), beside.trainer_state(location)
     found = saved[0][0]
     run_of_trainer = trainer_run.read(trainer, f"{location}/{beside.TRAINER_STATE}")
     origin = Origin(
-        format=provenance.framework(location, found, run_of_trainer),
+        format=provenance.detect_framework(location, found, run_of_trainer),
         path=str(location),
-        detail=provenance.detail(location),
-        versions=provenance.versions(found),
+        detail=provenance.describe_files(location),
+        versions=provenance.find_versions(found),
     )
     model_hint = ModelHint(model, wrap) if model else None
     own_wrap = run_of_trainer.wrap if run_of_trainer and run_of_trainer.is_flat else None
@@ -69,7 +69,7 @@ def read(
     if wrap and not (model_hint or nearby):
         raise UsageError(f"--wrap {wrap}", "needs --model: what was wrapped so?")
     if len(saved) > 1:
-        made = _joined(saved, origin, key, model_hint)
+        made = _join_stages(saved, origin, key, model_hint)
     else:
         made = assemble.build_manifest(
             found, origin, key=key, model_hint=model_hint, nearby=nearby, warnings=saved[0][1]
@@ -86,7 +86,7 @@ def read(
     if run_of_trainer:
         train = run_of_trainer.counted(train)
     if train.step is None:
-        train = replace(train, step=provenance.step_of(location))
+        train = replace(train, step=provenance.parse_step(location))
     if location.chosen:
         return replace(made, train=train)
     made = replace(made, train=replace(train, rng_files=beside.random_files(location)))
@@ -96,10 +96,10 @@ def read(
 Collected = tuple[ParsedTree, list[str]]  # with what is to be said of it
 
 
-def _by_stage(
+def _read_stages(
     location: Location, key: str | None, chosen: str | None
 ) -> tuple[list[Collected], str | None]:
-    """What each pipeline stage saved, as `_collected` has it; one where there is no pipeline.
+    """What each pipeline stage saved, as `_collect_parts` has it; one where there is no pipeline.
 
     Args:
         chosen: the rank's file that the user gave.
@@ -109,18 +109,20 @@ def _by_stage(
     """
     parts_of_model = (
         item
-        for item in directory.torch_files(location).items()
+        for item in directory.find_torch_files(location).items()
         if not copied_files.is_accelerates_own(item[0])
     )
-    grouped = families_of(dict(parts_of_model))
-    families = {stem: Ranks.open(held) for stem, held in grouped.items()}
+    grouped = group_by_family(dict(parts_of_model))
+    families = {stem: RankFiles.open(held) for stem, held in grouped.items()}
     keyed = f"{key or ''}."
     by_key = next((stem for stem in families if keyed.startswith(f"{stem}.")), None)
     given = (stem for stem, held in grouped.items() if chosen in {p.name for p in held.values()})
-    families, warnings = _meant(families, by_key or next(given, None) or _newest(families))
-    found = _stages(families.values(), key)
+    families, warnings = _select_checkpoint(
+        families, by_key or next(given, None) or _find_newest(families)
+    )
+    found = _find_stages(families.values(), key)
     if not found:
-        collected = _collected(location, families, warnings)
+        collected = _collect_parts(location, families, warnings)
         if key and by_key and by_key not in collected[0].root:
             key = key[len(by_key) + 1 :] or None
         return [collected], key
@@ -128,11 +130,13 @@ def _by_stage(
         {stem: held for stem, each in families.items() if (held := each.only(ranks)).files}
         for ranks in found
     ]
-    first = _collected(location, parted[0], warnings)
-    return [first, *((_alone(location, held), []) for held in parted[1:])], key
+    first = _collect_parts(location, parted[0], warnings)
+    return [first, *((_read_stage_alone(location, held), []) for held in parted[1:])], key
 
 
-def _meant(families: dict[str, Ranks], wanted: str | None) -> tuple[dict[str, Ranks], list[str]]:
+def _select_checkpoint(
+    families: dict[str, RankFiles], wanted: str | None
+) -> tuple[dict[str, RankFiles], list[str]]:
     """Without the other checkpoints, whole by themselves, that lie beside the one that is meant."""
     if wanted is None:
         return families, []
@@ -141,7 +145,7 @@ def _meant(families: dict[str, Ranks], wanted: str | None) -> tuple[dict[str, Ra
     return {stem: held for stem, held in families.items() if stem not in others}, warnings
 
 
-def _newest(families: Mapping[str, Ranks]) -> str | None:
+def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
     """Which of a run's checkpoints that lie in one directory is meant; None where they are none.
 
     Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
@@ -154,7 +158,7 @@ def _newest(families: Mapping[str, Ranks]) -> str | None:
     return _LATEST if _LATEST in families else max(numbers, key=lambda stem: numbers[stem] or 0)
 
 
-def _is_checkpoint(family: Ranks) -> bool:
+def _is_checkpoint(family: RankFiles) -> bool:
     """Whether a file has a model and, beside it, an optimizer or the step that it is of."""
     for root in family.trees.values():
         with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or no telling which
@@ -163,15 +167,15 @@ def _is_checkpoint(family: Ranks) -> bool:
     return False
 
 
-def _alone(location: Location, families: Mapping[str, Ranks]) -> ParsedTree:
+def _read_stage_alone(location: Location, families: Mapping[str, RankFiles]) -> ParsedTree:
     """A later stage's files; what lies beside is the first one's."""
     found = ParsedTree({}, str(location), {})
     for stem, files in families.items():
-        _take(found, None if len(families) == 1 else stem, files.joined(location))
+        _add_part(found, None if len(families) == 1 else stem, files.joined(location))
     return found
 
 
-def _stages(families: Iterable[Ranks], key: str | None) -> list[set[int]]:
+def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int]]:
     """The ranks of each pipeline stage: none has a parameter of another's; else nothing."""
     names: dict[int, set[str]] = {}
     for family in families:
@@ -186,7 +190,7 @@ def _stages(families: Iterable[Ranks], key: str | None) -> list[set[int]]:
     return list(ranks.values()) if len(ranks) > 1 and apart and all(ranks) else []
 
 
-def _joined(
+def _join_stages(
     saved: Sequence[Collected], origin: Origin, key: str | None, model_hint: ModelHint | None
 ) -> Manifest:
     """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
@@ -205,33 +209,35 @@ def _joined(
     return replace(made, warnings=(*made.warnings, note))
 
 
-def _collected(location: Location, families: dict[str, Ranks], warnings: list[str]) -> Collected:
+def _collect_parts(
+    location: Location, families: dict[str, RankFiles], warnings: list[str]
+) -> Collected:
     """One tree of all parts, each under the name of its file or folder."""
     found = ParsedTree({}, str(location), {})
     if dcp.detect(location):
-        _take(found, None, reader.read(location))
+        _add_part(found, None, reader.read(location))
     if any(map(dcp.is_hf_shard, location.files)):
-        _take(found, None, hf_shards.read(location))
+        _add_part(found, None, hf_shards.read(location))
     for name, folder in location.folders.items():
         if is_dcp_part(name, folder):
-            _take(found, name, reader.read(folder))
-    weights = _weights_beside(location)
+            _add_part(found, name, reader.read(folder))
+    weights = _find_safetensors(location)
     if "model" in weights and "pytorch_model" in families:
         del families["pytorch_model"]
         warnings.append(_COPY.format("pytorch_model.bin", "the safetensors beside it"))
     for stem, files in families.items():
         alone = len(families) == 1 and not found.root and not weights
-        _take(found, None if alone else stem, files.joined(location))
+        _add_part(found, None if alone else stem, files.joined(location))
     sharded = any(name.startswith("pytorch_model_fsdp") for name in (*families, *location.folders))
     for stem, path in weights.items():
         if sharded and stem == "model":
             warnings.append(_COPY.format(path.name, "pytorch_model_fsdp*"))
         else:
-            _take(found, stem, _safetensors(location, path))
+            _add_part(found, stem, _read_safetensors(location, path))
     return found, warnings
 
 
-def _take(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
+def _add_part(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
     """Add a part's tree to the whole, at the top where it has no name."""
     added = (
         part.root if name is None and isinstance(part.root, dict) else {name or "state": part.root}
@@ -255,18 +261,18 @@ def _take(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
     found.plain_is_buffer = found.plain_is_buffer and part.plain_is_buffer
 
 
-def _weights_beside(location: Location) -> dict[str, Path]:
+def _find_safetensors(location: Location) -> dict[str, Path]:
     """Full weights in safetensors, by the name of their model."""
     found = {
         Path(name).stem: path for name, path in location.files.items() if _WEIGHTS.fullmatch(name)
     }
-    index = huggingface.index_of(location)
+    index = huggingface.find_index(location)
     if "model" not in found and index:
         found["model"] = location.files[index]
     return found
 
 
-def _safetensors(location: Location, path: Path) -> ParsedTree:
+def _read_safetensors(location: Location, path: Path) -> ParsedTree:
     made = of_huggingface.read(Location(location.directories, path.name))
     state = {e.fqn: GlobalTensor(e.dtype, e.shape, tuple(e.chunks)) for e in made.entries.values()}
     return ParsedTree(state, str(location), dict(made.files), plain_is_buffer=False, ordered=False)

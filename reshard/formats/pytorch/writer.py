@@ -14,7 +14,7 @@ from reshard.state_dict.slots import WholeSlots
 from reshard.training.state import Training
 
 
-def plain(
+def lay_out(
     state: Training,
     *,
     name: str = "checkpoint.pt",

@@ -19,7 +19,7 @@ from reshard.containers import skeletons, torch_writer
 from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonical
+from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.sections import ACCUMULATED
 from reshard.state_dict.slots import WholeSlots
@@ -30,7 +30,7 @@ _WEIGHTS = "model.safetensors"
 _SCHEDULER = "scheduler.bin"
 
 
-def unsharded(
+def lay_out_unsharded(
     state: Training,
     ranks: int,
     *,
@@ -49,7 +49,9 @@ def unsharded(
     ]
     parts = [writer.lay_out_file(_WEIGHTS, tensors, writer.METADATA)]
     if not weights_only:
-        root = Canonical().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
+        root = Canonicalizer().of(
+            torch_state_dict.build_optimizer(state, "index", model, named=True)
+        )
         stamp = state.stamp("optimizer.bin", 0, ranks)
         made = torch_writer.lay_out_object("optimizer.bin", root, slot_of=WholeSlots(), stamp=stamp)
         parts.append(made)

@@ -24,7 +24,7 @@ from reshard.containers.json_files import format_json
 from reshard.dtypes import DType
 from reshard.manifest import Skeleton
 from reshard.model import ModelShapes
-from reshard.pickles.canonical import Canonical
+from reshard.pickles.canonical import Canonicalizer
 from reshard.state_dict import torch_state_dict
 from reshard.state_dict.slots import WholeSlots
 from reshard.training import rng, trainer_run
@@ -38,7 +38,7 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")  # ``PREFIX_CHECKPOINT_DIR`` of trai
 _MICRO = "train_micro_batch_size_per_gpu"
 
 
-def directory(state: Training) -> str:
+def name_directory(state: Training) -> str:
     """``checkpoint-N``."""
     return f"checkpoint-{state.step()}"
 
@@ -48,16 +48,16 @@ def is_checkpoint(name: str) -> bool:
     return _CHECKPOINT.fullmatch(name) is not None
 
 
-def run(
+def lay_out_run(
     state: Training, held: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
 ) -> Skeleton:
     """The run directory around one form of weights and optimizer."""
-    beside = () if weights_only else _beside(state, ranks, deepspeed=deepspeed)
+    beside = () if weights_only else _lay_out_extras(state, ranks, deepspeed=deepspeed)
     parts = [held, *beside]
-    return skeletons.move_into(skeletons.join(parts), directory(state))
+    return skeletons.move_into(skeletons.join(parts), name_directory(state))
 
 
-def unsharded(
+def lay_out_unsharded(
     state: Training,
     *,
     ranks: int = 1,
@@ -75,15 +75,15 @@ def unsharded(
     )
     if weights_only:
         return weights
-    root = Canonical().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
+    root = Canonicalizer().of(torch_state_dict.build_optimizer(state, "index", model, named=True))
     stamp = state.stamp("optimizer.pt", 0, ranks)
     moments = torch_writer.lay_out_object("optimizer.pt", root, slot_of=WholeSlots(), stamp=stamp)
     return skeletons.join([weights, moments])
 
 
-def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
-    if not (deepspeed and _is_deepspeeds(_carried(state))):
-        yield torch_writer.lay_out_object("scheduler.pt", scheduler(state))
+def _lay_out_extras(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleton]:
+    if not (deepspeed and _is_deepspeed_scheduler(_get_scheduler(state))):
+        yield torch_writer.lay_out_object("scheduler.pt", build_scheduler(state))
     for rank, kept in enumerate(state.rng):
         name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
         held, stamp = rng.build_file(kept, rng.HF_TRAINER), state.stamp(name, rank, ranks)
@@ -91,18 +91,18 @@ def _beside(state: Training, ranks: int, *, deepspeed: bool) -> Iterator[Skeleto
     before = state.manifest.train.opaque.get(BATCH_BEFORE)
     if before:
         yield skeletons.lay_out_bytes(BATCH_BEFORE, format_json(before))
-    if _lacks_account(state):
-        text = format_json(_progress(state))
+    if _needs_trainer_state(state):
+        text = format_json(_build_trainer_state(state))
         yield skeletons.lay_out_bytes("trainer_state.json", text)
 
 
-def scheduler(state: Training) -> Any:
+def build_scheduler(state: Training) -> Any:
     """The source's, if it is one of torch's; else a ``LambdaLR`` at the same step.
 
     That keeps the rates with which the run to come makes it.
     """
-    found = _carried(state)
-    if _is_torchs(found):
+    found = _get_scheduler(state)
+    if _is_torch_scheduler(found):
         return found
     return {
         "last_epoch": state.step(),
@@ -112,20 +112,20 @@ def scheduler(state: Training) -> Any:
     }
 
 
-def _carried(state: Training) -> Any:
+def _get_scheduler(state: Training) -> Any:
     return torch_state_dict.collect_extra_state(state.manifest.train).get("scheduler")
 
 
-def _is_torchs(found: Any) -> bool:
+def _is_torch_scheduler(found: Any) -> bool:
     return isinstance(found, dict) and "last_epoch" in found
 
 
-def _is_deepspeeds(found: Any) -> bool:
+def _is_deepspeed_scheduler(found: Any) -> bool:
     """Of DeepSpeed's own schedulers, which its model states hold."""
     return isinstance(found, dict) and "last_batch_iteration" in found
 
 
-def _progress(state: Training) -> dict[str, Any]:
+def _build_trainer_state(state: Training) -> dict[str, Any]:
     """A ``trainer_state.json``; the Trainer counts on from its step, and obeys its intervals."""
     return {
         "epoch": 0,
@@ -133,19 +133,19 @@ def _progress(state: Training) -> dict[str, Any]:
         "logging_steps": _EVERY,
         "eval_steps": _EVERY,
         "save_steps": _EVERY,
-        BATCH: _micro_batch(state),
+        BATCH: _find_micro_batch(state),
         "log_history": [],
         "stateful_callbacks": {},
     }
 
 
-def _lacks_account(state: Training) -> bool:
+def _needs_trainer_state(state: Training) -> bool:
     """Return whether the source has no account of HF Trainer that goes along."""
     account = state.manifest.train.trainer_state
     return account is None or trainer_run.is_document(account)
 
 
-def _micro_batch(state: Training) -> int:
+def _find_micro_batch(state: Training) -> int:
     run = trainer_run.read(state.manifest.train.trainer_state, state.manifest.origin.path)
     if run is not None:
         return int(run.settings["micro_batch"])
@@ -154,27 +154,27 @@ def _micro_batch(state: Training) -> int:
     return found if type(found) is int else 1
 
 
-def notes(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
+def describe_derived(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
     """What is derived beside weights and optimizer."""
     if weights_only:
         return
-    found = _carried(state)
+    found = _get_scheduler(state)
     if not deepspeed and len(state.groups) != _GROUPS:
         yield (
             f"the Trainer's own optimizer has {_GROUPS} param groups (weight decay and none), here"
             f" are {len(state.groups)}: --param-groups splits them"
         )
-    if _is_torchs(found):
+    if _is_torch_scheduler(found):
         if found["last_epoch"] != state.step():
             yield f"the scheduler has counted {found['last_epoch']} at step {state.step()}"
-    elif not (deepspeed and _is_deepspeeds(found)):
+    elif not (deepspeed and _is_deepspeed_scheduler(found)):
         yield (
-            f"scheduler.pt is made: a LambdaLR at step {state.step()} (the Trainer loads no"
+            f"scheduler.pt is created: a LambdaLR at step {state.step()} (the Trainer loads no"
             " optimizer without one)"
         )
-    if _lacks_account(state):
+    if _needs_trainer_state(state):
         yield (
-            f"trainer_state.json is made: step {state.step()}, {BATCH}"
-            f" {_micro_batch(state)}, and the steps between logs, evaluations and saves, which the"
-            f" Trainer takes from it: {_EVERY}"
+            f"trainer_state.json is created: step {state.step()}, {BATCH}"
+            f" {_find_micro_batch(state)}, and {_EVERY} steps between logs, evaluations and saves,"
+            " which the Trainer reads from it"
         )

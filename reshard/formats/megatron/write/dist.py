@@ -68,7 +68,7 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     root: dict[str, Any] = dict(stacks.values())
     carried, own = choice.wanted.carried, dict.fromkeys(stacks.extra_states())
     own.update(carried.of_dist([*own]))
-    root.update((key, dcp.Whole([value])) for key, value in own.items())
+    root.update((key, dcp.StoredObject([value])) for key, value in own.items())
     root.update(_random(choice))
     laid = dcp.lay_out_state(root, shards=shards, directory=directory)
     yield stacks.unstacked(laid)
@@ -77,7 +77,7 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     yield skeletons.lay_out_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
 
 
-def _random(choice: Choice) -> Iterator[tuple[str, dcp.Whole]]:
+def _random(choice: Choice) -> Iterator[tuple[str, dcp.StoredObject]]:
     """Random states, where they are kept, by the rank's place in as many."""
     held = choice.wanted.carried.rng
     if not held or choice.wanted.weights_only:
@@ -85,7 +85,7 @@ def _random(choice: Choice) -> Iterator[tuple[str, dcp.Whole]]:
     extents = [1 + max(numbers) for numbers in zip(*held, strict=True)]
     size = ".".join(map(str, extents))
     for place, states in held.items():
-        yield f"{RNG}/shard_{'.'.join(map(str, place))}_{size}", dcp.Whole([states])
+        yield f"{RNG}/shard_{'.'.join(map(str, place))}_{size}", dcp.StoredObject([states])
 
 
 def _add_optimizer(choice: Choice, stacks: _Stacks) -> None:
