@@ -34,7 +34,7 @@ def warn(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
         return manifest
     weights = {entry.fqn for entry in manifest.entries.values()}
     if 2 * len(hollow) > len(weights) and len(hollow) > 1 and not is_filled:
-        raise _build_error(manifest, hollow, len(weights))
+        raise _build_incomplete_error(manifest, hollow, len(weights))
     text = f"{_describe(hollow)}, unless the model has parameters without elements"
     return replace(manifest, warnings=(*manifest.warnings, text + _find_ranks(manifest)))
 
@@ -51,7 +51,7 @@ def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
     chosen = {entry.fqn for entry in written}
     hollow = find(manifest, chosen)
     if hollow:
-        raise _build_error(manifest, hollow, len(chosen))
+        raise _build_incomplete_error(manifest, hollow, len(chosen))
 
 
 def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
     """
     if hollow and _describe_ranks(manifest):
         weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
-        raise _build_error(manifest, hollow, len(weights))
+        raise _build_incomplete_error(manifest, hollow, len(weights))
 
 
 def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
@@ -78,7 +78,9 @@ def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
     return [fqn for fqn in suspects if 0 not in shapes.get(fqn, ())]
 
 
-def _build_error(manifest: Manifest, hollow: Sequence[str], weights: int) -> IncompleteError:
+def _build_incomplete_error(
+    manifest: Manifest, hollow: Sequence[str], weights: int
+) -> IncompleteError:
     real, have = _describe_ranks(manifest), "has" if len(hollow) == 1 else "have"
     return IncompleteError(
         manifest.origin.path,
