@@ -100,7 +100,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker that saw it would take any name
 
     def __getattr__(name: str) -> Any:
-        """A name of `__all__` from its module, which is imported now."""
+        """Import the module of a name in `__all__`, and return the object of that name."""
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module

@@ -95,12 +95,12 @@ class Decoder:
             done += len(found)
 
     def _text(self, start: int) -> bytes:
-        """The text from a byte on, up to a block of it."""
+        """Read the text from a byte on, one block at most."""
         nbytes = min(_BLOCK, self._place.text_nbytes - start)
         return self._read(self._place.file, self._place.byte_offset + start, nbytes)
 
     def _decoded(self, block: int) -> bytes:
-        """The bytes of the characters that begin in a block of text."""
+        """Return the bytes of the characters that begin in a block of text."""
         start = block * _BLOCK
         stop = min(start + _BLOCK + 1, self._place.text_nbytes)  # the last one may end in the next
         raw = self._read(self._place.file, self._place.byte_offset + start, stop - start)

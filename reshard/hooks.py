@@ -88,7 +88,7 @@ def stamp_engine(engine: Any) -> None:
 
 
 def _with(state: Any, made: Stamp) -> Any:
-    """A shallow copy of a root with the stamp; a root that is no mapping as it is."""
+    """Return a shallow copy of a root with the stamp, or a root that is not a mapping as it is."""
     if not isinstance(state, Mapping):
         return state
     if not _is_strict(state):

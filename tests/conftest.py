@@ -15,10 +15,16 @@ JUDGED = Path(__file__).parent / "judged"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test under `tests/judged` as one that needs a real framework."""
+    """Mark every test under `tests/judged` as `judge`, and let the longest files begin.
+
+    Workers take whole files (``--dist loadfile``): a long one at the end would leave a worker idle.
+    """
     for item in items:
         if JUDGED in item.path.parents:
             item.add_marker("judge")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    judged = {item.path for item in items if item.get_closest_marker("judge")}
+    items.sort(key=lambda item: (item.path not in slow, item.path not in judged))
 
 
 @pytest.fixture

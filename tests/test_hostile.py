@@ -40,6 +40,7 @@ def run(*words, **options):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="watches memory by /proc")
+@pytest.mark.slow
 def test_some_hundred_damaged_checkpoints_are_read_or_refused(tmp_path):
     words = ["--cases", "250", "--seed", "3", "--workers", "1", "--scratch", tmp_path]
     done = run("-m", "benchmarks.hostile", *words)

@@ -16,7 +16,7 @@ GLOBAL_BATCH, LENGTH, VOCABULARY, WIDTH = 12, 16, 61, 32
 
 
 def arguments() -> argparse.Namespace:
-    """The options that `reshard resume-check --command` fills in, and where to save."""
+    """Read the options that `reshard resume-check --command` fills in, and where to save."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True, help="how many more")
     parser.add_argument("--losses", type=Path, required=True, help="a JSON line a step goes here")
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def samples(step: int, rank: int = 0, world: int = 1) -> Tensor:
-    """A rank's part of a step's batch, (GLOBAL_BATCH / world, LENGTH) of int64.
+    """Return a rank's part of a step's batch, (GLOBAL_BATCH / world, LENGTH) of int64.
 
     The whole batch is a function of the step alone: every number of ranks sees the same samples.
     """
@@ -72,7 +72,7 @@ class Log:
         self._path = path if int(os.environ.get("RANK", "0")) == 0 else None
 
     def step(self, step: int, loss: float, grad_norm: float | None = None) -> None:
-        """A step that was done, with the loss over all ranks.
+        """Log a finished step, with the loss over all ranks.
 
         Args:
             step: how many were done, this one and those before the checkpoint included.

@@ -43,7 +43,7 @@ class LogSteps(TrainerCallback):
         self._log = log
 
     def on_log(self, _args: Any, state: Any, _control: Any, **told: Any) -> None:
-        """A step that was done; transformers 5 gives its loss unrounded, older ones do not."""
+        """Log a finished step; transformers 5 gives its loss unrounded, older ones do not."""
         logs = told["logs"]
         if "loss" in logs and state.is_world_process_zero:
             self._log.step(state.global_step, logs["loss"], logs.get("grad_norm"))

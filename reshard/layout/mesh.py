@@ -102,7 +102,7 @@ class MeshGrid:
         return tuple(rank // step % size for step, size in zip(steps, self.sizes, strict=True))
 
     def group_names(self, rank: int) -> tuple[str, ...]:
-        """What torch calls the process groups in which a rank is, one an axis.
+        """Return torch's names of a rank's process groups, one per axis.
 
         They are numbers, counted from the default group's 0 axis by axis; an axis of all ranks has
         the default group. This holds where the mesh is the first to make groups.
@@ -120,7 +120,7 @@ class MeshGrid:
         return tuple(names)
 
     def box(self, shape: Index, placed: TensorPlacement, rank: int) -> Box:
-        """The block of a tensor that a rank holds.
+        """Return the block of a tensor that a rank holds.
 
         Raises:
             UnsupportedError: it cannot be cut so.
@@ -151,7 +151,7 @@ class MeshPlacements:
     _known: dict[str, TensorPlacement] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, fqn: str) -> TensorPlacement:
-        """The parameter's place, which is also that of its optimizer's slots."""
+        """Return the parameter's placement, which its optimizer slots share."""
         if fqn not in self._known:  # every rank asks
             self._known[fqn] = self._placed(fqn)
         return self._known[fqn]
@@ -166,7 +166,7 @@ class MeshPlacements:
 
 
 def parse_mesh(text: str, device: str) -> MeshGrid:
-    """What ``--mesh NAME=SIZE,...`` says.
+    """Parse ``--mesh NAME=SIZE,...``.
 
     Raises:
         UsageError: it says nothing, or not what each axis does, or what torch does not do.

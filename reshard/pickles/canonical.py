@@ -17,7 +17,7 @@ class Canonicalizer:
         self._same: dict[Any, Any] = {}
 
     def of(self, value: Any) -> Any:
-        """The tree."""
+        """Return a copy of a tree in which equal texts and tuples are one object."""
         if isinstance(value, Mapping):
             pairs = ((self.of(key), self.of(item)) for key, item in value.items())
             return OrderedDict(pairs) if isinstance(value, OrderedDict) else dict(pairs)

@@ -643,6 +643,7 @@ def test_a_directory_about_4_gib(tmp_path):
         assert_same_structure({"a": FULL - shift}, tmp_path / f"{shift}")
 
 
+@pytest.mark.slow
 def test_more_members_than_16_bits_count(source, tmp_path):
     state = [torch.empty(0, dtype=torch.uint8) for _ in range(65_540)]
     ours = assert_as_torch(source, state, tmp_path)

@@ -11,6 +11,8 @@ import reshard
 from tests.judges import accelerate_worker as worker
 from tests.judges import server
 
+pytestmark = pytest.mark.slow
+
 JUDGE = server.Judge("tests.judges.accelerate_worker", "Accelerate", {}, limit_s=60.0)
 RUNS = {
     "fsdp2": {"version": 2, "type": "SHARDED"},

@@ -13,6 +13,8 @@ from tests.judges import dcp_reader_worker as worker
 from tests.judges.dcp_reader_worker import fails, menagerie, resumed, weights_only
 from tests.trainer import worlds
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "llama-zero3-4ranks"
 WRONG = {
     "missing": ("IncompleteError", "lacks 'model.extra.weight'", "allow_partial_load"),

@@ -9,6 +9,8 @@ import torch
 
 from tests.judges.megatron_judge import CASES, Grid, JudgeError, load_all, loading
 
+pytestmark = pytest.mark.slow
+
 OWN = [
     ("llama_tp2pp2", "torch"),
     ("llama_distopt_tp2dp2", "torch"),

@@ -13,6 +13,8 @@ from tests.support import forked, object_stores
 from tests.support.object_stores import EXAMPLE, bucket, free_port  # noqa: F401
 from tests.support.object_stores import started as served  # noqa: F401
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 120
 TORCHRUN = ("-m", "torch.distributed.run")
 IMPORTED = ["reshard.cli", "reshard.commands.merge.command", "reshard.commands.split.command"]

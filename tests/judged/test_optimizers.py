@@ -23,6 +23,8 @@ from tests.judged.damage import edited
 from tests.judges import optimizers, server
 from tests.judges.optimizers import Kind
 
+pytestmark = pytest.mark.slow
+
 JUDGE = server.Judge("tests.judges.optimizers_worker", "DeepSpeed", {}, limit_s=60.0)
 NOISE = 3e-4  # two steps' losses at another number of ranks: the order of gradients, in bf16
 OWN_NOISE = {"adafactor": 5e-3}  # it scales by the mean square of the piece that a rank has

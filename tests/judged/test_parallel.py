@@ -20,6 +20,8 @@ from tests.judged.conftest import KEPT
 from tests.judged.damage import edited
 from tests.judges.parallel_cases import CASES
 
+pytestmark = pytest.mark.slow
+
 SLOTS = ("exp_avg", "exp_avg_sq")
 WORDS = 29  # of `parallel_models`, which pads them to 32
 

@@ -16,6 +16,8 @@ import reshard
 from tests.support import forked
 from tests.trainer import worlds
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "resume_check"
 JUDGES = ROOT / "tests" / "judges"

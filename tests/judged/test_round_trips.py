@@ -16,6 +16,8 @@ import torch.distributed.checkpoint as dcp
 import reshard
 from tests.judged import round_trips
 
+pytestmark = pytest.mark.slow
+
 LIBRARIES = (
     "acc_fsdp1_sharded_flat",
     "acc_fsdp1_full",

@@ -21,6 +21,8 @@ from tests.judges.split_worker import in_turn
 from tests.support.sample_tensors import same
 from tests.trainer import worlds
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3
 OF_CASES = {"lr": 1e-3, "weight_decay": 0.01}  # deepspeed_cases.ADAMW
 DECAY = [  # deepspeed_models.param_groups(model, "decay")

@@ -37,6 +37,8 @@ from reshard.tensors import read_block
 from reshard.training.state import build_training
 from tests.judges import deepspeed_judge
 
+pytestmark = pytest.mark.slow
+
 TARGETS = ((0, 2), (1, 3), (2, 1), (2, 8), (3, 6))  # (stage, ranks)
 SPLIT = """
     z0_bf16 z0_fp16_overflow z0_fp32 z1_bf16 z1_round_robin z1_adagrad z2_fp16 z2_fp16_overflow

@@ -16,6 +16,8 @@ from reshard.formats.megatron.rank import open_args, open_rank
 from reshard.location import Location
 from tests.judges.megatron_judge import CASES, Case, Grid, load_all, loading
 
+pytestmark = pytest.mark.slow
+
 EXACT = 1e-5  # in float32 grids differ in the order of sums only
 HALF = 0.15  # in 16 bits also in what they round, and which experts they choose
 

@@ -14,6 +14,8 @@ from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import mesh_worker as worker
 from tests.trainer import worlds
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tests.judges.torch_models:mlp"
 FLAT, TENSOR, HYBRID = "fsdp=4", "dp=2,tp=2", "ddp=2,fsdp=2"
 RESUMED = (TENSOR, HYBRID)

@@ -199,6 +199,7 @@ def test_there_must_be_a_bucket(files):
         reshard.merge(EXAMPLE, "s3://nowhere/model.safetensors")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(files, tmp_path):
     """What it may have of buffers is the same, and a file is sent in parts."""
     peaks = []

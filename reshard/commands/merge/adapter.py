@@ -67,7 +67,7 @@ def _role(fqn: str) -> str:
 
 
 def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Path]) -> Adapter:
-    """The adapter of this name, and what is beside it, held against each other.
+    """Return the adapter of this name, checked against the files beside it.
 
     Raises:
         UsageError: there is none of that name, or no configuration in ``hf_dir``.
@@ -101,7 +101,7 @@ def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Pat
 
 
 def _name_in_names(where: str, name: str, found: Sequence[Part]) -> str:
-    """What stands in the names of an adapter's tensors; nothing where PEFT itself saved it.
+    """Return the adapter's name as its tensors contain it; empty where PEFT itself saved it.
 
     Raises:
         UsageError: there is none of this name.
@@ -136,7 +136,7 @@ def _trained_and_left(
 
 
 def _hollow(manifest: Manifest, near: Sequence[Path]) -> list[str]:
-    """What training left of the adapter beside its shards, where nothing was gathered for it."""
+    """Return what training left of the adapter beside its shards, if nothing was gathered."""
     paths = [folder / name for folder in near for name in _FILES]
     notes = []
     for path in dict.fromkeys(path for path in paths if path.is_file()):

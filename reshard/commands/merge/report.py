@@ -61,7 +61,7 @@ class MergeReport:
         return {"schema": SCHEMA, "command": "merge", **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """The report for a person."""
+        """Return the report as text for people."""
         verb = "wrote" if self.done else "would write"
         total = sum(file["bytes"] for file in self.files)
         count = units.counted(len(self.files), "file")
@@ -123,7 +123,7 @@ class MergeReport:
 def describe(
     manifest: Manifest, edited: keys.Edited, chosen: Weights, skeleton: Skeleton, plan: Plan
 ) -> MergeReport:
-    """The part of a report that is known before the first byte moves."""
+    """Build the part of a report that is known before any byte is copied."""
     dtypes: dict[str, int] = {}
     for _, dtype in chosen.tensors:
         dtypes[dtype.name] = dtypes.get(dtype.name, 0) + 1
