@@ -45,7 +45,7 @@ def read(  # noqa: PLR0913 - a keyword an option
     prove: bool = True,
     is_filled: bool = False,
 ) -> Manifest:
-    """The checkpoint at a file or directory, its coverage proved.
+    """Read the checkpoint at a file or directory, and check that its tensors are complete.
 
     Args:
         paths: several directories where each node kept its own files.
@@ -86,7 +86,7 @@ def _read_as(location: Location, force: str | None, hints: ReadHints) -> Manifes
 
 
 def _read_run(location: Location, hints: ReadHints) -> Manifest:
-    """A checkpoint of a run directory.
+    """Read a checkpoint of a run directory.
 
     Raises:
         UnrecognisedError: none, or no telling which.

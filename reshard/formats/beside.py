@@ -1,4 +1,4 @@
-"""What lies beside a checkpoint's tensors: the trainer's state, its scheduler, a model's config."""
+"""Read what is stored beside a checkpoint's tensors: trainer state, scheduler, a model's config."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _COMPANIONS = {
 
 
 def with_companions(manifest: Manifest, location: Location) -> Manifest:
-    """A DeepSpeed checkpoint with what HF Trainer or Accelerate put beside or above it.
+    """Add the files of HF Trainer or Accelerate that are beside or above a DeepSpeed checkpoint.
 
     Raises:
         CorruptError: one of them is damaged.
@@ -69,7 +69,7 @@ def with_companions(manifest: Manifest, location: Location) -> Manifest:
 
 
 def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
-    """Add the files that only their framework understands; their values are shown as the client's.
+    """Add the files that only their framework understands; their values become the client's.
 
     Raises:
         CorruptError: one of them is damaged.
@@ -93,7 +93,7 @@ def with_kept_files(manifest: Manifest, location: Location) -> Manifest:
 
 
 def with_run(manifest: Manifest, location: Location) -> Manifest:
-    """Return the manifest with our trainer's account of its run, where that lies there.
+    """Add our trainer's document of its run, if there is one.
 
     Raises:
         CorruptError: the account is damaged.
@@ -106,7 +106,7 @@ def with_run(manifest: Manifest, location: Location) -> Manifest:
 
 
 def nearby(location: Location, wrap: str | None) -> ModelHint | None:
-    """The model of a transformers config beside the checkpoint; a broken one says nothing."""
+    """Return the model of a transformers config beside the checkpoint; None if it is broken."""
     for near in (location, location.folders.get("huggingface") if not location.chosen else None):
         config = near.files.get("config.json") if near else None
         with contextlib.suppress(CorruptError):
@@ -116,13 +116,13 @@ def nearby(location: Location, wrap: str | None) -> ModelHint | None:
 
 
 def _is_verls_first(location: Location) -> bool:
-    """Whether verl wrapped the model with FSDP 1, as the file that it writes for that says."""
+    """Return whether verl wrapped the model with FSDP 1, according to its ``fsdp_config.json``."""
     settings = location.files.get("fsdp_config.json")
     return settings is not None and read_json_object(settings).get("FSDP_version") == 1
 
 
 def trainer_state(location: Location) -> dict[str, Any]:
-    """Return HF Trainer's or our trainer's own account of the run, without its log.
+    """Return HF Trainer's or our trainer's document of the run, without its log.
 
     Raises:
         CorruptError: it is no JSON object.
@@ -150,7 +150,7 @@ def batch_before(location: Location) -> dict[str, int] | None:
 
 
 def random_files(location: Location) -> tuple[str, ...]:
-    """The files of random states at a place, in rank order, up to the first that is missing."""
+    """Return the files of random states, in rank order, up to the first missing rank."""
     found = {
         int(match[1] or 0): str(path)
         for name, path in location.files.items()

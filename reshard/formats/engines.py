@@ -1,4 +1,4 @@
-"""Known defects of the engines that load checkpoints: what they lose of files that are sound.
+"""Known defects of engines that load checkpoints: what they lose of files that are sound.
 
 `split`, `verify` and `resume-check` consult this table. A row is told where a checkpoint is of the
 form that the engine loads wrongly. Files seldom say which version will load them: a row without
@@ -19,7 +19,7 @@ _BY_ACCELERATE = ("accelerate", "fsdp", "hf-trainer")  # who loads FSDP's files 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What of a checkpoint decides whether an engine loads it.
+    """The properties of a checkpoint that decide whether an engine loads it.
 
     Args:
         format: the name of the format, or of the target.
@@ -65,7 +65,7 @@ class Defect:
 
 
 def describe_defects(form: Form) -> list[str]:
-    """Return what to say of a checkpoint of that form."""
+    """Return notes about the defects that concern a checkpoint of that form."""
     return [row.text() for row in TABLE if row.concerns(form) and _may_load(row)]
 
 

@@ -1,4 +1,4 @@
-"""Weights of shape [0]: what ZeRO 3 leaves in a module whose parameters nobody gathered.
+"""Detect weights of shape [0], which ZeRO 3 leaves in a module that nobody gathered.
 
 A model may have a parameter without elements, so a weight of shape [0] is judged by what else is
 known: the config beside the checkpoint, else its own name and its namesakes in other layers.
@@ -36,7 +36,7 @@ def warn(manifest: Manifest, *, is_filled: bool = False) -> Manifest:
     if 2 * len(hollow) > len(weights) and len(hollow) > 1 and not is_filled:
         raise _build_incomplete_error(manifest, hollow, len(weights))
     text = f"{_describe(hollow)}, unless the model has parameters without elements"
-    return replace(manifest, warnings=(*manifest.warnings, text + _find_ranks(manifest)))
+    return replace(manifest, warnings=(*manifest.warnings, text + _describe_ranks(manifest)))
 
 
 def refuse(manifest: Manifest, written: Iterable[Entry]) -> None:
@@ -60,7 +60,7 @@ def refuse_beside_ranks(manifest: Manifest, hollow: Sequence[str]) -> None:
     Raises:
         IncompleteError: naming that.
     """
-    if hollow and _describe_ranks(manifest):
+    if hollow and _find_ranks(manifest):
         weights = {entry.fqn for entry in manifest.of_kind(*WEIGHT_KINDS)}
         raise _build_incomplete_error(manifest, hollow, len(weights))
 
@@ -81,7 +81,7 @@ def find(manifest: Manifest, names: Collection[str] | None = None) -> list[str]:
 def _build_incomplete_error(
     manifest: Manifest, hollow: Sequence[str], weights: int
 ) -> IncompleteError:
-    real, have = _describe_ranks(manifest), "has" if len(hollow) == 1 else "have"
+    real, have = _find_ranks(manifest), "has" if len(hollow) == 1 else "have"
     return IncompleteError(
         manifest.origin.path,
         f"{len(hollow)} of {weights} weights {have} size 0 ({some(hollow)}): ZeRO-3 placeholders,"
@@ -100,20 +100,21 @@ def _describe(hollow: Sequence[str]) -> str:
     )
 
 
-def _describe_ranks(manifest: Manifest) -> str:
-    """The DeepSpeed checkpoint near the file, whose ranks hold the weights; empty without one."""
+def _find_ranks(manifest: Manifest) -> str:
+    """Return the DeepSpeed checkpoint near the file that has the weights; empty without one."""
     place = directory_of(manifest.origin.path)
     near = [p for p in (place, *place.glob("global_step*")) if p.is_dir()]
     return next((str(p) for p in near if any(p.glob("*_optim_states.pt"))), "")
 
 
-def _find_ranks(manifest: Manifest) -> str:
-    real = _describe_ranks(manifest)
+def _describe_ranks(manifest: Manifest) -> str:
+    """Return a hint at that checkpoint for a message; empty without one."""
+    real = _find_ranks(manifest)
     return f"; see {real}" if real else ""
 
 
 def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None:
-    """The shapes of the model of a config beside the checkpoint; None where none helps."""
+    """Return the shapes of the model of a config beside the checkpoint, if one helps."""
     from reshard.formats import beside  # which reads what lies beside any checkpoint
 
     model_hint: ModelHint | None = beside.nearby(
@@ -129,7 +130,7 @@ def _read_shapes_beside(manifest: Manifest) -> dict[str, tuple[int, ...]] | None
 
 
 def _find_odd_ones(manifest: Manifest, suspects: Iterable[str]) -> list[str]:
-    """Those whose name, or whose namesake in another layer, says that they have elements."""
+    """Return the suspects whose name, or namesake in another layer, implies elements."""
     filled = {_mask_numbers(e.fqn) for e in manifest.of_kind(*WEIGHT_KINDS) if e.numel}
     return [
         fqn for fqn in suspects if _ALWAYS_FILLED.fullmatch(fqn) or _mask_numbers(fqn) in filled

@@ -1,4 +1,4 @@
-"""Run directories: several checkpoints of one run, and which of them is meant.
+"""Find the selected checkpoint in the directory of a run that has several.
 
 Pointers and names: DeepSpeed ``latest``; verl ``latest_checkpointed_iteration.txt``; HF Trainer
 ``checkpoint-N``, Accelerate ``checkpoints/checkpoint_N``, torchtitan ``step-N``, verl
@@ -34,7 +34,7 @@ _LONGEST = 20  # digits of a step
 def checkpoint(
     location: Location, tag: str | None, detect: Callable[[Location], bool], depth: int = _DEPTH
 ) -> Location | None:
-    """The checkpoint below a directory; None where there is none.
+    """Return the checkpoint below a directory; None if there is none.
 
     Raises:
         UnrecognisedError: several, and neither a pointer nor a number nor a tag chooses.
@@ -73,7 +73,7 @@ def _others(location: Location) -> str:
 
 
 def _tagged(location: Location, tag: str) -> Location | None:
-    """The directory of that name, or of that number."""
+    """Return the directory of that name, or of that number."""
     if tag in location.folders:
         return location.folders[tag]
     numbers = numbered(location)
@@ -81,7 +81,7 @@ def _tagged(location: Location, tag: str) -> Location | None:
 
 
 def numbered(location: Location) -> dict[int, Location]:
-    """The checkpoints of a run that have a number in their name."""
+    """Return the checkpoints of a run that have a number in their name."""
     return {
         number: folder
         for name, folder in location.folders.items()
@@ -90,7 +90,7 @@ def numbered(location: Location) -> dict[int, Location]:
 
 
 def number_of(name: str) -> int | None:
-    """The number that a checkpoint's name gives it.
+    """Return the number in a checkpoint's name.
 
     >>> number_of("ep0-ba20"), number_of("model_2")
     (20, None)
@@ -100,7 +100,7 @@ def number_of(name: str) -> int | None:
 
 
 def _pointed(location: Location) -> Location | None:
-    """What the run's pointer names.
+    """Return the checkpoint that the run's pointer names.
 
     Raises:
         UnrecognisedError: it names nothing that is there.
@@ -120,7 +120,7 @@ def _pointed(location: Location) -> Location | None:
 
 
 def _newest(location: Location, detect: Callable[[Location], bool]) -> Location | None:
-    """The highest number; where that is no checkpoint (an interrupted save), none is guessed."""
+    """Return the one of the highest number; None if that is an interrupted save."""
     numbers = numbered(location)
     if any(checkpoint(folder, None, detect, 1) for folder in numbers.values()):
         return numbers[max(numbers)]

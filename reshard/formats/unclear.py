@@ -1,4 +1,4 @@
-"""What is no checkpoint by itself, and what to say of it: one shard, a wrong level, a stranger."""
+"""Refuse what is not a checkpoint by itself, with a hint: one shard, a wrong level ..."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FOREIGN = {
 
 
 def refuse_one_of_many(location: Location) -> None:
-    """A file that its name says to be one of several is never taken for the model.
+    """Refuse a file that its name states to be one of several.
 
     Raises:
         IncompleteError: a shard of a Hugging Face model, given without its index.
@@ -99,7 +99,7 @@ def refuse_beside_runs(location: Location) -> None:
 
 
 def _is_run(location: Location) -> bool:
-    """Whether a training checkpoint, or a run of several, lies in a folder."""
+    """Return whether a folder has a training checkpoint, or a run of several."""
 
     def known(below: Location) -> bool:
         return registry.detect(below) is not None and not registry.is_loose(below)
@@ -111,7 +111,7 @@ def _is_run(location: Location) -> bool:
 
 
 def suggest(location: Location) -> str:
-    """Checkpoints one level below or above, so that a wrong level costs one more command."""
+    """Return the checkpoints one level below or above, as a hint."""
     from tarfile import is_tarfile  # which imports every way to compress
 
     if location.chosen and is_tarfile(location.path):

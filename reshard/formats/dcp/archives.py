@@ -1,4 +1,4 @@
-"""Archives of one tensor each, by the thousand: those of equal form are parsed once.
+"""Open thousands of archives of one tensor each, and parse those of equal structure once.
 
 What a parse says is a function of the archive's structure: its local headers and pickle before the
 data, and its directory behind them. Items of one shape differ there only in the CRC of the data and
@@ -35,13 +35,13 @@ class _ArchiveTemplate:
 
 
 class ArchiveCache:
-    """Opens archives one after the other and remembers their forms."""
+    """Opens archives one after the other and remembers their structure."""
 
     def __init__(self) -> None:
         self._forms: dict[int, list[_ArchiveTemplate]] = defaultdict(list)
 
     def open(self, archive: Section) -> TorchFile:
-        """As `torch_reader.read_archive`, which it raises the errors of."""
+        """Open an archive like `torch_reader.read_archive`, and raise the same errors."""
         for form in self._forms[archive.nbytes]:
             found = _apply_template(form, archive)
             if found:
@@ -54,7 +54,7 @@ class ArchiveCache:
 
 
 def _build_template(file: TorchFile, archive: Section) -> _ArchiveTemplate | None:
-    """The form of an archive that holds one tensor in one storage, and nothing else."""
+    """Return the structure of an archive that has one tensor in one storage, and nothing else."""
     tensor = file.root
     if not isinstance(tensor, Tensor) or len(file.records) != 1:
         return None
@@ -88,7 +88,7 @@ def _blank_crcs(tail: bytes, places: tuple[int, ...]) -> bytes:
 
 
 def _apply_template(form: _ArchiveTemplate, archive: Section) -> TorchFile | None:
-    """What a form says of another archive; None where that has another structure."""
+    """Return the content of an archive by a template; None if its structure differs."""
     if archive.read(0, form.data) != form.head:
         return None
     tail = archive.read(form.directory, archive.nbytes - form.directory)

@@ -1,4 +1,4 @@
-"""Tensors of which Megatron-core 0.6 to 0.15 saved flat ranges, in their own shape again.
+"""Restore the shape of tensors that Megatron-core 0.6 to 0.15 saved as flat ranges.
 
 Each rank of a distributed optimizer had a run of its part of a parameter there
 (``fully_sharded_model_space``). A tensor of shape ``(X, Y)`` in parts of ``(x, y)`` is stored as
@@ -23,7 +23,7 @@ from reshard.state_dict.tree import GlobalTensor
 
 
 def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> GlobalTensor:
-    """The tensor in the shape that the metadata give.
+    """Return the tensor in the shape that the metadata give.
 
     Raises:
         CorruptError: that shape has no such parts.
@@ -44,7 +44,7 @@ def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glob
 
 
 def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterator[Chunk]:
-    """The boxes that a run of one part fills."""
+    """Yield the boxes that a run of one part fills."""
     *numbers, start = chunk.box.origin
     *ones, length = chunk.box.shape
     if any(extent != 1 for extent in ones) or start + length > prod(part):

@@ -1,4 +1,4 @@
-"""What HuggingFaceStorageWriter leaves before consolidation: blocks in safetensors files.
+"""Read HuggingFaceStorageWriter's files before consolidation: blocks in safetensors files.
 
 There is no ``.metadata``. Each file says in its header where its tensors' blocks begin; how large
 a tensor is, nothing says: it reaches as far as its blocks do, and a hole inside is found by the
@@ -30,7 +30,7 @@ _INFO = "DCP_SHARDING_INFO"
 
 
 def read(location: Location) -> ParsedTree:
-    """The weights of all shards in a directory.
+    """Read the weights of all shards in a directory.
 
     Raises:
         IncompleteError: a rank's shard is missing.

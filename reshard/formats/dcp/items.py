@@ -1,4 +1,4 @@
-"""What lies at a DCP item's place: a ``torch.save`` archive of its own, or a safetensors stream.
+"""Read the items of DCP: a ``torch.save`` archive each, or tensors of a safetensors stream.
 
 Items begin at any byte, so nothing in them is aligned; and a tensor is stored in its memory order,
 which only the pickle inside the item says.
@@ -26,7 +26,7 @@ _ZIP = b"PK"
 
 
 class Items:
-    """The ``.distcp`` files of one checkpoint, opened as they are asked for."""
+    """The ``.distcp`` files of one checkpoint, opened on demand."""
 
     def __init__(self, pool: SourceFiles) -> None:
         self.globals: set[str] = set()
@@ -38,7 +38,7 @@ class Items:
         self._streams: dict[tuple[str, int], dict[str, Chunk]] = {}
 
     def sources(self) -> dict[str, SourceFile]:
-        """Every file that was opened, as a manifest lists it."""
+        """Return every file that was opened, as a manifest lists it."""
         return {
             path: SourceFile(
                 path, size, tuple(sorted(self._records[path], key=lambda r: r.byte_offset))
@@ -47,7 +47,7 @@ class Items:
         }
 
     def chunk(self, path: Path, block: Block, dtype: DType) -> Chunk | Call:
-        """Where a block's elements lie; of a tensor whose class computes them, what it is.
+        """Return a block's chunk; or the `Call` of a tensor whose class computes its elements.
 
         Raises:
             CorruptError: another tensor than was announced is stored there.
@@ -79,7 +79,7 @@ class Items:
         return Chunk(box, whole.file, whole.byte_offset, whole.byte_strides, dtype)
 
     def object(self, path: Path, block: Block) -> torch_objects.TorchFile:
-        """A stored object; its tensors are described, and its classes are names.
+        """Return a stored object; its tensors are described, and its classes are names.
 
         Raises:
             UnsupportedError: it was saved in another way than by ``torch.save``.
@@ -103,7 +103,7 @@ class Items:
         return self._sizes[name]
 
     def _section(self, name: str, block: Block) -> Section | None:
-        """The archive at a block's place; None where a safetensors stream begins there."""
+        """Return the archive of a block; None if a safetensors stream begins there."""
         stop = block.byte_offset + block.nbytes
         if stop > self._size(name):
             raise CorruptError(
@@ -118,7 +118,7 @@ class Items:
         return section if section.read(0, min(2, section.nbytes)) == _ZIP else None
 
     def _in_stream(self, name: str, block: Block, dtype: DType) -> Chunk:
-        """SerializationFormat.SAFETENSORS: one stream a file, behind the objects if there are any.
+        """Return a chunk of a safetensors stream, one for each file, which follows any objects.
 
         All of the stream's tensors are given the place where it begins.
         """

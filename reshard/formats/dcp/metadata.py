@@ -1,4 +1,4 @@
-"""``.metadata``: a bare pickle of what was saved and where, read without torch.
+"""Read ``.metadata``, a bare pickle of what was saved and where, without torch.
 
 With ``use_collectives=False`` every rank writes a ``__<rank>.metadata`` of its own chunks; their
 union is the checkpoint.
@@ -49,7 +49,7 @@ class StoredTensor:
 
 @dataclass(slots=True)
 class Metadata:
-    """Everything that one or several metadata files say."""
+    """The content of one or several metadata files."""
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     objects: dict[str, Block | None] = field(default_factory=dict)  # None: its place is not known
@@ -60,7 +60,7 @@ class Metadata:
 
 
 def read(files: Sequence[Path]) -> Metadata:
-    """The union of the metadata files of one checkpoint.
+    """Return the union of the metadata files of one checkpoint.
 
     Raises:
         CorruptError: a file is no DCP metadata, or two contradict each other.
@@ -106,7 +106,7 @@ def _add_file(found: Metadata, path: Path) -> None:
 
 
 def _read_shapes(about: Mapping[str, Any]) -> dict[str, Index]:
-    """The shapes of tensors that Megatron-core stored as flat ranges (`flattened`)."""
+    """Return the shapes of tensors that Megatron-core stored as flat ranges (`flattened`)."""
     said = {key: held.get("nd_reformulated_orig_global_shape") for key, held in about.items()}
     return {key: as_index(shape) for key, shape in said.items() if shape is not None}
 
@@ -118,7 +118,7 @@ def _refuse_unannounced(keys: set[str], root: Call) -> None:
 
 
 def _parse_path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
-    """A key's path in the state dict, which joins to the key (``flatten_state_dict``)."""
+    """Return a key's path in the state dict, which joins to the key (``flatten_state_dict``)."""
     path = tuple(parts)
     sane = 0 < len(path) <= _MAX_PATH and all(type(part) in (str, int) for part in path)
     if not sane or ".".join(map(str, path)) != key:
@@ -129,7 +129,7 @@ def _parse_path(key: str, parts: Iterable[Any]) -> tuple[Any, ...]:
 def _parse_storage(
     path: Path, data: Mapping[Call, Call]
 ) -> dict[tuple[str, Index | None], tuple[str, int, int]]:
-    """(key, origin of the block) -> file, offset, length."""
+    """Return (key, origin of the block) -> file, offset, length."""
     stored = {}
     for index, info in data.items():
         transforms = info.get("transform_descriptors")

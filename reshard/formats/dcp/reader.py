@@ -1,4 +1,4 @@
-"""A DCP directory as one tree: the state dict as it was before it was flattened."""
+"""Read a DCP directory as one tree: the state dict before it was flattened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DATA = re.compile(r"__(\d+)_(\d+)\.distcp")
 
 
 def read(location: Location) -> ParsedTree:
-    """The tree of one directory.
+    """Read the tree of one directory.
 
     Raises:
         IncompleteError: ``.metadata`` or a data file is missing.
@@ -41,7 +41,7 @@ def read(location: Location) -> ParsedTree:
 
 
 def read_flat(location: Location) -> ParsedTree:
-    """The same, each tensor and object under its own key, for one who knows what keys mean.
+    """Read each tensor and object under its own key, for a caller that knows the keys.
 
     Raises:
         ReshardError: as `read`.
@@ -87,7 +87,7 @@ def _read_stored(location: Location) -> tuple[Metadata, ParsedTree]:
 
 
 def _describe_stale(location: Location, used: set[str]) -> list[str]:
-    """What lies beside the save and does not belong to it."""
+    """Return notes about files that do not belong to the save."""
     rest = [
         name
         for name, path in location.files.items()
@@ -138,7 +138,7 @@ def _find_data_file(location: Location, name: str) -> Path:
 
 
 def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """The state dict as it was, and in its order: joined keys can collide, the paths cannot."""
+    """Return the state dict in its order: joined keys can collide, but their paths cannot."""
     root: dict[Any, Any] = {}
     paths = _parse_flat_paths(about.paths) or about.paths
     for key in sorted(leaves, key=_find_positions(about, leaves).__getitem__):
@@ -159,12 +159,12 @@ def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dic
 
 
 def _find_positions(about: Metadata, leaves: Mapping[str, Any]) -> dict[str, int]:
-    """Where a key stood in the state dict: paths are in its order, tensors in that of the ranks."""
+    """Return each key's position: paths have the state dict's order, tensors that of the ranks."""
     return {key: n for n, key in enumerate(dict.fromkeys([*about.paths, *leaves]))}
 
 
 def _parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tuple[Any, ...]] | None:
-    """The paths of a state dict that its program flattened itself; None where it did not.
+    """Return the paths of a state dict that its program flattened; None if it did not.
 
     Else the moments, ``optimizer.state.<fqn>.<slot>``, would be weights of that name.
     ``model.<fqn>`` is the weight that the optimizer calls ``<fqn>``, where it does.
@@ -184,7 +184,7 @@ def _parse_flat_paths(paths: Mapping[str, tuple[Any, ...]]) -> Mapping[str, tupl
 
 
 def _guess_path(key: str) -> tuple[Any, ...]:
-    """The path of a key of which no planner kept one: it stands for itself, but for the usual tops.
+    """Guess the path of a key without a stored one: the key itself, below a usual top level.
 
     ``optim.state.<fqn>.<slot>``, ``optim.param_groups.0.lr``, ``model.<fqn>``.
     """

@@ -1,4 +1,4 @@
-"""Lay out a DCP directory: a ``.metadata`` and one ``__R_0.distcp`` a shard.
+"""Lay out a DCP directory: a ``.metadata`` and one ``__R_0.distcp`` for each shard.
 
 Each item is a complete ``torch.save`` archive, as ``FileSystemWriter`` makes them, with two
 differences: items begin at multiples of 64 bytes, so that tensors do too, and ``.metadata`` neither
@@ -48,7 +48,7 @@ def lay_out(
     dtype: DType | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Skeleton:
-    """One DCP directory of a training state.
+    """Lay out one DCP directory of a training state.
 
     Args:
         shards: data files; each tensor is cut along its first dim as FSDP 2 cuts it.
@@ -80,7 +80,7 @@ def lay_out(
 def lay_out_fsdp(
     state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
-    """The two directories of FSDP's ``SHARDED_STATE_DICT`` under Accelerate's names."""
+    """Lay out the two directories of FSDP's ``SHARDED_STATE_DICT``, named as by Accelerate."""
     weights = lay_out(
         state,
         shards=shards,
@@ -105,7 +105,7 @@ def lay_out_fsdp(
 def lay_out_accelerate(
     state: Training, *, shards: int, weights_only: bool = False, dtype: DType | None = None
 ) -> Skeleton:
-    """What Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
+    """Lay out what Accelerate's ``save_state`` writes under ``SHARDED_STATE_DICT``.
 
     There are as many ranks as shards.
     """
@@ -117,13 +117,13 @@ def lay_out_accelerate(
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object that is stored as one, whatever it holds: tensors are `Slot`."""
+    """An object that is stored as one item; its tensors are `Slot`."""
 
     value: Any
 
 
 def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") -> Skeleton:
-    """The directory of any nested state dict with a `Value` for each tensor.
+    """Lay out the directory of any nested state dict with a `Value` for each tensor.
 
     Raises:
         UnsupportedError: two of its keys are the same once joined.
@@ -148,7 +148,7 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
 
 
 def flatten(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, Any]]:
-    """Leaves with their paths, as ``flatten_state_dict`` makes them.
+    """Yield leaves with their paths, as ``flatten_state_dict`` makes them.
 
     Dicts always; a list only where it holds dicts or tensors. An empty dict is lost.
     """
@@ -171,7 +171,7 @@ def _is_nest(value: Any) -> bool:
 
 
 def divide(value: Value, shards: int) -> list[tuple[int, Box]]:
-    """(shard, block) of a tensor; an empty block at a place where another is stands not twice.
+    """Return (shard, block) of a tensor; of empty blocks at one origin, only the first.
 
     >>> from reshard import dtypes
     >>> [(r, b.origin, b.shape) for r, b in blocks(Value(dtypes.UINT8, (3,), divided=True), 4)]
@@ -200,14 +200,14 @@ def _add_tensor(
 
 @dataclass(frozen=True, slots=True)
 class _ItemTemplate:
-    """An item of a dtype and shape as it would stand at the beginning of a file."""
+    """An item of one dtype and shape, as it would be at the beginning of a file."""
 
     skeleton: Skeleton
     chunk: Chunk | None  # where its elements lie, if it has any
 
 
 class _TemplateCache(dict[tuple[DType, Index], _ItemTemplate]):
-    """Items of equal form, which are laid out once."""
+    """Items of equal form, each laid out once."""
 
     def __missing__(self, key: tuple[DType, Index]) -> _ItemTemplate:
         dtype, shape = key
@@ -223,7 +223,7 @@ _Place = tuple[int, int]  # byte offset, nbytes
 
 @dataclass(slots=True)
 class _DataFile:
-    """One ``.distcp`` file that grows by an item at a time."""
+    """One ``.distcp`` file that grows by one item at a time."""
 
     prefix: str
     name: str  # in .metadata
@@ -236,11 +236,11 @@ class _DataFile:
 
     @property
     def path(self) -> str:
-        """Below the destination."""
+        """The path below the destination."""
         return self.prefix + self.name
 
     def add(self, value: Value, box: Box) -> _Place:
-        """A block of a tensor."""
+        """Add a block of a tensor."""
         if value.entry is None:
             slot = Slot(Storage(value.dtype, box.volume, data=value.data), box.shape)
             return self._append(torch_writer.lay_out_object(self.path, slot, in_stream=True))
@@ -255,7 +255,7 @@ class _DataFile:
         return start, nbytes
 
     def add_object(self, value: Any) -> _Place:
-        """A pickled object."""
+        """Add a pickled object."""
         item = torch_writer.lay_out_object(self.path, value, in_stream=True)
         start, nbytes = self._append(item)
         for entry in item.entries:
@@ -265,7 +265,7 @@ class _DataFile:
         return start, nbytes
 
     def finished(self) -> Skeleton:
-        """The file."""
+        """Return the file."""
         entries = tuple(
             Entry(e.fqn, e.kind, e.dtype, e.shape, tuple(self.chunks[key]))
             for key, e in self.entries.items()
@@ -274,7 +274,7 @@ class _DataFile:
         return Skeleton((file,), entries, tuple(self.checksums))
 
     def _append(self, item: Skeleton) -> _Place:
-        """Put an archive behind the others, at a multiple of its own alignment."""
+        """Append an archive at a multiple of its own alignment."""
         (file,) = item.files
         start = self.at + -self.at % ALIGNMENT
         self.literals += skeletons.shift_literals(file, start)
@@ -288,7 +288,7 @@ class _DataFile:
 
 @dataclass(slots=True)
 class _MetadataBuilder:
-    """What ``.metadata`` says, as it grows."""
+    """The content of ``.metadata``, as it grows."""
 
     paths: dict[str, _Path] = field(default_factory=dict)
     announced: dict[str, Call] = field(default_factory=dict)
@@ -297,14 +297,14 @@ class _MetadataBuilder:
     sizes: dict[Index, Call] = field(default_factory=dict)
 
     def add_object(self, key: str, file: _DataFile, place: _Place) -> None:
-        """A pickled object."""
+        """Add a pickled object."""
         self.announced[key] = _build_object("BytesStorageMetadata")
         self._store({"fqn": key, "index": None}, file, place)
 
     def add_tensor(
         self, key: str, value: Value, placed: Sequence[tuple[_DataFile, Box, _Place]]
     ) -> None:
-        """A tensor and its blocks."""
+        """Add a tensor and its blocks."""
         chunks = []
         for number, (file, box, place) in enumerate(placed):
             origin = self._size(box.origin)
@@ -319,7 +319,7 @@ class _MetadataBuilder:
         self.announced[key] = _build_object("TensorStorageMetadata", state)
 
     def pickled(self, where: str) -> bytes:
-        """The file's content."""
+        """Return the file's content."""
         state = {
             "state_dict_metadata": self.announced,
             "planner_data": self.paths,

@@ -98,7 +98,7 @@ def lay_out_fsdp1_sharded(
     weights_only: bool = False,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """DTensors of each rank and its raw optimizer, as verl keeps them.
+    """Lay out DTensors of each rank and its raw optimizer, as verl keeps them.
 
     Args:
         compute: with ``use_orig_params=True``, the dtype of the forward pass
@@ -139,7 +139,7 @@ def _build_raw_optimizer(
 def _build_pieces(
     flats: Sequence[Flat], model: ModelShapes, compute: DType | None, rank: int, ranks: int
 ) -> dict[str, Any]:
-    """Return a rank's pieces of flat parameters, after its views of them where there are any."""
+    """Return a rank's pieces of flat parameters, after its views of them if there are any."""
     if compute is None:
         return {flat.key: flat.shard(rank, ranks) for flat in flats}
     made = {flat.key: flat.views(compute, rank, ranks) for flat in flats}

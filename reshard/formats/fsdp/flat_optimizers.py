@@ -1,4 +1,4 @@
-"""Each rank's raw optimizer under FSDP 1: of flat parameters, or of the original ones."""
+"""Build each rank's raw optimizer under FSDP 1: of flat parameters, or of the original ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from reshard.training.state import TrainedParameter, Training, refuse_non_elemen
 
 
 def _build_optimizer(state: Training) -> dict[str, Any]:
-    """The optimizer by names, where flat parameters have a place for all of it."""
+    """Build the optimizer by names; refuse what flat parameters cannot hold."""
     why = "it has no place in a flat parameter"
     refuse_non_elementwise_slots(state, why, "write DCP or whole files")
     return torch_state_dict.build_optimizer(state, "fqn")  # refuses what is missing
@@ -27,7 +27,7 @@ def _build_optimizer(state: Training) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _FlatState:
-    """The optimizer's state of one flat parameter; without any it was never stepped.
+    """The optimizer's state of one flat parameter; it is empty if that was never stepped.
 
     Args:
         loose: what is neither tensor nor step.
@@ -39,7 +39,7 @@ class _FlatState:
     loose: Mapping[str, Any] = field(default_factory=dict)
 
     def values(self, rank: int, ranks: int) -> dict[str, Any]:
-        """A rank's pieces, padded with zeros to equal length."""
+        """Return a rank's pieces, padded with zeros to equal length."""
         start, stop = equal_piece(self.flat.numel, ranks, rank)
         size = -(-self.flat.numel // ranks)
         made = _build_step(self.step, self.slots)
@@ -53,7 +53,7 @@ _FlatGroup = tuple[dict[str, Any], list[_FlatState]]
 
 
 def _build_flat_groups(state: Training, flats: Sequence[Flat]) -> list[_FlatGroup]:
-    """Hyper-parameters and flat parameters of each group, in the model's order."""
+    """Return hyper-parameters and flat parameters of each group, in the model's order."""
     optimizer = _build_optimizer(state)
     group_of = {
         member.fqn: (number, member)
@@ -128,13 +128,13 @@ def _build_flat_state(
 
 
 class FlatOptimizer:
-    """``use_orig_params=False``: flat parameters, numbered through the groups."""
+    """The optimizer of ``use_orig_params=False``: flat parameters, numbered through the groups."""
 
     def __init__(self, state: Training, flats: Sequence[Flat]) -> None:
         self._groups = _build_flat_groups(state, flats)
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
-        """One rank's."""
+        """Return the optimizer of one rank."""
         groups = (
             (hyper, [(each.flat.key, each.values(rank, ranks)) for each in held])
             for hyper, held in self._groups
@@ -143,7 +143,7 @@ class FlatOptimizer:
 
 
 class OrigOptimizer:
-    """``use_orig_params=True``: what each rank has of each parameter, numbered as in the model."""
+    """The optimizer of ``use_orig_params=True``: slices of parameters, numbered as in the model."""
 
     def __init__(
         self, state: Training, model: ModelShapes, flats: Sequence[Flat], compute: DType
@@ -161,7 +161,7 @@ class OrigOptimizer:
         _build_optimizer(state)  # refuses what has no place
 
     def of(self, rank: int, ranks: int) -> dict[str, Any]:
-        """One rank's; a parameter of which it has no element is listed and has no state."""
+        """Return the optimizer of one rank; a parameter without elements there has no state."""
         runs = self._runs(rank, ranks)
         groups = (
             (hyper, [(each.fqn, self._slices(each, runs[each.fqn], ranks)) for each in members])
@@ -172,7 +172,7 @@ class OrigOptimizer:
     def _slices(
         self, member: TrainedParameter, span: tuple[int, int], ranks: int
     ) -> dict[str, Any]:
-        """Return a rank's slices; one rank has whole ones, since FSDP 1 is NO_SHARD there."""
+        """Return a rank's slices; a single rank has whole tensors (FSDP 1 is NO_SHARD there)."""
         start, stop = span
         if start >= stop:
             return {}
@@ -186,7 +186,7 @@ class OrigOptimizer:
         )
 
     def _runs(self, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
-        """Which elements of each parameter lie on a rank."""
+        """Return which elements of each parameter a rank has."""
         found = {}
         for flat in self._flats:
             starts, total = flat.aligned(self._compute, ranks)
@@ -199,7 +199,7 @@ class OrigOptimizer:
 
 
 def _build_step(step: float | None, slots: Collection[str]) -> dict[str, Slot | int]:
-    """The step, as the optimizer counts it."""
+    """Return the step as the optimizer counts it."""
     if step is None:
         return {}
     counter = torch_state_dict.build_counter(step, slots)

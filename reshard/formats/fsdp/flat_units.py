@@ -1,4 +1,4 @@
-"""The flat parameters that FSDP 1 will have: what of a training state lies where in each."""
+"""Plan the flat parameters that FSDP 1 will have, and the position of each weight in them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Flat:
         return build_sharded_tensor(self.dtype, numel, local, rank, pieces), found
 
     def shard(self, rank: int, ranks: int) -> Call:
-        """A rank's piece of it, without padding."""
+        """Return a rank's piece of it, without padding."""
         pieces = [equal_piece(self.numel, ranks, each) for each in range(ranks)]
         start, stop = pieces[rank]
         entries = [(at, weight.value) for at, weight in self.members]
@@ -79,7 +79,7 @@ class Flat:
 
 
 def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> Iterator[Part]:
-    """What fills the run ``[start, stop)`` of a flat tensor of entries at their first elements."""
+    """Yield what fills the run ``[start, stop)`` of a flat tensor of entries."""
     for at, entry in entries:
         first, last = max(at, start), min(at + entry.numel, stop)
         for box in run_boxes(entry.shape, first - at, last - at):
@@ -88,7 +88,7 @@ def iterate_run(entries: Sequence[tuple[int, Entry]], start: int, stop: int) -> 
 
 
 def build_flats(state: Training, model: ModelShapes, dtype: DType | None) -> list[Flat]:
-    """One a unit of the model, in its order.
+    """Build one flat parameter for each unit of the model, in its order.
 
     Args:
         dtype: of the parameters; None keeps each in that of its master.
@@ -120,7 +120,7 @@ def build_flats(state: Training, model: ModelShapes, dtype: DType | None) -> lis
 def _find_weight(
     state: Training, weights: Mapping[str, Weight], model: ModelShapes, fqn: str
 ) -> Weight:
-    """The source's weight for one of the model's parameters, under any of its names."""
+    """Return the source's weight for a parameter of the model, under any of its names."""
     aliases = (alias for alias, first in model.tied.items() if first == fqn)
     names = [fqn, *aliases]
     names += [kept for alias, kept in state.manifest.tied.items() if alias in names]
@@ -138,7 +138,7 @@ def _find_weight(
 
 
 def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
-    """The dtype of a flat parameter, which holds that of each of its members."""
+    """Return the dtype of a flat parameter, which can hold that of each member."""
     dtypes = [torch_state_dict.choose_weight_dtype(weight, dtype) for weight in held]
     widest = max(dtypes, key=lambda each: each.itemsize)
     other = next((d for d in dtypes if d != widest and d.itemsize == widest.itemsize), None)
@@ -151,7 +151,7 @@ def _choose_dtype(held: Sequence[Weight], dtype: DType | None) -> DType:
 
 
 def _refuse_unknown_weights(state: Training, model: ModelShapes) -> None:
-    """A weight that the model has not would be lost."""
+    """Refuse weights that the model lacks, which would be lost."""
     known = model.parameters.keys() | model.buffers.keys() | model.tied.keys()
     for weight in state.weights:
         aliases = {alias for alias, kept in state.manifest.tied.items() if kept == weight.fqn}

@@ -42,7 +42,7 @@ _SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
 
 @dataclass(frozen=True, slots=True)
 class FileNames:
-    """How the files of each rank are called, with ``{rank}`` and ``{world}``.
+    """The names of each rank's files, with ``{rank}`` and ``{world}``.
 
     Args:
         optimizer: the same as ``model`` where both stand in one file, under two keys.
@@ -113,7 +113,7 @@ def lay_out_fsdp2(
     model: ModelShapes | None = None,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """A file a rank of DTensors, as ``fully_shard`` after ``parallelize_module`` has them.
+    """Lay out one file of DTensors for each rank, as ``fully_shard`` builds them.
 
     Args:
         grid: the device mesh of the training to come, which must have its names and device.
@@ -161,7 +161,7 @@ def lay_out_fsdp2(
 def find_tensor_cuts(
     grid: MeshGrid, plan: Plan | None, weights: Mapping[str, Value]
 ) -> dict[str, Cut | None]:
-    """How the tensor-parallel axis, if there is one, cuts each parameter that it touches.
+    """Return how the tensor-parallel axis, if any, cuts each parameter that it touches.
 
     Args:
         weights: those of `torch_state_dict.build_weights`; all names of a tensor have one value.
@@ -185,7 +185,7 @@ def find_tensor_cuts(
 
 
 def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, Any]:
-    """What stands in which file."""
+    """Return the content of each file."""
     model, optimizer = names
     weights, moments = Canonicalizer().of((weights, moments))
     if model == optimizer:
@@ -197,7 +197,7 @@ def assign_files(names: Sequence[str], weights: Any, moments: Any) -> dict[str, 
 def lay_out_extras(
     state: Training, naming: FileNames, rank: int, world: int, *, version: int, weights_only: bool
 ) -> Iterator[Skeleton]:
-    """What is kept beside both."""
+    """Yield the files beside weights and optimizer."""
     carried = {} if weights_only else torch_state_dict.collect_extra_state(state.manifest.train)
     if naming.train_state and carried and rank == 0:
         stamp = state.stamp(naming.train_state, rank, world)
@@ -226,7 +226,7 @@ def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
 
 
 def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[Weight], bool]:
-    """Whether a weight is a parameter, which is cut, or a buffer, which is whole on every rank."""
+    """Return a function that tells parameters, which are cut, from buffers, which are whole."""
     owned = {member.fqn for group in state.groups for member in group.members}
     owned |= state.manifest.frozen
     told = any(weight.is_buffer for weight in state.weights)
@@ -264,7 +264,7 @@ def _find_boxes(weight: Weight) -> set[Box]:
 
 
 def _is_sharded_by_rows(state: Training) -> bool:
-    """Whether the source's ranks held weights in shards, all of them cut along dim 0 as FSDP does.
+    """Return whether the source's ranks held weights in shards, all cut along dim 0 as by FSDP.
 
     A tensor-parallel run cuts others along dim 1, and leaves parameters whole.
     """
@@ -296,7 +296,7 @@ def lay_out_fsdp1_full(
     weights_only: bool = False,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """FULL_STATE_DICT of FSDP 1, under Accelerate's names: whole tensors, all by fqn.
+    """Lay out FSDP 1's FULL_STATE_DICT, named as by Accelerate: whole tensors, all by fqn.
 
     Args:
         rank: which one the files state as the one that saved them.

@@ -1,4 +1,4 @@
-"""Which files of a directory are a model's weights, told by their names."""
+"""Which files of a directory are a model's weights, by their names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<of>\d+)\.safetensors")
 
 
 def detect(location: Location) -> bool:
-    """Whether safetensors (or indexed .bin) weights lie at this file or directory."""
+    """Return whether safetensors (or indexed .bin) weights are at this file or directory."""
     if location.chosen:
         return is_index(location.chosen) or location.chosen.endswith(".safetensors")
     return find_index(location) is not None or any(
@@ -25,19 +25,19 @@ def detect(location: Location) -> bool:
 
 
 def find_index(location: Location) -> str | None:
-    """The name of a directory's index of shards; of several that are no model's, none."""
+    """Return the name of a directory's index of shards; None without one for a model."""
     usual = next((name for name in _INDEXES if name in location.files), None)
     others = [name for name in location.files if is_index(name)]
     return usual or (others[0] if len(others) == 1 else None)
 
 
 def is_index(name: str) -> bool:
-    """Diffusers and adapters name theirs otherwise; a variant stands before ``json``."""
+    """Return whether a name is that of an index; a variant is before ``json``."""
     return _INDEX.fullmatch(name) is not None
 
 
 def is_whole_set(location: Location) -> bool:
-    """Whether the safetensors files are all shards of one save, by their names: 1 to N of N."""
+    """Return whether the names of safetensors files are all shards of one save: 1 to N of N."""
     names = [name for name in location.files if name.endswith(".safetensors")]
     shards = [match for name in names if (match := _SHARD.fullmatch(name))]
     numbers = sorted(int(match["number"]) for match in shards)
@@ -49,5 +49,5 @@ def is_whole_set(location: Location) -> bool:
 
 
 def list_other_weights(location: Location, read: Container[str]) -> list[str]:
-    """The directory's other files of weights, by name."""
+    """Return the names of the directory's other files of weights."""
     return sorted(name for name in location.files if _WEIGHTS.fullmatch(name) and name not in read)

@@ -1,4 +1,4 @@
-"""A model's weights as a manifest: one file, shards under an index, or shards that lost it."""
+"""Read a model's weights: one file, shards under an index, or shards without their index."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _read(location: Location) -> Manifest:
 
 
 def _read_unindexed(directory: Path, shards: Sequence[Path]) -> Manifest:
-    """All shards of a save whose index is lost: each says itself what it holds."""
+    """Read all shards of a save whose index is missing; each states its own tensors."""
     read = [_read_shard(path) for path in shards]
     entries = [entry for held, _, _ in read for entry in held]
     made = _build_manifest(

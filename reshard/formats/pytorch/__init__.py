@@ -1,4 +1,4 @@
-"""What PyTorch-native training leaves in a directory: DCP, rank files, whole files, in any mixture.
+"""Directories of PyTorch-native training: DCP, rank files, whole files, in any mixture.
 
 Accelerate, HF Trainer, Lightning, verl, torchtitan, FairScale and plain scripts differ in how they
 name these parts; what is in them is told by its form (`state_dict.sections`).

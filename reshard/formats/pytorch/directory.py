@@ -29,7 +29,7 @@ _ARGUMENTS = "training_args"
 
 
 def detect(location: Location) -> bool:
-    """Whether a sharded training checkpoint's parts lie at a place."""
+    """Return whether a sharded training checkpoint has files here."""
     if location.chosen:
         return is_rank_file(location.chosen)
     return (
@@ -41,7 +41,7 @@ def detect(location: Location) -> bool:
 
 
 def detect_loosely(location: Location) -> bool:
-    """Whether any ``torch.save`` file lies at a place that nothing else recognises.
+    """Return whether any ``torch.save`` file is here that no other format recognizes.
 
     Raises:
         CorruptError: a file that is by its name a part of the checkpoint is none.
@@ -52,27 +52,27 @@ def detect_loosely(location: Location) -> bool:
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether a file's name says that it is one rank's, or one of DCP's."""
+    """Return whether a file's name is one rank's, or one of DCP's."""
     return dcp.is_part(name) or dcp.is_hf_shard(name) or is_of_rank(name)
 
 
 def is_dcp_part(name: str, folder: Location) -> bool:
-    """Whether a folder holds a part that DCP wrote."""
+    """Return whether DCP wrote a folder's content."""
     return _FOLDER.fullmatch(name) is not None and dcp.detect(folder)
 
 
 def is_of_rank(name: str) -> bool:
-    """Whether a file's name says which rank's it is."""
+    """Return whether a file's name has the number of a rank."""
     return RANK.fullmatch(name) is not None
 
 
 def is_part(name: str) -> bool:
-    """Whether a file's name says that it is a part of a training checkpoint."""
+    """Return whether a file's name is that of a part of a training checkpoint."""
     return _STRONG.fullmatch(name) is not None or is_of_rank(name)
 
 
 def find_torch_files(location: Location) -> dict[str, Path]:
-    """The ``torch.save`` files, but for shards of an index and the trainer's arguments.
+    """Return the ``torch.save`` files, except shards of an index and the trainer's arguments.
 
     Raises:
         CorruptError: one that is by its name a part of the checkpoint is none.

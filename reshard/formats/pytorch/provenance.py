@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's parts say: who wrote them, of which kinds, at which step."""
+"""Find out from names who wrote a checkpoint, which kinds of files it has, and its step."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _STEP = re.compile(r"(?:global_)?step[-_]?(\d+)")
 
 
 def parse_step(location: Location) -> int | None:
-    """The step in the directory's name, or in its parent's (verl: ``global_step_3/actor``)."""
+    """Return the step in the directory's name, or in its parent's (``global_step_3/actor``)."""
     near = (folder.name for folder in (location, location.above()))
     found = map(_STEP.fullmatch, near)
     return next((int(match[1]) for match in found if match), None)
 
 
 def detect_framework(location: Location, found: ParsedTree, run: Run | None) -> str:
-    """Return who wrote the checkpoint, as far as the names of its files tell.
+    """Return the framework that wrote the checkpoint, as far as names tell.
 
     Args:
         run: of our trainer, where its document lies there.
@@ -50,7 +50,7 @@ def detect_framework(location: Location, found: ParsedTree, run: Run | None) -> 
 
 
 def describe_files(location: Location) -> str:
-    """The kinds of files that there are."""
+    """Return the kinds of files that there are."""
     if location.chosen:
         return "state dict"
     kinds = []
@@ -62,7 +62,7 @@ def describe_files(location: Location) -> str:
 
 
 def find_versions(found: ParsedTree) -> dict[str, str]:
-    """The libraries' versions, where a part says them."""
+    """Return the versions of libraries that a part states."""
     root = found.root if isinstance(found.root, dict) else {}
     version = root.get("pytorch-lightning_version")
     return {"lightning": str(version)} if isinstance(version, str) else {}

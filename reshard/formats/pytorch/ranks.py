@@ -1,4 +1,4 @@
-"""Files that ranks saved: which belong together, by their names, and all of them as one."""
+"""Group the files that ranks saved by their names, and join those of one group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WORLD = re.compile(r"world_size_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one name that ranks saved, opened."""
+    """The opened files of one name that ranks saved."""
 
     files: Mapping[int, TorchFile]
     trees: Mapping[int, Any]
@@ -38,12 +38,12 @@ class RankFiles:
         return cls(opened, {rank: tree.convert_file(file, rank) for rank, file in opened.items()})
 
     def only(self, ranks: Container[int]) -> RankFiles:
-        """Those of some ranks."""
+        """Return the files of some ranks."""
         held = {rank: file for rank, file in self.files.items() if rank in ranks}
         return RankFiles(held, {rank: self.trees[rank] for rank in held})
 
     def joined(self, place: object) -> ParsedTree:
-        """One tree of all.
+        """Join all files into one tree.
 
         Raises:
             CorruptError: the ranks contradict each other.
@@ -61,7 +61,7 @@ class RankFiles:
 
 
 def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
-    """Whether numbers in names are ranks without a word that says so: shards lie in the files.
+    """Return whether bare numbers in names are ranks, because the files have shards.
 
     ``model_0.pt`` and ``model_1.pt`` may as well be two epochs.
     """
@@ -73,7 +73,7 @@ def _is_numbered_by_rank(files: Mapping[str, Path]) -> bool:
 
 
 def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
-    """Rank -> file, by what the files' names have in common; a file by itself is rank 0's.
+    """Group files by the common part of their names: rank -> file; a single file is rank 0's.
 
     Raises:
         IncompleteError: a rank between others, or of a stated world size, has no file.

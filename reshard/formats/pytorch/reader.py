@@ -1,4 +1,4 @@
-"""Every part that PyTorch-native training left at a place, as one manifest."""
+"""Read every part that PyTorch-native training left in a directory as one manifest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(
     model: str | None = None,
     wrap: str | None = None,
 ) -> Manifest:
-    """Every part at a place, as one manifest; a file that is no rank's, by itself.
+    """Read every part of a checkpoint as one manifest, or one file by itself.
 
     Args:
         key: which state dict is the model, dotted.
@@ -99,7 +99,7 @@ Collected = tuple[ParsedTree, list[str]]  # with what is to be said of it
 def _read_stages(
     location: Location, key: str | None, chosen: str | None
 ) -> tuple[list[Collected], str | None]:
-    """What each pipeline stage saved, as `_collect_parts` has it; one where there is no pipeline.
+    """Read what each pipeline stage saved, like `_collect_parts`; one tree without a pipeline.
 
     Args:
         chosen: the rank's file that the user gave.
@@ -137,7 +137,7 @@ def _read_stages(
 def _select_checkpoint(
     families: dict[str, RankFiles], wanted: str | None
 ) -> tuple[dict[str, RankFiles], list[str]]:
-    """Without the other checkpoints, whole by themselves, that lie beside the one that is meant."""
+    """Return the selected checkpoint without complete other ones beside it."""
     if wanted is None:
         return families, []
     others = [s for s, held in families.items() if s != wanted and _is_checkpoint(held)]
@@ -146,7 +146,7 @@ def _select_checkpoint(
 
 
 def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
-    """Which of a run's checkpoints that lie in one directory is meant; None where they are none.
+    """Return the selected one of several checkpoints of a run in one directory; None without.
 
     Composer's ``latest-rank0.pt``, else the highest number (``ep1-ba20-rank0.pt``).
     """
@@ -159,7 +159,7 @@ def _find_newest(families: Mapping[str, RankFiles]) -> str | None:
 
 
 def _is_checkpoint(family: RankFiles) -> bool:
-    """Whether a file has a model and, beside it, an optimizer or the step that it is of."""
+    """Return whether a file has a model with an optimizer or a step."""
     for root in family.trees.values():
         with contextlib.suppress(UnrecognisedError, UsageError):  # no model, or no telling which
             held = sections.find(root, "")
@@ -168,7 +168,7 @@ def _is_checkpoint(family: RankFiles) -> bool:
 
 
 def _read_stage_alone(location: Location, families: Mapping[str, RankFiles]) -> ParsedTree:
-    """A later stage's files; what lies beside is the first one's."""
+    """Read a later stage's files; files beside them are the first stage's."""
     found = ParsedTree({}, str(location), {})
     for stem, files in families.items():
         _add_part(found, None if len(families) == 1 else stem, files.joined(location))
@@ -176,7 +176,7 @@ def _read_stage_alone(location: Location, families: Mapping[str, RankFiles]) -> 
 
 
 def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int]]:
-    """The ranks of each pipeline stage: none has a parameter of another's; else nothing."""
+    """Return the ranks of each pipeline stage, if no stage has a parameter of another."""
     names: dict[int, set[str]] = {}
     for family in families:
         if len(family.files) > 1:
@@ -193,7 +193,7 @@ def _find_stages(families: Iterable[RankFiles], key: str | None) -> list[set[int
 def _join_stages(
     saved: Sequence[Collected], origin: Origin, key: str | None, model_hint: ModelHint | None
 ) -> Manifest:
-    """The checkpoint of all pipeline stages, whose optimizers count each its own parameters."""
+    """Join all pipeline stages, whose optimizers each number their own parameters."""
     held = [
         assemble.build_manifest(found, origin, key=key, warnings=warnings)
         for found, warnings in saved
@@ -212,7 +212,7 @@ def _join_stages(
 def _collect_parts(
     location: Location, families: dict[str, RankFiles], warnings: list[str]
 ) -> Collected:
-    """One tree of all parts, each under the name of its file or folder."""
+    """Collect all parts into one tree, each under the name of its file or folder."""
     found = ParsedTree({}, str(location), {})
     if dcp.detect(location):
         _add_part(found, None, reader.read(location))
@@ -238,7 +238,7 @@ def _collect_parts(
 
 
 def _add_part(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
-    """Add a part's tree to the whole, at the top where it has no name."""
+    """Add a part's tree to the whole, at the top level if it has no name."""
     added = (
         part.root if name is None and isinstance(part.root, dict) else {name or "state": part.root}
     )
@@ -262,7 +262,7 @@ def _add_part(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
 
 
 def _find_safetensors(location: Location) -> dict[str, Path]:
-    """Full weights in safetensors, by the name of their model."""
+    """Return full weights in safetensors, by the name of their model."""
     found = {
         Path(name).stem: path for name, path in location.files.items() if _WEIGHTS.fullmatch(name)
     }

@@ -22,7 +22,7 @@ def lay_out(
     model: ModelShapes | None = None,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """One file as a script without sharding saves it: the optimizer is ``torch.optim``'s own."""
+    """Lay out one file as a script without sharding saves it, with ``torch.optim``'s own state."""
     root: dict[str, Any] = {
         "model": OrderedDict(torch_state_dict.build_weights(state, dtype=dtype))
     }

@@ -1,4 +1,4 @@
-"""Directories of training libraries, laid out: Accelerate's and HF Trainer's.
+"""Lay out the directories of training libraries: Accelerate's and HF Trainer's.
 
 `pytorch` reads both.
 """

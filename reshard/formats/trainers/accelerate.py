@@ -1,4 +1,4 @@
-"""Lay out what Accelerate saves of DDP and of one process: whole weights, the optimizer by index.
+"""Lay out Accelerate's files of DDP and of one process: whole weights, the optimizer by index.
 
     model.safetensors    the model's state dict, without DDP's ``module.``: Accelerate keeps
                          the model that it was given, and wraps it afterwards
@@ -60,7 +60,7 @@ def lay_out_unsharded(
 
 
 def lay_out_accelerate_extras(state: Training, ranks: int) -> Iterator[Skeleton]:
-    """What Accelerate's ``load_state`` wants beside weights and optimizer.
+    """Yield the files that Accelerate's ``load_state`` needs beside weights and optimizer.
 
     It finds its count of steps among each rank's random states; where those are of ranks that are
     gone, it goes on without them (``load_accelerator_state``).

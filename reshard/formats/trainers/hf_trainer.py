@@ -39,7 +39,7 @@ _MICRO = "train_micro_batch_size_per_gpu"
 
 
 def name_directory(state: Training) -> str:
-    """``checkpoint-N``."""
+    """Return the directory's name, ``checkpoint-N``."""
     return f"checkpoint-{state.step()}"
 
 
@@ -51,7 +51,7 @@ def is_checkpoint(name: str) -> bool:
 def lay_out_run(
     state: Training, held: Skeleton, *, ranks: int, deepspeed: bool, weights_only: bool
 ) -> Skeleton:
-    """The run directory around one form of weights and optimizer."""
+    """Lay out the run directory around one form of weights and optimizer."""
     beside = () if weights_only else _lay_out_extras(state, ranks, deepspeed=deepspeed)
     parts = [held, *beside]
     return skeletons.move_into(skeletons.join(parts), name_directory(state))
@@ -65,7 +65,7 @@ def lay_out_unsharded(
     model: ModelShapes | None = None,
     dtype: DType | None = None,
 ) -> Skeleton:
-    """Weights in safetensors, and ``torch.optim``'s own state, with names beside its numbers."""
+    """Lay out weights in safetensors, and ``torch.optim``'s state with names for its numbers."""
     tensors = [
         (weight.value, torch_state_dict.choose_weight_dtype(weight, dtype))
         for weight in state.weights
@@ -97,7 +97,7 @@ def _lay_out_extras(state: Training, ranks: int, *, deepspeed: bool) -> Iterator
 
 
 def build_scheduler(state: Training) -> Any:
-    """The source's, if it is one of torch's; else a ``LambdaLR`` at the same step.
+    """Return the source's scheduler if it is torch's; else a ``LambdaLR`` at the same step.
 
     That keeps the rates with which the run to come makes it.
     """
@@ -121,12 +121,12 @@ def _is_torch_scheduler(found: Any) -> bool:
 
 
 def _is_deepspeed_scheduler(found: Any) -> bool:
-    """Of DeepSpeed's own schedulers, which its model states hold."""
+    """Return whether it is one of DeepSpeed's own schedulers, which its model states hold."""
     return isinstance(found, dict) and "last_batch_iteration" in found
 
 
 def _build_trainer_state(state: Training) -> dict[str, Any]:
-    """A ``trainer_state.json``; the Trainer counts on from its step, and obeys its intervals."""
+    """Build a ``trainer_state.json``; the Trainer continues from its step and intervals."""
     return {
         "epoch": 0,
         "global_step": state.step(),
@@ -140,7 +140,7 @@ def _build_trainer_state(state: Training) -> dict[str, Any]:
 
 
 def _needs_trainer_state(state: Training) -> bool:
-    """Return whether the source has no account of HF Trainer that goes along."""
+    """Return whether the source has no ``trainer_state.json`` of HF Trainer to copy."""
     account = state.manifest.train.trainer_state
     return account is None or trainer_run.is_document(account)
 
@@ -155,7 +155,7 @@ def _find_micro_batch(state: Training) -> int:
 
 
 def describe_derived(state: Training, *, deepspeed: bool, weights_only: bool) -> Iterator[str]:
-    """What is derived beside weights and optimizer."""
+    """Yield notes about what is derived beside weights and optimizer."""
     if weights_only:
         return
     found = _get_scheduler(state)
