@@ -143,13 +143,18 @@ def add_message(text: str) -> None:
     _interrupts.messages.append(text)
 
 
+def _is_main_thread() -> bool:
+    # `current_thread` would leave an object behind for every thread that `threads` starts.
+    return threading.get_ident() == threading.main_thread().ident
+
+
 @contextlib.contextmanager
 def checked() -> Iterator[None]:
     """In the block, handlers of the signals that end a program run only when `check` is called.
 
     They run at the end of the outermost block at the latest, unless the block raises an error.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         yield
         return
     if not _recorder.blocks:
@@ -173,7 +178,7 @@ def deferred() -> Iterator[None]:
     A signal mask would not do: the system would give the signal to another thread, and Python
     would still run the handler in this one.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
         yield
         return
     with checked():
@@ -188,5 +193,5 @@ def check() -> None:
     """Run the handlers that wait for this call: after a Ctrl-C, raise KeyboardInterrupt."""
     if not _recorder.recorded or _recorder.deferrals:
         return
-    if threading.current_thread() is threading.main_thread():
+    if _is_main_thread():
         _recorder.run_handlers()

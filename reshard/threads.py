@@ -5,7 +5,9 @@ A signal interrupts the wait for a result, never a start or the final join (`sig
 
 from __future__ import annotations
 
+import _thread
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -29,7 +31,7 @@ class ThreadGroup:
     """
 
     def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_Thread] = []
         self._ended: SimpleQueue[tuple[str, BaseException | None]] = SimpleQueue()
         self._signals = signals.checked()
 
@@ -53,28 +55,35 @@ class ThreadGroup:
         Raises:
             MemoryError: the system gives no more threads, or no memory for one.
         """
-        thread = threading.Thread(target=self._run, args=(act, name), name=name)
         try:
-            thread.start()
+            thread = _Thread(lambda: self._run(act, name))
         except RuntimeError as error:  # "can't start new thread", which says no more than that
             raise MemoryError(f"the system gives no more threads: {error}") from error
         self._threads.append(thread)
 
     def wait(self) -> str:
-        """Wait until one more thread ends and return its name, or raise what it raised."""
-        while True:
-            signals.check()
-            try:
-                name, error = self._ended.get(timeout=_CHECK_SECONDS)
-                break
-            except Empty:
-                continue
+        """Wait until one more thread ends and return its name, or raise what it raised.
+
+        Raises:
+            MemoryError: a thread ended without saying so, because it had no memory to.
+        """
+        name, error = self._take_ended()
         if error is not None:
             try:
                 raise error
             finally:
                 del error  # break the reference cycle between the error and its traceback
         return name
+
+    def _take_ended(self) -> tuple[str, BaseException | None]:
+        while True:
+            signals.check()
+            all_ended = not any(thread.is_alive for thread in self._threads)
+            try:
+                return self._ended.get(timeout=0 if all_ended else _CHECK_SECONDS)
+            except Empty:
+                if all_ended:
+                    raise MemoryError("a thread had no memory to run") from None
 
     def _run(self, act: Callable[[], object], name: str) -> None:
         try:
@@ -83,6 +92,46 @@ class ThreadGroup:
             self._ended.put((name, error))
         else:
             self._ended.put((name, None))
+
+
+class _Thread:
+    """A thread whose end is noticed even if it dies before it runs its first line of Python.
+
+    `threading.Thread.start` waits until the thread says that it runs. A thread that gets no memory
+    for its first frame never says so, and `start` never returns (CPython 3.11 to 3.14
+    ``Lib/threading.py``).
+
+    Raises:
+        RuntimeError: the system gives no more threads.
+    """
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        ended = threading.Lock()
+        ended.acquire()
+        held = _Held()  # by the thread alone, until it ends in whatever way
+        self._held, self._ended = weakref.ref(held), ended
+        _thread.start_new_thread(_run_and_release, (run, ended, held))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._held() is not None
+
+    def join(self) -> None:
+        """Wait until the thread ends."""
+        while self.is_alive and not self._ended.acquire(timeout=_CHECK_SECONDS):
+            pass
+
+
+class _Held:
+    __slots__ = ("__weakref__",)
+
+
+def _run_and_release(run: Callable[[], object], ended: threading.Lock, _held: _Held) -> None:
+    try:
+        run()
+    finally:
+        ended.release()
 
 
 def parallel_for(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -90,11 +90,11 @@ def test_a_tensor_without_a_name_is_written(tmp_path, name):
 def test_a_system_without_memory_for_a_thread_is_no_bug(plain, tmp_path, monkeypatch, capsys):
     """What RLIMIT_AS comes to: CPython says that it cannot start a thread, and no more."""
 
-    def refused(_thread):
+    def refused(_run, _arguments):
         raise RuntimeError("can't start new thread")
 
     out = tmp_path / "out.safetensors"
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(_thread, "start_new_thread", refused)
     monkeypatch.setattr(sys, "argv", ["reshard", "merge", str(plain), str(out)])
     with pytest.raises(SystemExit) as ended:
         main()
