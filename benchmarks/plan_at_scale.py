@@ -33,7 +33,7 @@ from reshard.box import whole
 from reshard.commands.output import check_overlaps
 from reshard.dtypes import DType
 from reshard.formats import registry
-from reshard.formats.megatron.write.choice import Described, Wanted
+from reshard.formats.megatron.write.choice import Described, MegatronOptions
 from reshard.formats.request import Request
 from reshard.manifest import (
     Entry,
@@ -48,7 +48,7 @@ from reshard.manifest import (
     index_entries,
 )
 from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.rules import builtin
+from reshard.model_parallel.rules import load_table
 from reshard.model_parallel.sizes import Sizes
 from reshard.plan.planner import Plan
 from reshard.training.state import training
@@ -200,8 +200,8 @@ def moe(ranks: int, is_source: bool) -> Request:
     return Request(
         world_size=ranks,
         parallel=sizes,
-        own=Wanted(sizes=sizes, data=data, distributed=True),
-        described=Described(builtin("megatron"), known, ARGS),
+        own=MegatronOptions(sizes=sizes, data=data, distributed=True),
+        described=Described(load_table("megatron"), known, ARGS),
     )
 
 

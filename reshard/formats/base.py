@@ -55,9 +55,9 @@ def describe_by_megatron_args(manifest: Manifest) -> Traits | None:
     args = manifest.train.client.get("args")
     state = args.get("state") if isinstance(args, Mapping) else None
     if isinstance(state, Mapping) and state.keys() >= _MEGATRON_ARGS:
-        from reshard.model_parallel.megatron_traits import of_megatron
+        from reshard.model_parallel.megatron_traits import parse_args
 
-        return of_megatron(state, manifest.origin.path)
+        return parse_args(state, manifest.origin.path)
     return None
 
 

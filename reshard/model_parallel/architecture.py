@@ -28,7 +28,7 @@ class Architecture:
     experts: int | None = None
     tied: bool | None = None
 
-    def need(self, name: str) -> int:
+    def require(self, name: str) -> int:
         """A number that a rule cannot do without.
 
         Raises:

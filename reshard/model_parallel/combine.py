@@ -9,14 +9,14 @@ from reshard.box import Index
 from reshard.errors import CorruptError, IncompleteError
 from reshard.join import join
 from reshard.manifest import Entry, Key, Manifest
-from reshard.model_parallel.moves import side_by_side
-from reshard.model_parallel.shards import Split, gathered
+from reshard.model_parallel.moves import align_copies
+from reshard.model_parallel.shards import Split, gather
 
 SplitOf = Callable[[str, Index], Split]
 _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again as a whole"
 
 
-def tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
+def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
     """The manifests of tensor-parallel ranks of one stage, in rank order, made one.
 
     Args:
@@ -30,12 +30,12 @@ def tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
     entries = []
     for key in names:
         held = next(rank.entries[key] for rank in ranks if key in rank.entries)
-        pieces = [rank.entries.get(key) or _nothing(rank, held) for rank in ranks]
-        entries.append(gathered(pieces, split_of(key[1], pieces[0].shape)))
+        pieces = [rank.entries.get(key) or _make_empty_piece(rank, held) for rank in ranks]
+        entries.append(gather(pieces, split_of(key[1], pieces[0].shape)))
     return join(ranks, entries)
 
 
-def _nothing(rank: Manifest, held: Entry) -> Entry:
+def _make_empty_piece(rank: Manifest, held: Entry) -> Entry:
     """The piece of a rank whose part of the parameter is empty: optimizers leave such parts out.
 
     Raises:
@@ -50,7 +50,7 @@ def _nothing(rank: Manifest, held: Entry) -> Entry:
     return replace(held, shape=part.shape, chunks=())
 
 
-def stages(ranks: Sequence[Manifest]) -> Manifest:
+def join_stages(ranks: Sequence[Manifest]) -> Manifest:
     """The manifests of pipeline stages, or of expert-parallel ranks, in rank order, made one.
 
     A tensor that several hold is a replica on each.
@@ -72,5 +72,5 @@ def stages(ranks: Sequence[Manifest]) -> Manifest:
                     f" {held.dtype.name} {held.shape} on another rank",
                     _MIXED,
                 )
-            found[key] = replace(held, chunks=side_by_side(held.chunks, entry.chunks))
+            found[key] = replace(held, chunks=align_copies(held.chunks, entry.chunks))
     return join(ranks, found.values())

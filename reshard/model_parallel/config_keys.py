@@ -68,7 +68,7 @@ NEUTRAL: Mapping[str, Any] = {
 }
 
 
-def changing(
+def find_changing_keys(
     config: Mapping[str, Any],
     implemented: Mapping[str, Any],
     neutral: Mapping[str, Any],

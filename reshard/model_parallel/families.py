@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.errors import UnsupportedError, UsageError
 from reshard.model_parallel import config_keys, yarn
-from reshard.model_parallel.rules import Table, builtin, builtin_document
+from reshard.model_parallel.rules import Table, load_document, load_table
 from reshard.model_parallel.traits import Traits
 
 TABLES = ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox", "bloom")  # the more usual first
@@ -53,7 +53,7 @@ class Family:
         """Name of its class in transformers."""
         return str(self.config["model_type"])
 
-    def unlike(self, traits: Traits) -> list[str]:
+    def find_mismatches(self, traits: Traits) -> list[str]:
         """In what a model differs from this family; nothing if it is of it."""
         found = [*traits.odd]
         for name, wanted in self.when.items():
@@ -63,13 +63,13 @@ class Family:
                 found.append(f"{name} is {value}, not {' or '.join(map(str, allowed))}")
         return found
 
-    def config_of(self, traits: Traits) -> dict[str, Any]:
+    def make_config(self, traits: Traits) -> dict[str, Any]:
         """The config.json of such a model.
 
         Raises:
             UsageError: the source does not say what it needs.
         """
-        return {key: _filled(key, value, traits) for key, value in self.config.items()}
+        return {key: _fill_line(key, value, traits) for key, value in self.config.items()}
 
     def differences(
         self, config: Mapping[str, Any], traits: Traits
@@ -84,7 +84,7 @@ class Family:
         Yields:
             The config's key, the model's value, and the config's.
         """
-        flat = _flat(config, self)
+        flat = _flatten_config(config, self)
         for key, line in self.config.items():
             match = _FIELD.fullmatch(line) if isinstance(line, str) else None
             if key in _NAMING or key not in flat or (flat[key] is None and not _may_be_null(match)):
@@ -102,7 +102,7 @@ def _may_be_null(field_of_line: re.Match[str] | None) -> bool:
 def _is_same(value: Any, held: Any, positions: int | None) -> bool:
     """Whether two values of a config's key make the same model."""
     if isinstance(value, Mapping) or isinstance(held, Mapping):
-        return _scaling(value, positions) == _scaling(held, positions)
+        return _normalize_scaling(value, positions) == _normalize_scaling(held, positions)
     if isinstance(value, (int, float)) and isinstance(held, (int, float)):
         return isclose(value, held, rel_tol=1e-6)
     if isinstance(value, (list, tuple)) and isinstance(held, (list, tuple)):
@@ -110,7 +110,7 @@ def _is_same(value: Any, held: Any, positions: int | None) -> bool:
     return bool(_ALIKE.get(value, value) == _ALIKE.get(held, held))
 
 
-def _scaling(value: Any, positions: int | None) -> dict[str, Any]:
+def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
     """Return a ``rope_scaling`` in a form that compares; empty for none.
 
     Args:
@@ -122,11 +122,11 @@ def _scaling(value: Any, positions: int | None) -> dict[str, Any]:
     if kind in (None, "default"):
         return {}
     return {"rope_type": kind} | (
-        yarn.as_megatron(stated, positions) if kind == yarn.KIND else stated
+        yarn.make_args(stated, positions) if kind == yarn.KIND else stated
     )
 
 
-def _filled(key: str, value: Any, traits: Traits) -> Any:
+def _fill_line(key: str, value: Any, traits: Traits) -> Any:
     match = _FIELD.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -141,22 +141,22 @@ def _filled(key: str, value: Any, traits: Traits) -> Any:
 
 
 @cache
-def families() -> Mapping[str, Family]:
+def load_families() -> Mapping[str, Family]:
     """Every family of a model that Megatron trains, by name, the more usual ones first."""
-    return {family.name: family for table in TABLES for family in _of_table(table)}
+    return {family.name: family for table in TABLES for family in _parse_families(table)}
 
 
 @cache
-def meta() -> Family:
+def load_meta_family() -> Family:
     """Llama, of Meta's own files."""
-    return replace(families()["llama"], table=builtin(_META))
+    return replace(load_families()["llama"], table=load_table(_META))
 
 
-def _of_table(name: str) -> Iterator[Family]:
-    for model, section in builtin_document(name)["families"].items():
+def _parse_families(name: str) -> Iterator[Family]:
+    for model, section in load_document(name)["families"].items():
         yield Family(
             model,
-            builtin(name),
+            load_table(name),
             section["when"],
             section["config"],
             section.get("neutral", {}),
@@ -166,31 +166,31 @@ def _of_table(name: str) -> Iterator[Family]:
 
 def is_known(name: object) -> bool:
     """Whether it is a family's name, or a ``model_type`` of one."""
-    return bool(_called(name))
+    return bool(_find_families(name))
 
 
-def _called(name: object) -> list[Family]:
-    return [f for f in families().values() if name in (f.name, f.model_type)]
+def _find_families(name: object) -> list[Family]:
+    return [f for f in load_families().values() if name in (f.name, f.model_type)]
 
 
-def need(traits: Traits, name: str | None = None) -> Family:
+def choose_family(traits: Traits, name: str | None = None) -> Family:
     """The family that the user names, else the one that fits.
 
     Raises:
         UsageError: there is none of that name.
         UnsupportedError: the model differs from it, or none fits; naming in what.
     """
-    found = of_name(name) if name is not None else list(families().values())
-    fits = next((family for family in found if not family.unlike(traits)), None)
+    found = get_families(name) if name is not None else list(load_families().values())
+    fits = next((family for family in found if not family.find_mismatches(traits)), None)
     if fits is not None:
         return fits
-    nearest = min(found, key=lambda family: len(family.unlike(traits)))
-    differs = "; ".join(nearest.unlike(traits))
+    nearest = min(found, key=lambda family: len(family.find_mismatches(traits)))
+    differs = "; ".join(nearest.find_mismatches(traits))
     if name is not None:
         raise UnsupportedError(
             traits.source,
             f"is no {name} model: {differs}",
-            f"name another family with --family: {', '.join(families())}; or --names source",
+            f"name another family with --family: {', '.join(load_families())}; or --names source",
         )
     raise UnsupportedError(
         traits.source,
@@ -200,17 +200,17 @@ def need(traits: Traits, name: str | None = None) -> Family:
     )
 
 
-def of_name(name: str) -> list[Family]:
+def get_families(name: str) -> list[Family]:
     """The families of a name, or of a config's ``model_type``.
 
     Raises:
         UsageError: there is none.
     """
-    found = _called(name)
+    found = _find_families(name)
     if not found:
         raise UsageError(
             f"family {name!r}",
-            f"is none that reshard has a table of: {', '.join(families())}",
+            f"is none that reshard has a table of: {', '.join(load_families())}",
             "name one whose names are the same with --family NAME",
         )
     return found
@@ -219,7 +219,7 @@ def of_name(name: str) -> list[Family]:
 # The other way: traits of a config
 
 
-def of_config(
+def read_config(
     config: Mapping[str, Any],
     source: str,
     name: str | None = None,
@@ -237,23 +237,27 @@ def of_config(
         UnsupportedError: the config says what models of the family do not have.
     """
     model_type = str(config.get("model_type"))
-    found = of_name(name) if name is not None else _called(model_type) or _alike(model_type)
+    found = (
+        get_families(name)
+        if name is not None
+        else _find_families(model_type) or _find_alike(model_type)
+    )
     if not found:
         raise UnsupportedError(
             source,
             f"describes a {model_type} model, and reshard has tables of the names of"
-            f" {', '.join(families())}",
+            f" {', '.join(load_families())}",
             _KEEP_NAMES,
         )
     nearest: tuple[Family, list[str]] | None = None
     for family in found:
-        flat = _flat(config, family)
-        traits, odd = _traits(family, flat, source)
+        flat = _flatten_config(config, family)
+        traits, odd = _read_traits(family, flat, source)
         if model_type not in (family.model_type, *family.alike):
             odd.append(f"model_type is {model_type!r}")
-        defaults = _flat(defaults_of(family.model_type), family)
-        odd += config_keys.changing(flat, family.config, family.neutral, defaults)
-        problems = [*odd, *family.unlike(traits)]
+        defaults = _flatten_config(defaults_of(family.model_type), family)
+        odd += config_keys.find_changing_keys(flat, family.config, family.neutral, defaults)
+        problems = [*odd, *family.find_mismatches(traits)]
         if not problems:
             return family, traits
         if nearest is None or len(problems) < len(nearest[1]):
@@ -268,11 +272,13 @@ def of_config(
     )
 
 
-def _alike(model_type: str) -> list[Family]:
-    return [family for family in families().values() if model_type in family.alike]
+def _find_alike(model_type: str) -> list[Family]:
+    return [family for family in load_families().values() if model_type in family.alike]
 
 
-def _traits(family: Family, config: Mapping[str, Any], source: str) -> tuple[Traits, list[str]]:
+def _read_traits(
+    family: Family, config: Mapping[str, Any], source: str
+) -> tuple[Traits, list[str]]:
     """What a family's lines read in a config, and what they cannot."""
     own = {field.name for field in fields(Traits)}
     values: dict[str, Any] = {
@@ -305,7 +311,7 @@ def _traits(family: Family, config: Mapping[str, Any], source: str) -> tuple[Tra
     )
 
 
-def _flat(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _flatten_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return a config with the key names that the family's table has.
 
     transformers 5 keeps rotary positions in ``rope_parameters``, and calls the number of experts

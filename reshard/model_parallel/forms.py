@@ -21,13 +21,13 @@ from functools import lru_cache
 from reshard.box import Index
 from reshard.errors import CorruptError, UsageError
 from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.moves import Move, row_moves
+from reshard.model_parallel.moves import Move, make_row_moves
 
 PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """``count`` neighbouring rows of a part; in the fused tensor they lie ``step`` apart."""
 
     part: int
@@ -42,7 +42,7 @@ class Form:
     """A fused tensor: how many rows each part of it has, and where they lie."""
 
     parts: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
 
     def cut(self, shape: Index) -> Iterator[tuple[Index, tuple[Move, ...]]]:
         """Of each part its shape, and the moves that make it of the fused tensor."""
@@ -51,7 +51,7 @@ class Form:
                 move
                 for run in self.runs
                 if run.part == part
-                for move in row_moves(shape, [(run.fused, run.row, run.count)], run.step)
+                for move in make_row_moves(shape, [(run.fused, run.row, run.count)], run.step)
             )
             yield (rows, *shape[1:]), tuple(moves)
 
@@ -61,12 +61,12 @@ class Form:
             shape = (rows, *tail)
             yield tuple(
                 move
-                for row, fused, count, step in _turned(r for r in self.runs if r.part == part)
-                for move in row_moves(shape, [(row, fused, count)], step)
+                for row, fused, count, step in _reverse_runs(r for r in self.runs if r.part == part)
+                for move in make_row_moves(shape, [(row, fused, count)], step)
             )
 
 
-def _turned(runs: Iterable[Run]) -> Iterator[tuple[int, int, int, int]]:
+def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]:
     """(part's row, fused row, count, step in the part) of runs of neighbours in the fused tensor.
 
     Runs whose rows are neighbours there already stay as they are; of the others, rows that have
@@ -93,7 +93,7 @@ def _turned(runs: Iterable[Run]) -> Iterator[tuple[int, int, int, int]]:
 
 
 @lru_cache(maxsize=256)
-def form(name: str, rows: int, model: Architecture) -> Form:
+def make_form(name: str, rows: int, model: Architecture) -> Form:
     """The form of a fused tensor of so many rows.
 
     Raises:
@@ -103,13 +103,13 @@ def form(name: str, rows: int, model: Architecture) -> Form:
     return _FORMS[name](rows, model)
 
 
-def of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
+def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
     """The form of a tensor that is fused of parts of so many rows each.
 
     Raises:
         CorruptError: it has others.
     """
-    found = form(name, sum(parts), model)
+    found = make_form(name, sum(parts), model)
     if found.parts != tuple(parts):
         raise CorruptError(
             model.source, f"wants parts of {list(found.parts)} rows, there are {list(parts)}"
@@ -117,19 +117,19 @@ def of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
     return found
 
 
-def _plain(rows: int, _model: Architecture) -> Form:
-    return Form((rows,), (Run(0, 0, 0, rows),))
+def _make_plain(rows: int, _model: Architecture) -> Form:
+    return Form((rows,), (RowRun(0, 0, 0, rows),))
 
 
-def _gate_up(rows: int, model: Architecture) -> Form:
+def _make_gate_up(rows: int, model: Architecture) -> Form:
     if rows % 2:
         raise UsageError(model.source, f"{rows} rows are no gate and up of the same size")
     half = rows // 2
-    return Form((half, half), (Run(0, 0, 0, half), Run(1, 0, half, half)))
+    return Form((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
 
 
-def _qkv(rows: int, model: Architecture) -> Form:
-    heads, groups = model.need("heads"), model.need("groups")
+def _make_qkv(rows: int, model: Architecture) -> Form:
+    heads, groups = model.require("heads"), model.require("groups")
     size = model.head_dim or rows // (heads + 2 * groups)
     if heads % groups or rows != (heads + 2 * groups) * size:
         raise UsageError(
@@ -143,27 +143,27 @@ def _qkv(rows: int, model: Architecture) -> Form:
     for group in range(groups):
         at = group * (queries + 2 * size)
         runs += [
-            Run(0, group * queries, at, queries),
-            Run(1, group * size, at + queries, size),
-            Run(2, group * size, at + queries + size, size),
+            RowRun(0, group * queries, at, queries),
+            RowRun(1, group * size, at + queries, size),
+            RowRun(2, group * size, at + queries + size, size),
         ]
     return Form((heads * size, groups * size, groups * size), tuple(runs))
 
 
-def _qkv_stacked(rows: int, model: Architecture) -> Form:
-    apart = _qkv(rows, model)
+def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
+    apart = _make_qkv(rows, model)
     starts = (0, apart.parts[0], apart.parts[0] + apart.parts[1])
-    runs = tuple(Run(0, starts[r.part] + r.row, r.fused, r.count) for r in apart.runs)
+    runs = tuple(RowRun(0, starts[r.part] + r.row, r.fused, r.count) for r in apart.runs)
     return Form((rows,), runs)
 
 
-def _rope(rows: int, model: Architecture) -> Form:
-    size = model.need("head_dim")
+def _make_rope(rows: int, model: Architecture) -> Form:
+    size = model.require("head_dim")
     if rows % size or size % 2:
         raise UsageError(model.source, f"{rows} rows are no heads of {size}")
     half = size // 2
     runs = (
-        Run(0, head * size + odd * half, head * size + odd, half, 2)
+        RowRun(0, head * size + odd * half, head * size + odd, half, 2)
         for head in range(rows // size)
         for odd in range(2)
     )
@@ -171,11 +171,11 @@ def _rope(rows: int, model: Architecture) -> Form:
 
 
 _FORMS: Mapping[str, Callable[[int, Architecture], Form]] = {
-    PLAIN: _plain,
-    "gate_up": _gate_up,
-    "qkv": _qkv,
-    "qkv_stacked": _qkv_stacked,
-    "rope": _rope,
+    PLAIN: _make_plain,
+    "gate_up": _make_gate_up,
+    "qkv": _make_qkv,
+    "qkv_stacked": _make_qkv_stacked,
+    "rope": _make_rope,
 }
 NAMES = tuple(_FORMS)
 PARTS: Mapping[str, int] = {"gate_up": 2, "qkv": 3}  # of the others one

@@ -19,7 +19,7 @@ _ARGUMENTS = fields(
 )
 
 
-def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
+def parse_args(args: Mapping[str, Any], source: str) -> Traits:
     """The traits in the arguments that Megatron-LM and its forks keep in a checkpoint.
 
     Args:
@@ -30,29 +30,29 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
     deepspeedai Megatron-DeepSpeed 4efb479 ``megatron/arguments.py``; bigscience's 8387ae1.
     """
     expect(source, args, _ARGUMENTS, "args")
-    heads, hidden = _number(args, "num_attention_heads"), _number(args, "hidden_size")
-    head_dim = _number(args, "kv_channels") or (hidden // heads if heads and hidden else None)
+    heads, hidden = _get_number(args, "num_attention_heads"), _get_number(args, "hidden_size")
+    head_dim = _get_number(args, "kv_channels") or (hidden // heads if heads and hidden else None)
     gated = bool(args.get("swiglu"))
     linear_bias = args.get("add_bias_linear", True) is not False
-    experts = _experts(args.get("num_experts"))
-    ffn = _number(args, "ffn_hidden_size") or (4 * hidden if hidden and not gated else None)
+    experts = _get_experts(args.get("num_experts"))
+    ffn = _get_number(args, "ffn_hidden_size") or (4 * hidden if hidden and not gated else None)
     return Traits(
         source=source,
-        layers=_number(args, "num_layers"),
+        layers=_get_number(args, "num_layers"),
         hidden=hidden,
         heads=heads,
-        groups=_groups(args, heads),
+        groups=_get_groups(args, heads),
         head_dim=head_dim,
         ffn=ffn,
-        vocab=_vocabulary(args),
-        padded_vocab=_number(args, "padded_vocab_size"),
-        positions=_positions(args),
-        max_positions=_number(args, "max_position_embeddings"),
+        vocab=_get_vocabulary(args),
+        padded_vocab=_get_number(args, "padded_vocab_size"),
+        positions=_get_positions(args),
+        max_positions=_get_number(args, "max_position_embeddings"),
         rope_theta=float(args.get("rotary_base") or args.get("rope_theta") or 10000),
         rotary_percent=float(args.get("rotary_percent") or 1.0),
-        rope_scaling=_rope_scaling(args),
-        window=_window(args),
-        activation="silu" if gated else _activation(args, linear_bias=linear_bias),
+        rope_scaling=_make_rope_scaling(args),
+        window=_get_window(args),
+        activation="silu" if gated else _get_activation(args, linear_bias=linear_bias),
         gated=gated,
         norm=str(args.get("normalization") or "layernorm").lower(),
         norm_eps=float(args.get("norm_epsilon") or args.get("layernorm_epsilon") or 1e-5),
@@ -62,21 +62,21 @@ def of_megatron(args: Mapping[str, Any], source: str) -> Traits:
         embedding_norm=bool(args.get("embed_layernorm")),
         residual_after_norm=bool(args.get("apply_residual_connection_post_layernorm")),
         experts=experts,
-        dense_layers=_dense_layers(args) if experts else (),
-        top_k=_number(args, "moe_router_topk") if experts else None,
-        expert_ffn=(_number(args, "moe_ffn_hidden_size") or ffn) if experts else None,
-        shared_ffn=_number(args, "moe_shared_expert_intermediate_size") if experts else None,
+        dense_layers=_list_dense_layers(args) if experts else (),
+        top_k=_get_number(args, "moe_router_topk") if experts else None,
+        expert_ffn=(_get_number(args, "moe_ffn_hidden_size") or ffn) if experts else None,
+        shared_ffn=_get_number(args, "moe_shared_expert_intermediate_size") if experts else None,
         shared_gate=bool(
             args.get("moe_use_shared_expert_gate") or args.get("moe_shared_expert_gate")
         ),
         renormalised=not args.get("moe_router_pre_softmax"),
-        aux_loss=_aux_loss(args),
+        aux_loss=_get_aux_loss(args),
         tied=not args.get("untie_embeddings_and_output_weights"),
-        odd=tuple(_odd(args, experts)),
+        odd=tuple(_list_unsupported(args, experts)),
     )
 
 
-def as_megatron(traits: Traits) -> dict[str, Any]:
+def make_args(traits: Traits) -> dict[str, Any]:
     """The arguments that make megatron-core build such a model: the way back of `of_megatron`.
 
     Raises:
@@ -95,8 +95,8 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
         "group_query_attention": traits.grouped,
         "num_query_groups": traits.groups if traits.grouped else 1,
         "max_position_embeddings": traits.max_positions,
-        "position_embedding_type": _position_type(traits, kind),
-        "rotary_base": _whole(traits.rope_theta or 10000),
+        "position_embedding_type": _get_position_type(traits, kind),
+        "rotary_base": _to_int(traits.rope_theta or 10000),
         "rotary_percent": traits.rotary_percent,
         "rotary_interleaved": False,
         "use_rope_scaling": kind == "llama3",
@@ -118,7 +118,7 @@ def as_megatron(traits: Traits) -> dict[str, Any]:
         "num_experts": traits.experts,
     }
     if kind == yarn.KIND:
-        args |= yarn.as_megatron(scaling, traits.max_positions)
+        args |= yarn.make_args(scaling, traits.max_positions)
     if traits.experts:
         dense = [int(number not in traits.dense_layers) for number in range(traits.layers or 0)]
         args |= {
@@ -143,7 +143,7 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
         *(["attention beside the feed-forward layer"] * traits.parallel_residual),
     ]
     if kind == yarn.KIND:
-        lacking += yarn.obstacles(scaling, traits.max_positions, traits.rotary_percent)
+        lacking += yarn.list_obstacles(scaling, traits.max_positions, traits.rotary_percent)
     elif scaling and (kind not in ("llama3", "linear") or not _is_built_in(scaling)):
         lacking.append(f"rotations scaled as {scaling}")
     if lacking:
@@ -152,13 +152,13 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
         )
 
 
-def _position_type(traits: Traits, kind: Any) -> str:
+def _get_position_type(traits: Traits, kind: Any) -> str:
     if traits.positions != "rope":
         return "learned_absolute"
     return yarn.KIND if kind == yarn.KIND else "rope"
 
 
-def _whole(value: float) -> float:
+def _to_int(value: float) -> float:
     """Return a number as an int where it is one: ``--rotary-base`` is an int on a command line."""
     return int(value) if float(value).is_integer() else value
 
@@ -169,47 +169,47 @@ def _is_built_in(scaling: Mapping[str, Any]) -> bool:
     return all(scaling.get(name, value) == value for name, value in known.items())
 
 
-def _number(args: Mapping[str, Any], name: str) -> int | None:
+def _get_number(args: Mapping[str, Any], name: str) -> int | None:
     value = args.get(name)
     return value if type(value) is int and value > 0 else None
 
 
-def _experts(value: Any) -> int | None:
+def _get_experts(value: Any) -> int | None:
     """Megatron-DeepSpeed has a list, ``[1]`` for none."""
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     return value if type(value) is int and value > 1 else None
 
 
-def _groups(args: Mapping[str, Any], heads: int | None) -> int | None:
+def _get_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
     """``num_query_groups`` is 1 by default, and counts only with ``group_query_attention``."""
     if args.get("group_query_attention"):
-        return _number(args, "num_query_groups")
-    return _number(args, "num_key_value_heads") or heads
+        return _get_number(args, "num_query_groups")
+    return _get_number(args, "num_key_value_heads") or heads
 
 
-def _vocabulary(args: Mapping[str, Any]) -> int | None:
+def _get_vocabulary(args: Mapping[str, Any]) -> int | None:
     """Rows of the embedding that are words.
 
     ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
     end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
     """
-    size = _number(args, "vocab_size")
+    size = _get_number(args, "vocab_size")
     if size is None:
         return None
     size += args.get("tokenizer_type") == "NullTokenizer"
-    return min(size, _number(args, "padded_vocab_size") or size)
+    return min(size, _get_number(args, "padded_vocab_size") or size)
 
 
-def _dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
+def _list_dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
     """Of ``moe_layer_freq``: N for experts in every N-th layer, or 0 and 1 for each."""
-    value, layers = args.get("moe_layer_freq"), _number(args, "num_layers") or 0
+    value, layers = args.get("moe_layer_freq"), _get_number(args, "num_layers") or 0
     if isinstance(value, (list, tuple)):
         return tuple(number for number, sparse in enumerate(value) if not sparse)
     every = value if type(value) is int and value > 0 else 1
     return tuple(number for number in range(layers) if number % every)
 
 
-def _positions(args: Mapping[str, Any]) -> str:
+def _get_positions(args: Mapping[str, Any]) -> str:
     if args.get("use_rotary_position_embeddings") or args.get("use_alibi_position_embeddings"):
         return "rope" if args.get("use_rotary_position_embeddings") else "alibi"
     value = args.get("position_embedding_type")
@@ -221,10 +221,10 @@ def _positions(args: Mapping[str, Any]) -> str:
     return _POSITIONS.get(str(value), str(value))
 
 
-def _rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _make_rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Llama 3.1's, with the numbers that Megatron has built in; YaRN; or linear interpolation."""
     if args.get("position_embedding_type") == yarn.KIND:
-        return yarn.of_megatron(args)
+        return yarn.parse_args(args)
     if args.get("use_rope_scaling"):
         return {
             "rope_type": "llama3",
@@ -237,7 +237,7 @@ def _rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return {"rope_type": "linear", "factor": float(factor)} if factor else None
 
 
-def _window(args: Mapping[str, Any]) -> int | None:
+def _get_window(args: Mapping[str, Any]) -> int | None:
     """Transformers counts the token itself, Megatron those before it."""
     window = args.get("window_size")
     if isinstance(window, (list, tuple)) and window and type(window[0]) is int and window[0] > 0:
@@ -245,20 +245,20 @@ def _window(args: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
+def _get_activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
     if args.get("squared_relu"):
         return "relu2"
     fused = bool(args.get("bias_gelu_fusion")) and linear_bias  # which is the tanh approximation
     return "gelu_pytorch_tanh" if fused or args.get("openai_gelu") else "gelu"
 
 
-def _aux_loss(args: Mapping[str, Any]) -> float:
+def _get_aux_loss(args: Mapping[str, Any]) -> float:
     value = args.get("moe_aux_loss_coeff")
     value = value[0] if isinstance(value, list) and value else value
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
+def _list_unsupported(args: Mapping[str, Any], experts: int | None) -> list[str]:
     norm_by = "norms that multiply by 1 + weight (apply_layernorm_1p)"
     found = {
         norm_by: args.get("apply_layernorm_1p"),
@@ -272,7 +272,7 @@ def _odd(args: Mapping[str, Any], experts: int | None) -> list[str]:
         ),
         "layers that predict more tokens (mtp_num_layers)": args.get("mtp_num_layers"),
         "positions by YaRN that args do not state (yarn_rotary_scaling_factor)": (
-            args.get("position_embedding_type") == yarn.KIND and yarn.of_megatron(args) is None
+            args.get("position_embedding_type") == yarn.KIND and yarn.parse_args(args) is None
         ),
         "an attention sink (softmax_type)": args.get("softmax_type") not in (None, "vanilla"),
         "residual connections scaled by depth (mup)": args.get("use_mup"),

@@ -23,16 +23,16 @@ class Move:
     step: int = 1
 
 
-def moved(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chunk]:
+def apply_moves(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chunk]:
     """The stored blocks of the source, as blocks of the target; what no move takes is left out."""
     for chunk in chunks:
         for move in moves:
-            taken = _taken(chunk, move)
+            taken = _apply_move(chunk, move)
             if taken is not None:
                 yield taken
 
 
-def _taken(chunk: Chunk, move: Move) -> Chunk | None:
+def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
     """The part of a chunk that a move takes."""
     origin, shape = list(move.target), []
     offset, strides = chunk.byte_offset, list(chunk.byte_strides)
@@ -56,7 +56,7 @@ def _taken(chunk: Chunk, move: Move) -> Chunk | None:
     )
 
 
-def side_by_side(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
+def align_copies(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
     """Two copies of a tensor that may be cut in different places, cut alike: as replicas are."""
     boxes = dict.fromkeys(chunk.box for chunk in a if chunk.box.volume)
     others = dict.fromkeys(chunk.box for chunk in b if chunk.box.volume)
@@ -65,16 +65,16 @@ def side_by_side(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
     both = [
         Move(box, box.origin) for x in boxes for y in others if (box := intersect(x, y)) is not None
     ]
-    return (*moved(a, both), *moved(b, both))
+    return (*apply_moves(a, both), *apply_moves(b, both))
 
 
-def transposed(chunk: Chunk) -> Chunk:
+def transpose(chunk: Chunk) -> Chunk:
     """The same stored block as one of the transposed matrix."""
     (a, b), (m, n), (s, t) = chunk.box.origin, chunk.box.shape, chunk.byte_strides
     return replace(chunk, box=Box((b, a), (n, m)), byte_strides=(t, s))
 
 
-def row_moves(
+def make_row_moves(
     shape: Index, runs: Iterable[tuple[int, int, int]], step: int = 1
 ) -> tuple[Move, ...]:
     """Moves of whole rows: ``(source row, target row, count)`` each.
@@ -90,7 +90,7 @@ def row_moves(
     )
 
 
-def layer(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
+def take_slice(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
     """The blocks of one slice along dim 0, as blocks of a tensor without that dim."""
     for chunk in chunks:
         at = index - chunk.box.origin[0]
@@ -103,7 +103,7 @@ def layer(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
             )
 
 
-def stacked(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
+def put_in_stack(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
     """The other way: the blocks of a tensor, as those of one slice of a stack of such tensors."""
     for chunk in chunks:
         yield replace(

@@ -23,21 +23,21 @@ _EXTRA = "_extra_state"  # of Transformer Engine: no weight
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class RenamedState:
     """A manifest under other names, and what was left out of it or assumed."""
 
     manifest: Manifest
     notes: tuple[str, ...] = ()
 
 
-def to_hf(
+def rename_to_hf(
     manifest: Manifest,
     table: Table,
     model: Architecture,
     *,
     dialect: str | None = None,
     keep_padding: bool = False,
-) -> Named:
+) -> RenamedState:
     """A training state under Hugging Face's names, in its tensors.
 
     Args:
@@ -49,10 +49,10 @@ def to_hf(
         UsageError: the table does not know a name, or the model says too little of a fused tensor.
         UnsupportedError: state that cannot be cut as its parameter is.
     """
-    return _ToHf(manifest, table, model, dialect, keep_padding=keep_padding).named()
+    return _ToHf(manifest, table, model, dialect, keep_padding=keep_padding).rename()
 
 
-def from_hf(manifest: Manifest, table: Table, model: Architecture) -> Named:
+def rename_from_hf(manifest: Manifest, table: Table, model: Architecture) -> RenamedState:
     """A training state under the table's names, in its tensors; the way back from `to_hf`.
 
     The vocabulary has the rows that it has: padding is the business of who cuts it.
@@ -62,7 +62,7 @@ def from_hf(manifest: Manifest, table: Table, model: Architecture) -> Named:
             one for it (param group, step, frozen or not).
         IncompleteError: a part of a fused tensor is missing.
     """
-    return _FromHf(manifest, table, model).named()
+    return _FromHf(manifest, table, model).rename()
 
 
 class _Renaming:
@@ -79,17 +79,17 @@ class _Renaming:
         self.shapes = {e.fqn: e.shape for e in manifest.of_kind(*WEIGHT_KINDS)}
         self._new: dict[str, tuple[str, ...]] = {}
 
-    def named(self) -> Named:
+    def rename(self) -> RenamedState:
         """The renamed manifest."""
-        kept = [e for e in self.manifest.entries.values() if self.new(e.fqn)]
-        again = [e for e in self.manifest.tied_copies if self.new(e.fqn)]
-        manifest = self._restated(index_entries(self.entries(kept)), tuple(self.entries(again)))
+        kept = [e for e in self.manifest.entries.values() if self.find_new_names(e.fqn)]
+        again = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
+        manifest = self._restate(index_entries(self.convert(kept)), tuple(self.convert(again)))
         left = [fqn for fqn, names in self._new.items() if not names]
         if left:
             self.notes[f"not a weight, left out: {some(left, 1)}"] = None
-        return Named(manifest, tuple(self.notes))
+        return RenamedState(manifest, tuple(self.notes))
 
-    def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+    def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """The tensors of the other side."""
         raise NotImplementedError
 
@@ -97,16 +97,16 @@ class _Renaming:
         """The names of what a tensor becomes, or of what it becomes a part of."""
         raise NotImplementedError
 
-    def new(self, fqn: str) -> tuple[str, ...]:
+    def find_new_names(self, fqn: str) -> tuple[str, ...]:
         """The same, once; empty for what is no weight."""
         if fqn not in self._new:
             opaque = fqn.endswith(_EXTRA) or self.spellings.is_computed(fqn)
             self._new[fqn] = () if opaque else self.spell(fqn)
         return self._new[fqn]
 
-    def renamed(self, fqns: Iterable[str]) -> tuple[str, ...]:
+    def rename_all(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """The names of what these become, each once."""
-        return tuple(dict.fromkeys(name for fqn in fqns for name in self.new(fqn)))
+        return tuple(dict.fromkeys(name for fqn in fqns for name in self.find_new_names(fqn)))
 
     def check_shape(self, entry: Entry, *, plain: bool) -> bool:
         """Whether an entry has its parameter's shape, and so is cut as that is.
@@ -125,42 +125,44 @@ class _Renaming:
             )
         return False
 
-    def _restated(self, entries: Mapping[Key, Entry], again: tuple[Entry, ...]) -> Manifest:
+    def _restate(self, entries: Mapping[Key, Entry], again: tuple[Entry, ...]) -> Manifest:
         old = self.manifest
         sources: dict[str, list[str]] = {}
         for fqn in dict.fromkeys(e.fqn for e in old.of_kind(*WEIGHT_KINDS)):
-            for name in self.new(fqn):
+            for name in self.find_new_names(fqn):
                 sources.setdefault(name, []).append(fqn)
-        groups = tuple(ParamGroup(g.hyper, self.renamed(g.fqns)) for g in old.train.param_groups)
+        groups = tuple(ParamGroup(g.hyper, self.rename_all(g.fqns)) for g in old.train.param_groups)
         owner = {fqn: n for n, group in enumerate(old.train.param_groups) for fqn in group.fqns}
         if groups:
-            _of_one(sources, owner.get, "param group")
-        steps = _of_one(sources, old.train.optimizer_step.get, "step")
-        frozen = _of_one(sources, lambda fqn: fqn in old.frozen, "frozen")
-        dtypes = _of_one(sources, old.trained_dtypes.get, "dtype")
+            _find_common(sources, owner.get, "param group")
+        steps = _find_common(sources, old.train.optimizer_step.get, "step")
+        frozen = _find_common(sources, lambda fqn: fqn in old.frozen, "frozen")
+        dtypes = _find_common(sources, old.trained_dtypes.get, "dtype")
         tied = {
             alias: kept
             for aliases, kepts in old.tied.items()
-            for alias, kept in zip(self.new(aliases), self.new(kepts), strict=True)
+            for alias, kept in zip(
+                self.find_new_names(aliases), self.find_new_names(kepts), strict=True
+            )
         }
         return replace(
             old,
             entries=entries,
-            train=replace(old.train, param_groups=groups, optimizer_step=_known(steps)),
+            train=replace(old.train, param_groups=groups, optimizer_step=_drop_unknown(steps)),
             tied=tied,
             tied_copies=again,
             frozen=frozenset(name for name, is_frozen in frozen.items() if is_frozen),
-            trained_dtypes=_known(dtypes),
-            absent=self.renamed(old.absent),
+            trained_dtypes=_drop_unknown(dtypes),
+            absent=self.rename_all(old.absent),
             ordered=False,  # each side's modules stand in an order of their own
         )
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _of_one(
+def _find_common(
     sources: Mapping[str, Iterable[str]], value_of: Callable[[str], Any], what: str
 ) -> dict[str, Any]:
     """What all tensors that one is made of have in common.
@@ -176,18 +178,18 @@ def _of_one(
                 raise UsageError(
                     f"{name!r}",
                     f"is one tensor for both {first!r} and {other!r}, which differ in their {what}:"
-                    f" {_said(found[name])} and {_said(value_of(other))}",
+                    f" {_format_value(found[name])} and {_format_value(value_of(other))}",
                     "give all its parts the same, e.g. with --param-groups, or convert the weights"
                     " alone",
                 )
     return found
 
 
-def _said(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
-def _joined(
+def _join_parts(
     where: str, name: str, pieces: Mapping[int, Entry], wanted: Mapping[int, str]
 ) -> tuple[list[Entry], DType]:
     """The pieces of one tensor, all there, in order, and of one dtype.
@@ -230,14 +232,14 @@ class _ToHf(_Renaming):
         self._spelled: dict[str, Spelled] = {}
 
     def spell(self, fqn: str) -> tuple[str, ...]:
-        self._spelled[fqn] = self.spellings.theirs(fqn)
+        self._spelled[fqn] = self.spellings.find_by_table(fqn)
         return self._spelled[fqn].names
 
     def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         slices: dict[Key, dict[int, Entry]] = {}
         for entry in entries:
             spelled = self._spelled[entry.fqn]
-            for name, part in zip(spelled.names, self._parts(entry, spelled), strict=True):
+            for name, part in zip(spelled.names, self._cut_parts(entry, spelled), strict=True):
                 if not spelled.line.stacked:
                     yield replace(part, fqn=name)
                     continue
@@ -246,26 +248,26 @@ class _ToHf(_Renaming):
         for (kind, name), found in slices.items():
             count = self.model.experts or max(found) + 1
             wanted = {n: f"slice {n} of {name}" for n in range(count)}
-            parts, dtype = _joined(self.manifest.origin.path, name, found, wanted)
-            chunks = (c for n, part in enumerate(parts) for c in moves.stacked(part.chunks, n))
+            parts, dtype = _join_parts(self.manifest.origin.path, name, found, wanted)
+            chunks = (c for n, part in enumerate(parts) for c in moves.put_in_stack(part.chunks, n))
             yield Entry(name, kind, dtype, (len(parts), *parts[0].shape), tuple(chunks))
 
-    def _parts(self, entry: Entry, spelled: Spelled) -> Iterator[Entry]:
+    def _cut_parts(self, entry: Entry, spelled: Spelled) -> Iterator[Entry]:
         """The tensors that a fused one is cut into."""
         line = spelled.line
         padded = spelled.found is not None and spelled.found.rule.is_vocabulary
         if not self.check_shape(entry, plain=line.is_plain and not padded):
             yield entry
             return
-        entry = self._without_padding(entry) if padded else entry
+        entry = self._drop_padding(entry) if padded else entry
         if line.form == forms.PLAIN:
-            yield _turned(entry) if line.transposed else entry
+            yield _transpose(entry) if line.transposed else entry
             return
-        for shape, part in forms.form(line.form, entry.shape[0], self.model).cut(entry.shape):
-            made = replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, part)))
-            yield _turned(made) if line.transposed else made
+        for shape, part in forms.make_form(line.form, entry.shape[0], self.model).cut(entry.shape):
+            made = replace(entry, shape=shape, chunks=tuple(moves.apply_moves(entry.chunks, part)))
+            yield _transpose(made) if line.transposed else made
 
-    def _without_padding(self, entry: Entry) -> Entry:
+    def _drop_padding(self, entry: Entry) -> Entry:
         """A tensor of the vocabulary's rows, without those that are no words.
 
         Raises:
@@ -287,7 +289,7 @@ class _ToHf(_Renaming):
                 "give the true size: --vocab-size N",
             )
         self.notes[f"padding rows {words} to {rows - 1} of the vocabulary taken off"] = None
-        return vocabulary.first_rows(entry, words)
+        return vocabulary.take_first_rows(entry, words)
 
 
 class _FromHf(_Renaming):
@@ -298,14 +300,14 @@ class _FromHf(_Renaming):
         self._parts: dict[str, Part] = {}
 
     def spell(self, fqn: str) -> tuple[str, ...]:
-        part = self._parts[fqn] = self.spellings.ours(fqn)
-        return tuple(part.spelled(number).own for number in self._slices(fqn, part))
+        part = self._parts[fqn] = self.spellings.find_by_hf(fqn)
+        return tuple(part.spelled(number).own for number in self._list_slices(fqn, part))
 
-    def _slices(self, fqn: str, part: Part) -> Iterable[int | None]:
+    def _list_slices(self, fqn: str, part: Part) -> Iterable[int | None]:
         if not part.line.stacked:
             return (None,)
         shape = self.shapes.get(fqn)
-        return range(shape[0] if shape else self.model.need("experts"))
+        return range(shape[0] if shape else self.model.require("experts"))
 
     def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Each tensor where the first of its parts stood."""
@@ -314,22 +316,22 @@ class _FromHf(_Renaming):
         for entry in entries:
             part = self._parts[entry.fqn]
             if part.line.is_plain:
-                whole.append(replace(entry, fqn=self.new(entry.fqn)[0]))
+                whole.append(replace(entry, fqn=self.find_new_names(entry.fqn)[0]))
                 continue
             self.check_shape(entry, plain=False)
-            for number in self._slices(entry.fqn, part):
+            for number in self._list_slices(entry.fqn, part):
                 spelled = part.spelled(number)
                 key = entry.kind, spelled.own
                 if key not in gathered:
                     whole.append(key)
                 _, held = gathered.setdefault(key, (spelled, {}))
-                held[part.number] = _slice(entry, number, transposed=part.line.transposed)
+                held[part.number] = _take_slice(entry, number, transposed=part.line.transposed)
         for each in whole:
-            yield each if isinstance(each, Entry) else self._fused(each, *gathered[each])
+            yield each if isinstance(each, Entry) else self._fuse(each, *gathered[each])
 
-    def _fused(self, key: Key, spelled: Spelled, held: Mapping[int, Entry]) -> Entry:
+    def _fuse(self, key: Key, spelled: Spelled, held: Mapping[int, Entry]) -> Entry:
         names = dict(enumerate(spelled.names))
-        parts, dtype = _joined(self.manifest.origin.path, key[1], held, names)
+        parts, dtype = _join_parts(self.manifest.origin.path, key[1], held, names)
         if spelled.line.form == forms.PLAIN:
             return replace(parts[0], fqn=key[1])
         tail = parts[0].shape[1:]
@@ -340,25 +342,27 @@ class _FromHf(_Renaming):
                 f"{odd.fqn!r} is of shape {odd.shape}, {parts[0].fqn!r} of {parts[0].shape}: they"
                 f" cannot be one tensor, {key[1]!r}",
             )
-        form = forms.of_parts(spelled.line.form, [part.shape[0] for part in parts], self.model)
+        form = forms.make_form_of_parts(
+            spelled.line.form, [part.shape[0] for part in parts], self.model
+        )
         chunks = (
             chunk
             for part, fused in zip(parts, form.fuse(tail), strict=True)
-            for chunk in moves.moved(part.chunks, fused)
+            for chunk in moves.apply_moves(part.chunks, fused)
         )
         return Entry(key[1], key[0], dtype, (sum(form.parts), *tail), tuple(chunks))
 
 
-def _slice(entry: Entry, number: int | None, *, transposed: bool) -> Entry:
+def _take_slice(entry: Entry, number: int | None, *, transposed: bool) -> Entry:
     if number is not None:
-        chunks = tuple(moves.layer(entry.chunks, number))
+        chunks = tuple(moves.take_slice(entry.chunks, number))
         entry = replace(entry, shape=entry.shape[1:], chunks=chunks)
-    return _turned(entry) if transposed else entry
+    return _transpose(entry) if transposed else entry
 
 
-def _turned(entry: Entry) -> Entry:
+def _transpose(entry: Entry) -> Entry:
     """A matrix transposed; a vector is its own."""
     if len(entry.shape) != 2:
         return entry
-    chunks = tuple(moves.transposed(chunk) for chunk in entry.chunks)
+    chunks = tuple(moves.transpose(chunk) for chunk in entry.chunks)
     return replace(entry, shape=entry.shape[::-1], chunks=chunks)

@@ -36,7 +36,7 @@ class Pattern:
         Args:
             constants: fields that are known beforehand.
         """
-        compiled, fields = _compiled(self.text)
+        compiled, fields = _compile(self.text)
         found = compiled.fullmatch(name)
         if found is None:
             return None
@@ -55,7 +55,7 @@ class Pattern:
         """What `group_of` gives for every name that the pattern can be; None: nothing in common."""
         if f"{{{_WORD}}}" in self.text.rpartition(".")[0]:
             return None
-        return group_of(_FIELD.sub("0", self.text))
+        return make_group_key(_FIELD.sub("0", self.text))
 
     def fill(self, values: Fields) -> str:
         """The name that these values make; a field without one is a KeyError."""
@@ -67,7 +67,7 @@ class Pattern:
         return _FIELD.sub(one, self.text)
 
 
-def group_of(name: str) -> str:
+def make_group_key(name: str) -> str:
     """A name without its last component and its numbers: few patterns have the same.
 
     >>> group_of("decoder.layers.12.mlp.linear_fc1.weight")
@@ -77,7 +77,7 @@ def group_of(name: str) -> str:
 
 
 @cache
-def _compiled(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, int], ...]]:
+def _compile(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, int], ...]]:
     """The expression, and its fields with what is added to each."""
     at, parts, fields = 0, [], []
     for field in _FIELD.finditer(text):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import UsageError
-from reshard.model_parallel.patterns import Pattern, group_of
+from reshard.model_parallel.patterns import Pattern, make_group_key
 from reshard.model_parallel.shards import REPLICATED, Split
 
 _CUTS: Mapping[str, Split] = {
@@ -50,7 +50,7 @@ class Rule:
         """Whether its rows are words, of which the last may be padding."""
         return self.cut in _CUTS and _CUTS[self.cut].padded
 
-    def words(self, dialect: str) -> tuple[Pattern, ...]:
+    def get_patterns(self, dialect: str) -> tuple[Pattern, ...]:
         """What a dialect may call it; its own name where the dialect has no other."""
         return self.others.get(dialect, (self.name,))
 
@@ -69,7 +69,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RuleMatch:
     """A parameter that a table knows: its rule, and the values of the name's fields.
 
     Args:
@@ -87,11 +87,11 @@ class Found:
 
     def spelled(self, dialect: str | None, constants: Mapping[str, int]) -> str:
         """What a dialect calls it; its own name where the dialect has no other."""
-        return self.rule.words(dialect or "")[0].fill({**constants, **self.fields})
+        return self.rule.get_patterns(dialect or "")[0].fill({**constants, **self.fields})
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _Spelling:
     """A name that a rule has, and whose it is; None: the table's own."""
 
     rule: Rule
@@ -113,24 +113,24 @@ class Table:
     prefix: str = ""
     computed: tuple[Pattern, ...] = ()
     wrapper: str = ""
-    _words: Mapping[str | None, Sequence[_Word]] = field(init=False, repr=False, compare=False)
+    _words: Mapping[str | None, Sequence[_Spelling]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Put the words where `find` looks for them."""
-        words: dict[str | None, list[_Word]] = {None: []}
-        for word in self._every_word():
+        words: dict[str | None, list[_Spelling]] = {None: []}
+        for word in self._list_spellings():
             group = word.pattern.group
             for each in list(words) if group is None else [group]:
                 words.setdefault(each, [*words[None]]).append(word)
         object.__setattr__(self, "_words", words)
 
-    def _every_word(self) -> Iterator[_Word]:
+    def _list_spellings(self) -> Iterator[_Spelling]:
         for rule in self.rules:
-            yield _Word(rule, rule.name, None)
+            yield _Spelling(rule, rule.name, None)
             for dialect, patterns in rule.others.items():
-                yield from (_Word(rule, pattern, dialect) for pattern in patterns)
+                yield from (_Spelling(rule, pattern, dialect) for pattern in patterns)
 
-    def before(self, other: Table) -> Table:
+    def prepend_to(self, other: Table) -> Table:
         """Both tables in one, this one's lines first."""
         return Table(
             f"{self.source} and {other.source}",
@@ -143,21 +143,23 @@ class Table:
 
     def find(
         self, name: str, constants: Mapping[str, int], dialect: str | None = None
-    ) -> Found | None:
+    ) -> RuleMatch | None:
         """The rule of a name, in the table's own words or a dialect's.
 
         Args:
             dialect: whose words; None: the table's, then any.
         """
         name = name.removeprefix(f"{self.wrapper}.") if self.wrapper else name
-        for word in self._words.get(group_of(name), self._words[None]):
+        for word in self._words.get(make_group_key(name), self._words[None]):
             if dialect is None or word.is_of(dialect):
                 fields = word.pattern.match(name, constants)
                 if fields is not None:
-                    return Found(word.rule, fields, word.pattern)
+                    return RuleMatch(word.rule, fields, word.pattern)
         return None
 
-    def need(self, name: str, constants: Mapping[str, int], dialect: str | None = None) -> Found:
+    def require(
+        self, name: str, constants: Mapping[str, int], dialect: str | None = None
+    ) -> RuleMatch:
         """The same, where there must be one.
 
         Raises:
@@ -167,33 +169,33 @@ class Table:
         if found is None:
             raise UsageError(
                 f"{name!r}",
-                f"is named by no rule of {self.source}{self._nearest(name)}",
+                f"is named by no rule of {self.source}{self._suggest(name)}",
                 f"say in a file how it is cut, with --rules FILE: {FORM}",
             )
         return found
 
-    def _nearest(self, name: str) -> str:
-        known = [word.pattern.text for word in self._every_word()]
+    def _suggest(self, name: str) -> str:
+        known = [word.pattern.text for word in self._list_spellings()]
         near = get_close_matches(name, known, n=3, cutoff=0.4)
         return f"; the nearest are {', '.join(near)}" if near else ""
 
 
 @cache
-def builtin(name: str) -> Table:
+def load_table(name: str) -> Table:
     """A table that comes with reshard, with those that it adds to."""
     source = f"the table {name!r}"
-    root = builtin_document(name)
-    own = _parsed(root, source)
-    return own.before(builtin(root["base"])) if "base" in root else own
+    root = load_document(name)
+    own = _parse_table(root, source)
+    return own.prepend_to(load_table(root["base"])) if "base" in root else own
 
 
 @cache
-def builtin_document(name: str) -> Mapping[str, Any]:
+def load_document(name: str) -> Mapping[str, Any]:
     """The same as the file has it."""
-    return document((TABLES / f"{name}.yaml").read_text(), f"the table {name!r}")
+    return parse_document((TABLES / f"{name}.yaml").read_text(), f"the table {name!r}")
 
 
-def with_users(table: Table, path: Path | None) -> Table:
+def add_user_rules(table: Table, path: Path | None) -> Table:
     """A table with a user's lines before its own.
 
     Raises:
@@ -201,11 +203,11 @@ def with_users(table: Table, path: Path | None) -> Table:
     """
     if path is None:
         return table
-    own = _parsed(document(path.read_text(errors="replace"), str(path)), str(path))
-    return own.before(table)
+    own = _parse_table(parse_document(path.read_text(errors="replace"), str(path)), str(path))
+    return own.prepend_to(table)
 
 
-def document(text: str, source: str) -> Mapping[str, Any]:
+def parse_document(text: str, source: str) -> Mapping[str, Any]:
     """The sections of a table's file.
 
     Raises:
@@ -222,28 +224,28 @@ def document(text: str, source: str) -> Mapping[str, Any]:
     return root
 
 
-def _parsed(root: Mapping[str, Any], source: str) -> Table:
+def _parse_table(root: Mapping[str, Any], source: str) -> Table:
     lines, hf = root.get("parameters", {}), root.get("hf", {})
     if not isinstance(lines, dict) or not isinstance(hf, dict) or not (lines or hf):
         raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
     return Table(
         source,
-        tuple(_rule(str(n), line, source) for n, line in lines.items()),
+        tuple(_parse_rule(str(n), line, source) for n, line in lines.items()),
         hf,
         str(root.get("prefix", "")),
-        _patterns(root.get("computed", [])),
+        _parse_patterns(root.get("computed", [])),
         str(root.get("wrapper", "")),
     )
 
 
-def _rule(name: str, line: Any, source: str) -> Rule:
+def _parse_rule(name: str, line: Any, source: str) -> Rule:
     line = line if isinstance(line, dict) else {"cut": line}
     cut = line.get("cut")
     if cut not in (*_CUTS, _MAYBE_GATED, _COLUMN_OR_WHOLE):
         raise UsageError(source, f"{name!r} has the cut {cut!r}", FORM)
-    others = {key: _patterns(value) for key, value in line.items() if key != "cut"}
+    others = {key: _parse_patterns(value) for key, value in line.items() if key != "cut"}
     return Rule(Pattern(name), cut, others)
 
 
-def _patterns(value: Any) -> tuple[Pattern, ...]:
+def _parse_patterns(value: Any) -> tuple[Pattern, ...]:
     return tuple(Pattern(str(each)) for each in (value if isinstance(value, list) else [value]))

@@ -9,7 +9,7 @@ from reshard.box import Box, Index, whole
 from reshard.chunks import Chunk
 from reshard.errors import CorruptError, UsageError
 from reshard.manifest import WEIGHT_KINDS, Entry
-from reshard.model_parallel.moves import Move, moved, side_by_side
+from reshard.model_parallel.moves import Move, align_copies, apply_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Split:
     widths: tuple[Index, ...] = ()
     summed: bool = False
 
-    def factor(self, kind: str, ranks: int) -> float:
+    def get_factor(self, kind: str, ranks: int) -> float:
         """What a rank's values are multiplied by to be those of the whole.
 
         Gradients of a sum are those of each summand: the optimizer's moments are the same.
@@ -42,7 +42,7 @@ class Split:
 REPLICATED = Split()
 
 
-def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
+def gather(pieces: Sequence[Entry], split: Split) -> Entry:
     """The whole tensor of the pieces of every rank, in rank order.
 
     Replicas are kept, each as a chunk, so that they can be compared.
@@ -53,7 +53,7 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
     first = pieces[0]
     for piece in pieces[1:]:
         alike = split.dim is None or len(piece.shape) == len(first.shape) > split.dim
-        rest = _without(piece.shape, split.dim) == _without(first.shape, split.dim)
+        rest = _drop_dim(piece.shape, split.dim) == _drop_dim(first.shape, split.dim)
         if not (alike and rest) or piece.dtype != first.dtype:
             raise CorruptError(
                 piece.chunks[0].file if piece.chunks else piece.fqn,
@@ -64,31 +64,31 @@ def gathered(pieces: Sequence[Entry], split: Split) -> Entry:
     if split.dim is None or len(pieces) == 1:
         held: Sequence[Chunk] = first.chunks
         for piece in pieces[1:]:
-            held = side_by_side(held, piece.chunks)
-        return shared(replace(first, chunks=tuple(held)), split, len(pieces))
+            held = align_copies(held, piece.chunks)
+        return scale_shares(replace(first, chunks=tuple(held)), split, len(pieces))
     extents = [piece.shape[split.dim] for piece in pieces]
-    shape = _with(first.shape, split.dim, sum(extents))
+    shape = _set_extent(first.shape, split.dim, sum(extents))
     chunks: list[Chunk] = []
     for rank, piece in enumerate(pieces):
-        chunks += moved(
+        chunks += apply_moves(
             piece.chunks,
             [
                 Move(local, block.origin)
-                for block, local in _blocks(first.fqn, shape, split, extents, rank)
+                for block, local in _cut_blocks(first.fqn, shape, split, extents, rank)
             ],
         )
     return replace(first, shape=shape, chunks=tuple(chunks))
 
 
-def shared(entry: Entry, split: Split, ranks: int) -> Entry:
+def scale_shares(entry: Entry, split: Split, ranks: int) -> Entry:
     """The entry, whose chunks hold the share of one rank where ranks add theirs up."""
-    factor = split.factor(entry.kind, ranks)
+    factor = split.get_factor(entry.kind, ranks)
     if factor == 1.0:
         return entry
     return replace(entry, chunks=tuple(replace(c, factor=c.factor * factor) for c in entry.chunks))
 
 
-def blocks(
+def list_blocks(
     fqn: str, shape: Index, split: Split, ranks: int, rank: int
 ) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
     """What one of ``ranks`` holds of a tensor: its shape, and (block of the whole, block of it).
@@ -102,34 +102,36 @@ def blocks(
     extent = shape[split.dim]
     if split.widths and sum(map(sum, split.widths)) == extent:
         extents = [sum(widths) for widths in zip(*split.widths, strict=True)]
-        local = _with(shape, split.dim, extents[rank])
-        return local, tuple(_blocks(fqn, tuple(shape), split, extents, rank))
+        local = _set_extent(shape, split.dim, extents[rank])
+        return local, tuple(_cut_blocks(fqn, tuple(shape), split, extents, rank))
     if extent % (ranks * sum(split.parts)):
         raise UsageError(
             f"tensor parallel size {ranks}",
             f"does not divide dim {split.dim} of {fqn!r}, which is {extent}"
             + (f" of {len(split.parts)} parts" if len(split.parts) > 1 else ""),
         )
-    local = _with(shape, split.dim, extent // ranks)
-    return local, tuple(_blocks(fqn, tuple(shape), split, [extent // ranks] * ranks, rank))
+    local = _set_extent(shape, split.dim, extent // ranks)
+    return local, tuple(_cut_blocks(fqn, tuple(shape), split, [extent // ranks] * ranks, rank))
 
 
-def _blocks(
+def _cut_blocks(
     fqn: str, shape: Index, split: Split, extents: Sequence[int], rank: int
 ) -> list[tuple[Box, Box]]:
     """(block of the whole, block of the rank's piece), one a fused part."""
     dim, zeros = split.dim or 0, (0,) * len(shape)
     found, start, local = [], 0, 0
-    for widths in _widths(fqn, split, extents):
-        piece = _with(shape, dim, widths[rank])
+    for widths in _get_widths(fqn, split, extents):
+        piece = _set_extent(shape, dim, widths[rank])
         at = start + sum(widths[:rank])
-        found.append((Box(_with(zeros, dim, at), piece), Box(_with(zeros, dim, local), piece)))
+        found.append(
+            (Box(_set_extent(zeros, dim, at), piece), Box(_set_extent(zeros, dim, local), piece))
+        )
         start += sum(widths)
         local += widths[rank]
     return found
 
 
-def _widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int]]:
+def _get_widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int]]:
     """The extent of each fused part on each rank."""
     total = sum(split.parts)
     if len(extents) == len(split.widths[0] if split.widths else ()):
@@ -142,9 +144,9 @@ def _widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int
     )
 
 
-def _with(shape: Index, dim: int, extent: int) -> Index:
+def _set_extent(shape: Index, dim: int, extent: int) -> Index:
     return (*shape[:dim], extent, *shape[dim + 1 :])
 
 
-def _without(shape: Index, dim: int | None) -> Index:
+def _drop_dim(shape: Index, dim: int | None) -> Index:
     return tuple(shape) if dim is None else (*shape[:dim], *shape[dim + 1 :])

@@ -48,12 +48,12 @@ class Sizes:
 ONE = Sizes()
 
 
-def of_mesh(mesh: Mapping[str, int]) -> Sizes:
+def parse_mesh(mesh: Mapping[str, int]) -> Sizes:
     """What a reader says of its source (`manifest.Origin.mesh`)."""
     return Sizes(tensor=mesh.get("tp", 1), pipeline=mesh.get("pp", 1), expert=mesh.get("ep", 1))
 
 
-def world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -> int:
+def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -> int:
     """The number of ranks: as asked for, else as before.
 
     Args:

@@ -21,7 +21,7 @@ from typing import Any
 from reshard.errors import UsageError
 from reshard.model_parallel import forms
 from reshard.model_parallel.patterns import Fields, Pattern
-from reshard.model_parallel.rules import Found, Table
+from reshard.model_parallel.rules import RuleMatch, Table
 
 _WRITE = "write  NAME: OTHER  or  NAME: {form: " + "|".join(forms.NAMES) + ", names: [OTHER, ...]}"
 _KEYS = {"form", "names", "transposed", "stacked"}
@@ -56,7 +56,7 @@ class Spelled:
 
     line: Line
     fields: Fields
-    found: Found | None = None
+    found: RuleMatch | None = None
 
     @property
     def own(self) -> str:
@@ -104,7 +104,7 @@ class Spellings:
         """
         source = self.table.source
         return tuple(
-            _line(str(name), value, source)
+            _parse_line(str(name), value, source)
             for name, values in self.table.hf.items()
             for value in (values if isinstance(values, list) else [values])
         )
@@ -114,13 +114,13 @@ class Spellings:
         matches = (pattern.match(name, self.numbers) for pattern in self.table.computed)
         return any(match is not None for match in matches)
 
-    def theirs(self, name: str) -> Spelled:
+    def find_by_table(self, name: str) -> Spelled:
         """A parameter of the table, by the source's name of it, as it is written.
 
         Raises:
             UsageError: no rule, or no line, has the name.
         """
-        found = self.table.need(name, self.numbers, self.dialect)
+        found = self.table.require(name, self.numbers, self.dialect)
         for line in self.lines:
             fields = line.own.match(found.name, self.numbers)
             if fields is not None:
@@ -128,31 +128,31 @@ class Spellings:
         raise UsageError(
             f"{name!r}",
             f"has no name in Hugging Face's models by {self.table.source}"
-            + _nearest(found.name, [line.own.text for line in self.lines]),
+            + _suggest(found.name, [line.own.text for line in self.lines]),
             f"say in a file what it is called, with --rules FILE: hf: {_WRITE}",
         )
 
-    def ours(self, name: str) -> Part:
+    def find_by_hf(self, name: str) -> Part:
         """A tensor of Hugging Face's.
 
         Raises:
             UsageError: no line has the name.
         """
-        found = self._part(name)
+        found = self._find_part(name)
         prefix = f"{self.table.prefix}."
         if found is None and self.table.prefix and not name.startswith(prefix):
-            found = self._part(prefix + name)
+            found = self._find_part(prefix + name)
         if found is None:
             known = [pattern.text for line in self.lines for pattern in line.names]
             raise UsageError(
                 f"{name!r}",
-                f"is named by no line of {self.table.source}{_nearest(name, known)}",
+                f"is named by no line of {self.table.source}{_suggest(name, known)}",
                 "say in a file what it is, with --rules FILE: parameters: NAME: CUT and"
                 f" hf: {_WRITE}",
             )
         return found
 
-    def _part(self, name: str) -> Part | None:
+    def _find_part(self, name: str) -> Part | None:
         for line in self.lines:
             for number, pattern in enumerate(line.names):
                 fields = pattern.match(name, self.numbers)
@@ -161,14 +161,14 @@ class Spellings:
         return None
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def _suggest(name: str, known: list[str]) -> str:
     near = get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; the nearest are {', '.join(near)}" if near else ""
 
 
-def _line(own: str, value: Any, source: str) -> Line:
+def _parse_line(own: str, value: Any, source: str) -> Line:
     value = {"names": [value]} if isinstance(value, str) else value
-    problem = next(_problems(own, value), None)
+    problem = next(_find_problems(own, value), None)
     if problem:
         raise UsageError(source, f"hf: {own!r}: {problem}", _WRITE)
     return Line(
@@ -180,7 +180,7 @@ def _line(own: str, value: Any, source: str) -> Line:
     )
 
 
-def _problems(own: str, value: Any) -> Iterator[str]:
+def _find_problems(own: str, value: Any) -> Iterator[str]:
     if not isinstance(value, dict) or not isinstance(value.get("names"), list):
         yield f"{value!r} has no list of names"
         return

@@ -9,12 +9,12 @@ from reshard.errors import UsageError
 from reshard.model_parallel.sizes import Sizes
 
 
-def chunks(sizes: Sizes) -> list[tuple[int, int]]:
+def list_chunks(sizes: Sizes) -> list[tuple[int, int]]:
     """(pipeline rank, its chunk) in the order in which the layers pass through them."""
     return [(stage, chunk) for chunk in range(sizes.virtual) for stage in range(sizes.pipeline)]
 
 
-def layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None) -> list[range]:
+def assign_layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None) -> list[range]:
     """The layers of each of `chunks`, by their numbers in the whole model.
 
     Args:

@@ -10,7 +10,7 @@ from reshard.model_parallel import moves
 from reshard.model_parallel.rules import Table
 
 
-def padded(words: int, multiple: int) -> int:
+def pad_rows(words: int, multiple: int) -> int:
     """Rows with padding: the next multiple.
 
     >>> padded(101, 8)
@@ -19,14 +19,14 @@ def padded(words: int, multiple: int) -> int:
     return -(-words // multiple) * multiple
 
 
-def first_rows(entry: Entry, rows: int) -> Entry:
+def take_first_rows(entry: Entry, rows: int) -> Entry:
     """A tensor without the rows behind the first ones."""
-    kept = moves.row_moves(entry.shape, [(0, 0, rows)])
+    kept = moves.make_row_moves(entry.shape, [(0, 0, rows)])
     shape = (rows, *entry.shape[1:])
-    return replace(entry, shape=shape, chunks=tuple(moves.moved(entry.chunks, kept)))
+    return replace(entry, shape=shape, chunks=tuple(moves.apply_moves(entry.chunks, kept)))
 
 
-def rows(manifest: Manifest, table: Table, constants: Mapping[str, int]) -> set[int]:
+def find_row_counts(manifest: Manifest, table: Table, constants: Mapping[str, int]) -> set[int]:
     """Return how many rows the vocabularies of a manifest have, padding included."""
     return {
         weight.shape[0]
@@ -35,7 +35,7 @@ def rows(manifest: Manifest, table: Table, constants: Mapping[str, int]) -> set[
     }
 
 
-def cut_to(
+def cut_rows(
     manifest: Manifest, table: Table, constants: Mapping[str, int], rows: int
 ) -> tuple[Manifest, int]:
     """A manifest whose vocabularies have no more rows than these, and how many were taken off.
@@ -47,7 +47,7 @@ def cut_to(
         found = table.find(entry.fqn, constants) if entry.shape[:1] > (rows,) else None
         if found is not None and found.rule.is_vocabulary:
             taken = entry.shape[0] - rows
-            entries.append(first_rows(entry, rows))
+            entries.append(take_first_rows(entry, rows))
         else:
             entries.append(entry)
     return (manifest.with_entries(entries), taken) if taken else (manifest, 0)

@@ -21,10 +21,10 @@ _READ = frozenset(
 )
 
 
-def as_megatron(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
+def make_args(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
     """Return megatron-core's settings for a ``rope_scaling`` without `obstacles`."""
-    factor, original = _sizes(scaling, max_positions)
-    mscale, all_dim = _mscales(scaling, factor)
+    factor, original = _get_sizes(scaling, max_positions)
+    mscale, all_dim = _get_mscales(scaling, factor)
     return {
         _FACTOR: factor,
         _ORIGINAL: original,
@@ -36,7 +36,7 @@ def as_megatron(scaling: Mapping[str, Any], max_positions: int | None) -> dict[s
     }
 
 
-def obstacles(
+def list_obstacles(
     scaling: Mapping[str, Any], max_positions: int | None, rotary_percent: float
 ) -> list[str]:
     """Name the settings of a ``rope_scaling`` that megatron-core's class cannot have."""
@@ -47,7 +47,7 @@ def obstacles(
     ]
     if found:
         return found
-    factor, original = _sizes(scaling, max_positions)
+    factor, original = _get_sizes(scaling, max_positions)
     if not factor or factor < 1 or not original:
         found.append(f"YaRN with factor {factor} over {original} positions")
     elif factor == 1 and scaling.get("attention_factor") not in (None, 1):
@@ -63,7 +63,7 @@ def _is_sound(key: str, value: Any) -> bool:
     return isinstance(value, bool) if key == "truncate" else type(value) in (int, float)
 
 
-def _sizes(
+def _get_sizes(
     scaling: Mapping[str, Any], max_positions: int | None
 ) -> tuple[float | None, int | None]:
     """Return the factor and the positions that it multiplies, with transformers' defaults."""
@@ -74,7 +74,7 @@ def _sizes(
     return factor, original
 
 
-def _mscales(scaling: Mapping[str, Any], factor: float | None) -> tuple[float, float]:
+def _get_mscales(scaling: Mapping[str, Any], factor: float | None) -> tuple[float, float]:
     """Return the two numbers from which megatron-core computes the factor of cos and sin.
 
     It is ``m(mscale) / m(mscale_all_dim)`` where ``m(x)`` is ``0.1 * x * log(factor) + 1``.
@@ -87,7 +87,7 @@ def _mscales(scaling: Mapping[str, Any], factor: float | None) -> tuple[float, f
     return 1.0, 0.0
 
 
-def of_megatron(args: Mapping[str, Any]) -> dict[str, Any] | None:
+def parse_args(args: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the ``rope_scaling`` of a run's arguments; None where they do not state it."""
     if args.get(_FACTOR) is None or args.get(_ORIGINAL) is None:
         return None

@@ -37,7 +37,7 @@ def describe_config(
         )
     config = read_config(path)
     with understood(path):
-        return families.of_config(config, str(path), options.family, _read_defaults)
+        return families.read_config(config, str(path), options.family, _read_defaults)
 
 
 def _read_defaults(model_type: str) -> Mapping[str, Any]:

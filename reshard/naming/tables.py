@@ -11,7 +11,7 @@ from reshard.manifest import Manifest
 from reshard.model_parallel import families, names, vocabulary
 from reshard.model_parallel.architecture import Architecture
 from reshard.model_parallel.families import Family
-from reshard.model_parallel.rules import Table, builtin, with_users
+from reshard.model_parallel.rules import Table, add_user_rules, load_table
 from reshard.model_parallel.traits import Traits
 from reshard.naming.config import describe_config
 from reshard.naming.options import ModelNames, NameOptions, Naming
@@ -52,11 +52,11 @@ def rename_to_hf(
         return Naming(manifest, (f"the output has the names of the source: it {error.problem}",))
     traits = replace(traits, vocab=_vocab_size(traits, options))
     if options.config is None:
-        config, notes = family.config_of(traits), list[str]()
+        config, notes = family.make_config(traits), list[str]()
     else:
         config, notes = dict(options.config), _check_config(options.config, family, traits)
-    table = with_users(family.table, options.rules)
-    renamed = names.to_hf(
+    table = add_user_rules(family.table, options.rules)
+    renamed = names.rename_to_hf(
         manifest,
         table,
         traits.architecture(),
@@ -79,15 +79,15 @@ def remove_padding(manifest: Manifest, own: ModelNames, options: NameOptions) ->
         UsageError: no tensor is known to be a vocabulary, or it has fewer rows.
     """
     traits, vocab_size = describe_source(manifest, own), options.vocab_size or 0
-    table = with_users(own_table(own), options.rules)
+    table = add_user_rules(own_table(own), options.rules)
     constants = {"layers": traits.layers} if traits is not None and traits.layers else {}
-    rows = vocabulary.rows(manifest, table, constants)
+    rows = vocabulary.find_row_counts(manifest, table, constants)
     if not rows or min(rows) < vocab_size:
         problem = f"has {min(rows)} rows" if rows else "is not known to the table of its names"
         raise UsageError(
             f"--vocab-size {vocab_size}", f"the vocabulary of {manifest.origin.path} {problem}"
         )
-    trimmed, removed = vocabulary.cut_to(manifest, table, constants, vocab_size)
+    trimmed, removed = vocabulary.cut_rows(manifest, table, constants, vocab_size)
     last = vocab_size + removed - 1
     notes = [f"removed the padding rows {vocab_size} to {last} of the vocabulary"]
     return Naming(trimmed, tuple(notes if removed else ()), trimmed=(table, vocab_size))
@@ -109,7 +109,7 @@ def rename_to_hf_first(
     if traits is None:
         family, traits = describe_config(manifest, options, model)
         return manifest, traits, family
-    family = families.need(traits, options.family)
+    family = families.choose_family(traits, options.family)
     return (
         rename_to_hf(manifest, own, traits, replace(options, names="hf")).manifest,
         traits,
@@ -124,7 +124,7 @@ def build_architecture(traits: Traits, options: NameOptions) -> Architecture:
 
 def own_table(own: ModelNames) -> Table:
     """Return the table of a format's own parameter names."""
-    return builtin(own.table)
+    return load_table(own.table)
 
 
 def _vocab_size(traits: Traits, options: NameOptions) -> int | None:
@@ -171,4 +171,6 @@ def _choose_family(own: ModelNames, traits: Traits, options: NameOptions) -> Fam
             )
         return own.family()
     given = options.config.get("model_type") if options.config else None
-    return families.need(traits, options.family or (given if families.is_known(given) else None))
+    return families.choose_family(
+        traits, options.family or (given if families.is_known(given) else None)
+    )

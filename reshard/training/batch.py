@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from reshard.manifest import Manifest
-from reshard.model_parallel.sizes import of_mesh
+from reshard.model_parallel.sizes import parse_mesh
 from reshard.training import trainer_run
 from reshard.training.trainer_run import Run
 from reshard.units import counted, either, nearest_divisors
@@ -37,7 +37,7 @@ def rebalanced(manifest: Manifest, world_size: int) -> Rebalanced:
     global batch when it resumes; for others the rule is said.
     """
     config, origin = manifest.train.config, manifest.origin
-    before = origin.world // of_mesh(origin.mesh).model
+    before = origin.world // parse_mesh(origin.mesh).model
     run = trainer_run.read(manifest.train.trainer_state, origin.path)
     if run is not None and (problem := _problem_of_our_trainer(run, world_size)):
         return Rebalanced(manifest, [], [problem])

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import reshard
 from reshard.errors import UnsupportedError
 from reshard.model_parallel import families
-from reshard.model_parallel.megatron_traits import as_megatron
+from reshard.model_parallel.megatron_traits import make_args
 from reshard.model_parallel.traits import Traits
 from reshard.naming import config as configs
 
@@ -320,7 +320,7 @@ def family_of(path, config: dict[str, Any], name: str | None = None):
 
 
 def family_of_file(path, name: str | None = None):
-    return families.of_config(configs.read_config(path), str(path), name, configs._read_defaults)
+    return families.read_config(configs.read_config(path), str(path), name, configs._read_defaults)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -385,7 +385,7 @@ def test_a_model_type_that_is_alike_computes_the_same(model_type, keys):
     weights, wanted = logits("llama", **rope)
     _, found = logits(model_type, weights, **rope, **keys)
     torch.testing.assert_close(found, wanted)
-    assert model_type in families.families()["llama"].alike
+    assert model_type in families.load_families()["llama"].alike
 
 
 def test_convert_refuses_and_writes_nothing(tmp_path):
@@ -427,7 +427,7 @@ def test_yarn_of_transformers_is_megatron_s(keys, tmp_path):
     config = {**TINY, "model_type": "llama", "max_position_embeddings": 128}
     config["rope_scaling"] = {**YARN, **keys}
     _, found = family_of(tmp_path / "config.json", config)
-    args = as_megatron(found)
+    args = make_args(found)
     loaded = AutoConfig.from_pretrained(tmp_path / "config.json")
     wanted = ROPE_INIT_FUNCTIONS["yarn"](loaded, "cpu")[1]
     scale = 0.1 * math.log(args["yarn_rotary_scaling_factor"])
@@ -451,4 +451,4 @@ def test_yarn_of_transformers_is_megatron_s(keys, tmp_path):
 def test_yarn_that_megatron_lacks_is_refused_by_name(keys, problem):
     said = Traits(source="a", positions="rope", rope_scaling={**YARN, **keys})
     with pytest.raises(UnsupportedError, match=problem):
-        as_megatron(said)
+        make_args(said)

@@ -11,7 +11,7 @@ from reshard.commands.split.request import choose_writer, resolve_request
 from reshard.errors import UsageError
 from reshard.formats import registry
 from reshard.manifest import Manifest, Origin
-from reshard.model_parallel.sizes import Sizes, world_size
+from reshard.model_parallel.sizes import Sizes, choose_world_size
 
 PARALLEL = ["tp", "pp", "ep", "dp"]
 WRITERS = registry.list_built_in_writers()
@@ -78,4 +78,4 @@ def test_another_layout_has_none_of_the_sources_sizes():
 
 def test_every_choice_of_sizes_is_one_of_the_commands():
     assert set(PARALLEL) <= {field.name for field in fields(SplitOptions)}
-    assert world_size(replace(Sizes(), tensor=3), None, 2, 1) == 6
+    assert choose_world_size(replace(Sizes(), tensor=3), None, 2, 1) == 6

@@ -20,7 +20,7 @@ from reshard.errors import CorruptError, ReshardError, UnsafeError
 from reshard.formats.deepspeed import cuts, native
 from reshard.formats.megatron import arguments, optimizer
 from reshard.formats.megatron.write import groups
-from reshard.model_parallel.rules import builtin
+from reshard.model_parallel.rules import load_table
 from reshard.model_parallel.traits import Traits
 from reshard.pickles.values import Global
 from reshard.state_dict import flat_params, tree
@@ -164,15 +164,19 @@ def test_a_rank_of_a_billion_in_a_name(tmp_path):
 )
 def test_a_grid_of_megatrons_that_no_machine_has(given):
     with pytest.raises(CorruptError, match="says that"):
-        arguments.of(given, "rank 0")
+        arguments.parse(given, "rank 0")
 
 
 def test_megatron_s_arguments_and_groups_of_another_kind():
     with pytest.raises(CorruptError, match=r"args\.tensor_model_parallel_size is '2', where"):
-        arguments.of({"tensor_model_parallel_size": "2"}, "rank 0")
+        arguments.parse({"tensor_model_parallel_size": "2"}, "rank 0")
     with pytest.raises(CorruptError, match=r"optimizer.param_groups\[0\] is 7, where a dict is"):
         optimizer.read(
-            {"param_groups": [7]}, [], arguments.of({}, "rank 0"), builtin("megatron"), "rank 0"
+            {"param_groups": [7]},
+            [],
+            arguments.parse({}, "rank 0"),
+            load_table("megatron"),
+            "rank 0",
         )
 
 
@@ -192,9 +196,9 @@ def test_fairscale_s_metadata_of_another_kind(params, told):
 
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])
 def test_a_pipeline_layout_without_end(layout):
-    args = arguments.of({"pipeline_model_parallel_layout": layout}, "rank 0")
+    args = arguments.parse({"pipeline_model_parallel_layout": layout}, "rank 0")
     with pytest.raises(CorruptError, match="rank 0: has a pipeline layout without end"):
-        args.layers()
+        args.list_layers()
 
 
 @pytest.mark.parametrize("field", ["heads", "groups", "head_dim", "hidden"])
@@ -282,4 +286,4 @@ def test_a_group_of_megatrons_that_is_told_apart_by_no_number():
         replace(manifest, train=replace(manifest.train, param_groups=(odd, *rest)))
     )
     with pytest.raises(CorruptError, match="a param group whose lr_mult is a dict"):
-        groups.made(state, frozenset(), None)
+        groups.make_groups(state, frozenset(), None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import reshard
 from reshard.containers import torch_reader
 from reshard.errors import UsageError
-from reshard.formats.megatron.write.ranks import ranks
+from reshard.formats.megatron.write.ranks import list_ranks
 from reshard.model_parallel.sizes import Sizes
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -121,5 +121,5 @@ def test_one_rank_of_each_tensor_rank_and_stage_keeps_the_dense_layers(
     tensor, expert, expert_tensor
 ):
     sizes = Sizes(tensor=tensor, pipeline=2, expert=expert, expert_tensor=expert_tensor)
-    first = [(rank.tensor, rank.stage) for rank in ranks(sizes) if rank.is_first]
+    first = [(rank.tensor, rank.stage) for rank in list_ranks(sizes) if rank.is_first]
     assert sorted(first) == [(t, stage) for t in range(tensor) for stage in range(2)]

@@ -34,9 +34,9 @@ from reshard.formats.megatron import buckets, grouped, names
 from reshard.formats.megatron import dist as dist_format
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.buckets import Param
-from reshard.formats.megatron.directory import saving
+from reshard.formats.megatron.directory import list_saving_ranks
 from reshard.manifest import Entry
-from reshard.model_parallel.rules import builtin
+from reshard.model_parallel.rules import load_table
 from reshard.tensors import LazyTensor
 
 DATA = Path(__file__).parents[1] / "data" / "megatron"
@@ -275,13 +275,13 @@ def changed(folder, **values):
     ],
 )
 def test_layers_lie_over_stages_as_megatron_lays_them(given, wanted):
-    assert [list(stages) for stages in Arguments("args", given).layers()] == wanted
+    assert [list(stages) for stages in Arguments("args", given).list_layers()] == wanted
 
 
 def test_layers_that_do_not_divide_are_refused():
     args = Arguments("args", {"num_layers": 7, "pipeline_model_parallel_size": 2})
     with pytest.raises(CorruptError, match="7 layers over 2 pipeline stages"):
-        args.layers()
+        args.list_layers()
 
 
 def test_buckets_close_where_they_are_full_and_around_a_shared_embedding():
@@ -291,16 +291,16 @@ def test_buckets_close_where_they_are_full_and_around_a_shared_embedding():
         Param("b", (65,)),
         Param("c", (30,)),
     ]
-    one = buckets.buckets(params, None)
+    one = buckets.make_buckets(params, None)
     assert [(m.fqn, m.start) for m in one[0].members] == [("c", 0), ("b", 64), ("a", 192)]
     assert [bucket.numel for bucket in one] == [320, 70], "aligned before the embedding"
-    two = buckets.buckets(params, 129)
+    two = buckets.make_buckets(params, 129)
     assert [bucket.numel for bucket in two] == [129, 128, 70]
-    flat, numel = buckets.end_to_end(two)
+    flat, numel = buckets.concatenate(two)
     assert (flat[2].start, numel) == (129, 327)
     for made in (one, two):
-        assert buckets.fitted(params, [bucket.numel for bucket in made]) == made
-    assert buckets.fitted(params, [129, 100, 98]) is None
+        assert buckets.fit_buckets(params, [bucket.numel for bucket in made]) == made
+    assert buckets.fit_buckets(params, [129, 100, 98]) is None
 
 
 def entry_of(tensor, name):
@@ -333,7 +333,7 @@ def test_query_key_and_value_of_old_versions_are_ordered_as_megatron_orders_them
         want = stored.view(heads, width, 3, *rest).transpose(1, 2).contiguous().view(shape)
     name = "language_model.encoder.layers.0.self_attention.query_key_value.weight"
     args = Arguments("args", {"num_attention_heads": 8, "tensor_model_parallel_size": 2})
-    (found,) = grouped.head_by_head([entry_of(stored, name)], version, args)
+    (found,) = grouped.reorder_heads([entry_of(stored, name)], version, args)
     assert torch.equal(built(found, stored.flatten()), want)
 
 
@@ -346,7 +346,7 @@ def test_query_key_and_value_of_old_versions_are_ordered_as_megatron_orders_them
     ],
 )
 def test_stacked_layers_are_told_from_numbered_ones(key, name):
-    assert names.stacked(key) == name
+    assert names.parse_stacked(key) == name
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_stacked_layers_are_told_from_numbered_ones(key, name):
 )
 def test_names_of_torch_dist_become_those_of_the_saving_model(impl, grouped_gemm, name, wanted):
     args = Arguments("args", {"transformer_impl": impl, "moe_grouped_gemm": grouped_gemm})
-    found = names.as_saved(builtin("megatron"), f"decoder.layers.1.{name}", args)
+    found = names.spell_as_saved(load_table("megatron"), f"decoder.layers.1.{name}", args)
     assert found == f"decoder.layers.1.{wanted}"
 
 
@@ -388,8 +388,8 @@ def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
             "expert_tensor_parallel_size": 1,
         },
     )
-    assert saving(args) == [(0, 0), (1, 1), (0, 2), (1, 3)]  # as core_v0.16.1 saved it
-    assert {args.expert_place(tp, ep) for tp, ep in saving(args)} == {0}
+    assert list_saving_ranks(args) == [(0, 0), (1, 1), (0, 2), (1, 3)]  # as core_v0.16.1 saved it
+    assert {args.get_expert_tensor_rank(tp, ep) for tp, ep in list_saving_ranks(args)} == {0}
 
 
 def test_nemo_s_keys_and_counters(monkeypatch):

@@ -15,8 +15,8 @@ from reshard.manifest import Entry, Manifest, Origin, index_entries
 from reshard.model_parallel import combine, moves
 from reshard.model_parallel.moves import Move
 from reshard.model_parallel.patterns import Pattern
-from reshard.model_parallel.rules import builtin, with_users
-from reshard.model_parallel.shards import Split, blocks, gathered
+from reshard.model_parallel.rules import add_user_rules, load_table
+from reshard.model_parallel.shards import Split, gather, list_blocks
 
 
 def stored(tensor, file="f", name="w"):
@@ -56,13 +56,13 @@ def test_what_ranks_hold_is_gathered_again(ranks, parts, dim, unit):
     cut = [p.chunk(ranks, dim) for p in full.split([w * unit * ranks for w in parts], dim)]
     held = [torch.cat([p[rank] for p in cut], dim).contiguous() for rank in range(ranks)]
 
-    entry = gathered([stored(t, str(rank)) for rank, t in enumerate(held)], split)
+    entry = gather([stored(t, str(rank)) for rank, t in enumerate(held)], split)
     files = {str(rank): t.flatten() for rank, t in enumerate(held)}
     assert torch.equal(built(entry, files), full)
 
     for rank, wanted in enumerate(held):
-        local, pairs = blocks("w", tuple(shape), split, ranks, rank)
-        chunks = moves.moved(stored(full).chunks, [Move(a, b.origin) for a, b in pairs])
+        local, pairs = list_blocks("w", tuple(shape), split, ranks, rank)
+        chunks = moves.apply_moves(stored(full).chunks, [Move(a, b.origin) for a, b in pairs])
         piece = Entry("w", "param", FLOAT32, local, tuple(chunks))
         assert torch.equal(built(piece, {"f": full.flatten()}), wanted)
 
@@ -70,15 +70,15 @@ def test_what_ranks_hold_is_gathered_again(ranks, parts, dim, unit):
 def test_pieces_of_uneven_ranks_are_gathered():
     full = torch.arange(35.0).reshape(7, 5)
     held = [full[:3].clone(), full[3:5].clone(), full[5:].clone()]
-    entry = gathered([stored(t, str(i)) for i, t in enumerate(held)], Split(0))
+    entry = gather([stored(t, str(i)) for i, t in enumerate(held)], Split(0))
     assert torch.equal(built(entry, {str(i): t.flatten() for i, t in enumerate(held)}), full)
 
 
 def test_pieces_that_do_not_fit_together_are_refused():
     with pytest.raises(CorruptError, match="first tensor-parallel rank"):
-        gathered([stored(torch.zeros(2, 3)), stored(torch.zeros(2, 4))], Split(0))
+        gather([stored(torch.zeros(2, 3)), stored(torch.zeros(2, 4))], Split(0))
     with pytest.raises(UsageError, match="does not divide dim 0 of 'w', which is 6 of 2 parts"):
-        blocks("w", (6, 2), Split(0, (1, 1)), 2, 0)
+        list_blocks("w", (6, 2), Split(0, (1, 1)), 2, 0)
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
@@ -91,7 +91,7 @@ def test_rows_apart_become_neighbours_and_go_back(heads, half, width):
         (h * 2 * half + j, h * 2 * half + j * half, half) for h in range(heads) for j in range(2)
     ]
     shape = (rows, width)
-    out = moves.moved(stored(meta).chunks, moves.row_moves(shape, runs, step=2))
+    out = moves.apply_moves(stored(meta).chunks, moves.make_row_moves(shape, runs, step=2))
     assert torch.equal(
         built(Entry("w", "param", FLOAT32, shape, tuple(out)), {"f": meta.flatten()}), hf
     )
@@ -99,15 +99,15 @@ def test_rows_apart_become_neighbours_and_go_back(heads, half, width):
 
 def test_a_slice_of_a_stack_and_a_transpose_are_the_same_bytes():
     full = torch.arange(24.0).reshape(4, 2, 3)
-    one = tuple(moves.layer(stored(full).chunks, 2))
+    one = tuple(moves.take_slice(stored(full).chunks, 2))
     assert torch.equal(
         built(Entry("w", "param", FLOAT32, (2, 3), one), {"f": full.flatten()}), full[2]
     )
-    turned = tuple(map(moves.transposed, one))
+    turned = tuple(map(moves.transpose, one))
     assert torch.equal(
         built(Entry("w", "param", FLOAT32, (3, 2), turned), {"f": full.flatten()}), full[2].T
     )
-    again = tuple(moves.stacked(one, 1))
+    again = tuple(moves.put_in_stack(one, 1))
     assert again[0].box == Box((1, 0, 0), (1, 2, 3))
 
 
@@ -122,18 +122,18 @@ def test_a_pattern_matches_numbers_words_and_shifts():
 
 
 def test_a_table_knows_a_parameter_by_each_of_its_names():
-    table = builtin("megatron")
-    te = table.need("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", {})
+    table = load_table("megatron")
+    te = table.require("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", {})
     assert te.name == "decoder.layers.3.pre_mlp_layernorm.weight"
     assert te.spelled("layers", {}) == "5.post_attention_layernorm.weight"
     assert te.rule.split(gated=True).dim is None
-    fc1 = table.need("decoder.layers.0.mlp.linear_fc1.weight", {}).rule
+    fc1 = table.require("decoder.layers.0.mlp.linear_fc1.weight", {}).rule
     assert (fc1.split(gated=True).parts, fc1.split(gated=False).parts) == ((1, 1), (1,))
 
 
 def test_an_unknown_name_is_told_with_the_nearest_ones():
     with pytest.raises(UsageError, match=r"linear_fc3.*the nearest are .*linear_fc"):
-        builtin("megatron").need("decoder.layers.0.mlp.linear_fc3.weight", {})
+        load_table("megatron").require("decoder.layers.0.mlp.linear_fc3.weight", {})
 
 
 def test_a_user_s_lines_count_before_the_table_s(tmp_path):
@@ -142,18 +142,20 @@ def test_a_user_s_lines_count_before_the_table_s(tmp_path):
         "parameters:\n  'decoder.layers.{i}.mlp.linear_fc3.{p}': row\n"
         "  output_layer.weight: {cut: replicated}\n"
     )
-    table = with_users(builtin("megatron"), file)
-    assert table.need("decoder.layers.7.mlp.linear_fc3.weight", {}).rule.cut == "row"
-    assert table.need("output_layer.weight", {}).rule.cut == "replicated"
+    table = add_user_rules(load_table("megatron"), file)
+    assert table.require("decoder.layers.7.mlp.linear_fc3.weight", {}).rule.cut == "row"
+    assert table.require("output_layer.weight", {}).rule.cut == "replicated"
     file.write_text("parameters: {a: sideways}")
     with pytest.raises(UsageError, match="'a' has the cut 'sideways'"):
-        with_users(builtin("megatron"), file)
+        add_user_rules(load_table("megatron"), file)
 
 
 @pytest.mark.parametrize("word", ["weight", "bias"])
 @pytest.mark.parametrize("expert", [0, 9, 10, 27, 100])
 def test_a_word_before_a_number_ends_where_the_number_begins(word, expert):
-    found = builtin("megatron").find(f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}", {})
+    found = load_table("megatron").find(
+        f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}", {}
+    )
     assert found.name == f"decoder.layers.3.mlp.experts.local_experts.{expert}.linear_fc1.{word}"
     assert found.spelled("te", {}) == f"decoder.layers.3.mlp.experts.linear_fc1.{word}{expert}"
 
@@ -161,7 +163,7 @@ def test_a_word_before_a_number_ends_where_the_number_begins(word, expert):
 @pytest.mark.parametrize("name", ["megatron", "llama", "gpt_neox", "qwen_moe", "meta"])
 def test_the_rule_of_a_name_is_the_first_that_matches_it(name):
     """The table looks where the name may be; here every rule is tried, in order."""
-    table = builtin(name)
+    table = load_table(name)
     for rule in table.rules:
         for pattern in (rule.name, *(p for words in rule.others.values() for p in words)):
             made = pattern.fill(dict.fromkeys(pattern.fields, 12) | {"p": "weight"})
@@ -189,8 +191,8 @@ def test_a_rank_may_lack_the_state_of_a_part_that_is_empty_and_of_no_other(rows)
     ]
     if rows:
         with pytest.raises(IncompleteError, match="/b: lacks the master 'w'"):
-            combine.tensor_ranks(ranks, lambda _fqn, _shape: Split(0))
+            combine.join_tensor_ranks(ranks, lambda _fqn, _shape: Split(0))
         return
     for order in (ranks, ranks[::-1]):
-        made = combine.tensor_ranks(order, lambda _fqn, _shape: Split(0))
+        made = combine.join_tensor_ranks(order, lambda _fqn, _shape: Split(0))
         assert torch.equal(built(made.entries["master", "w"], parts), full)

@@ -17,8 +17,8 @@ from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from reshard.manifest import ParamGroup, TrainState, check
 from reshard.model_parallel import families, forms, moves
 from reshard.model_parallel.architecture import Architecture
-from reshard.model_parallel.names import from_hf, to_hf
-from reshard.model_parallel.rules import with_users
+from reshard.model_parallel.names import rename_from_hf, rename_to_hf
+from reshard.model_parallel.rules import add_user_rules
 from reshard.model_parallel.spellings import Spellings
 from reshard.model_parallel.traits import Traits
 from reshard.tensors import Checkpoint
@@ -96,7 +96,7 @@ TOKENS = torch.tensor([[1, 5, 9, 52, 7, 0, 11], [3, 3, 2, 1, 50, 51, 30]])
 
 def numbers_of(config):
     """What rules need of a model, from its config with every default filled in."""
-    _family, traits = families.of_config(config, "config.json")
+    _family, traits = families.read_config(config, "config.json")
     return traits.architecture()
 
 
@@ -123,7 +123,7 @@ def tensors(manifest):
 
 
 def table(config):
-    return families.of_name(config["model_type"])[0].table
+    return families.get_families(config["model_type"])[0].table
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -132,12 +132,12 @@ def test_a_hugging_face_model_is_megatron_s_under_its_names(name, tmp_path):
     model = made(config)
     model.save_pretrained(tmp_path / "hf")
     manifest, numbers, saved = read(tmp_path / "hf")
-    fused = from_hf(manifest, table(saved), numbers).manifest
+    fused = rename_from_hf(manifest, table(saved), numbers).manifest
     with torch.no_grad():
         wanted, found = model(TOKENS).logits, judge.logits(tensors(fused), TOKENS)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
-    back = to_hf(fused, table(saved), numbers).manifest
+    back = rename_to_hf(fused, table(saved), numbers).manifest
     once, again = tensors(manifest), tensors(back)
     assert once.keys() == again.keys()
     assert all(torch.equal(once[key], again[key]) for key in once)
@@ -150,8 +150,10 @@ def test_names_in_memory_are_read_as_those_on_disk(name, tmp_path):
     model.save_pretrained(tmp_path / "hf")
     manifest, numbers, saved = read(tmp_path / "hf")
     save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "m.safetensors")
-    memory = from_hf(formats.read(tmp_path / "m.safetensors"), table(saved), numbers).manifest
-    disk = tensors(from_hf(manifest, table(saved), numbers).manifest)
+    memory = rename_from_hf(
+        formats.read(tmp_path / "m.safetensors"), table(saved), numbers
+    ).manifest
+    disk = tensors(rename_from_hf(manifest, table(saved), numbers).manifest)
     held = tensors(memory)
     if "output_layer.weight" not in disk:
         held.pop("output_layer.weight")  # a state dict has both names of a tied weight
@@ -164,7 +166,7 @@ def test_files_of_a_base_model_lack_its_prefix(tmp_path):
     model.transformer.save_pretrained(tmp_path / "hf")
     manifest, numbers, saved = read(tmp_path / "hf")
     assert "h.0.attn.c_attn.weight" in {entry.fqn for entry in manifest.entries.values()}
-    fused = tensors(from_hf(manifest, table(saved), numbers).manifest)
+    fused = tensors(rename_from_hf(manifest, table(saved), numbers).manifest)
     assert fused["decoder.layers.0.self_attention.linear_qkv.weight"].shape == (96, 32)
 
 
@@ -215,19 +217,19 @@ def test_gate_and_up_stand_one_above_the_other(half):
 
 
 def assert_both_ways(name, parts, fused, model):
-    cut = list(forms.form(name, fused.shape[0], model).cut(tuple(fused.shape)))
+    cut = list(forms.make_form(name, fused.shape[0], model).cut(tuple(fused.shape)))
     assert len(cut) == len(parts)
     for part, (shape, taken) in zip(parts, cut, strict=True):
         entry = replace(
-            stored(fused), shape=shape, chunks=tuple(moves.moved(stored(fused).chunks, taken))
+            stored(fused), shape=shape, chunks=tuple(moves.apply_moves(stored(fused).chunks, taken))
         )
         assert torch.equal(built(entry, {"f": fused.flatten()}), part)
-    form = forms.of_parts(name, [part.shape[0] for part in parts], model)
+    form = forms.make_form_of_parts(name, [part.shape[0] for part in parts], model)
     held = [stored(part, str(n)) for n, part in enumerate(parts)]
     chunks = [
         chunk
         for entry, taken in zip(held, form.fuse(tuple(fused.shape[1:])), strict=True)
-        for chunk in moves.moved(entry.chunks, taken)
+        for chunk in moves.apply_moves(entry.chunks, taken)
     ]
     entry = replace(stored(fused), chunks=tuple(chunks))
     assert torch.equal(built(entry, {str(n): p.flatten() for n, p in enumerate(parts)}), fused)
@@ -237,9 +239,9 @@ def test_a_model_that_cannot_have_a_fused_tensor_is_told_so():
     with pytest.raises(
         UsageError, match="4 heads and 2 key-value heads of 8, which are not the 48"
     ):
-        forms.form("qkv", 48, Architecture(source="c", heads=4, groups=2, head_dim=8))
+        forms.make_form("qkv", 48, Architecture(source="c", heads=4, groups=2, head_dim=8))
     with pytest.raises(UsageError, match="number of heads"):
-        forms.form("qkv", 48, Architecture(source="c"))
+        forms.make_form("qkv", 48, Architecture(source="c"))
 
 
 # What a manifest says besides
@@ -286,8 +288,8 @@ def slots(manifest, kind):
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "llama_mqa"])
 def test_the_optimizer_goes_there_and_back(name, tmp_path):
     manifest, numbers, rules = trained(tmp_path, name)
-    fused = from_hf(manifest, rules, numbers).manifest
-    back = to_hf(fused, rules, numbers).manifest
+    fused = rename_from_hf(manifest, rules, numbers).manifest
+    back = rename_to_hf(fused, rules, numbers).manifest
     for kind in ("exp_avg", "exp_avg_sq"):
         once, again = slots(manifest, kind), slots(back, kind)
         assert once.keys() == again.keys()
@@ -299,7 +301,7 @@ def test_the_optimizer_goes_there_and_back(name, tmp_path):
 
 def test_moments_are_fused_as_their_weight_is(tmp_path):
     manifest, numbers, rules = trained(tmp_path)
-    fused = from_hf(manifest, rules, numbers).manifest
+    fused = rename_from_hf(manifest, rules, numbers).manifest
     moments = slots(manifest, "exp_avg")
     q, k, v = (moments[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv")
     found = slots(fused, "exp_avg")["decoder.layers.1.self_attention.linear_qkv.weight"]
@@ -321,20 +323,20 @@ def test_parts_that_differ_in_what_is_one_for_the_whole_are_refused(tmp_path):
     )
     grouped = replace(manifest, train=replace(manifest.train, param_groups=apart))
     with pytest.raises(UsageError, match=r"linear_qkv.*q_proj.*k_proj.*param group: 0 and 1"):
-        from_hf(grouped, rules, numbers)
+        rename_from_hf(grouped, rules, numbers)
     steps = {**manifest.train.optimizer_step, key: 6.0}
     stepped = replace(manifest, train=replace(manifest.train, optimizer_step=steps))
     with pytest.raises(UsageError, match=r"differ in their step: 7.0 and 6.0"):
-        from_hf(stepped, rules, numbers)
+        rename_from_hf(stepped, rules, numbers)
     with pytest.raises(UsageError, match="differ in their frozen"):
-        from_hf(replace(manifest, frozen=frozenset([key])), rules, numbers)
+        rename_from_hf(replace(manifest, frozen=frozenset([key])), rules, numbers)
 
 
 def test_a_missing_part_is_named(tmp_path):
     manifest, numbers, rules = trained(tmp_path)
     rest = [e for e in manifest.entries.values() if "layers.0.mlp.up_proj" not in e.fqn]
     with pytest.raises(IncompleteError, match=r"gate_proj.weight'.* none of .*up_proj.weight'"):
-        from_hf(manifest.with_entries(rest), rules, numbers)
+        rename_from_hf(manifest.with_entries(rest), rules, numbers)
 
 
 def test_state_of_another_shape_is_carried_where_the_parameter_stays_whole(tmp_path):
@@ -346,12 +348,14 @@ def test_state_of_another_shape_is_carried_where_the_parameter_stays_whole(tmp_p
         held = {**manifest.entries, entry.key: replace(row, chunks=entry.chunks[:0])}
         return replace(manifest, entries=held)
 
-    kept = from_hf(flattened("model.layers.0.self_attn.o_proj.weight"), rules, numbers).manifest
+    kept = rename_from_hf(
+        flattened("model.layers.0.self_attn.o_proj.weight"), rules, numbers
+    ).manifest
     assert kept.entries["exp_avg", "decoder.layers.0.self_attention.linear_proj.weight"].shape == (
         1,
     )
     with pytest.raises(UnsupportedError, match="nothing says how it is cut"):
-        from_hf(flattened("model.layers.0.self_attn.q_proj.weight"), rules, numbers)
+        rename_from_hf(flattened("model.layers.0.self_attn.q_proj.weight"), rules, numbers)
 
 
 def padded(tmp_path, rows):
@@ -359,7 +363,7 @@ def padded(tmp_path, rows):
     model = made(MODELS["gpt2"][0])
     model.save_pretrained(tmp_path / "hf")
     manifest, numbers, saved = read(tmp_path / "hf")
-    fused = tensors(from_hf(manifest, table(saved), numbers).manifest)
+    fused = tensors(rename_from_hf(manifest, table(saved), numbers).manifest)
     name = "embedding.word_embeddings.weight"
     fused[name] = torch.cat([fused[name], torch.full((rows, 32), 9.0)])
     fused["decoder.layers.0.self_attention._extra_state"] = torch.zeros(1)
@@ -370,20 +374,20 @@ def padded(tmp_path, rows):
 
 def test_padding_of_the_vocabulary_is_taken_off_and_said(tmp_path):
     held, numbers, rules, wanted = padded(tmp_path, 11)
-    named = to_hf(held, rules, numbers)
+    named = rename_to_hf(held, rules, numbers)
     assert "padding rows 53 to 63 of the vocabulary taken off" in named.notes
     assert any("_extra_state" in note for note in named.notes)
     assert named.manifest.tied == {"lm_head.weight": "transformer.wte.weight"}
     once = tensors(wanted)
     assert all(torch.equal(tensors(named.manifest)[key], once[key]) for key in once)
 
-    kept = to_hf(held, rules, numbers, keep_padding=True)
+    kept = rename_to_hf(held, rules, numbers, keep_padding=True)
     assert kept.manifest.entries["param", "transformer.wte.weight"].shape == (64, 32)
-    unknown = to_hf(held, rules, replace(numbers, vocab=None))
+    unknown = rename_to_hf(held, rules, replace(numbers, vocab=None))
     assert unknown.manifest.entries["param", "transformer.wte.weight"].shape == (64, 32)
     assert any("--vocab-size" in note for note in unknown.notes)
     with pytest.raises(UsageError, match=r"vocabulary of 65, and .* has 64 rows"):
-        to_hf(held, rules, replace(numbers, vocab=65))
+        rename_to_hf(held, rules, replace(numbers, vocab=65))
 
 
 # Tables
@@ -393,9 +397,9 @@ def test_unknown_names_are_told_with_the_nearest_ones(tmp_path):
     manifest, numbers, rules = trained(tmp_path)
     odd = [replace(e, fqn=e.fqn.replace("q_proj", "query_proj")) for e in manifest.of_kind("param")]
     with pytest.raises(UsageError, match=r"query_proj.weight'.*nearest are .*self_attn\.\w_proj"):
-        from_hf(manifest.with_entries(odd), rules, numbers)
+        rename_from_hf(manifest.with_entries(odd), rules, numbers)
     with pytest.raises(UsageError, match=r"--rules FILE"):
-        to_hf(manifest, rules, numbers)
+        rename_to_hf(manifest, rules, numbers)
 
 
 def test_a_user_s_line_counts_before_the_family_s(tmp_path):
@@ -406,11 +410,11 @@ def test_a_user_s_line_counts_before_the_family_s(tmp_path):
         "hf:\n  'decoder.layers.{i}.self_attention.linear_proj.{p}':"
         " 'model.layers.{i}.self_attn.out.{p}'\n"
     )
-    rules = with_users(rules, file)
+    rules = add_user_rules(rules, file)
     manifest = replace(manifest.with_entries(odd), train=TrainState(), trained_dtypes={})
-    fused = from_hf(manifest, rules, numbers).manifest
+    fused = rename_from_hf(manifest, rules, numbers).manifest
     assert ("param", "decoder.layers.1.self_attention.linear_proj.weight") in fused.entries
-    assert ("param", "model.layers.1.self_attn.out.weight") in to_hf(
+    assert ("param", "model.layers.1.self_attn.out.weight") in rename_to_hf(
         fused, rules, numbers
     ).manifest.entries
 
@@ -430,11 +434,11 @@ def test_a_line_that_does_not_work_in_both_directions_is_refused(line, problem, 
     file = tmp_path / "my.yaml"
     file.write_text(f"hf: {{{line}}}")
     with pytest.raises(UsageError, match=problem):
-        from_hf(manifest, with_users(rules, file), numbers)
+        rename_from_hf(manifest, add_user_rules(rules, file), numbers)
 
 
 def test_every_table_s_lines_say_what_they_need():
-    for family in families.families().values():
+    for family in families.load_families().values():
         texts = [value for value in family.config.values() if isinstance(value, str)]
         asked = {match[1] for match in map(families._FIELD.fullmatch, texts) if match}
         known = {name for name in dir(Traits) if not name.startswith("_")}

@@ -54,7 +54,7 @@ def resolve_request(
     grid = _parse_mesh(options)
     parallel = _choose_sizes(manifest, writer, options)
     ranks_before = manifest.origin.world if writer.has_data_parallel_ranks else 1
-    world_size = sizes.world_size(parallel, options.world_size, options.dp, ranks_before)
+    world_size = sizes.choose_world_size(parallel, options.world_size, options.dp, ranks_before)
     world_size = grid.world if grid else world_size
     if world_size < 1:
         raise UsageError(f"--world-size {world_size}", "at least one rank is needed")
@@ -104,7 +104,7 @@ def _check_options(writer: Writer, options: SplitOptions) -> None:
 def _choose_sizes(manifest: Manifest, writer: Writer, options: SplitOptions) -> Sizes:
     """Return the given model-parallel sizes, else those of a source whose grid the writer keeps."""
     keeps = manifest.origin.format in writer.keeps_grid_of
-    own = sizes.of_mesh(manifest.origin.mesh) if keeps else ONE
+    own = sizes.parse_mesh(manifest.origin.mesh) if keeps else ONE
     return Sizes(
         tensor=options.tp or own.tensor,
         pipeline=options.pp or own.pipeline,

@@ -28,7 +28,7 @@ from reshard.box import Index, row_major
 from reshard.errors import CorruptError, UnsafeError, UnsupportedError
 from reshard.formats.deepspeed import dialects, neox
 from reshard.formats.deepspeed.layers import TIED
-from reshard.model_parallel.rules import Table, builtin, with_users
+from reshard.model_parallel.rules import Table, add_user_rules, load_table
 from reshard.model_parallel.shards import REPLICATED, Split
 
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
@@ -89,9 +89,9 @@ class Cuts:
     @cached_property
     def _table(self) -> Table:
         """The rules of all tables; not read for a checkpoint without ranks to join."""
-        megatron = builtin(self._table_name(self._ranks))
+        megatron = load_table(self._table_name(self._ranks))
         none = Table(f"{megatron.source}, which has other names", ())
-        return with_users(megatron if self._dialect else none, self._rules)
+        return add_user_rules(megatron if self._dialect else none, self._rules)
 
     def _table_name(self, ranks: int) -> str:
         """Return the name of the built-in table, which GPT-NeoX's settings decide."""
@@ -126,7 +126,7 @@ class Cuts:
             self._refuse_unused(fqn)
             return Split(0)
         if known is None:
-            found = self._table.need(fqn, self._constants, self._dialect)
+            found = self._table.require(fqn, self._constants, self._dialect)
             return found.rule.split(gated=self._gated)
         if self._info and known not in (Split(0), Split(0, padded=True)):
             self.notes[

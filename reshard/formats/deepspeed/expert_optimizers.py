@@ -57,7 +57,7 @@ def read(
                 if entry.kind not in (PARAM, BUFFER) or parse_expert_name(entry.fqn)
             )
         ranks.append(manifest)
-    joined = combine.stages(ranks)
+    joined = combine.join_stages(ranks)
     entries = sorted(
         joined.entries.values(), key=lambda entry: position.get(entry.fqn, len(position))
     )

@@ -51,9 +51,9 @@ def read(files: TagFiles, rules: Path | None = None) -> Manifest:
         buffers=[entry.fqn for entry in entries if entry.kind == BUFFER],
         rules=rules,
     )
-    joined = combine.stages(
+    joined = combine.join_stages(
         [
-            combine.tensor_ranks(_drop_unused(cuts, stages, number), cuts.split)
+            combine.join_tensor_ranks(_drop_unused(cuts, stages, number), cuts.split)
             for number in range(len(stages))
         ]
     )

@@ -32,9 +32,11 @@ def read(location: Location, tag: str | None = None, rules: Path | None = None) 
 
         return parallel.read(files, rules)
     if rules:
-        from reshard.model_parallel.rules import Table, with_users
+        from reshard.model_parallel.rules import Table, add_user_rules
 
-        with_users(Table("", ()), rules)  # no rank shares anything here: only check the user's file
+        add_user_rules(
+            Table("", ()), rules
+        )  # no rank shares anything here: only check the user's file
     if has_experts:
         from reshard.formats.deepspeed import experts
 

@@ -208,7 +208,7 @@ def _module_entries(
                 buffers[key] = replace(entry, chunks=tuple(chunks))
             elif entry.fqn not in masters and per_rank:
                 split = ranks.cuts.split(entry.fqn, entry.shape)
-                yield shards.gathered([rank[key] for rank in by_rank], split)
+                yield shards.gather([rank[key] for rank in by_rank], split)
     yield from buffers.values()
     if not per_rank:
         yield from stage3.read_frozen(models)

@@ -17,7 +17,7 @@ from reshard.errors import UnsupportedError
 from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.states import ModelStates, Shapes
 from reshard.manifest import Entry
-from reshard.model_parallel.shards import Split, shared
+from reshard.model_parallel.shards import Split, scale_shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SourceRanks:
         split = self.cuts.split(entry.fqn, local)
         expected = _whole_shape(local, split, self.tensor)
         if entry.shape != (local[0] * self.tensor, *local[1:]) or entry.shape == expected:
-            return shared(entry, split, self.tensor)
+            return scale_shares(entry, split, self.tensor)
         if split.dim is not None:
             raise UnsupportedError(
                 entry.chunks[0].file,

@@ -132,7 +132,7 @@ class Arguments:
         """
         return self.pp > 1 and (self.tied or self.number("mtp_num_layers") > 0)
 
-    def bucket_size(self, *, stage: int, chunk: int) -> int | None:
+    def get_bucket_size(self, *, stage: int, chunk: int) -> int | None:
         """Elements that close a gradient bucket; None: one bucket takes all.
 
         ``distributed/distributed_data_parallel.py`` (__init__) and ``training/training.py``
@@ -142,7 +142,7 @@ class Arguments:
             return None
         return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
 
-    def layers(self) -> tuple[tuple[int, ...], ...]:
+    def list_layers(self) -> tuple[tuple[int, ...], ...]:
         """Transformer layers of each stage, a tuple a virtual stage: ``layers[chunk][stage]``.
 
         ``transformer/transformer_block.py`` (get_num_layers_to_build),
@@ -155,7 +155,7 @@ class Arguments:
         if isinstance(layout, Call):
             layout = layout.get("input_data")
         if layout:
-            return self._in_rows(_laid_out(self.source, layout))
+            return self._arrange_in_rows(_parse_layout(self.source, layout))
         ends = [self.values.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
         embedding = int(self.flag("account_for_embedding_in_pipeline_split"))
         loss = int(self.flag("account_for_loss_in_pipeline_split"))
@@ -174,16 +174,16 @@ class Arguments:
         counts = [stage // self.vp for stage in stages] * self.vp
         counts[0] -= embedding
         counts[-1] -= loss
-        return self._in_rows(counts)
+        return self._arrange_in_rows(counts)
 
-    def _in_rows(self, counts: list[int]) -> tuple[tuple[int, ...], ...]:
+    def _arrange_in_rows(self, counts: list[int]) -> tuple[tuple[int, ...], ...]:
         if len(counts) % self.pp:
             raise CorruptError(
                 self.source, f"has a pipeline layout of {len(counts)} stages for {self.pp} ranks"
             )
         return tuple(tuple(counts[at : at + self.pp]) for at in range(0, len(counts), self.pp))
 
-    def expert_place(self, tp: int, ep: int) -> int:
+    def get_expert_tensor_rank(self, tp: int, ep: int) -> int:
         """Which part of the experts of ``ep`` a rank of ``tp`` holds.
 
         Dense layers lie over ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``,
@@ -194,7 +194,7 @@ class Arguments:
             (r % self.etp for r in ranks if (r % self.tp, r // self.etp % self.ep) == (tp, ep)), 0
         )
 
-    def place_of(self, rank: int) -> tuple[int, int, int]:
+    def locate_rank(self, rank: int) -> tuple[int, int, int]:
         """(tensor, pipeline, expert) of a global rank (initialize_model_parallel)."""
         if self.flag("use_tp_pp_dp_mapping"):
             pp = rank // self.tp % self.pp
@@ -204,7 +204,7 @@ class Arguments:
             pp, rank = rank // stage, rank % stage
         return rank % self.tp, pp, rank // self.etp % self.ep
 
-    def mesh(self) -> dict[str, int]:
+    def make_mesh(self) -> dict[str, int]:
         """The grid, as a manifest's origin has it."""
         mesh = {"world": self.world, "tp": self.tp, "pp": self.pp, "dp": self.dp}
         rare = {"vpp": self.vp, "cp": self.cp, "ep": self.ep}
@@ -213,13 +213,13 @@ class Arguments:
             mesh["etp"] = self.etp
         return mesh
 
-    def plain(self) -> dict[str, Any]:
+    def make_printable(self) -> dict[str, Any]:
         """All of them, printable."""
         found: dict[str, Any] = to_plain(dict(self.values))
         return found
 
 
-def of(value: Any, source: str) -> Arguments:
+def parse(value: Any, source: str) -> Arguments:
     """The arguments that an ``argparse.Namespace``, or a dict, holds.
 
     Raises:
@@ -237,7 +237,7 @@ def of(value: Any, source: str) -> Arguments:
     return args
 
 
-def _laid_out(source: str, layout: Any) -> list[int]:
+def _parse_layout(source: str, layout: Any) -> list[int]:
     """Decoder layers of each stage of a layout like ``Et|(tt|)*3tL``, or of lists of names.
 
     Raises:

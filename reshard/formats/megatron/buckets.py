@@ -43,7 +43,7 @@ class Bucket:
     numel: int
 
 
-def buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
+def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
     """The buckets of a buffer.
 
     Args:
@@ -61,7 +61,7 @@ def buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
         end = 0
 
     for param in reversed(params):
-        start = _aligned(end)
+        start = _align(end)
         if param.alone and members:
             close(start)
             start = 0
@@ -74,7 +74,7 @@ def buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
     return found
 
 
-def fitted(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | None:
+def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | None:
     """The buckets of a buffer of which the elements of each are known; None: they are others'."""
     found: list[Bucket] = []
     waiting = list(params)
@@ -82,7 +82,7 @@ def fitted(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | Non
         members: list[Member] = []
         end = 0
         while waiting:
-            start = _aligned(end)
+            start = _align(end)
             stop = start + prod(waiting[-1].shape)
             if stop > numel or (waiting[-1].alone and members):
                 break
@@ -91,13 +91,13 @@ def fitted(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | Non
             end = stop
             if param.alone:
                 break
-        if numel not in (end, _aligned(end)):
+        if numel not in (end, _align(end)):
             return None
         found.append(Bucket(tuple(members), numel))
     return None if waiting else found
 
 
-def end_to_end(found: Iterable[Bucket]) -> tuple[list[Member], int]:
+def concatenate(found: Iterable[Bucket]) -> tuple[list[Member], int]:
     """The members of buckets that lie one after the other, in flat order, and all elements."""
     found = list(found)
     starts = [0, *accumulate(bucket.numel for bucket in found)]
@@ -109,5 +109,5 @@ def end_to_end(found: Iterable[Bucket]) -> tuple[list[Member], int]:
     return members, starts[-1]
 
 
-def _aligned(numel: int) -> int:
+def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT

@@ -34,14 +34,14 @@ _LISTED = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Rank:
+class GridPosition:
     """The place of one rank's folder in the grid."""
 
     pp: int
     ep: int
     tp: int
 
-    def folder(self, args: Arguments) -> str:
+    def name_folder(self, args: Arguments) -> str:
         """Its name in a run of these sizes."""
         name = f"mp_rank_{self.tp:02d}"
         name += f"_{self.pp:03d}" if args.pp > 1 else ""
@@ -53,7 +53,7 @@ def detect(location: Location) -> bool:
     if location.chosen:
         folder = Location(location.directories)
         return _is_rank_folder(folder) or (_is_part(location.chosen) and is_dist(folder))
-    return is_dist(location) or bool(rank_folders(location)) or _is_rank_folder(location)
+    return is_dist(location) or bool(list_rank_folders(location)) or _is_rank_folder(location)
 
 
 def holds(location: Location) -> bool:
@@ -70,7 +70,7 @@ def _is_part(name: str) -> bool:
     return name in (_METADATA, BACKEND, COMMON) or name.endswith(".distcp")
 
 
-def rank_folders(location: Location) -> dict[str, Location]:
+def list_rank_folders(location: Location) -> dict[str, Location]:
     """The ranks' folders of the torch format, by name."""
     return {name: folder for name, folder in location.folders.items() if _is_rank(name, folder)}
 
@@ -84,7 +84,7 @@ def _is_rank_folder(location: Location) -> bool:
     return _is_rank(location.name, location)
 
 
-def whole(location: Location) -> Location:
+def find_checkpoint(location: Location) -> Location:
     """The directory of the checkpoint, where one of its files is given, or its only rank's folder.
 
     Raises:
@@ -94,7 +94,7 @@ def whole(location: Location) -> Location:
     if not _is_rank_folder(folder):
         return folder
     above = folder.above()
-    count = len(rank_folders(above))
+    count = len(list_rank_folders(above))
     if count > 1:
         raise UsageError(
             location,
@@ -104,7 +104,7 @@ def whole(location: Location) -> Location:
     return above
 
 
-def model_file(folder: Location) -> Path:
+def find_model_file(folder: Location) -> Path:
     """The file of a rank's weights.
 
     Raises:
@@ -116,7 +116,7 @@ def model_file(folder: Location) -> Path:
     return found
 
 
-def ranks(location: Location, args: Arguments) -> dict[Rank, Location]:
+def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Location]:
     """The folder of every rank that saves, in the order of the grid.
 
     One rank of each tensor-, pipeline- and expert-parallel place saves (save_checkpoint). What the
@@ -126,11 +126,11 @@ def ranks(location: Location, args: Arguments) -> dict[Rank, Location]:
         IncompleteError: one is missing.
         StaleError: folders of another grid lie beside them.
     """
-    held = rank_folders(location)
+    held = list_rank_folders(location)
     wanted = {
-        Rank(pp, ep, tp).folder(args): Rank(pp, ep, tp)
+        GridPosition(pp, ep, tp).name_folder(args): GridPosition(pp, ep, tp)
         for pp in range(args.pp)
-        for tp, ep in saving(args)
+        for tp, ep in list_saving_ranks(args)
     }
     grid = ", ".join(
         f"{axis} {size}" for axis, size in (("tp", args.tp), ("pp", args.pp), ("ep", args.ep))
@@ -155,7 +155,7 @@ def ranks(location: Location, args: Arguments) -> dict[Rank, Location]:
     return {rank: held[name] for name, rank in sorted(wanted.items(), key=lambda item: item[1])}
 
 
-def saving(args: Arguments) -> list[tuple[int, int]]:
+def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
     """The (tensor, expert) places of a pipeline stage whose ranks save.
 
     Those of the first copy of the experts (get_expert_data_parallel_rank); dense layers lie over

@@ -39,10 +39,10 @@ from reshard.formats.megatron import (
 )
 from reshard.formats.megatron.arguments import Arguments
 from reshard.formats.megatron.dist_flat import CHAIN
-from reshard.formats.megatron.optimizer import Held
+from reshard.formats.megatron.optimizer import RankParam
 from reshard.location import Location
 from reshard.manifest import BUFFER, PARAM, Entry, Manifest, Origin, SourceFile, index_entries
-from reshard.model_parallel.moves import layer
+from reshard.model_parallel.moves import take_slice
 from reshard.model_parallel.rules import Table
 from reshard.pickles import trust
 from reshard.state_dict import tree
@@ -66,11 +66,11 @@ def read(location: Location, table: Table) -> Manifest:
         UnsupportedError: the optimizer is in a form that core 0.13 and older wrote.
     """
     found = dcp.read_flat(location)
-    tensors, objects = _sorted(_without_prefix(found.root))
-    stored = _whole(tensors)
-    common, files, seen = _common(location, objects)
-    args = arguments.of(common.get("args"), str(location))
-    keys = _Keys(table, args)
+    tensors, objects = _separate(_strip_prefix(found.root))
+    stored = _join_gated(tensors)
+    common, files, seen = _read_common(location, objects)
+    args = arguments.parse(common.get("args"), str(location))
+    keys = _KeyReader(table, args)
     weights = [
         replace(entry, kind=BUFFER if names.is_buffer(entry.fqn) else PARAM)
         for key, tensor in stored.items()
@@ -83,19 +83,21 @@ def read(location: Location, table: Table) -> Manifest:
         entry
         for key, tensor in stored.items()
         if (match := CHAIN.fullmatch(key)) and (slot := _SLOT.fullmatch(match[2]))
-        for entry in keys.entries(slot[2], optimizer.kind_of(slot[1]), tensor)
+        for entry in keys.entries(slot[2], optimizer.get_kind(slot[1]), tensor)
     ]
-    whole = index_entries(grid.in_model_order(weights))
-    held = [Held(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
-    chained = dist_flat.own_states(objects)
+    whole = index_entries(grid.sort_entries(weights))
+    held = [RankParam(e.fqn, e.shape, e.dtype.name, 0) for e in whole.values() if e.kind == PARAM]
+    chained = dist_flat.find_group_states(objects)
     state = optimizer.read(chained or common.get("optimizer"), held, args, table, str(location))
-    flat = dist_flat.Flat(stored, objects, whole, args, table, str(location)).entries()
-    form = _form(common, flat, slots)
+    flat = dist_flat.FlatBuffers(stored, objects, whole, args, table, str(location)).read_entries()
+    form = _describe_form(common, flat, slots)
     made = Manifest(
         origin=Origin("megatron", str(location)),
-        entries=index_entries(grid.in_model_order([*whole.values(), *slots, *flat])),
+        entries=index_entries(grid.sort_entries([*whole.values(), *slots, *flat])),
         files={**found.files, **files},
-        train=train.of_root({**common, own.RNG: _first(objects, own.RNG)}, args, state, 0, 0),
+        train=train.make_train_state(
+            {**common, own.RNG: _get_first(objects, own.RNG)}, args, state, 0, 0
+        ),
         tied={names.OUTPUT: names.EMBEDDING}
         if args.tied and (PARAM, names.EMBEDDING) in whole
         else {},
@@ -103,11 +105,11 @@ def read(location: Location, table: Table) -> Manifest:
         unknown_globals=trust.unknown(found.globals | seen),
         ordered=True,  # see `grid.in_model_order`
     )
-    made = own.told(made, own.of_dist(found.root))
-    return replace(made, origin=train.origin(location, args, form, made))
+    made = own.attach(made, own.collect_from_dist(found.root))
+    return replace(made, origin=train.make_origin(location, args, form, made))
 
 
-def _without_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keys as Megatron-LM has them: NeMo 2 puts ``module.`` before each parameter's."""
     named = [k for k, v in root.items() if isinstance(v, GlobalTensor) and not CHAIN.fullmatch(k)]
     if not named or not all(key.startswith(_NEMO) for key in named):
@@ -115,7 +117,7 @@ def _without_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
     return {_PREFIXED.sub(r"\1", key, count=1): value for key, value in root.items()}
 
 
-def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[str, list[Any]]]:
+def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[str, list[Any]]]:
     """Tensors by key; and objects, each with all its shards."""
     stored: dict[str, GlobalTensor] = {}
     objects: dict[str, list[Any]] = defaultdict(list)
@@ -129,7 +131,7 @@ def _sorted(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[str,
     return stored, dict(objects)
 
 
-def _whole(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
+def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
     """Tensors with gate and up in one, also where they are kept apart (singleton_local_shards)."""
     found: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
@@ -139,17 +141,17 @@ def _whole(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
             found[key] = tensor
         elif key.endswith(_GATE):
             rows = gate.shape[0]
-            chunks = [replace(chunk, box=_below(chunk.box, rows)) for chunk in up.chunks]
+            chunks = [replace(chunk, box=_shift_down(chunk.box, rows)) for chunk in up.chunks]
             shape = (rows + up.shape[0], *gate.shape[1:])
             found[base] = replace(gate, shape=shape, chunks=(*gate.chunks, *chunks))
     return found
 
 
-def _below(box: Box, rows: int) -> Box:
+def _shift_down(box: Box, rows: int) -> Box:
     return Box((box.origin[0] + rows, *box.origin[1:]), box.shape)
 
 
-def _common(
+def _read_common(
     location: Location, objects: Mapping[str, list[Any]]
 ) -> tuple[dict[str, Any], dict[str, SourceFile], set[str]]:
     """What all ranks share: arguments, counters, param groups. Its file, and its globals."""
@@ -159,8 +161,8 @@ def _common(
         root = tree.convert_file(file)
         if not isinstance(root, dict):
             raise CorruptError(path, "is no dict")
-        return _of_nemo(root), {file.path: file.source()}, file.globals
-    held = _first(objects, _COMMON)
+        return _convert_nemo(root), {file.path: file.source()}, file.globals
+    held = _get_first(objects, _COMMON)
     if not isinstance(held, dict):
         raise IncompleteError(
             location,
@@ -170,7 +172,7 @@ def _common(
     return held, {}, set()
 
 
-def _of_nemo(root: dict[str, Any]) -> dict[str, Any]:
+def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
     """NeMo 2's: Lightning's list of one optimizer, and its name for the step."""
     one = root.get("optimizer")
     if isinstance(one, list) and len(one) == 1:
@@ -182,11 +184,11 @@ def _of_nemo(root: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _first(objects: Mapping[str, list[Any]], key: str) -> Any:
+def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
     return next(iter(objects.get(key, ())), None)
 
 
-def _form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
+def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
     """What is said of the format: how a distributed optimizer is kept."""
     about = common.get("content_metadata")
     kept = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
@@ -197,7 +199,7 @@ def _form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entr
     return "torch_dist"
 
 
-class _Keys:
+class _KeyReader:
     """Keys of torch_dist as names of the saving model."""
 
     def __init__(self, table: Table, args: Arguments) -> None:
@@ -206,29 +208,29 @@ class _Keys:
 
     def entries(self, key: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
         """The parameters that one stored tensor holds."""
-        name = names.stacked(key)
+        name = names.parse_stacked(key)
         if name is None:
             yield from self._experts(key, kind, tensor)
             return
-        for index, one in enumerate(_slices(tensor)):
+        for index, one in enumerate(_unstack(tensor)):
             yield from self._experts(name.replace("{}", str(index), 1), kind, one)
 
     def _experts(self, name: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
-        found = names.of_dist_expert(name)
+        found = names.parse_dist_expert(name)
         if found is None:
             yield self._entry(name, kind, tensor)
             return
         pattern, number = found
-        held = enumerate(_slices(tensor)) if number is None else [(number, tensor)]
+        held = enumerate(_unstack(tensor)) if number is None else [(number, tensor)]
         for index, one in held:
             yield self._entry(pattern.replace("{}", str(index), 1), kind, one)
 
     def _entry(self, name: str, kind: str, tensor: GlobalTensor) -> Entry:
-        fqn = names.as_saved(self._table, name, self._args)
+        fqn = names.spell_as_saved(self._table, name, self._args)
         return Entry(fqn, kind, tensor.dtype, tensor.shape, tensor.chunks)
 
 
-def _slices(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
+def _unstack(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
     """The tensors that are stacked along dim 0."""
     by_index: dict[int, list[Chunk]] = defaultdict(list)
     where = tensor.chunks[0].file if tensor.chunks else "a tensor of layers without elements"
@@ -238,6 +240,6 @@ def _slices(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
             raise CorruptError(chunk.file, f"{chunk.box} lies outside of {tensor.shape}")
         start, count = chunk.box.origin[0], chunk.box.shape[0]
         for index in range(start, start + count):
-            by_index[index] += layer([chunk], index)
+            by_index[index] += take_slice([chunk], index)
     for index in range(total):
         yield replace(tensor, shape=tensor.shape[1:], chunks=tuple(by_index[index]))

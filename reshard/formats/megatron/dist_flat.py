@@ -15,8 +15,8 @@ from reshard.chunks import Chunk
 from reshard.errors import CorruptError
 from reshard.formats.megatron import buckets, directory, grid, grouped, model, optimizer
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import Rank
-from reshard.formats.megatron.optimizer import Held
+from reshard.formats.megatron.directory import GridPosition
+from reshard.formats.megatron.optimizer import RankParam
 from reshard.layout.partition import Member
 from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
 from reshard.model_parallel.rules import Table
@@ -30,7 +30,7 @@ _BUCKET = re.compile(
 _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
-def own_states(objects: Mapping[str, list[Any]]) -> list[Any]:
+def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
     """The states of the chain that model-parallel groups keep by themselves: the first group's."""
     found: dict[int, dict[str, Any]] = {}
     for key in sorted(objects):
@@ -41,7 +41,7 @@ def own_states(objects: Mapping[str, list[Any]]) -> list[Any]:
     return [found[number] for number in sorted(found)]
 
 
-class Flat:
+class FlatBuffers:
     """The distributed optimizer's buffers, kept by each model-parallel group as they are."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Flat:
         self._table = table
         self._path = path
         self._whole = {fqn: entry for (kind, fqn), entry in whole.items() if kind == PARAM}
-        self._model = model.model(self._whole, table)
+        self._model = model.index_parameters(self._whole, table)
         # (optimizer, group) -> buffer -> slot -> buckets; and what gather_scatter keeps
         self._buckets: dict[tuple[int, int], dict[int, dict[str, dict[int, GlobalTensor]]]] = {}
         self._states: dict[tuple[int, int], Any] = {}
@@ -74,7 +74,7 @@ class Flat:
             if chain and match and match[2] == "param_state":
                 self._states[int(chain[1] or 0), int(match[1])] = values[0]
 
-    def entries(self) -> list[Entry]:
+    def read_entries(self) -> list[Entry]:
         """Every slot of the whole model.
 
         Raises:
@@ -82,26 +82,26 @@ class Flat:
         """
         if not self._buckets and not self._states:
             return []
-        places = directory.saving(self._args)
+        places = directory.list_saving_ranks(self._args)
         ranks = {
-            rank: self._manifest(rank)
+            rank: self._read_rank(rank)
             for pp in range(self._args.pp)
             for tp, ep in places
-            for rank in [Rank(pp, ep, tp)]
+            for rank in [GridPosition(pp, ep, tp)]
         }
-        return list(grid.joined(ranks, self._args, self._table).entries.values())
+        return list(grid.join_ranks(ranks, self._args, self._table).entries.values())
 
-    def _manifest(self, rank: Rank) -> Manifest:
-        params = model.of_rank(rank, self._model, self._whole, self._args, self._table)
+    def _read_rank(self, rank: GridPosition) -> Manifest:
+        params = model.list_params(rank, self._model, self._whole, self._args, self._table)
         chain = [number for number, _ in (*self._buckets, *self._states)]
-        shared = optimizer.parts(max(chain) + 1, params, self._args, self._table)
+        shared = optimizer.divide_params(max(chain) + 1, params, self._args, self._table)
         found: list[Entry] = []
         for number, mine in enumerate(shared):
-            place = number, self._group(rank, experts=number > 0 and number == len(shared) - 1)
+            place = number, self._get_group(rank, experts=number > 0 and number == len(shared) - 1)
             if place in self._buckets and self._saves(rank, number):
-                found += self._unpacked(place, mine)
+                found += self._unpack(place, mine)
             elif place in self._states and self._saves(rank, number):
-                found += optimizer.flat_entries(
+                found += optimizer.read_flat(
                     self._states[place],
                     1,
                     mine,
@@ -114,14 +114,14 @@ class Flat:
         restated = grouped.separate(found, experts, rank.ep * experts)
         return Manifest(Origin("megatron", self._path), index_entries(restated), {}, ordered=True)
 
-    def _saves(self, rank: Rank, number: int) -> bool:
+    def _saves(self, rank: GridPosition, number: int) -> bool:
         """Dense buffers are kept once, by the ranks of the first experts."""
         return number > 0 or rank.ep == self._first_ep(rank.tp)
 
     def _first_ep(self, tp: int) -> int:
-        return min(ep for at, ep in directory.saving(self._args) if at == tp)
+        return min(ep for at, ep in directory.list_saving_ranks(self._args) if at == tp)
 
-    def _group(self, rank: Rank, *, experts: bool) -> int:
+    def _get_group(self, rank: GridPosition, *, experts: bool) -> int:
         """The number of a model-parallel group: tensor, then expert, then pipeline ranks.
 
         ``dp_group_idx`` (get_megatron_optimizer).
@@ -129,10 +129,12 @@ class Flat:
         args = self._args
         if not experts:
             return rank.tp + args.tp * rank.pp
-        return args.expert_place(rank.tp, rank.ep) + args.etp * (rank.ep + args.ep * rank.pp)
+        return args.get_expert_tensor_rank(rank.tp, rank.ep) + args.etp * (
+            rank.ep + args.ep * rank.pp
+        )
 
-    def _unpacked(self, place: tuple[int, int], params: Sequence[Held]) -> Iterator[Entry]:
-        buffers = optimizer.buffers_of(params, self._args)
+    def _unpack(self, place: tuple[int, int], params: Sequence[RankParam]) -> Iterator[Entry]:
+        buffers = optimizer.group_buffers(params, self._args)
         held = self._buckets[place]
         for number, (_, members) in enumerate(buffers):
             if number not in held:
@@ -144,18 +146,18 @@ class Flat:
             for slot, tensors in held[number].items():
                 ordered = [tensors[index] for index in sorted(tensors)]
                 numels = [prod(tensor.shape) for tensor in ordered]
-                found = buckets.fitted(members, numels)
+                found = buckets.fit_buckets(members, numels)
                 what = f"buffer {number} of group {place[1]}"
                 if found is None:
-                    raise optimizer.unplaced(self._path, what, members, sum(numels))
+                    raise optimizer.make_layout_error(self._path, what, members, sum(numels))
                 for bucket, tensor in zip(found, ordered, strict=True):
                     pieces = [(chunk.box.origin[0], chunk) for chunk in tensor.chunks]
-                    if not _on_edges(bucket.members, pieces):
-                        raise optimizer.unplaced(self._path, what, members, sum(numels))
-                    yield from optimizer.split(slot, bucket.members, pieces)
+                    if not _are_on_edges(bucket.members, pieces):
+                        raise optimizer.make_layout_error(self._path, what, members, sum(numels))
+                    yield from optimizer.split_flat(slot, bucket.members, pieces)
 
 
-def _on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
+def _are_on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
     """Whether no stored piece reaches over the edge of a parameter: each is of one, or padding."""
     edges = sorted({edge for member in members for edge in (member.start, member.stop)})
     return not any(start < edge < start + c.box.volume for start, c in pieces for edge in edges)

@@ -27,9 +27,9 @@ _DIVISIBLE = 128  # Megatron-LM's default of --make-vocab-size-divisible-by
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats import beside
     from reshard.formats.megatron import reader
-    from reshard.model_parallel.rules import builtin, with_users
+    from reshard.model_parallel.rules import add_user_rules, load_table
 
-    manifest = reader.read(location, with_users(builtin(NAME), hints.rules))
+    manifest = reader.read(location, add_user_rules(load_table(NAME), hints.rules))
     return beside.with_run(manifest, location)
 
 
@@ -40,10 +40,10 @@ def _read_args(manifest: Manifest) -> Mapping[str, Any]:
 
 
 def _describe_model(manifest: Manifest) -> Traits | None:
-    from reshard.model_parallel.megatron_traits import of_megatron
+    from reshard.model_parallel.megatron_traits import parse_args
 
     args = _read_args(manifest)
-    return of_megatron(args, manifest.origin.path) if args else None
+    return parse_args(args, manifest.origin.path) if args else None
 
 
 def _name_extra_states(manifest: Manifest) -> str:
@@ -70,7 +70,7 @@ class Megatron(Writer):
         Raises:
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
-        from reshard.formats.megatron.write.choice import Wanted
+        from reshard.formats.megatron.write.choice import MegatronOptions
         from reshard.model_parallel.sizes import Sizes
         from reshard.model_parallel.stages import parse_stage_layers
 
@@ -83,7 +83,7 @@ class Megatron(Writer):
         if distributed is None:
             distributed = args.get("use_distributed_optimizer") is True
         is_local = args.get("transformer_impl") == "local"
-        wanted = Wanted(
+        wanted = MegatronOptions(
             sizes=Sizes(
                 tensor=sizes.tensor, pipeline=sizes.pipeline, expert=sizes.expert, virtual=virtual
             ),
@@ -117,8 +117,8 @@ class Megatron(Writer):
         """
         from reshard.model_parallel import names as renaming
         from reshard.model_parallel.described import Described
-        from reshard.model_parallel.megatron_traits import as_megatron
-        from reshard.model_parallel.rules import builtin, with_users
+        from reshard.model_parallel.megatron_traits import make_args
+        from reshard.model_parallel.rules import add_user_rules, load_table
         from reshard.naming import tables
         from reshard.pickles import objects
 
@@ -128,7 +128,7 @@ class Megatron(Writer):
             traits = tables.describe_source(manifest, source.names)
             if traits is None:
                 raise UsageError(manifest.origin.path, "does not state what its model is")
-            table = with_users(builtin(NAME), names.rules)
+            table = add_user_rules(load_table(NAME), names.rules)
             saved = objects.attributes(manifest.train.objects.get("args"))
             architecture = tables.build_architecture(traits, names)
             described = Described(table, architecture, {**manifest.train.config, **saved})
@@ -136,10 +136,10 @@ class Megatron(Writer):
         manifest, traits, family = tables.rename_to_hf_first(
             manifest, source.names, names, conversion.request.model_hint
         )
-        table = with_users(family.table, names.rules)
-        renamed = renaming.from_hf(manifest, table, traits.architecture())
+        table = add_user_rules(family.table, names.rules)
+        renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
         notes = (*renamed.notes, f"renamed to Megatron's names, by the table of {family.name}")
-        described = Described(table, tables.build_architecture(traits, names), as_megatron(traits))
+        described = Described(table, tables.build_architecture(traits, names), make_args(traits))
         named = Naming(renamed.manifest, notes, described=described)
         return _trim(named, conversion.request.own)
 
@@ -193,9 +193,9 @@ def _trim(named: Naming, wanted: Any) -> Naming:
     if known is None or known.architecture.vocab is None:
         return named
     vocab_size, layers = known.architecture.vocab, known.architecture.layers
-    rows = vocabulary.padded(vocab_size, wanted.divisible * wanted.sizes.tensor)
+    rows = vocabulary.pad_rows(vocab_size, wanted.divisible * wanted.sizes.tensor)
     constants = {"layers": layers} if layers else {}
-    manifest, removed = vocabulary.cut_to(named.manifest, known.table, constants, rows)
+    manifest, removed = vocabulary.cut_rows(named.manifest, known.table, constants, rows)
     note = f"removed {removed} padding rows of the vocabulary, which has {vocab_size} entries"
     return replace(named, manifest=manifest, notes=(*named.notes, *([note] * bool(removed))))
 

@@ -9,7 +9,7 @@ from reshard.box import Index
 from reshard.errors import CorruptError
 from reshard.formats.megatron import names, order
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import Rank
+from reshard.formats.megatron.directory import GridPosition
 from reshard.join import join
 from reshard.manifest import PARAM, Entry, Manifest, ParamGroup, index_entries
 from reshard.model_parallel import combine
@@ -17,7 +17,7 @@ from reshard.model_parallel.rules import Table
 from reshard.model_parallel.shards import REPLICATED, Split
 
 
-def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Manifest:
+def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: Table) -> Manifest:
     """The whole model's manifest.
 
     Args:
@@ -30,7 +30,7 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
     """
 
     def cut(name: str, shape: Index) -> Split:
-        split = split_of(name, args, table)
+        split = find_split(name, args, table)
         _check_latent(name, shape, split, args)
         return split
 
@@ -39,43 +39,43 @@ def joined(ranks: Mapping[Rank, Manifest], args: Arguments, table: Table) -> Man
     for pp in range(args.pp):
         held = {(r.tp, r.ep): manifest for r, manifest in ranks.items() if r.pp == pp}
         dense = [
-            combine.stages(
-                [_part(m, table, experts=False) for (at, _), m in held.items() if at == tp]
+            combine.join_stages(
+                [_select(m, table, experts=False) for (at, _), m in held.items() if at == tp]
             )
             for tp in sorted({tp for tp, _ in held})
         ]
-        stages.append(combine.tensor_ranks(dense, cut))
+        stages.append(combine.join_tensor_ranks(dense, cut))
         for ep in sorted({ep for _, ep in held}):
             pieces = {
-                args.expert_place(tp, at): _part(m, table, experts=True)
+                args.get_expert_tensor_rank(tp, at): _select(m, table, experts=True)
                 for (tp, at), m in held.items()
                 if at == ep
             }
-            stages.append(combine.tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
-    whole = combine.stages(stages)
-    again = join(ordered, in_model_order(whole.entries.values()))
-    return _tied(_in_order(again), args)
+            stages.append(combine.join_tensor_ranks([pieces[etp] for etp in sorted(pieces)], cut))
+    whole = combine.join_stages(stages)
+    again = join(ordered, sort_entries(whole.entries.values()))
+    return _tie_embeddings(_order_groups(again), args)
 
 
-def _part(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
+def _select(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
     return manifest.with_entries(
         entry
         for entry in manifest.entries.values()
-        if (names.expert_of(entry.fqn, table) is not None) is experts
+        if (names.find_expert(entry.fqn, table) is not None) is experts
     )
 
 
-def split_of(name: str, args: Arguments, table: Table) -> Split:
+def find_split(name: str, args: Arguments, table: Table) -> Split:
     """How a dense parameter is cut over tensor ranks, an expert's over expert tensor ranks.
 
     Raises:
         UsageError: no rule says so, and there are several.
     """
-    ranks = args.tp if names.expert_of(name, table) is None else args.etp
+    ranks = args.tp if names.find_expert(name, table) is None else args.etp
     if ranks == 1:
-        found = names.rule_of(table, name)
+        found = names.find_rule(table, name)
         return found.rule.split(gated=args.gated, te=args.te) if found else REPLICATED
-    return names.need(table, name).rule.split(gated=args.gated, te=args.te)
+    return names.require_rule(table, name).rule.split(gated=args.gated, te=args.te)
 
 
 def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> None:
@@ -101,7 +101,7 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
         )
 
 
-def _in_order(manifest: Manifest) -> Manifest:
+def _order_groups(manifest: Manifest) -> Manifest:
     """Param groups in the order of the weights, which a run on one rank has."""
     place = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
     groups = tuple(
@@ -111,12 +111,12 @@ def _in_order(manifest: Manifest) -> Manifest:
     return replace(manifest, train=replace(manifest.train, param_groups=groups))
 
 
-def in_model_order(entries: Iterable[Entry]) -> list[Entry]:
+def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
     """Layer after layer, whatever stage held them."""
-    return sorted(entries, key=lambda entry: order.place(entry.fqn))
+    return sorted(entries, key=lambda entry: order.sort_key(entry.fqn))
 
 
-def _tied(manifest: Manifest, args: Arguments) -> Manifest:
+def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
     """The last stage's copy of the embedding is a replica of it, as torch_dist has it as well.
 
     ``models/common/language_module/language_module.py`` (tie_embeddings_and_output_weights_...).

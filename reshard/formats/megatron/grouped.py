@@ -19,7 +19,7 @@ from reshard.errors import CorruptError
 from reshard.formats.megatron.arguments import Arguments
 from reshard.layout.partition import Member, flat_chunks
 from reshard.manifest import Entry
-from reshard.model_parallel.moves import Move, moved, row_moves, transposed
+from reshard.model_parallel.moves import Move, apply_moves, make_row_moves, transpose
 
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.weight([12])")
 _QKV = re.compile(r".*\.query_key_value\.(weight|bias)")
@@ -47,17 +47,17 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
         if match is None:
             yield entry
             continue
-        stored = _matrix(entry, match[2], count)
-        names = separated(entry.fqn, count, first)
+        stored = _get_matrix_shape(entry, match[2], count)
+        names = name_separated(entry.fqn, count, first)
         numel = stored[0] * stored[1]
         members = [Member(name, stored, e * numel) for e, name in enumerate(names)]
-        found = flat_chunks(members, (_run(c, entry.shape) for c in entry.chunks))
+        found = flat_chunks(members, (_make_run(c, entry.shape) for c in entry.chunks))
         for name in names:
-            chunks = tuple(map(transposed, found[name]))
+            chunks = tuple(map(transpose, found[name]))
             yield Entry(name, entry.kind, entry.dtype, stored[::-1], chunks)
 
 
-def separated(name: str, count: int, first: int) -> list[str]:
+def name_separated(name: str, count: int, first: int) -> list[str]:
     """The names of what a parameter holds: every expert's, or its own."""
     match = _GROUPED.fullmatch(name)
     if match is None:
@@ -67,7 +67,7 @@ def separated(name: str, count: int, first: int) -> list[str]:
     ]
 
 
-def _matrix(entry: Entry, number: str, count: int) -> Index:
+def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:
     """The shape of one expert's matrix as it is stored: (in, out)."""
     dim = 1 if number == "1" else 0
     if not count or entry.shape[dim] % count:
@@ -78,7 +78,7 @@ def _matrix(entry: Entry, number: str, count: int) -> Index:
     return (entry.shape[0], part) if dim else (part, entry.shape[1])
 
 
-def _run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
+def _make_run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
     """A contiguous chunk as a run of the flat tensor, with its first element."""
     start, stop = flat_span(chunk.box, shape)
     low, high = chunk.byte_span
@@ -88,7 +88,7 @@ def _run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
     return start, replace(chunk, box=Box((0,), (chunk.box.volume,)), byte_strides=one)
 
 
-def head_by_head(entries: Iterable[Entry], version: float, args: Arguments) -> Iterator[Entry]:
+def reorder_heads(entries: Iterable[Entry], version: float, args: Arguments) -> Iterator[Entry]:
     """Entries of one rank with [query, key, value] of each head together, as later versions do.
 
     Raises:
@@ -98,11 +98,11 @@ def head_by_head(entries: Iterable[Entry], version: float, args: Arguments) -> I
         if version >= _ORDERED or not _QKV.fullmatch(entry.fqn):
             yield entry
             continue
-        moves = _by_head(entry, version, args)
-        yield replace(entry, chunks=tuple(moved(entry.chunks, moves)))
+        moves = _make_head_moves(entry, version, args)
+        yield replace(entry, chunks=tuple(apply_moves(entry.chunks, moves)))
 
 
-def _by_head(entry: Entry, version: float, args: Arguments) -> tuple[Move, ...]:
+def _make_head_moves(entry: Entry, version: float, args: Arguments) -> tuple[Move, ...]:
     heads = args.number("num_attention_heads") // args.tp
     width, rest = divmod(entry.shape[0], _PARTS * heads) if heads else (0, 1)
     if rest:
@@ -119,4 +119,4 @@ def _by_head(entry: Entry, version: float, args: Arguments) -> tuple[Move, ...]:
         for head in range(heads)
         for part in range(_PARTS)
     ]
-    return row_moves(entry.shape, runs, step=_PARTS if apart else 1)
+    return make_row_moves(entry.shape, runs, step=_PARTS if apart else 1)

@@ -33,7 +33,7 @@ _ENDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class GroupKind:
     """What tells a param group from another."""
 
     decays: bool
@@ -41,10 +41,10 @@ class Kind:
     decoupled: bool
 
 
-def of_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Kind:
+def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
     """The kind of the group that a parameter is in."""
     spared = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
-    return Kind(
+    return GroupKind(
         decays=(len(shape) != 1 and not fqn.endswith(".bias")) or spared,
         expert=is_expert(fqn, args, table),
         decoupled=args.values.get("decoupled_lr") is not None and fqn in _ENDS,
@@ -57,20 +57,20 @@ def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
     ``core/transformer/moe/experts.py`` (``allreduce``): where experts lie over ranks, or are cut
     otherwise than the dense layers.
     """
-    return args.ep > 1 and (names.expert_of(fqn, table) is not None or grouped.is_grouped(fqn))
+    return args.ep > 1 and (names.find_expert(fqn, table) is not None or grouped.is_grouped(fqn))
 
 
-def of_group(group: Mapping[str, Any]) -> Kind:
+def classify_group(group: Mapping[str, Any]) -> GroupKind:
     """The kind of a group, from its hyper-parameters."""
     scale = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
-    return Kind(
+    return GroupKind(
         decays=scale != 0,
         expert=group.get("is_expert_parallel") is True,
         decoupled=group.get("is_decoupled_lr") is True or group.get("default_config") is False,
     )
 
 
-def members(
+def assign_members(
     groups: Sequence[Mapping[str, Any]],
     params: Mapping[str, Index],
     args: Arguments,
@@ -82,15 +82,15 @@ def members(
         groups: as stored; two alike share nothing, the first takes all.
         params: name -> shape, in the order of ``named_parameters``.
     """
-    kinds = [of_group(group) for group in groups]
+    kinds = [classify_group(group) for group in groups]
     found: list[list[str]] = [[] for _ in groups]
     for fqn, shape in params.items():
-        kind = of_param(fqn, shape, args, table)
+        kind = classify_param(fqn, shape, args, table)
         if kind in kinds:
             found[kinds.index(kind)].append(fqn)
     return found
 
 
-def hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+def get_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group without its members, and without the step, which is each parameter's here."""
     return {str(key): to_plain(value) for key, value in group.items() if key not in _NOT_HYPER}

@@ -14,8 +14,8 @@ from reshard.errors import CorruptError, IncompleteError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import directory, grid, grouped, names, optimizer, own, train
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import Rank
-from reshard.formats.megatron.optimizer import Held
+from reshard.formats.megatron.directory import GridPosition
+from reshard.formats.megatron.optimizer import RankParam
 from reshard.formats.megatron.rank import RankFile, open_args, open_rank
 from reshard.location import Location
 from reshard.manifest import (
@@ -43,36 +43,40 @@ def read(location: Location, table: Table) -> Manifest:
         IncompleteError: a rank's folder or file is missing.
         CorruptError: files contradict each other.
     """
-    first = next(iter(directory.rank_folders(location).values()))
-    args = _sizes(open_args(directory.model_file(first)), location)
-    opened = {rank: open_rank(folder) for rank, folder in directory.ranks(location, args).items()}
-    _check(opened, args)
-    offsets = _offsets(opened, args)
-    ranks = {
-        rank: _manifest(rank, file, args, table, offsets[rank.pp]) for rank, file in opened.items()
+    first = next(iter(directory.list_rank_folders(location).values()))
+    args = _complete_sizes(open_args(directory.find_model_file(first)), location)
+    opened = {
+        rank: open_rank(folder) for rank, folder in directory.find_ranks(location, args).items()
     }
-    whole = grid.joined(ranks, args, table)
+    _check_ranks(opened, args)
+    offsets = _compute_offsets(opened, args)
+    ranks = {
+        rank: _read_rank(rank, file, args, table, offsets[rank.pp]) for rank, file in opened.items()
+    }
+    whole = grid.join_ranks(ranks, args, table)
     distributed = args.flag("use_distributed_optimizer")
     detail = "torch, distributed optimizer" if distributed else "torch"
     flat = any(file.flat is not None for file in opened.values())
     if distributed and not flat and opened[min(opened)].root.get("optimizer"):
         note = f"no rank has {directory.OPTIMIZER}: the optimizer's states are not here"
         whole = replace(whole, warnings=(*whole.warnings, note))
-    held = own.of_ranks(_extra(opened, args, table, offsets), _random(opened, args))
-    return own.told(replace(whole, origin=train.origin(location, args, detail, whole)), held)
+    held = own.collect_from_ranks(
+        _collect_extra(opened, args, table, offsets), _collect_random(opened, args)
+    )
+    return own.attach(replace(whole, origin=train.make_origin(location, args, detail, whole)), held)
 
 
-def _extra(
-    opened: Mapping[Rank, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
+def _collect_extra(
+    opened: Mapping[GridPosition, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Modules' own states of every rank, under their names in the whole model."""
     experts = args.experts // args.ep
     for rank, file in opened.items():
-        for chunk, layers in zip(file.chunks(), offsets[rank.pp], strict=True):
+        for chunk, layers in zip(file.read_chunks(), offsets[rank.pp], strict=True):
             yield (
                 (rank.tp, rank.ep),
                 {
-                    names.shifted(
+                    names.shift_numbers(
                         name, layers=layers, experts=rank.ep * experts, table=table
                     ): value
                     for name, value in chunk.extra.items()
@@ -80,7 +84,9 @@ def _extra(
             )
 
 
-def _random(opened: Mapping[Rank, RankFile], args: Arguments) -> dict[tuple[int, ...], Any]:
+def _collect_random(
+    opened: Mapping[GridPosition, RankFile], args: Arguments
+) -> dict[tuple[int, ...], Any]:
     """Random states of every rank."""
     return {
         (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(own.RNG)
@@ -88,11 +94,11 @@ def _random(opened: Mapping[Rank, RankFile], args: Arguments) -> dict[tuple[int,
     }
 
 
-def _sizes(args: Arguments, location: Location) -> Arguments:
+def _complete_sizes(args: Arguments, location: Location) -> Arguments:
     """Arguments that say the grid; where the files have none, the folders' names are the grid."""
     if args.values:
         return args
-    numbers = [name.split("_")[2:] for name in directory.rank_folders(location)]
+    numbers = [name.split("_")[2:] for name in directory.list_rank_folders(location)]
     values: dict[str, Any] = {}
     for index, name in enumerate(("tensor", "pipeline", "expert")):
         found = [int(parts[index]) for parts in numbers if len(parts) > index]
@@ -100,7 +106,7 @@ def _sizes(args: Arguments, location: Location) -> Arguments:
     return Arguments(args.source, values)
 
 
-def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
+def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> None:
     """The ranks' files are of one save.
 
     Raises:
@@ -117,14 +123,18 @@ def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
             if one != other:
                 name = as_path(first.path).parent.name
                 raise CorruptError(file.path, f"says {what} {one}, {name} {other}", _MIXED)
-        count = len(file.chunks())
-        if count != len(first.chunks()):
+        count = len(file.read_chunks())
+        if count != len(first.read_chunks()):
             raise CorruptError(
-                file.path, f"holds {count} model chunks, others {len(first.chunks())}", _MIXED
+                file.path, f"holds {count} model chunks, others {len(first.read_chunks())}", _MIXED
             )
-        _check_place(rank, file, args)
+        _check_position(rank, file, args)
     flat = [file for rank, file in opened.items() if file.flat is not None]
-    lacking = [f for r, f in opened.items() if f.flat is None and r.ep == min(_eps(opened, r))]
+    lacking = [
+        f
+        for r, f in opened.items()
+        if f.flat is None and r.ep == min(_list_expert_ranks(opened, r))
+    ]
     if flat and lacking:
         raise IncompleteError(
             as_path(lacking[0].path).parent,
@@ -134,12 +144,12 @@ def _check(opened: Mapping[Rank, RankFile], args: Arguments) -> None:
         )
 
 
-def _eps(opened: Mapping[Rank, RankFile], rank: Rank) -> list[int]:
+def _list_expert_ranks(opened: Mapping[GridPosition, RankFile], rank: GridPosition) -> list[int]:
     """The expert places of ranks that hold the same dense layers."""
     return [each.ep for each in opened if (each.tp, each.pp) == (rank.tp, rank.pp)]
 
 
-def _check_place(rank: Rank, file: RankFile, args: Arguments) -> None:
+def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None:
     """The rank that saved a file is the one that its folder is of.
 
     Raises:
@@ -148,30 +158,31 @@ def _check_place(rank: Rank, file: RankFile, args: Arguments) -> None:
     saver = file.args.values.get("rank")
     if type(saver) is not int or not 0 <= saver < args.world:
         return
-    tp, pp, ep = args.place_of(saver)
+    tp, pp, ep = args.locate_rank(saver)
     if (tp, pp, ep) != (rank.tp, rank.pp, rank.ep):
+        folder = GridPosition(pp, ep, tp).name_folder(args)
         raise CorruptError(
             file.path,
-            f"was saved by rank {saver}, whose folder is {Rank(pp, ep, tp).folder(args)}",
+            f"was saved by rank {saver}, whose folder is {folder}",
             "the folders were renamed or mixed: fetch the checkpoint again as a whole",
         )
 
 
-def _with_claims(rank: Rank, file: RankFile, args: Arguments) -> dict[str, SourceFile]:
+def _add_claims(rank: GridPosition, file: RankFile, args: Arguments) -> dict[str, SourceFile]:
     """Return the file with the weights, with what it states about its rank."""
     source = file.files[0].source()
     claims = [*_claim_stage(rank, file, args), *_claim_seeds(rank, file, args)]
     return {source.path: replace(source, claims=(*source.claims, *claims))}
 
 
-def _claim_stage(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]:
+def _claim_stage(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
     """Yield whether a file is that of the last pipeline stage, which alone has the final norm.
 
     Source: Megatron-LM core_v0.16.1 ``core/transformer/transformer_block.py``
     (``has_final_layernorm_in_this_stage``), ``megatron/model/transformer.py`` of 2.x
     (``post_process``).
     """
-    names = [name for chunk in file.chunks() for name in chunk.params]
+    names = [name for chunk in file.read_chunks() for name in chunk.params]
     is_known = any(_FINAL_NORM.search(name) or _EMBEDDING.search(name) for name in names)
     if args.pp > 1 and is_known:
         has_norm = any(map(_FINAL_NORM.search, names))
@@ -180,7 +191,7 @@ def _claim_stage(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]
         yield Claim("pipeline stage", stages[has_norm], "its list of parameters", expected)
 
 
-def _claim_seeds(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]:
+def _claim_seeds(rank: GridPosition, file: RankFile, args: Arguments) -> Iterator[Claim]:
     """Yield the tensor- and expert-parallel ranks that the seeds of the random states state.
 
     Source: Megatron-LM core_v0.16.1 ``core/tensor_parallel/random.py``
@@ -193,8 +204,10 @@ def _claim_seeds(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]
     trackers = states.get("rng_tracker_states") if isinstance(states, dict) else None
     if not isinstance(states, dict) or not isinstance(trackers, dict):
         return
-    base = _seed(states.get("torch_rng_state"))
-    dense, expert = map(_seed, map(trackers.get, ("model-parallel-rng", "expert-parallel-rng")))
+    base = _read_seed(states.get("torch_rng_state"))
+    dense, expert = map(
+        _read_seed, map(trackers.get, ("model-parallel-rng", "expert-parallel-rng"))
+    )
     if base is not None and dense is not None and 0 <= (tp := dense - base - 2718) < args.tp:
         yield Claim("tensor-parallel rank", str(tp), _SEED, str(rank.tp))
     if base is not None and expert is not None and expert >= base + 1024:
@@ -203,7 +216,7 @@ def _claim_seeds(rank: Rank, file: RankFile, args: Arguments) -> Iterator[Claim]
             yield Claim("expert-parallel rank", str(ep), _SEED, str(rank.ep))
 
 
-def _seed(state: Any) -> int | None:
+def _read_seed(state: Any) -> int | None:
     """Read the seed with which a random state begins."""
     held = as_global(state)
     if held is None or held.dtype != UINT8 or not held.chunks or prod(held.shape) < _SEED_BYTES:
@@ -219,7 +232,7 @@ _SEED, _SEED_BYTES = "the seed of its random states", 8
 _AXES = ("tp", "pp", "ep", "etp", "vp")
 
 
-def _offsets(opened: Mapping[Rank, RankFile], args: Arguments) -> list[list[int]]:
+def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -> list[list[int]]:
     """The layers before those of each chunk of each stage: ``[stage][chunk]``.
 
     Files number layers from their own first on; the first chunk of every stage comes before the
@@ -229,7 +242,7 @@ def _offsets(opened: Mapping[Rank, RankFile], args: Arguments) -> list[list[int]
         CorruptError: the stages do not hold as many layers as the run had.
     """
     counts = [
-        [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).chunks()]
+        [chunk.layers for chunk in next(f for r, f in opened.items() if r.pp == pp).read_chunks()]
         for pp in range(args.pp)
     ]
     chunks = len(counts[0])
@@ -245,17 +258,17 @@ def _offsets(opened: Mapping[Rank, RankFile], args: Arguments) -> list[list[int]
     return [[starts[vp * args.pp + pp] for vp in range(chunks)] for pp in range(args.pp)]
 
 
-def _manifest(
-    rank: Rank, file: RankFile, args: Arguments, table: Table, offsets: Sequence[int]
+def _read_rank(
+    rank: GridPosition, file: RankFile, args: Arguments, table: Table, offsets: Sequence[int]
 ) -> Manifest:
     """One rank's part: names of the whole model, shapes of the rank."""
     each = args.experts // args.ep
     entries: list[Entry] = []
-    held: list[Held] = []
-    for number, (chunk, layers) in enumerate(zip(file.chunks(), offsets, strict=True)):
+    held: list[RankParam] = []
+    for number, (chunk, layers) in enumerate(zip(file.read_chunks(), offsets, strict=True)):
 
         def globally(name: str, layers: int = layers) -> str:
-            return names.shifted(name, layers=layers, experts=rank.ep * each, table=table)
+            return names.shift_numbers(name, layers=layers, experts=rank.ep * each, table=table)
 
         for kind, tensors in ((PARAM, chunk.params), (BUFFER, chunk.buffers)):
             entries += [
@@ -263,20 +276,20 @@ def _manifest(
                 for name, tensor in tensors.items()
             ]
         held += [
-            Held(globally(name), tensor.shape, tensor.dtype.name, number)
+            RankParam(globally(name), tensor.shape, tensor.dtype.name, number)
             for name, tensor in chunk.params.items()
         ]
     saved = file.root.get("optimizer")
     state = optimizer.read(saved, held, args, table, file.path)
     if file.flat is not None:
-        count, place = len(optimizer.several(saved)), file.files[-1].path
-        entries += optimizer.flat_entries(file.flat, count, held, args, table, place, stage=rank.pp)
+        count, place = len(optimizer.list_states(saved)), file.files[-1].path
+        entries += optimizer.read_flat(file.flat, count, held, args, table, place, stage=rank.pp)
     restated = grouped.separate([*entries, *state.entries], each, rank.ep * each)
     return Manifest(
         origin=Origin("megatron", file.path),
-        entries=index_entries(grouped.head_by_head(restated, file.version, args)),
-        files={each.path: each.source() for each in file.files} | _with_claims(rank, file, args),
-        train=train.of_root(file.root, args, state, each, rank.ep * each),
+        entries=index_entries(grouped.reorder_heads(restated, file.version, args)),
+        files={each.path: each.source() for each in file.files} | _add_claims(rank, file, args),
+        train=train.make_train_state(file.root, args, state, each, rank.ep * each),
         warnings=tuple(state.notes),
         unknown_globals=trust.unknown(set().union(*(each.globals for each in file.files))),
         ordered=True,  # by the module's state dict; `grid` orders the ranks' together

@@ -8,27 +8,31 @@ from itertools import accumulate
 from reshard.box import Index
 from reshard.formats.megatron import grid, names, order
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import Rank
-from reshard.formats.megatron.optimizer import Held
-from reshard.formats.megatron.share import Model, Share, Spot, experts_of
+from reshard.formats.megatron.directory import GridPosition
+from reshard.formats.megatron.optimizer import RankParam
+from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
 from reshard.manifest import Entry
 from reshard.model_parallel.rules import Table
-from reshard.model_parallel.shards import blocks
+from reshard.model_parallel.shards import list_blocks
 
 
-def model(whole: Mapping[str, Entry], table: Table) -> Model[str]:
+def index_parameters(whole: Mapping[str, Entry], table: Table) -> ParameterIndex[str]:
     """The names of every parameter of a model, to be found by who has them."""
-    return Model((_spot(fqn, table), fqn) for fqn in whole)
+    return ParameterIndex((_locate(fqn, table), fqn) for fqn in whole)
 
 
-def _spot(fqn: str, table: Table) -> Spot:
-    layer = names.layer_of(fqn)
-    return Spot(layer, names.expert_of(fqn, table), layer is None and order.is_embedding(fqn))
+def _locate(fqn: str, table: Table) -> Spot:
+    layer = names.find_layer(fqn)
+    return Spot(layer, names.find_expert(fqn, table), layer is None and order.is_embedding(fqn))
 
 
-def of_rank(
-    rank: Rank, held: Model[str], whole: Mapping[str, Entry], args: Arguments, table: Table
-) -> list[Held]:
+def list_params(
+    rank: GridPosition,
+    held: ParameterIndex[str],
+    whole: Mapping[str, Entry],
+    args: Arguments,
+    table: Table,
+) -> list[RankParam]:
     """The parameters of a rank in the order of ``named_parameters``, chunk after chunk.
 
     Their shapes are those of the rank's parts.
@@ -36,29 +40,29 @@ def of_rank(
     Args:
         held: `model` of ``whole``, which is every parameter of the model by name.
     """
-    found: list[Held] = []
-    for number, share in enumerate(_shares(rank, args)):
-        fqns = list(held.of(share))
+    found: list[RankParam] = []
+    for number, share in enumerate(_list_shares(rank, args)):
+        fqns = list(held.find(share))
         if share.ends and args.tied and args.pp > 1 and names.EMBEDDING in whole:
             fqns.append(names.OUTPUT)
-        ordered = sorted(fqns, key=order.place)
-        shapes = {fqn: _local(fqn, whole, rank, args, table) for fqn in ordered}
-        dtypes = {fqn: _stored(fqn, whole).dtype.name for fqn in ordered}
+        ordered = sorted(fqns, key=order.sort_key)
+        shapes = {fqn: _get_local_shape(fqn, whole, rank, args, table) for fqn in ordered}
+        dtypes = {fqn: _get_stored(fqn, whole).dtype.name for fqn in ordered}
         found += [
-            Held(fqn, shape, dtypes.get(fqn, dtypes[next(iter(dtypes))]), number)
-            for fqn, shape in _side_by_side(shapes, args).items()
+            RankParam(fqn, shape, dtypes.get(fqn, dtypes[next(iter(dtypes))]), number)
+            for fqn, shape in _group_experts(shapes, args).items()
         ]
     return found
 
 
-def _shares(rank: Rank, args: Arguments) -> Iterator[Share]:
+def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
     """Of each model chunk of a rank."""
-    counts = args.layers()
+    counts = args.list_layers()
     starts = [0, *accumulate(count for stages in counts for count in stages)]
-    experts = experts_of(rank.ep, args.ep, args.experts)
+    experts = list_experts(rank.ep, args.ep, args.experts)
     for number, stages in enumerate(counts):
         first = starts[number * args.pp + rank.pp]
-        yield Share(
+        yield ChunkShare(
             range(first, first + stages[rank.pp]),
             experts,
             begins=rank.pp == 0 and number == 0,
@@ -66,21 +70,23 @@ def _shares(rank: Rank, args: Arguments) -> Iterator[Share]:
         )
 
 
-def _stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
+def _get_stored(fqn: str, whole: Mapping[str, Entry]) -> Entry:
     return whole[names.EMBEDDING if fqn == names.OUTPUT and fqn not in whole else fqn]
 
 
-def _local(
-    fqn: str, whole: Mapping[str, Entry], rank: Rank, args: Arguments, table: Table
+def _get_local_shape(
+    fqn: str, whole: Mapping[str, Entry], rank: GridPosition, args: Arguments, table: Table
 ) -> Index:
-    expert = names.expert_of(fqn, table) is not None
+    expert = names.find_expert(fqn, table) is not None
     ranks = args.etp if expert else args.tp
-    at = args.expert_place(rank.tp, rank.ep) if expert else rank.tp
-    shape, _ = blocks(fqn, _stored(fqn, whole).shape, grid.split_of(fqn, args, table), ranks, at)
+    at = args.get_expert_tensor_rank(rank.tp, rank.ep) if expert else rank.tp
+    shape, _ = list_blocks(
+        fqn, _get_stored(fqn, whole).shape, grid.find_split(fqn, args, table), ranks, at
+    )
     return shape
 
 
-def _side_by_side(shapes: Mapping[str, Index], args: Arguments) -> dict[str, Index]:
+def _group_experts(shapes: Mapping[str, Index], args: Arguments) -> dict[str, Index]:
     """GroupedMLP's experts as the two parameters that they are (see `grouped`)."""
     if not args.flag("moe_use_legacy_grouped_gemm") or not args.flag("moe_grouped_gemm"):
         return dict(shapes)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 
 from reshard.formats.megatron.arguments import Arguments
-from reshard.model_parallel.rules import Found, Table
+from reshard.model_parallel.rules import RuleMatch, Table
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 LEGACY_EMBEDDING = "language_model.embedding.word_embeddings.weight"
@@ -47,13 +47,13 @@ def latent_width(name: str, args: Arguments) -> int:
     return rank + rotary if rank and rotary else 0
 
 
-def layer_of(name: str) -> int | None:
+def find_layer(name: str) -> int | None:
     """The number of the transformer layer that a name is in."""
     match = _LAYER.search(name)
     return int(match[2]) if match else None
 
 
-def expert_of(name: str, table: Table | None = None) -> int | None:
+def find_expert(name: str, table: Table | None = None) -> int | None:
     """Return the number of the expert that a parameter is of; None for what every rank has.
 
     Args:
@@ -62,16 +62,16 @@ def expert_of(name: str, table: Table | None = None) -> int | None:
     match = _EXPERT.search(name)
     if match:
         return int(match[2] or match[4])
-    found = _expert_by_rule(name, table)
+    found = _find_expert_by_rule(name, table)
     return int(found.fields["e"]) if found else None
 
 
-def shifted(name: str, *, layers: int, experts: int, table: Table | None = None) -> str:
+def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None = None) -> str:
     """A local name, with so many layers and experts before the rank's own."""
     name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + layers}", name, count=1)
     if _EXPERT.search(name):
         return _EXPERT.sub(lambda m: f"{m[1] or m[3]}{int(m[2] or m[4]) + experts}", name, count=1)
-    found = _expert_by_rule(name, table)
+    found = _find_expert_by_rule(name, table)
     if found is None:
         return name
     fields = {**found.fields, "e": int(found.fields["e"]) + experts}
@@ -79,13 +79,13 @@ def shifted(name: str, *, layers: int, experts: int, table: Table | None = None)
     return f"{whole.rpartition('.')[0]}.{_EXTRA}" if is_extra(name) else whole
 
 
-def _expert_by_rule(name: str, table: Table | None) -> Found | None:
+def _find_expert_by_rule(name: str, table: Table | None) -> RuleMatch | None:
     """Find the rule that numbers an expert in a name; of a module's own state its weight's."""
     if table is None:
         return None
     if is_extra(name):
         name = f"{name.rpartition('.')[0]}.weight"
-    found = rule_of(table, name)
+    found = find_rule(table, name)
     return found if found and "e" in found.fields else None
 
 
@@ -99,34 +99,34 @@ def is_extra(name: str) -> bool:
     return _EXTRA in name
 
 
-def rule_of(table: Table, name: str) -> Found | None:
+def find_rule(table: Table, name: str) -> RuleMatch | None:
     """The rule of a name of any dialect; before Megatron-LM 0.12 an encoder was a transformer."""
-    return table.find(_modern(name), {})
+    return table.find(_modernize(name), {})
 
 
-def need(table: Table, name: str) -> Found:
+def require_rule(table: Table, name: str) -> RuleMatch:
     """The same, where there must be one.
 
     Raises:
         UsageError: no rule names it.
     """
-    return table.need(_modern(name), {})
+    return table.require(_modernize(name), {})
 
 
-def _modern(name: str) -> str:
+def _modernize(name: str) -> str:
     if not name.startswith("language_model."):
         return name
     name = name.replace("language_model.transformer.", "language_model.encoder.", 1)
     return name.replace(".attention.", ".self_attention.", 1)
 
 
-def stacked(key: str) -> str | None:
+def parse_stacked(key: str) -> str | None:
     """The name with ``{}`` for the layer, where torch_dist stacks the layers; None where not."""
     match = _STACK.fullmatch(key)
     return f"{match[1]}.{{}}.{match[2]}" if match else None
 
 
-def of_dist_expert(key: str) -> tuple[str, int | None] | None:
+def parse_dist_expert(key: str) -> tuple[str, int | None] | None:
     """How torch_dist keeps experts: the name with ``{}`` for the expert, and its number.
 
     The number is None where they are stacked; the whole is None where it is no expert's key.
@@ -138,12 +138,12 @@ def of_dist_expert(key: str) -> tuple[str, int | None] | None:
     return f"{match[1]}.local_experts.{{}}.{match[3]}.{match[4]}{match[5] or ''}", number
 
 
-def as_saved(table: Table, name: str, args: Arguments) -> str:
+def spell_as_saved(table: Table, name: str, args: Arguments) -> str:
     """The saving model's word for a name of torch_dist, which are Transformer Engine's always."""
     found = table.find(name, {})
     if found is None:
         return name
-    if expert_of(name) is None:
+    if find_expert(name) is None:
         return name if args.te else found.name
     grouped = args.flag("moe_grouped_gemm") and not args.flag("moe_use_legacy_grouped_gemm")
     return found.spelled("te", {}) if args.te and grouped else found.name

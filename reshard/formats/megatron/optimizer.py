@@ -41,7 +41,7 @@ _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again
 
 
 @dataclass(slots=True)
-class Optimizer:
+class RankOptimizer:
     """What a rank's optimizers say."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankParam:
     """A parameter of a rank: its global name, its local shape, its dtype, its model chunk."""
 
     fqn: str
@@ -61,12 +61,14 @@ class Held:
     chunk: int
 
 
-def kind_of(slot: str) -> str:
+def get_kind(slot: str) -> str:
     """A slot as manifests call it: every copy in full precision is a master."""
     return MASTER if slot in _MASTERS else slot
 
 
-def parts(count: int, params: Sequence[Held], args: Arguments, table: Table) -> list[list[Held]]:
+def divide_params(
+    count: int, params: Sequence[RankParam], args: Arguments, table: Table
+) -> list[list[RankParam]]:
     """The parameters of each of a rank's optimizers (``get_megatron_optimizer``).
 
     Args:
@@ -82,7 +84,9 @@ def parts(count: int, params: Sequence[Held], args: Arguments, table: Table) -> 
     return [dense, experts]
 
 
-def read(value: Any, params: Sequence[Held], args: Arguments, table: Table, path: str) -> Optimizer:
+def read(
+    value: Any, params: Sequence[RankParam], args: Arguments, table: Table, path: str
+) -> RankOptimizer:
     """Every slot, step and group of a rank, but for those in flat buffers.
 
     Args:
@@ -93,24 +97,24 @@ def read(value: Any, params: Sequence[Held], args: Arguments, table: Table, path
     Raises:
         CorruptError: what is stored does not fit the model.
     """
-    found = Optimizer()
-    states = several(value)
-    for state, shared in zip(states, parts(len(states), params, args, table), strict=False):
+    found = RankOptimizer()
+    states = list_states(value)
+    for state, shared in zip(states, divide_params(len(states), params, args, table), strict=False):
         if not isinstance(state, dict):
             continue
-        found.scaler = found.scaler or _scaler(state.get("grad_scaler"), args)
+        found.scaler = found.scaler or _read_scaler(state.get("grad_scaler"), args)
         inner = state.get("optimizer", state.get("optimizer_state_dict", state))
         if inner is None:
             continue
         expect(path, inner, _STATE, "optimizer")
-        members = _grouped(found, inner, shared, args, table)
-        _steps(found, inner, members)
-        _indexed(found, inner, members)
-        _masters(found, state, shared, members, path)
+        members = _read_groups(found, inner, shared, args, table)
+        _read_steps(found, inner, members)
+        _read_indexed(found, inner, members)
+        _read_masters(found, state, shared, members, path)
     return found
 
 
-def _scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
+def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
     """The dynamic loss scaler in the form of torch's, which it is but for its hysteresis.
 
     ``core/optimizer/grad_scaler.py`` (DynamicGradScaler), ``training/arguments.py``.
@@ -119,7 +123,7 @@ def _scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
         return None
     with SourceFiles() as pool:
         return {
-            "scale": _number(state["scale"], pool),
+            "scale": _read_number(state["scale"], pool),
             "growth_factor": 2.0,
             "backoff_factor": 0.5,
             "growth_interval": args.number("loss_scale_window", default=1000),
@@ -128,46 +132,46 @@ def _scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
         }
 
 
-def several(value: Any) -> list[Any]:
+def list_states(value: Any) -> list[Any]:
     """The states of a chain of optimizers, which may be one alone."""
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
         return [value[key] for key in sorted(value)]
     return value if isinstance(value, list) else [value]
 
 
-def _grouped(
-    found: Optimizer,
+def _read_groups(
+    found: RankOptimizer,
     inner: Mapping[str, Any],
-    params: Sequence[Held],
+    params: Sequence[RankParam],
     args: Arguments,
     table: Table,
 ) -> list[list[str | None]]:
     """The parameters of every group of one optimizer."""
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
-    known = groups.members(stored, shapes, args, table)
+    known = groups.assign_members(stored, shapes, args, table)
     listed: list[list[str | None]] = [list(each) for each in known]
     counts = [len(group["params"]) for group in stored if group.get("params") is not None]
     if counts and counts != list(map(len, listed)):
-        listed = _told_by_shape(found, inner, stored, shapes)
+        listed = _match_by_shape(found, inner, stored, shapes)
     elif stored and sum(map(len, listed)) < len(shapes):
         lost = sorted(shapes.keys() - {fqn for each in listed for fqn in each})
         found.notes.append(f"{len(lost)} parameters are in no param group, e.g. {lost[0]}: frozen")
     for group, fqns in zip(stored, listed, strict=False):
         own = tuple(fqn for fqn in fqns if fqn is not None)
-        found.groups.append(ParamGroup(groups.hyper(group), own))
+        found.groups.append(ParamGroup(groups.get_hyper(group), own))
     return listed
 
 
-def _told_by_shape(
-    found: Optimizer,
+def _match_by_shape(
+    found: RankOptimizer,
     inner: Mapping[str, Any],
     stored: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, Index],
 ) -> list[list[str | None]]:
     """The members of groups that are not made as Megatron makes them, where shapes tell."""
     state = inner.get("state") or {}
-    signs = [[_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
+    signs = [[_get_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
     try:
         return name_groups(shapes, signs)
     except AmbiguousError as reason:
@@ -179,15 +183,15 @@ def _told_by_shape(
         return []
 
 
-def _shape(state: Any) -> Index | None:
+def _get_shape(state: Any) -> Index | None:
     if not isinstance(state, dict):
         return None
     shapes = [tensor.shape for value in state.values() if (tensor := as_global(value))]
     return max(shapes, key=lambda shape: (len(shape), prod(shape)), default=None)
 
 
-def _steps(
-    found: Optimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+def _read_steps(
+    found: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Updates of each parameter: torch's Adam counts them by parameter, the fused ones by group.
 
@@ -204,21 +208,23 @@ def _steps(
                     group.get("step"),
                     state.get("common_step"),
                 )
-                step = next((_number(each, pool) for each in counted if each is not None), None)
+                step = next(
+                    (_read_number(each, pool) for each in counted if each is not None), None
+                )
                 if fqn is not None and step is not None:
                     found.steps[fqn] = step
                 index += 1
 
 
-def _number(value: Any, pool: SourceFiles) -> float | None:
+def _read_number(value: Any, pool: SourceFiles) -> float | None:
     tensor = as_global(value)
     if tensor is not None:
         return float(read_number(pool, tensor.chunks[0]))
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _indexed(
-    found: Optimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
+def _read_indexed(
+    found: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
     """Slots under the parameter's number, which runs through the groups."""
     state = inner.get("state") or {}
@@ -231,18 +237,18 @@ def _indexed(
         for slot, value in slots.items():
             tensor = as_global(value)
             if tensor is not None and slot != "step":
-                found.entries.append(entry(fqn, slot, tensor))
+                found.entries.append(make_entry(fqn, slot, tensor))
 
 
-def entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
+def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
     """A slot as a manifest has it."""
-    return Entry(fqn, kind_of(slot), tensor.dtype, tensor.shape, tensor.chunks)
+    return Entry(fqn, get_kind(slot), tensor.dtype, tensor.shape, tensor.chunks)
 
 
-def _masters(
-    found: Optimizer,
+def _read_masters(
+    found: RankOptimizer,
     state: Mapping[str, Any],
-    params: Sequence[Held],
+    params: Sequence[RankParam],
     members: Sequence[Sequence[str | None]],
     path: str,
 ) -> None:
@@ -260,10 +266,10 @@ def _masters(
                 f"keeps {len(held)} fp32 copies of a param group of {len(half)} 16-bit parameters",
                 _MIXED,
             )
-        found.entries += map(entry, half, [MASTER] * len(held), held)
+        found.entries += map(make_entry, half, [MASTER] * len(held), held)
 
 
-def buffers_of(params: Sequence[Held], args: Arguments) -> list[tuple[int, list[Param]]]:
+def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[int, list[Param]]]:
     """The flat buffers of an optimizer: (model chunk, its parameters of one dtype), in order."""
     shared = (names.OUTPUT, names.EMBEDDING) if args.shares_embedding else ()
     found: dict[tuple[int, str], list[Param]] = {}
@@ -273,10 +279,10 @@ def buffers_of(params: Sequence[Held], args: Arguments) -> list[tuple[int, list[
     return [(chunk, held) for (chunk, _), held in sorted(found.items(), key=lambda i: i[0][0])]
 
 
-def flat_entries(
+def read_flat(
     value: Any,
     count: int,
-    params: Sequence[Held],
+    params: Sequence[RankParam],
     args: Arguments,
     table: Table,
     path: str,
@@ -295,39 +301,39 @@ def flat_entries(
     """
     for held, shared in zip(
         value if isinstance(value, list) else [value],
-        parts(count, params, args, table),
+        divide_params(count, params, args, table),
         strict=False,
     ):
         if isinstance(held, dict):  # else another rank has it
-            yield from _flat(held, shared, args, path, stage)
+            yield from _read_buffers(held, shared, args, path, stage)
 
 
-def _flat(
-    held: Mapping[Any, Any], params: Sequence[Held], args: Arguments, path: str, stage: int
+def _read_buffers(
+    held: Mapping[Any, Any], params: Sequence[RankParam], args: Arguments, path: str, stage: int
 ) -> Iterator[Entry]:
-    for number, (chunk, members) in enumerate(buffers_of(params, args)):
+    for number, (chunk, members) in enumerate(group_buffers(params, args)):
         states = held.get(number)
         if not isinstance(states, dict) or len(states) != 1:
             raise CorruptError(
                 path, f"holds no flat buffer {number}, which {len(members)} parameters fill"
             )
         (state,) = states.values()
-        size = args.bucket_size(stage=stage, chunk=chunk)
+        size = args.get_bucket_size(stage=stage, chunk=chunk)
         for slot, value in state.items():
             pieces = [as_global(piece) for piece in (value if isinstance(value, list) else [value])]
             stored = [piece for piece in pieces if piece is not None]
             if not stored:
                 continue
             numels = [prod(piece.shape) for piece in stored]
-            flat = _placed(members, numels, size)
+            flat = _place_members(members, numels, size)
             if flat is None:
-                raise unplaced(path, f"flat buffer {number}", members, sum(numels))
+                raise make_layout_error(path, f"flat buffer {number}", members, sum(numels))
             starts = [0, *accumulate(numels)]
             chunks = [piece.chunks[0] for piece in stored]
-            yield from split(slot, flat, list(zip(starts, chunks, strict=False)))
+            yield from split_flat(slot, flat, list(zip(starts, chunks, strict=False)))
 
 
-def _placed(
+def _place_members(
     members: Sequence[Param], numels: Sequence[int], size: int | None
 ) -> list[Member] | None:
     """Where parameters lie in a buffer whose buckets are stored end to end.
@@ -335,19 +341,19 @@ def _placed(
     A list of several is from before February 2024; a file does not say where buckets end.
     """
     tries: list[list[Bucket] | None] = [
-        buckets.buckets(members, size),
-        buckets.buckets(members, None),
-        buckets.fitted(members, numels),
+        buckets.make_buckets(members, size),
+        buckets.make_buckets(members, None),
+        buckets.fit_buckets(members, numels),
     ]
     for found in tries:
         if found is not None:
-            flat, total = buckets.end_to_end(found)
+            flat, total = buckets.concatenate(found)
             if total == sum(numels):
                 return flat
     return None
 
 
-def unplaced(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
+def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
     """Flat elements that are not these parameters'."""
     wanted = sum(prod(param.shape) for param in members)
     return CorruptError(
@@ -358,11 +364,11 @@ def unplaced(path: str, what: str, members: Sequence[Param], numel: int) -> Corr
     )
 
 
-def split(
+def split_flat(
     slot: str, flat: Sequence[Member], pieces: Sequence[tuple[int, Chunk]]
 ) -> Iterator[Entry]:
     """A slot of each member of a flat tensor, from pieces with their first element."""
     chunks = flat_chunks(flat, pieces)
     for member in flat:
         dtype = pieces[0][1].dtype
-        yield Entry(member.fqn, kind_of(slot), dtype, member.shape, tuple(chunks[member.fqn]))
+        yield Entry(member.fqn, get_kind(slot), dtype, member.shape, tuple(chunks[member.fqn]))

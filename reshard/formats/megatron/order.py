@@ -49,12 +49,12 @@ _LAYER = (  # the first that a name within its layer begins with
 )
 _OUTSIDE = ("word_embeddings.", "position_embeddings.", "tokentype_embeddings.", "final_layernorm.")
 
-Place = tuple[int, ...]
+SortKey = tuple[int, ...]
 
 
-def place(fqn: str) -> Place:
+def sort_key(fqn: str) -> SortKey:
     """A sort key: where a parameter stands in the model."""
-    layer = names.layer_of(fqn)
+    layer = names.find_layer(fqn)
     last = fqn.rpartition(".")[2]
     bias = int("bias" in last)
     if layer is None:
@@ -62,8 +62,8 @@ def place(fqn: str) -> Place:
         return (2 - 2 * is_embedding(fqn), min(outside, default=len(_OUTSIDE)), bias)
     match = _IN_LAYER.fullmatch(fqn)
     inner = match[1] if match else fqn
-    at = _first(_LAYER, inner)
-    expert, second = names.expert_of(fqn), int("linear_fc2" in inner)
+    at = _find_prefix(_LAYER, inner)
+    expert, second = names.find_expert(fqn), int("linear_fc2" in inner)
     if at == len(_LAYER) or (expert is None and inner.startswith("mlp.experts.")):
         return (1, layer, at)  # a module that Megatron lacks: as its file lists them
     if expert is None:
@@ -78,6 +78,6 @@ def is_embedding(fqn: str) -> bool:
     return _EMBEDDING.match(fqn) is not None
 
 
-def _first(prefixes: Sequence[str], name: str) -> int:
+def _find_prefix(prefixes: Sequence[str], name: str) -> int:
     found = (number for number, prefix in enumerate(prefixes) if name.startswith(prefix))
     return next(found, len(prefixes))

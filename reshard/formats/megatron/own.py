@@ -28,11 +28,11 @@ _STREAM = "_io.BytesIO"  # of Transformer Engine before 2
 _SHARD = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _LAYERS = "decoder.layers."
 
-Place = tuple[int, ...]
+RankKey = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class OwnStates:
     """As a source has it.
 
     Args:
@@ -46,7 +46,7 @@ class Own:
 
     form: str
     extra: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
-    rng: Mapping[Place, Any] = field(default_factory=dict)
+    rng: Mapping[RankKey, Any] = field(default_factory=dict)
 
     def names(self) -> set[str]:
         """Whose states hold anything."""
@@ -73,7 +73,7 @@ class Own:
         """Whether experts have any, which the two forms keep in different ways."""
         return any(map(is_of_expert, self.names()))
 
-    def blank(self) -> Own:
+    def blank(self) -> OwnStates:
         """The modules that could have a state, with none.
 
         Nothing of experts, whose names are those of a rank's.
@@ -81,22 +81,22 @@ class Own:
         modules = {
             name: None
             for held in self.extra.values()
-            for name in map(of_whole_model, held)
+            for name in map(name_in_model, held)
             if not is_of_expert(name)
         }
-        return Own("torch", {(0, 0): modules})
+        return OwnStates("torch", {(0, 0): modules})
 
 
-def told(manifest: Manifest, held: Own) -> Manifest:
+def attach(manifest: Manifest, held: OwnStates) -> Manifest:
     """The manifest with it."""
     opaque = {**manifest.train.opaque, _KEY: held}
     return replace(manifest, train=replace(manifest.train, opaque=opaque))
 
 
-def of(manifest: Manifest) -> Own:
+def get_own(manifest: Manifest) -> OwnStates:
     """What a source has; nothing where it is none of Megatron's."""
     found = manifest.train.opaque.get(_KEY)
-    return found if isinstance(found, Own) else Own("")
+    return found if isinstance(found, OwnStates) else OwnStates("")
 
 
 def is_of_expert(name: str) -> bool:
@@ -119,9 +119,9 @@ def _is_stream(value: Any) -> bool:
     return False
 
 
-def of_ranks(
-    held: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[Place, Any]
-) -> Own:
+def collect_from_ranks(
+    held: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[RankKey, Any]
+) -> OwnStates:
     """Of a run in the torch format.
 
     Args:
@@ -130,12 +130,12 @@ def of_ranks(
     extra: dict[tuple[int, int], dict[str, Any]] = {}
     for place, states in held:
         extra.setdefault(place, {}).update(states)
-    return Own("torch", extra, {place: value for place, value in rng.items() if value})
+    return OwnStates("torch", extra, {place: value for place, value in rng.items() if value})
 
 
-def of_dist(root: Mapping[str, Any]) -> Own:
+def collect_from_dist(root: Mapping[str, Any]) -> OwnStates:
     """Of a torch_dist directory, by its keys."""
-    extra, rng = dict[str, Any](), dict[Place, Any]()
+    extra, rng = dict[str, Any](), dict[RankKey, Any]()
     for key, value in root.items():
         match = _SHARD.fullmatch(key)
         if match is None or not isinstance(value, list) or len(value) != 1:
@@ -144,10 +144,10 @@ def of_dist(root: Mapping[str, Any]) -> Own:
             rng[tuple(map(int, match[2].split(".")))] = value[0]
         elif names.is_extra(match[1]):
             extra[key] = value[0]
-    return Own("torch_dist", {(0, 0): extra} if extra else {}, rng)
+    return OwnStates("torch_dist", {(0, 0): extra} if extra else {}, rng)
 
 
-def of_whole_model(key: str) -> str:
+def name_in_model(key: str) -> str:
     """The name in the model of a key of torch_dist.
 
     >>> of_whole_model("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4")
@@ -162,9 +162,9 @@ def of_whole_model(key: str) -> str:
     return name
 
 
-def as_keys(held: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def spell_keys(held: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """States by name under the keys that torch_dist has for them."""
     for key in keys:
-        name = of_whole_model(key)
+        name = name_in_model(key)
         if name in held:
             yield key, held[name]

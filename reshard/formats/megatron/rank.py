@@ -17,7 +17,7 @@ from reshard.containers.torch_objects import TorchFile
 from reshard.errors import CorruptError
 from reshard.formats.megatron import arguments, names
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.directory import OPTIMIZER, model_file
+from reshard.formats.megatron.directory import OPTIMIZER, find_model_file
 from reshard.location import Location
 from reshard.schema import INTEGER, NUMBER, expect, fields, maybe
 from reshard.state_dict import leaves, tree
@@ -28,7 +28,7 @@ _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 
 
 @dataclass(slots=True)
-class Chunk:
+class ModelChunk:
     """One model chunk of a rank: parameters and buffers under their local names, in order."""
 
     params: dict[str, GlobalTensor] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Chunk:
     @property
     def layers(self) -> int:
         """How many transformer layers it holds."""
-        found = (names.layer_of(name) for name in self.params)
+        found = (names.find_layer(name) for name in self.params)
         return len({layer for layer in found if layer is not None})
 
 
@@ -58,23 +58,23 @@ class RankFile:
         found = self.root.get("checkpoint_version", _OLD_VERSION)
         return float(found) if isinstance(found, (int, float)) else _OLD_VERSION
 
-    def chunks(self) -> list[Chunk]:
+    def read_chunks(self) -> list[ModelChunk]:
         """The model chunks, in order: ``model``, or ``model0`` and those after it.
 
         Raises:
             CorruptError: it holds no model.
         """
         if "model" in self.root:
-            return [self._chunk("model")]
+            return [self._read_chunk("model")]
         keys = [f"model{n}" for n in range(len(self.root))]
-        found = [self._chunk(key) for key in keys if key in self.root]
+        found = [self._read_chunk(key) for key in keys if key in self.root]
         if not found:
             raise CorruptError(self.path, "holds no 'model' and no 'model0'")
         return found
 
-    def _chunk(self, key: str) -> Chunk:
-        chunk = Chunk()
-        for name, value in _leaves(self.root[key], self.path):
+    def _read_chunk(self, key: str) -> ModelChunk:
+        chunk = ModelChunk()
+        for name, value in _walk(self.root[key], self.path):
             tensor = as_global(value)
             if not names.is_extra(name):
                 leaves.find_opaque(self.path, {name: value}, prefix=f"{key}.")
@@ -94,12 +94,12 @@ def open_rank(folder: Location) -> RankFile:
         IncompleteError: the file with the weights is missing.
         CorruptError: a file is truncated or altered.
     """
-    file = torch_reader.read(model_file(folder))
+    file = torch_reader.read(find_model_file(folder))
     root = tree.convert_file(file)
     if not isinstance(root, dict):
         raise CorruptError(file.path, "is no checkpoint of Megatron: it is no dict")
     expect(file.path, root, _ROOT)
-    args = arguments.of(root.get("args"), file.path)
+    args = arguments.parse(root.get("args"), file.path)
     if OPTIMIZER not in folder.files:
         return RankFile(file.path, root, args, files=(file,))
     flat = torch_reader.read(folder.files[OPTIMIZER])
@@ -110,16 +110,16 @@ def open_args(path: Path) -> Arguments:
     """The arguments alone."""
     file = torch_reader.read(path)
     root = file.root if isinstance(file.root, dict) else {}
-    return arguments.of(root.get("args"), file.path)
+    return arguments.parse(root.get("args"), file.path)
 
 
-def _leaves(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a model's state dict, by its dotted name."""
     if not isinstance(tree, Mapping):
         raise CorruptError(path, f"its model is a {type(tree).__name__}, no state dict")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from _leaves(value, path, f"{name}.")
+            yield from _walk(value, path, f"{name}.")
         else:
             yield name, value

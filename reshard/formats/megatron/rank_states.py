@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import own
-from reshard.formats.megatron.own import Own
+from reshard.formats.megatron.own import OwnStates
 from reshard.formats.megatron.write import carried as carry
 from reshard.formats.megatron.write.carried import Carried
 from reshard.manifest import Manifest
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def name_extra_states(manifest: Manifest) -> str:
     """Return how a report calls the modules' extra states of a source; empty: it has none."""
-    count = len(own.of(manifest).names())
+    count = len(own.get_own(manifest).names())
     return f"own states of {count} modules (_extra_state)" if count else ""
 
 
@@ -29,7 +29,7 @@ def adapt(conversion: Conversion) -> Conversion:
     Raises:
         UsageError: states that the user wants to keep cannot be kept.
     """
-    states = own.of(conversion.manifest)
+    states = own.get_own(conversion.manifest)
     carried = _choose_extra_states(states, conversion)
     carried = replace(carried, rng=_choose_random_states(states, conversion))
     request = conversion.request
@@ -37,7 +37,7 @@ def adapt(conversion: Conversion) -> Conversion:
     return replace(conversion, request=replace(request, own=wanted))
 
 
-def _choose_extra_states(states: Own, conversion: Conversion) -> Carried:
+def _choose_extra_states(states: OwnStates, conversion: Conversion) -> Carried:
     """Return the extra states to write.
 
     Raises:
@@ -45,10 +45,10 @@ def _choose_extra_states(states: Own, conversion: Conversion) -> Carried:
     """
     manifest, wanted, notes = conversion.manifest, conversion.request.own, conversion.notes
     policy, what = conversion.options.extra_state, name_extra_states(manifest)
-    blank = carry.blank(states, manifest, wanted.impl)
+    blank = carry.make_blank(states, manifest, wanted.impl)
     reason = "--extra-state drop"
     if policy != "drop":
-        reason = carry.extra_obstacle(states, manifest, wanted.sizes, wanted.form, wanted.impl)
+        reason = carry.find_extra_obstacle(states, manifest, wanted.sizes, wanted.form, wanted.impl)
     if reason and policy == "keep":
         raise UsageError(
             "--extra-state keep",
@@ -58,14 +58,16 @@ def _choose_extra_states(states: Own, conversion: Conversion) -> Carried:
     if reason:
         notes.dropped += [f"{what}: {reason}"] if what else []
         return blank
-    extra, entries = carry.states(states, wanted.form)
+    extra, entries = carry.lay_out_states(states, wanted.form)
     if what and (states.form, wanted.form) == ("torch", "torch_dist") and len(states.extra) > 1:
         what += ", those of the first tensor-parallel rank, as Megatron saves them"
     notes.kept += [what] if what else []
     return Carried(form=states.form, extra=extra, entries=entries)
 
 
-def _choose_random_states(states: Own, conversion: Conversion) -> Mapping[own.Place, object]:
+def _choose_random_states(
+    states: OwnStates, conversion: Conversion
+) -> Mapping[own.RankKey, object]:
     """Return the random states to write.
 
     Raises:
@@ -84,7 +86,7 @@ def _choose_random_states(states: Own, conversion: Conversion) -> Mapping[own.Pl
     if policy == "drop" or wanted.weights_only:
         reason = "--rng drop" if policy == "drop" else "--weights-only"
         return _drop_random_states(states, notes, f"random states ({reason})")
-    reason = carry.rng_obstacle(states, manifest, wanted.sizes, wanted.data, wanted.form)
+    reason = carry.find_rng_obstacle(states, manifest, wanted.sizes, wanted.data, wanted.form)
     if reason and policy == "keep":
         raise UsageError(
             "--rng keep",
@@ -94,7 +96,7 @@ def _choose_random_states(states: Own, conversion: Conversion) -> Mapping[own.Pl
     if reason:
         return _drop_random_states(states, notes, f"random states: {reason}")
     try:
-        found = carry.random_states(states, manifest.origin.path)
+        found = carry.rebuild_random(states, manifest.origin.path)
     except UnsupportedError as error:
         if policy == "keep":
             raise
@@ -104,6 +106,6 @@ def _choose_random_states(states: Own, conversion: Conversion) -> Mapping[own.Pl
     return dict(found)
 
 
-def _drop_random_states(states: Own, notes: Notes, text: str) -> dict[own.Place, object]:
+def _drop_random_states(states: OwnStates, notes: Notes, text: str) -> dict[own.RankKey, object]:
     notes.dropped += [text] if states.rng else []
     return {}

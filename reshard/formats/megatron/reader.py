@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.formats.megatron import directory, dist, legacy
 from reshard.location import Location
 from reshard.manifest import Manifest
-from reshard.model_parallel.rules import Table, builtin
+from reshard.model_parallel.rules import Table, load_table
 
 
 def read(location: Location, table: Table | None = None) -> Manifest:
@@ -19,8 +19,8 @@ def read(location: Location, table: Table | None = None) -> Manifest:
         CorruptError: files contradict each other.
         UsageError: one rank's part is given, or no rule says how a parameter is cut.
     """
-    location = directory.whole(location)
-    table = table or builtin(directory.NAME)
+    location = directory.find_checkpoint(location)
+    table = table or load_table(directory.NAME)
     return (
         dist.read(location, table) if directory.is_dist(location) else legacy.read(location, table)
     )

@@ -25,7 +25,7 @@ class Spot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ChunkShare:
     """The part that a chunk has.
 
     Args:
@@ -38,7 +38,7 @@ class Share:
     begins: bool
     ends: bool
 
-    def spots(self) -> Iterator[Spot]:
+    def list_spots(self) -> Iterator[Spot]:
         """Every place in it that a parameter may have."""
         if self.begins:
             yield Spot(None, None, begins=True)
@@ -49,13 +49,13 @@ class Share:
             yield Spot(None, None)
 
 
-def experts_of(rank: int, ranks: int, experts: int) -> range:
+def list_experts(rank: int, ranks: int, experts: int) -> range:
     """The experts that one of several expert-parallel ranks has of each layer."""
     each = experts // ranks
     return range(rank * each, (rank + 1) * each)
 
 
-class Model(Generic[T]):
+class ParameterIndex(Generic[T]):
     """The parameters of a whole model, to be found by share: not every rank looks at all."""
 
     def __init__(self, parameters: Iterable[tuple[Spot, T]]) -> None:
@@ -63,7 +63,7 @@ class Model(Generic[T]):
         for spot, parameter in parameters:
             self._held[spot].append(parameter)
 
-    def of(self, share: Share) -> Iterator[T]:
+    def find(self, share: ChunkShare) -> Iterator[T]:
         """Those in a share; of each spot in their order."""
-        for spot in share.spots():
+        for spot in share.list_spots():
             yield from self._held.get(spot, ())

@@ -7,7 +7,7 @@ from typing import Any
 
 from reshard.formats.megatron import grouped
 from reshard.formats.megatron.arguments import Arguments
-from reshard.formats.megatron.optimizer import Optimizer
+from reshard.formats.megatron.optimizer import RankOptimizer
 from reshard.location import Location
 from reshard.manifest import PARAM, Manifest, Origin, ParamGroup, TrainState, most_common_dtype
 from reshard.state_dict.own_values import keep_own_values
@@ -21,22 +21,22 @@ _READ = frozenset(
 )
 
 
-def origin(location: Location, args: Arguments, detail: str, manifest: Manifest) -> Origin:
+def make_origin(location: Location, args: Arguments, detail: str, manifest: Manifest) -> Origin:
     """Who wrote it, and on what grid."""
     return Origin(
         format="megatron",
         path=str(location),
         detail=detail,
         form=detail.partition(",")[0],
-        mesh=args.mesh(),
+        mesh=args.make_mesh(),
         precision=most_common_dtype(entry.dtype for entry in manifest.of_kind(PARAM)),
     )
 
 
-def of_root(
+def make_train_state(
     root: Mapping[str, Any],
     args: Arguments,
-    state: Optimizer,
+    state: RankOptimizer,
     own: int,
     first: int,
 ) -> TrainState:
@@ -63,12 +63,12 @@ def of_root(
         optimizer_step={
             name: count
             for fqn, count in state.steps.items()
-            for name in grouped.separated(fqn, own, first)
+            for name in grouped.name_separated(fqn, own, first)
         },
         param_groups=tuple(
             ParamGroup(
                 group.hyper,
-                tuple(n for fqn in group.fqns for n in grouped.separated(fqn, own, first)),
+                tuple(n for fqn in group.fqns for n in grouped.name_separated(fqn, own, first)),
             )
             for group in state.groups
         ),
@@ -76,7 +76,7 @@ def of_root(
         scaler=to_plain(state.scaler),
         rng=to_plain(root.get("rng_state")),
         client=client,
-        config=args.plain(),
+        config=args.make_printable(),
         opaque=opaque,
         objects=keep_own_values(root, [name for name in ("args", *client) if name in root]),
     )

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def _read(location: Location, hints: ReadHints) -> Manifest:
     from reshard.formats.meta import reader
-    from reshard.model_parallel.rules import builtin, with_users
+    from reshard.model_parallel.rules import add_user_rules, load_table
 
-    return reader.read(location, with_users(builtin(NAME), hints.rules))
+    return reader.read(location, add_user_rules(load_table(NAME), hints.rules))
 
 
 def _describe_model(manifest: Manifest) -> Traits:
@@ -37,7 +37,7 @@ def _describe_model(manifest: Manifest) -> Traits:
 def _get_family() -> Family:
     from reshard.model_parallel import families
 
-    return families.meta()
+    return families.load_meta_family()
 
 
 class Meta(Writer):
@@ -60,26 +60,26 @@ class Meta(Writer):
         from reshard.model_parallel import families
         from reshard.model_parallel import names as renaming
         from reshard.model_parallel.described import Described
-        from reshard.model_parallel.rules import with_users
+        from reshard.model_parallel.rules import add_user_rules
         from reshard.naming import tables
 
         if names.names is not None:
             raise UsageError(f"--names {names.names}", f"changes nothing with --to {self.name}")
         manifest, source = conversion.manifest, conversion.source
-        table = with_users(families.meta().table, names.rules)
+        table = add_user_rules(families.load_meta_family().table, names.rules)
         if manifest.origin.format == NAME:
             architecture = tables.build_architecture(_describe_model(manifest), names)
             return Naming(manifest, described=Described(table, architecture, manifest.train.config))
         manifest, traits, _ = tables.rename_to_hf_first(
             manifest, source.names, names, conversion.request.model_hint
         )
-        families.need(traits, "llama")
+        families.choose_family(traits, "llama")
         if traits.rope_scaling is not None:
             raise UnsupportedError(
                 traits.source,
                 f"scales rotations ({traits.rope_scaling}), which params.json cannot describe",
             )
-        renamed = renaming.from_hf(manifest, table, traits.architecture())
+        renamed = renaming.rename_from_hf(manifest, table, traits.architecture())
         head = {OUTPUT: EMBEDDING} if traits.tied else {}
         described = Described(
             table, tables.build_architecture(traits, names), writer.params_of(traits)

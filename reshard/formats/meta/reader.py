@@ -22,8 +22,8 @@ from reshard.manifest import (
     index_entries,
     most_common_dtype,
 )
-from reshard.model_parallel.combine import tensor_ranks
-from reshard.model_parallel.rules import Table, builtin
+from reshard.model_parallel.combine import join_tensor_ranks
+from reshard.model_parallel.rules import Table, load_table
 from reshard.model_parallel.shards import REPLICATED, Split
 from reshard.model_parallel.traits import Traits
 from reshard.paths import as_path
@@ -56,7 +56,7 @@ def read(location: Location, table: Table | None = None) -> Manifest:
         UnsupportedError: there are more ranks than key and value heads.
         UsageError: no rule says how a tensor is cut.
     """
-    table = table or builtin(NAME)
+    table = table or load_table(NAME)
     files = {
         int(m[1]): path for name, path in location.files.items() if (m := FILE.fullmatch(name))
     }
@@ -81,9 +81,11 @@ def read(location: Location, table: Table | None = None) -> Manifest:
     def split_of(name: str, shape: Index) -> Split:
         if name == EMBEDDING:
             return Split(_embedding_dim(ranks[0], shape))
-        return REPLICATED if name == _FREQUENCIES else table.need(name, {}).rule.split(gated=True)
+        return (
+            REPLICATED if name == _FREQUENCIES else table.require(name, {}).rule.split(gated=True)
+        )
 
-    manifest = tensor_ranks(ranks, split_of)
+    manifest = join_tensor_ranks(ranks, split_of)
     _check_vocabulary(manifest, params, location)
     return manifest
 

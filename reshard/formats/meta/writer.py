@@ -13,7 +13,7 @@ from reshard.errors import UsageError
 from reshard.formats.meta.directory import EMBEDDING, PARAMS
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.rules import Table
-from reshard.model_parallel.shards import Split, blocks
+from reshard.model_parallel.shards import Split, list_blocks
 from reshard.model_parallel.traits import Traits
 from reshard.training.state import Training
 
@@ -83,11 +83,11 @@ def params_of(traits: Traits) -> dict[str, Any]:
 def _split(name: str, entry: Entry, table: Table) -> Split:
     if name == EMBEDDING:
         return Split(0 if entry.shape[0] >= _LARGE else 1)
-    return table.need(name, {}).rule.split(gated=True)
+    return table.require(name, {}).rule.split(gated=True)
 
 
 def _slot(name: str, entry: Entry, dtype: DType, split: Split, ranks: int, rank: int) -> Slot:
-    shape, pairs = blocks(name, entry.shape, split, ranks, rank)
+    shape, pairs = list_blocks(name, entry.shape, split, ranks, rank)
     ((box, _),) = pairs
     part = Part(entry.kind, entry.fqn, entry.shape, box)
     return Slot(Storage(dtype, box.volume, (part,)), shape)

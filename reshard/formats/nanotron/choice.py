@@ -10,7 +10,7 @@ from reshard.formats.nanotron import layout, stages
 from reshard.formats.nanotron.directory import MODEL_CONFIG
 from reshard.formats.nanotron.layout import Layout
 from reshard.manifest import PARAM
-from reshard.model_parallel.sizes import Sizes, of_mesh
+from reshard.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict import torch_state_dict
 from reshard.training.state import Training
 
@@ -60,7 +60,7 @@ def resolve_layout(state: Training, wanted: Wanted) -> Layout:
         UnsupportedError: a parameter is cut in an unknown way.
     """
     found, mesh = layout_of(state), state.manifest.origin.mesh
-    before = of_mesh(mesh)
+    before = parse_mesh(mesh)
     if max(wanted.sizes.expert, before.expert, mesh.get("cp", 1)) > 1:
         raise UsageError(
             _TO,

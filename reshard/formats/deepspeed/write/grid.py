@@ -19,7 +19,7 @@ from reshard.formats.deepspeed.layers import TIED
 from reshard.formats.deepspeed.write.pipeline import Layer, layers_of, stages
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
-from reshard.model_parallel.moves import Move, moved
+from reshard.model_parallel.moves import Move, apply_moves
 from reshard.model_parallel.rules import FORM
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
@@ -81,8 +81,8 @@ class ModelRank:
 
     def _lifted(self, entry: Entry) -> Entry:
         shape, moves, split = self.whole[entry.fqn]
-        lifted = replace(entry, shape=shape, chunks=tuple(moved(entry.chunks, moves)))
-        return shards.shared(lifted, split, self.tensor)
+        lifted = replace(entry, shape=shape, chunks=tuple(apply_moves(entry.chunks, moves)))
+        return shards.scale_shares(lifted, split, self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +243,7 @@ class _Cutter:
             if split.widths and len(split.widths[0]) != self.size:
                 split = replace(split, widths=())
             try:
-                held = shards.blocks(fqn, self._shapes[fqn], split, self.size, rank)
+                held = shards.list_blocks(fqn, self._shapes[fqn], split, self.size, rank)
             except UsageError as error:
                 if split is self.splits[fqn]:
                     raise

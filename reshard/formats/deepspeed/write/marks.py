@@ -15,7 +15,7 @@ from reshard.formats.deepspeed.cuts import Cuts
 from reshard.formats.deepspeed.write.grid import Wanted
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel import shards
-from reshard.model_parallel.vocabulary import first_rows
+from reshard.model_parallel.vocabulary import take_first_rows
 from reshard.pickles.values import Call
 from reshard.training.state import Training
 
@@ -74,7 +74,7 @@ class Marks:
 
         def share(entry: Entry) -> Entry:
             split = self._cuts.split(entry.fqn, self._shapes[entry.fqn])
-            return shards.shared(entry, split, self._tensor)
+            return shards.scale_shares(entry, split, self._tensor)
 
         return replace(made, entries=tuple(map(share, made.entries))) if self.known else made
 
@@ -86,7 +86,7 @@ class Marks:
 
         def cut(entry: Entry) -> Entry:
             padded = "vocab_tensor" in self.of(entry.fqn) and entry.shape[0] > words
-            return first_rows(entry, words) if padded else entry
+            return take_first_rows(entry, words) if padded else entry
 
         weights = {
             w.fqn: replace(w, value=(value := cut(w.value)), shape=value.shape)

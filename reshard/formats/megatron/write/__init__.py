@@ -16,31 +16,31 @@ from __future__ import annotations
 from reshard.containers import skeletons
 from reshard.containers.skeletons import LaidOut
 from reshard.formats.megatron.directory import NAME
-from reshard.formats.megatron.write.choice import Choice, Wanted, choose
+from reshard.formats.megatron.write.choice import MegatronOptions, Resolved, resolve
 from reshard.model_parallel.described import Described
 from reshard.training.state import Training, describe_lost_setup, describe_lost_state
 
-__all__ = ["Wanted", "lay_out"]
+__all__ = ["MegatronOptions", "lay_out"]
 
 
-def lay_out(state: Training, wanted: Wanted, described: Described) -> LaidOut:
+def lay_out(state: Training, wanted: MegatronOptions, described: Described) -> LaidOut:
     """The run directory.
 
     Raises:
-        IncompleteError, UnsupportedError, UsageError: as `choice.choose`.
+        IncompleteError, UnsupportedError, UsageError: as `choice.resolve`.
     """
     from reshard.formats.megatron.write import dist, legacy
 
-    choice = choose(state, wanted, described)
-    inside = legacy.directory(choice)
+    choice = resolve(state, wanted, described)
+    inside = legacy.name_directory(choice)
     if wanted.form == "torch_dist":
         held = dist.files(choice, inside, wanted.sizes.model * wanted.data)
     else:
         held = legacy.files(choice, inside)
-    return LaidOut(skeletons.join([legacy.tracker(choice), *held]), tuple(_notes(choice)))
+    return LaidOut(skeletons.join([legacy.lay_out_tracker(choice), *held]), tuple(_notes(choice)))
 
 
-def _notes(choice: Choice) -> list[str]:
+def _notes(choice: Resolved) -> list[str]:
     said = list(choice.notes)
     if choice.wanted.weights_only:
         return [*said, "weights alone, as a release: Megatron loads nothing else of it"]

@@ -13,7 +13,7 @@ from reshard.model_parallel.sizes import Sizes
 from reshard.state_dict.plain_values import is_plain
 
 
-def adapted(
+def adapt(
     args: Mapping[str, Any], sizes: Sizes, data: int, *, layers: int, padded: int | None
 ) -> dict[str, Any]:
     """The source's args for the grid to come.
@@ -44,7 +44,7 @@ def adapted(
     return kept
 
 
-def uneven(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
+def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
     """The args that say how many layers the first and the last stage have."""
     if counts is None or len(set(counts)) == 1:
         return dict.fromkeys(
@@ -66,7 +66,7 @@ def uneven(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def missing(args: Mapping[str, Any]) -> list[str]:
+def list_missing(args: Mapping[str, Any]) -> list[str]:
     """What Megatron compares on every load and the args do not say."""
     return [
         name

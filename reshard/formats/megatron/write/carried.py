@@ -10,10 +10,10 @@ from reshard.containers import torch_writer
 from reshard.errors import UnsupportedError
 from reshard.files import SourceFiles
 from reshard.formats.megatron import names, own
-from reshard.formats.megatron.own import Own, Place
-from reshard.formats.megatron.write.ranks import Local
+from reshard.formats.megatron.own import OwnStates, RankKey
+from reshard.formats.megatron.write.ranks import LocalWeight
 from reshard.manifest import Entry, Manifest
-from reshard.model_parallel.sizes import Sizes, of_mesh
+from reshard.model_parallel.sizes import Sizes, parse_mesh
 from reshard.state_dict.tree import as_global
 from reshard.training import rng
 from reshard.training.rng import RankRng
@@ -36,10 +36,10 @@ class Carried:
     form: str = ""
     extra: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
     entries: tuple[Entry, ...] = ()
-    rng: Mapping[Place, Any] = field(default_factory=dict)
+    rng: Mapping[RankKey, Any] = field(default_factory=dict)
 
     def of_chunk(
-        self, tensor: int, expert: int, chunk: Sequence[Local], experts: int
+        self, tensor: int, expert: int, chunk: Sequence[LocalWeight], experts: int
     ) -> Iterator[tuple[str, Any]]:
         """The states of the modules in a model chunk of a rank, under their names there.
 
@@ -47,7 +47,7 @@ class Carried:
             experts: those of the whole model that come before the rank's.
         """
         place = (tensor, expert) if (tensor, expert) in self.extra else (0, 0)
-        layers = {local.known.layer: names.layer_of(local.name) for local in chunk}
+        layers = {local.known.layer: names.find_layer(local.name) for local in chunk}
         modules = {local.name.rpartition(".")[0] for local in chunk}
         experts_here = {
             local.known.weight.fqn.rpartition(".")[0]: local.name.rpartition(".")[0]
@@ -56,8 +56,8 @@ class Carried:
         }
         words = {local.known.found.word for local in chunk if local.known.expert is not None}
         for key, value in self.extra.get(place, {}).items():
-            name = key if self.form == "torch" else own.of_whole_model(key)
-            layer = names.layer_of(name)
+            name = key if self.form == "torch" else own.name_in_model(key)
+            layer = names.find_layer(name)
             module, _, last = name.rpartition(".")
             if module in experts_here:
                 yield f"{experts_here[module]}.{last}", value
@@ -67,18 +67,23 @@ class Carried:
                 if name.rpartition(".")[0] in modules:
                     yield name, value
             elif (here := layers.get(layer)) is not None:
-                yield names.shifted(name, layers=here - layer, experts=-experts), value
+                yield names.shift_numbers(name, layers=here - layer, experts=-experts), value
 
     def of_dist(self, keys: Iterable[str]) -> dict[str, Any]:
         """The states under torch_dist's keys."""
         held = self.extra.get((0, 0), {})
-        return dict(held if self.form == "torch_dist" else own.as_keys(held, keys))
+        return dict(held if self.form == "torch_dist" else own.spell_keys(held, keys))
 
 
-def extra_obstacle(held: Own, manifest: Manifest, sizes: Sizes, form: str, impl: str) -> str:
+def find_extra_obstacle(
+    held: OwnStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
+) -> str:
     """Why modules' own states cannot be kept; nothing where they can."""
-    told = _impl(manifest)
-    loses = held.form == form == "torch" and _before(manifest)[1:] != _after(sizes)[1:]
+    told = _get_impl(manifest)
+    loses = (
+        held.form == form == "torch"
+        and _get_source_sizes(manifest)[1:] != _get_target_sizes(sizes)[1:]
+    )
     obstacles = (
         (not held.form, "it is no checkpoint of Megatron's"),
         (held.is_strange, "one is neither a tensor nor a stream of bytes"),
@@ -92,34 +97,34 @@ def extra_obstacle(held: Own, manifest: Manifest, sizes: Sizes, form: str, impl:
     return next((why for found, why in obstacles if found), "")
 
 
-def blank(held: Own, manifest: Manifest, impl: str) -> Carried:
+def make_blank(held: OwnStates, manifest: Manifest, impl: str) -> Carried:
     """None of the states, for the modules that the source's files tell."""
-    if _impl(manifest) != impl:
+    if _get_impl(manifest) != impl:
         return Carried()
     without = held.blank()
     return Carried(form=without.form, extra=without.extra)
 
 
-def _impl(manifest: Manifest) -> str:
+def _get_impl(manifest: Manifest) -> str:
     """Whose layers the source has."""
     config = manifest.train.config
     told = config.get("transformer_impl") if isinstance(config, dict) else None
     return "local" if told == "local" else "transformer_engine"
 
 
-def _before(manifest: Manifest) -> tuple[int, int, int, int]:
+def _get_source_sizes(manifest: Manifest) -> tuple[int, int, int, int]:
     """Pipeline, tensor, expert and expert tensor ranks of the source."""
     mesh = manifest.origin.mesh
-    sizes = of_mesh(mesh)
+    sizes = parse_mesh(mesh)
     return sizes.pipeline, sizes.tensor, sizes.expert, mesh.get("etp", sizes.tensor)
 
 
-def _after(sizes: Sizes) -> tuple[int, int, int, int]:
+def _get_target_sizes(sizes: Sizes) -> tuple[int, int, int, int]:
     return sizes.pipeline, sizes.tensor, sizes.expert, sizes.expert_tensor or sizes.tensor
 
 
-def states(
-    held: Own, form: str
+def lay_out_states(
+    held: OwnStates, form: str
 ) -> tuple[Mapping[tuple[int, int], Mapping[str, Any]], tuple[Entry, ...]]:
     """Return modules' own states as they are written, and the entries of their tensors.
 
@@ -148,11 +153,13 @@ def states(
     return found, tuple(entries)
 
 
-def rng_obstacle(held: Own, manifest: Manifest, sizes: Sizes, data: int, form: str) -> str:
+def find_rng_obstacle(
+    held: OwnStates, manifest: Manifest, sizes: Sizes, data: int, form: str
+) -> str:
     """Why random states cannot be kept; nothing where they can."""
     if not held.rng:
         return "it has none"
-    if _before(manifest) != _after(sizes):
+    if _get_source_sizes(manifest) != _get_target_sizes(sizes):
         return "they are those of each model-parallel rank, and there are to be other ranks"
     if sizes.expert > 1 and held.form != form:
         return "torch and torch_dist keep them in different ways where experts are parallel"
@@ -163,7 +170,7 @@ def rng_obstacle(held: Own, manifest: Manifest, sizes: Sizes, data: int, form: s
     return ""
 
 
-def random_states(held: Own, path: str) -> dict[Place, Any]:
+def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
     """Random states as they are written: taken apart into numbers and bytes, and made again.
 
     Raises:
@@ -171,12 +178,12 @@ def random_states(held: Own, path: str) -> dict[Place, Any]:
     """
     with SourceFiles() as pool:
         return {
-            place: [_again(path, one, pool) for one in _several(path, value)]
+            place: [_rebuild(path, one, pool) for one in _list_states(path, value)]
             for place, value in held.rng.items()
         }
 
 
-def _several(path: str, value: Any) -> list[dict[str, Any]]:
+def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
     """A state a data-parallel rank, or the one of all.
 
     Raises:
@@ -189,7 +196,7 @@ def _several(path: str, value: Any) -> list[dict[str, Any]]:
     )
 
 
-def _again(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
+def _rebuild(path: str, held: Mapping[str, Any], pool: SourceFiles) -> dict[str, Any]:
     def raw(value: Any) -> bytes:
         tensor = as_global(value)
         return rng.read_bytes(path, tensor.chunks[0] if tensor else None, pool)

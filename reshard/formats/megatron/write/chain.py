@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reshard.formats.megatron.write.choice import Choice
+from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
 
 State = dict[str, Any]
 Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]
 
 
-def states(choice: Choice, inner: Inner) -> list[State]:
+def make_states(choice: Resolved, inner: Inner) -> list[State]:
     """Each optimizer's.
 
     Args:
@@ -25,10 +25,10 @@ def states(choice: Choice, inner: Inner) -> list[State]:
     """
     groups = choice.groups.groups
     kinds = [[group for group in groups if group.is_expert == apart] for apart in (False, True)]
-    return [_state(choice, held, inner) for held in kinds if held]
+    return [_make_state(choice, held, inner) for held in kinds if held]
 
 
-def _state(choice: Choice, groups: Sequence[MegatronGroup], inner: Inner) -> State:
+def _make_state(choice: Resolved, groups: Sequence[MegatronGroup], inner: Inner) -> State:
     scaled = {"grad_scaler": choice.grad_scaler} if choice.grad_scaler else {}
     if choice.wanted.distributed:  # whose tensors are elsewhere
         counted = {"step": int(choice.state.step())}

@@ -13,7 +13,7 @@ from reshard.formats.megatron.write import args as arguments
 from reshard.formats.megatron.write import groups, scheduler
 from reshard.formats.megatron.write.carried import Carried
 from reshard.formats.megatron.write.groups import Groups
-from reshard.formats.megatron.write.ranks import HEAD, Known, Places, known
+from reshard.formats.megatron.write.ranks import HEAD, KnownWeight, WeightLocations, find_rules
 from reshard.formats.target_options import Adam, CkptFormat, TransformerImpl
 from reshard.manifest import Entry
 from reshard.model_parallel import vocabulary
@@ -36,7 +36,7 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class MegatronOptions:
     """What was asked for.
 
     Args:
@@ -69,13 +69,13 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Resolved:
     """Everything that the files depend on."""
 
     state: Training
-    wanted: Wanted
-    weights: tuple[Known, ...]
-    places: Places
+    wanted: MegatronOptions
+    weights: tuple[KnownWeight, ...]
+    places: WeightLocations
     groups: Groups
     args: Mapping[str, Any]
     padded: int | None
@@ -141,7 +141,7 @@ class Choice:
         return self.precision in (BFLOAT16, FLOAT16)
 
 
-def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
+def resolve(state: Training, wanted: MegatronOptions, described: Described) -> Resolved:
     """Decide everything.
 
     Raises:
@@ -154,15 +154,15 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     table, architecture, args = described.table, described.architecture, described.args
     constants = {"layers": architecture.layers} if architecture.layers else {}
     gated = bool(args.get("swiglu") or args.get("gated_linear_unit"))
-    padded, notes = _padding(state, wanted, table, constants, architecture)
+    padded, notes = _choose_padding(state, wanted, table, constants, architecture)
     te = wanted.dialect == "te"
-    weights = known(state, table, constants, gated=gated, te=te, padded=padded)
+    weights = find_rules(state, table, constants, gated=gated, te=te, padded=padded)
     experts = frozenset(each.weight.fqn for each in weights if each.expert is not None)
     if wanted.sizes.expert > 1 and not experts:
         raise UsageError(f"expert parallel size {wanted.sizes.expert}", "the model has no experts")
     tied = _is_tied(state, architecture)
     grouped = wanted.impl != "local" and bool(args.get("moe_grouped_gemm"))
-    places = Places(
+    places = WeightLocations(
         weights,
         wanted.sizes,
         dialect=wanted.dialect,
@@ -171,7 +171,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
         grouped=grouped,
     )
     layers = places.layers
-    missing = arguments.missing({"num_layers": layers, **args})
+    missing = arguments.list_missing({"num_layers": layers, **args})
     if missing:
         raise IncompleteError(
             state.manifest.origin.path,
@@ -179,11 +179,13 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
             "say which model it is: --model config.json|DIR",
         )
     precision = wanted.dtype or find_most_common_dtype(w for w in state.weights if w.is_float)
-    made = groups.made(state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam)
+    made = groups.make_groups(
+        state, experts if wanted.sizes.expert > 1 else frozenset(), wanted.adam
+    )
     _check_slots(state, wanted)
-    schedule, said = ({}, []) if wanted.weights_only else scheduler.of(state)
-    adapted = arguments.adapted(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
-    adapted.update(arguments.uneven(wanted.stage_layers, wanted.sizes))
+    schedule, said = ({}, []) if wanted.weights_only else scheduler.make_scheduler(state)
+    adapted = arguments.adapt(args, wanted.sizes, wanted.data, layers=layers, padded=padded)
+    adapted.update(arguments.describe_stages(wanted.stage_layers, wanted.sizes))
     adapted["transformer_impl"] = wanted.impl
     if experts:
         adapted["moe_grouped_gemm"] = grouped  # as the experts are named
@@ -191,7 +193,7 @@ def choose(state: Training, wanted: Wanted, described: Described) -> Choice:
     adapted["use_distributed_optimizer"] = wanted.distributed
     adapted["untie_embeddings_and_output_weights"] = not tied
     adapted["bf16"], adapted["fp16"] = precision == BFLOAT16, precision == FLOAT16
-    return Choice(
+    return Resolved(
         state,
         wanted,
         tuple(weights),
@@ -212,9 +214,9 @@ def _is_tied(state: Training, architecture: Architecture) -> bool:
     return HEAD in state.manifest.tied or architecture.tied is not False
 
 
-def _padding(
+def _choose_padding(
     state: Training,
-    wanted: Wanted,
+    wanted: MegatronOptions,
     table: Table,
     constants: Mapping[str, int],
     architecture: Architecture,
@@ -238,13 +240,13 @@ def _padding(
         )
     (rows,) = held
     words = min(architecture.vocab or rows, rows)
-    padded = vocabulary.padded(words, wanted.divisible * wanted.sizes.tensor)
+    padded = vocabulary.pad_rows(words, wanted.divisible * wanted.sizes.tensor)
     if padded <= rows:  # what is more than that was taken off before
         return rows, []
     return padded, [f"{padded - rows} rows of padding added to the vocabulary of {rows}: zeros"]
 
 
-def _check_slots(state: Training, wanted: Wanted) -> None:
+def _check_slots(state: Training, wanted: MegatronOptions) -> None:
     """Megatron's mixed-precision and distributed optimizers keep state by element only."""
     if wanted.weights_only:
         return

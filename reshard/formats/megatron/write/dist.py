@@ -30,9 +30,9 @@ from reshard.formats.dcp import writer as dcp
 from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.write import chain
 from reshard.formats.megatron.write.carried import KIND
-from reshard.formats.megatron.write.choice import Choice
+from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
-from reshard.formats.megatron.write.ranks import Known
+from reshard.formats.megatron.write.ranks import KnownWeight
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import moves
 from reshard.pickles.objects import NAMESPACE
@@ -54,7 +54,7 @@ _METADATA = {
 }
 
 
-def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
+def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
     """The directory of one iteration.
 
     Args:
@@ -69,15 +69,15 @@ def files(choice: Choice, directory: str, shards: int) -> Iterator[Skeleton]:
     carried, own = choice.wanted.carried, dict.fromkeys(stacks.extra_states())
     own.update(carried.of_dist([*own]))
     root.update((key, dcp.StoredObject([value])) for key, value in own.items())
-    root.update(_random(choice))
+    root.update(_lay_out_random(choice))
     laid = dcp.lay_out_state(root, shards=shards, directory=directory)
     yield stacks.unstacked(laid)
     stamp = choice.state.stamp("common.pt", 0, choice.world)
-    yield torch_writer.lay_out_object(f"{directory}/common.pt", _common(choice), stamp=stamp)
+    yield torch_writer.lay_out_object(f"{directory}/common.pt", _make_common(choice), stamp=stamp)
     yield skeletons.lay_out_bytes(f"{directory}/metadata.json", json.dumps(_METADATA).encode())
 
 
-def _random(choice: Choice) -> Iterator[tuple[str, dcp.StoredObject]]:
+def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
     """Random states, where they are kept, by the rank's place in as many."""
     held = choice.wanted.carried.rng
     if not held or choice.wanted.weights_only:
@@ -88,7 +88,7 @@ def _random(choice: Choice) -> Iterator[tuple[str, dcp.StoredObject]]:
         yield f"{RNG}/shard_{'.'.join(map(str, place))}_{size}", dcp.StoredObject([states])
 
 
-def _add_optimizer(choice: Choice, stacks: _Stacks) -> None:
+def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
     master = "param" if choice.wanted.distributed else "fp32_param"
     for known in choice.weights:
         member = choice.groups.members.get(known.weight.fqn)
@@ -138,13 +138,13 @@ class _Stack:
 class _Stacks:
     """The stacked tensors of a directory, and how they are taken apart again."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: Resolved) -> None:
         self._stacks: dict[str, _Stack] = {}
         self._places = choice.places
         self._alike = _is_homogeneous(choice.weights, choice.places.layers)
         self._te = choice.wanted.dialect == "te"
 
-    def add(self, prefix: str, known: Known, entry: Entry, dtype: DType) -> None:
+    def add(self, prefix: str, known: KnownWeight, entry: Entry, dtype: DType) -> None:
         """A tensor in its place."""
         key = prefix + self.key(known)
         stack = self._stacks.get(key)
@@ -166,7 +166,7 @@ class _Stacks:
             entry = Entry(key, stack.kind, stack.dtype, shape, ())
             yield key, Value(stack.dtype, shape, entry, divided=True)
 
-    def key(self, known: Known) -> str:
+    def key(self, known: KnownWeight) -> str:
         """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
         if known.expert is not None:
             name = known.found.name
@@ -175,7 +175,7 @@ class _Stacks:
             name = known.found.spelled(self._dialect(known), {})
         return _LAYERS.sub("decoder.layers.", name) if self._alike else name
 
-    def _dialect(self, known: Known) -> str:
+    def _dialect(self, known: KnownWeight) -> str:
         """Return the dialect of a key.
 
         Megatron-core's own layers save two norms under Transformer Engine's names, but not where
@@ -187,7 +187,7 @@ class _Stacks:
         is_renamed = _RENAMED.search(known.found.name) and not self._places.is_latent(known.layer)
         return "te" if is_renamed else "local"
 
-    def _place(self, known: Known) -> Index:
+    def _place(self, known: KnownWeight) -> Index:
         layer = () if known.layer is None or not self._alike else (known.layer,)
         return layer if known.expert is None else (*layer, known.expert)
 
@@ -219,15 +219,15 @@ class _Stacks:
             for place, entry in stack.members.items():
                 held = list(stacked.chunks)
                 for number in place:
-                    held = list(moves.layer(held, number))
+                    held = list(moves.take_slice(held, number))
                 key = entry.kind, entry.fqn
                 entries.setdefault(key, replace(entry, dtype=stack.dtype, chunks=()))
-                chunks.setdefault(key, []).extend(_cropped(held, entry.shape))
+                chunks.setdefault(key, []).extend(_crop(held, entry.shape))
         made = tuple(replace(e, chunks=tuple(chunks[key])) for key, e in entries.items())
         return Skeleton(laid.files, made, laid.checksums)
 
 
-def _cropped(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
+def _crop(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
     """The chunks without what lies past a tensor's end: padding, which is zero."""
     for chunk in chunks:
         common = intersect(chunk.box, whole(shape)) if chunk.box.volume else None
@@ -235,7 +235,7 @@ def _cropped(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
             yield replace(chunk, box=common)
 
 
-def _is_homogeneous(weights: Sequence[Known], layers: int) -> bool:
+def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
     """Whether all layers have the same parameters."""
     names: dict[int, set[str]] = {}
     for known in weights:
@@ -247,7 +247,7 @@ def _is_homogeneous(weights: Sequence[Known], layers: int) -> bool:
 # What is no tensor
 
 
-def _common(choice: Choice) -> dict[str, Any]:
+def _make_common(choice: Resolved) -> dict[str, Any]:
     """``common.pt``."""
     wanted = choice.wanted
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -266,28 +266,28 @@ def _common(choice: Choice) -> dict[str, Any]:
         "content_metadata": about,
     }
     if not wanted.weights_only:
-        root["optimizer"] = _optimizers(choice)
+        root["optimizer"] = _make_optimizers(choice)
         root["opt_param_scheduler"] = choice.scheduler
         root.update(choice.carried)
     return root
 
 
-def _optimizers(choice: Choice) -> dict[Any, Any]:
-    chained = chain.states(choice, lambda groups: (_optimizer(choice, groups), {}))
+def _make_optimizers(choice: Resolved) -> dict[Any, Any]:
+    chained = chain.make_states(choice, lambda groups: (_make_optimizer(choice, groups), {}))
     if choice.wanted.distributed:
         chained = [{**state, "param_state_sharding_type": "fully_reshardable"} for state in chained]
     return chained[0] if len(chained) == 1 else dict(enumerate(chained))
 
 
-def _optimizer(choice: Choice, groups: Sequence[MegatronGroup]) -> chain.State:
-    steps = _steps(choice, groups)
+def _make_optimizer(choice: Resolved, groups: Sequence[MegatronGroup]) -> chain.State:
+    steps = _get_common_step(choice, groups)
     return {
         "state": {} if steps is None else {"common_step": steps},
         "param_groups": [dict(group.hyper) for group in groups],
     }
 
 
-def _steps(choice: Choice, groups: Sequence[MegatronGroup]) -> Slot | None:
+def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot | None:
     """The step that all parameters have in common, where the optimizer counts a parameter.
 
     Raises:

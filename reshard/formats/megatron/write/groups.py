@@ -44,7 +44,7 @@ class Groups:
     notes: tuple[str, ...] = ()
 
 
-def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
+def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
     """The groups of a training state for Megatron.
 
     Args:
@@ -61,7 +61,7 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
     plain = (
         [(dict(g.hyper), [m.fqn for m in g.members]) for g in state.groups]
         if own
-        else _by_shape(state.groups, notes)
+        else _group_by_shape(state.groups, notes)
     )
     fused = adam == "fused" or (adam is None and not (own and is_torch(state)))
     found: dict[tuple[Any, ...], tuple[dict[str, Any], list[str]]] = {}
@@ -70,14 +70,14 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
             held = [fqn for fqn in fqns if (fqn in experts) == is_expert]
             if not held and (is_expert or not own):
                 continue
-            mine = {**_of(hyper, state, fused=fused), "is_expert_parallel": is_expert}
-            identity = tuple(_setting(mine, key, state) for key in _IDENTITY)
+            mine = {**_complete_hyper(hyper, state, fused=fused), "is_expert_parallel": is_expert}
+            identity = tuple(_get_setting(mine, key, state) for key in _IDENTITY)
             known = found.setdefault(identity, (mine, []))
             if known[0] != mine:
                 raise UnsupportedError(
                     state.manifest.origin.path,
                     f"has two param groups that Megatron would take for one ({identity}), with"
-                    f" different {_differing(known[0], mine)}",
+                    f" different {_name_differences(known[0], mine)}",
                     "give like groups with --param-groups FILE, or the weights with --weights-only",
                 )
             known[1].extend(held)
@@ -90,7 +90,7 @@ def made(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
     return Groups(groups, members, apart, tuple(notes))
 
 
-def _setting(hyper: Mapping[str, Any], key: str, state: Training) -> Any:
+def _get_setting(hyper: Mapping[str, Any], key: str, state: Training) -> Any:
     value = hyper.get(key, hyper.get(f"pre_{key}"))
     if isinstance(value, Hashable):
         return value
@@ -109,7 +109,7 @@ def is_torch(state: Training) -> bool:
     return any("capturable" in group.hyper for group in state.groups)
 
 
-def _by_shape(
+def _group_by_shape(
     groups: Sequence[TrainedGroup], notes: list[str]
 ) -> list[tuple[dict[str, Any], list[str]]]:
     """Megatron's own two groups: what is decayed, and what has one dim or is a bias."""
@@ -148,7 +148,7 @@ def _decays(groups: Sequence[TrainedGroup]) -> bool:
     return any(group.hyper.get("weight_decay", 0.0) for group in groups)
 
 
-def _of(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
+def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
     """A group's hyper-parameters with what Megatron's groups have besides."""
     held = {
         "wd_mult": 1.0,
@@ -168,5 +168,5 @@ def _of(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, 
     return held
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+def _name_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     return ", ".join(sorted(k for k in a.keys() | b.keys() if a.get(k) != b.get(k)))

@@ -17,12 +17,12 @@ from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import FLOAT32
 from reshard.formats.megatron import arguments
 from reshard.formats.megatron import directory as directories
-from reshard.formats.megatron.buckets import Param, buckets, end_to_end
+from reshard.formats.megatron.buckets import Param, concatenate, make_buckets
 from reshard.formats.megatron.own import RNG
 from reshard.formats.megatron.write import chain
-from reshard.formats.megatron.write.choice import Choice
+from reshard.formats.megatron.write.choice import Resolved
 from reshard.formats.megatron.write.groups import MegatronGroup
-from reshard.formats.megatron.write.ranks import Local, Rank, ranks
+from reshard.formats.megatron.write.ranks import LocalWeight, WriterRank, list_ranks
 from reshard.manifest import Entry, Skeleton
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles.objects import NAMESPACE
@@ -35,11 +35,11 @@ _STATEFUL = re.compile(
 _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, whose core follows
 
 
-def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
+def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
     """The files of every rank, below the iteration's directory."""
-    for rank in ranks(choice.wanted.sizes):
+    for rank in list_ranks(choice.wanted.sizes):
         held = _Rank(choice, rank)
-        place = f"{directory}/{_name(choice.wanted.sizes, rank)}"
+        place = f"{directory}/{_name_folder(choice.wanted.sizes, rank)}"
         roots = {"model_optim_rng.pt": held.root()}
         if choice.wanted.distributed and not choice.wanted.weights_only:
             roots["distrib_optim.pt"] = held.distributed()
@@ -48,18 +48,18 @@ def files(choice: Choice, directory: str) -> Iterator[Skeleton]:
             yield torch_writer.lay_out_object(f"{place}/{name}", root, stamp=stamp)
 
 
-def tracker(choice: Choice) -> Skeleton:
+def lay_out_tracker(choice: Resolved) -> Skeleton:
     """``latest_checkpointed_iteration.txt``."""
     name = "release" if choice.wanted.weights_only else str(choice.state.step())
     return skeletons.lay_out_bytes(directories.TRACKER, name.encode())
 
 
-def directory(choice: Choice) -> str:
+def name_directory(choice: Resolved) -> str:
     """Of the iteration; ``release`` for weights alone, of which Megatron reads nothing else."""
     return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
 
 
-def _name(sizes: Sizes, rank: Rank) -> str:
+def _name_folder(sizes: Sizes, rank: WriterRank) -> str:
     name = f"mp_rank_{rank.tensor:02d}"
     name += f"_{rank.stage:03d}" if sizes.pipeline > 1 else ""
     return name + (f"_{rank.expert:03d}" if sizes.expert > 1 else "")
@@ -68,7 +68,7 @@ def _name(sizes: Sizes, rank: Rank) -> str:
 class _Rank:
     """What one model-parallel rank saves."""
 
-    def __init__(self, choice: Choice, rank: Rank) -> None:
+    def __init__(self, choice: Resolved, rank: WriterRank) -> None:
         self._choice = choice
         self._rank = rank
         self._arguments = arguments.Arguments("", choice.args)
@@ -108,7 +108,7 @@ class _Rank:
         found = held.get(place, held.get((*place, rank.expert)))
         return {} if found is None else {RNG: found}
 
-    def _module(self, chunk: Sequence[Local]) -> OrderedDict[str, Any]:
+    def _module(self, chunk: Sequence[LocalWeight]) -> OrderedDict[str, Any]:
         """The state dict of a model chunk; of modules' own states what is kept, else none.
 
         Which modules could have one the source's files tell, else a rule; experts' by the rule.
@@ -142,14 +142,14 @@ class _Rank:
 
     # The optimizer
 
-    def _trained(self) -> list[Local]:
+    def _trained(self) -> list[LocalWeight]:
         members = self._choice.groups.members
         return [
             local for chunk in self._chunks for local in chunk if local.known.weight.fqn in members
         ]
 
     def _optimizer(self) -> Any:
-        chained = chain.states(self._choice, self._of)
+        chained = chain.make_states(self._choice, self._of)
         return chained[0] if len(chained) == 1 else chained
 
     def _of(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
@@ -169,7 +169,7 @@ class _Rank:
         inner = {"state": states, "param_groups": param_groups}
         return inner, {"fp32_from_fp16_params": masters}
 
-    def _state(self, local: Local, group: MegatronGroup) -> dict[str, Any]:
+    def _state(self, local: LocalWeight, group: MegatronGroup) -> dict[str, Any]:
         member = self._choice.groups.members[local.known.weight.fqn]
         counted: dict[str, Any] = {}
         if "step" not in group.hyper and member.step is not None:
@@ -177,10 +177,10 @@ class _Rank:
         slots = {name: local.slot(entry, entry.dtype) for name, entry in member.slots.items()}
         return {**counted, **slots}
 
-    def _is_cast(self, local: Local) -> bool:
+    def _is_cast(self, local: LocalWeight) -> bool:
         return self._choice.stored(local.known.weight)[1] != FLOAT32
 
-    def _master(self, local: Local) -> Slot:
+    def _master(self, local: LocalWeight) -> Slot:
         return local.slot(local.known.weight.value, FLOAT32)
 
     def distributed(self) -> Any:
@@ -196,7 +196,7 @@ class _Rank:
             return chained[0]
         return [chained[0] if self._rank.is_first else None, chained[1]]
 
-    def _buffers(self, trained: Sequence[Local]) -> dict[Any, Any]:
+    def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
         """A buffer a model chunk and dtype."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         chosen = set(map(id, trained))
@@ -212,11 +212,11 @@ class _Rank:
                 state[len(state) - 1] = {key: self._flat(alike, number)}
         return state
 
-    def _flat(self, locals_: Sequence[Local], chunk: int) -> dict[str, Any]:
+    def _flat(self, locals_: Sequence[LocalWeight], chunk: int) -> dict[str, Any]:
         """One buffer: its buckets end to end, without the padding at their ends."""
-        size = self._arguments.bucket_size(stage=self._rank.stage, chunk=chunk)
+        size = self._arguments.get_bucket_size(stage=self._rank.stage, chunk=chunk)
         params = [Param(local.name, local.shape, alone=local.shared) for local in locals_]
-        members, numel = end_to_end(buckets(params, size))
+        members, numel = concatenate(make_buckets(params, size))
         starts = {member.fqn: member.start for member in members}
         tensors: dict[str, Any] = {}
         for key in ("param", "exp_avg", "exp_avg_sq"):
@@ -228,7 +228,7 @@ class _Rank:
             tensors[key] = Slot(Storage(FLOAT32, numel, tuple(parts)), (numel,))
         return {**tensors, "numel_unpadded": numel}
 
-    def _value(self, local: Local, key: str) -> Entry | None:
+    def _value(self, local: LocalWeight, key: str) -> Entry | None:
         if key == "param":
             return local.known.weight.value
         return self._choice.groups.members[local.known.weight.fqn].slots.get(key)

@@ -11,10 +11,10 @@ from reshard.containers.torch_writer import Part, Slot, Storage
 from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.megatron import names, order
-from reshard.formats.megatron.share import Model, Share, Spot, experts_of
+from reshard.formats.megatron.share import ChunkShare, ParameterIndex, Spot, list_experts
 from reshard.manifest import Entry
 from reshard.model_parallel import shards, stages
-from reshard.model_parallel.rules import Found, Table
+from reshard.model_parallel.rules import RuleMatch, Table
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import Sizes
 from reshard.training.state import Training, Weight
@@ -23,7 +23,7 @@ HEAD = names.OUTPUT
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownWeight:
     """A weight that the table knows.
 
     Args:
@@ -32,7 +32,7 @@ class Known:
     """
 
     weight: Weight
-    found: Found
+    found: RuleMatch
     split: Split
     shape: Index
 
@@ -56,7 +56,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class LocalWeight:
     """A weight on one rank.
 
     Args:
@@ -67,7 +67,7 @@ class Local:
     """
 
     name: str
-    known: Known
+    known: KnownWeight
     shape: Index
     blocks: tuple[tuple[Box, Box], ...]
     shared: bool = False
@@ -92,7 +92,7 @@ class Local:
             yield Part(entry.kind, entry.fqn, entry.shape, held, at + offset)
 
 
-def known(
+def find_rules(
     state: Training,
     table: Table,
     constants: Mapping[str, int],
@@ -100,7 +100,7 @@ def known(
     gated: bool,
     te: bool,
     padded: int | None,
-) -> list[Known]:
+) -> list[KnownWeight]:
     """Return every weight with its rule.
 
     Args:
@@ -113,7 +113,7 @@ def known(
     """
     found = []
     for weight in state.weights:
-        rule = table.need(weight.fqn, constants)
+        rule = table.require(weight.fqn, constants)
         split = rule.rule.split(gated=gated, te=te)
         if split.dim is not None and split.dim >= len(weight.shape):
             raise UnsupportedError(
@@ -122,12 +122,12 @@ def known(
         shape = weight.shape
         if split.padded and padded is not None:
             shape = (padded, *shape[1:])
-        found.append(Known(weight, rule, split, shape))
+        found.append(KnownWeight(weight, rule, split, shape))
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
+class WriterRank:
     """A model-parallel rank, by its number on each axis.
 
     Args:
@@ -146,7 +146,7 @@ class Rank:
         return self.place == self.tensor
 
 
-def ranks(sizes: Sizes) -> list[Rank]:
+def list_ranks(sizes: Sizes) -> list[WriterRank]:
     """Those that write a file.
 
     Dense layers lie over ranks as tensor, then data; experts as expert tensor, then expert (core
@@ -158,13 +158,13 @@ def ranks(sizes: Sizes) -> list[Rank]:
         for r in reversed(range(lcm(sizes.tensor, each * sizes.expert)))
     }
     return [
-        Rank(tensor, stage, expert, place % each, place)
+        WriterRank(tensor, stage, expert, place % each, place)
         for (tensor, expert), place in sorted(places.items())
         for stage in range(sizes.pipeline)
     ]
 
 
-class Places:
+class WeightLocations:
     """Who holds what.
 
     Args:
@@ -175,7 +175,7 @@ class Places:
 
     def __init__(
         self,
-        weights: Sequence[Known],
+        weights: Sequence[KnownWeight],
         sizes: Sizes,
         *,
         dialect: str,
@@ -191,13 +191,13 @@ class Places:
         self._sizes = sizes
         self._dialect = dialect
         self._names = {each.found.name for each in weights}
-        self._chunks = stages.chunks(sizes)
+        self._chunks = stages.list_chunks(sizes)
         self._counts = counts
-        self._model = Model((each.spot, each) for each in weights)
+        self._model = ParameterIndex((each.spot, each) for each in weights)
         embedding = (each for each in weights if each.found.name == names.EMBEDDING)
         self._tied = next(embedding, None) if tied else None  # what the last stage has once more
 
-    def dialect_of(self, known: Known, dialect: str) -> str:
+    def dialect_of(self, known: KnownWeight, dialect: str) -> str:
         """Return the dialect in which a parameter is named, where most are in this one.
 
         A norm is part of the linear layer behind it where there is that layer. Before experts and
@@ -216,27 +216,27 @@ class Places:
         """Whether a layer has latent attention (MLA)."""
         return f"decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight" in self._names
 
-    def of_chunk(self, rank: Rank, chunk: int) -> list[Local]:
+    def of_chunk(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
         """The weights of one model chunk of one rank, in the module's order.
 
         Raises:
             UsageError: the sizes do not divide the model.
         """
         at = self._chunks.index((rank.stage, chunk))
-        share = Share(
-            stages.layers(self._sizes, self.layers, self._counts)[at],
+        share = ChunkShare(
+            stages.assign_layers(self._sizes, self.layers, self._counts)[at],
             self.experts_of(rank),
             begins=at == 0,
             ends=at == len(self._chunks) - 1,
         )
-        found = [self._local(known, share, rank) for known in self._model.of(share)]
+        found = [self._local(known, share, rank) for known in self._model.find(share)]
         if self._tied and self._sizes.pipeline > 1:
             found = [replace(x, shared=x.known is self._tied) for x in found]
         if self._tied and share.ends and not share.begins:
             found.append(replace(self._local(self._tied, share, rank), name=HEAD, shared=True))
-        return sorted(found, key=lambda local: order.place(local.name))
+        return sorted(found, key=lambda local: order.sort_key(local.name))
 
-    def experts_of(self, rank: Rank) -> range:
+    def experts_of(self, rank: WriterRank) -> range:
         """The numbers of the experts that a rank has of each layer.
 
         Raises:
@@ -247,9 +247,9 @@ class Places:
                 f"expert parallel size {self._sizes.expert}",
                 f"does not divide the model's {self._experts} experts",
             )
-        return experts_of(rank.expert, self._sizes.expert, self._experts)
+        return list_experts(rank.expert, self._sizes.expert, self._experts)
 
-    def _local(self, known: Known, share: Share, rank: Rank) -> Local:
+    def _local(self, known: KnownWeight, share: ChunkShare, rank: WriterRank) -> LocalWeight:
         fields = dict(known.found.fields)
         if known.layer is not None:
             fields["i"] = known.layer - share.layers.start
@@ -260,5 +260,5 @@ class Places:
         size, place = self._sizes.tensor, rank.tensor
         if known.expert is not None:
             size, place = self._sizes.expert_tensor or size, rank.expert_tensor
-        shape, blocks = shards.blocks(name, known.shape, known.split, size, place)
-        return Local(name, known, shape, blocks)
+        shape, blocks = shards.list_blocks(name, known.shape, known.split, size, place)
+        return LocalWeight(name, known, shape, blocks)

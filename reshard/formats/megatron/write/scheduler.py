@@ -13,7 +13,7 @@ from typing import Any
 from reshard.training.state import Training
 
 
-def of(state: Training) -> tuple[dict[str, Any], list[str]]:
+def make_scheduler(state: Training) -> tuple[dict[str, Any], list[str]]:
     """The source's if it is Megatron's, else one at the source's place; and what to tell."""
     train = state.manifest.train
     held = train.scheduler
