@@ -395,7 +395,7 @@ def test_dense_and_expert_ranks_meet_where_experts_are_cut_otherwise():
 def test_nemo_s_keys_and_counters(monkeypatch):
     """NeMo 2 puts ``module.`` before each parameter; its optimizer and step are Lightning's."""
     wanted = formats.read(RANGES)
-    flat, of_file = dist_format.dcp.read_flat, dist_format.tree.of_file
+    flat, of_file = dist_format.dcp.read_flat, dist_format.tree.convert_file
 
     def prefixed(place):
         found = flat(place)
@@ -409,7 +409,7 @@ def test_nemo_s_keys_and_counters(monkeypatch):
         return {**root, "optimizer": [root["optimizer"]], "global_step": root.pop("iteration")}
 
     monkeypatch.setattr(dist_format.dcp, "read_flat", prefixed)
-    monkeypatch.setattr(dist_format.tree, "of_file", of_lightning)
+    monkeypatch.setattr(dist_format.tree, "convert_file", of_lightning)
     found = formats.read(RANGES)
     assert found.entries == wanted.entries
     assert found.train.step == 3
