@@ -235,7 +235,7 @@ class _ToHf(_Renaming):
         self._spelled[fqn] = self.spellings.find_by_table(fqn)
         return self._spelled[fqn].names
 
-    def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+    def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         slices: dict[Key, dict[int, Entry]] = {}
         for entry in entries:
             spelled = self._spelled[entry.fqn]
@@ -309,7 +309,7 @@ class _FromHf(_Renaming):
         shape = self.shapes.get(fqn)
         return range(shape[0] if shape else self.model.require("experts"))
 
-    def entries(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+    def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Each tensor where the first of its parts stood."""
         gathered: dict[Key, tuple[Spelled, dict[int, Entry]]] = {}
         whole: list[Key | Entry] = []
