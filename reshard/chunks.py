@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from reshard.box import Box, Index, flat_span, row_major
 from reshard.dtypes import DType
@@ -59,33 +59,15 @@ def contiguous(file: str, byte_offset: int, dtype: DType, box: Box, stored: Inde
     return Chunk(box, file, byte_offset, row_major(stored, dtype.itemsize), dtype)
 
 
-class Part(NamedTuple):
-    """A part of a tensor that occupies one contiguous range of a file.
+Part = tuple[int, int, int, Box | None, DType]
+"""A part of a tensor in one contiguous range of a file: byte offset, start and stop of the smallest
+flat run that contains the part, the part's box (None if the part is the whole run), dtype.
+"""
 
-    Args:
-        byte_offset: the offset of the range in the file.
-        start: the first element of the smallest flat run that contains the part.
-        stop: the end of that run, exclusive.
-        box: the part itself, or None if the part is the whole run.
-        dtype: the dtype in the file.
-    """
-
-    byte_offset: int
-    start: int
-    stop: int
-    box: Box | None
-    dtype: DType
-
-
-class Run(NamedTuple):
-    """Elements ``[start, stop)`` of a flattened tensor, stored one after the other in a file."""
-
-    start: int
-    stop: int
-    file: str
-    byte_offset: int
-    dtype: DType
-    factor: float
+Run = tuple[int, int, str, int, DType, float]
+"""Elements of a flattened tensor that a file stores one after the other: start, stop, file, byte
+offset, dtype, factor (see `Chunk`).
+"""
 
 
 class ChunkIndex(Protocol):
@@ -103,7 +85,10 @@ class ChunkIndex(Protocol):
         """Return the chunks that can overlap elements `start` to `stop`; a few may not."""
 
     def find_runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Yield where elements `start` to `stop` are stored, in order; only if `is_flat`."""
+        """Yield the stored runs of elements `start` to `stop`, in order; only if `is_flat`.
+
+        Runs that are adjacent in the tensor and in one file are yielded as one.
+        """
 
 
 class Chunks(ABC):
@@ -199,7 +184,8 @@ class ListedChunks(Chunks):
         chunk = self.chunks[position]
         if not chunk.box.volume:
             return None
-        return Part(chunk.byte_offset, *flat_span(chunk.box, self.shape), chunk.box, chunk.dtype)
+        start, stop = flat_span(chunk.box, self.shape)
+        return chunk.byte_offset, start, stop, chunk.box, chunk.dtype
 
     def find_strided(self) -> Chunk | None:
         """Return a chunk that is not contiguous in its file, or None."""
@@ -244,13 +230,33 @@ class SortedChunks:
         return self._chunks[self._between(start, stop)]
 
     def find_runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Yield where elements `start` to `stop` are stored, in order; only if `is_flat`."""
+        """Yield the stored runs of elements `start` to `stop`, in order; only if `is_flat`."""
         numbers = self._between(start, stop)
+        last: Run | None = None
         for number in range(numbers.start, numbers.stop):
             chunk, begin = self._chunks[number], self._starts[number]
             low, high = max(start, begin), min(stop, self._stops[number])
             offset = chunk.byte_offset + (low - begin) * chunk.dtype.itemsize
-            yield Run(low, high, chunk.file, offset, chunk.dtype, chunk.factor)
+            if last is not None:
+                if _continues(last, low, offset, chunk):
+                    last = (last[0], high, *last[2:])
+                    continue
+                yield last
+            last = low, high, chunk.file, offset, chunk.dtype, chunk.factor
+        if last is not None:
+            yield last
 
     def _between(self, start: int, stop: int) -> slice:
         return slice(bisect_right(self._reaches, start), bisect_left(self._starts, stop))
+
+
+def _continues(run: Run, start: int, byte_offset: int, chunk: Chunk) -> bool:
+    """Return whether a part of a chunk directly follows a run, in the tensor and in the file."""
+    first, stop, file, offset, dtype, factor = run
+    return (
+        stop == start
+        and file == chunk.file
+        and offset + (stop - first) * dtype.itemsize == byte_offset
+        and dtype == chunk.dtype
+        and factor == chunk.factor
+    )

@@ -90,7 +90,7 @@ class EqualRuns(Partition):
         start, stop = self.run(position)
         if start == stop:
             return None
-        return Part(self.byte_offset(position), start, stop, None, self.dtype)
+        return self.byte_offset(position), start, stop, None, self.dtype
 
     def find_strided(self) -> Chunk | None:
         """Return None: every run is contiguous."""
@@ -125,11 +125,13 @@ class EqualRuns(Partition):
 
     def find_runs(self, start: int, stop: int) -> Iterator[Run]:
         """Yield one run for each rank that stores a part of elements `start` to `stop`."""
+        step, dtype, files = self.step, self.dtype, self.offsets.files
+        size, byte_offsets = dtype.itemsize, self.offsets.byte_offsets
         for rank in self.ranks(start, stop):
-            first = rank * self.step
-            low, high = max(start, first), min(stop, first + self.step)
-            offset = self.byte_offset(rank) + (low - first) * self.dtype.itemsize
-            yield Run(low, high, self.offsets.files[rank], offset, self.dtype, 1.0)
+            first = rank * step
+            low, high = max(start, first), min(stop, first + step)
+            offset = byte_offsets[rank] + self.skipped + (low - first) * size
+            yield low, high, files[rank], offset, dtype, 1.0
 
     def __iter__(self) -> Iterator[Chunk]:
         for rank in self.ranks(0, self.numel):

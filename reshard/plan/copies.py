@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from reshard.box import Box, Index, flat_span, intersect, row_major, run_boxes
-from reshard.chunks import Chunk, Run
+from reshard.chunks import Chunk
 from reshard.dtypes import DType
 from reshard.manifest import Entry
 
@@ -99,10 +99,12 @@ class CopyPlanner:
         return _merge_adjacent(copies)
 
     def plan_run(self, start: int, stop: int, dtype: DType, at: int) -> Iterable[Copy]:
-        """Yield copies that fill elements `start` to `stop` of the flattened tensor."""
+        """Return copies that fill elements `start` to `stop` of the flattened tensor."""
         if self.is_flat:
-            yield from self._copy_runs(start, stop, dtype, at)
-            return
+            return self._copy_runs(start, stop, dtype, at)
+        return self._copy_boxes(start, stop, dtype, at)
+
+    def _copy_boxes(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
         for box in run_boxes(self.shape, start, stop):
             strides = row_major(box.shape, dtype.itemsize)
             yield from self.plan_box(box, dtype, strides, at)
@@ -110,14 +112,12 @@ class CopyPlanner:
 
     def _copy_runs(self, start: int, stop: int, dtype: DType, at: int) -> Iterator[Copy]:
         wide = dtype.itemsize
-        for low, high, file, byte_offset, stored, factor in _merge_runs(
-            self._index.find_runs(start, stop)
-        ):
+        for low, high, file, offset, stored, factor in self._index.find_runs(start, stop):
             yield Copy(
                 self.fqn,
                 (high - low,),
                 file,
-                byte_offset,
+                offset,
                 (stored.itemsize,),
                 stored,
                 at + (low - start) * wide,
@@ -177,26 +177,6 @@ def _collapse_dims(shape: Index, source: Index, target: Index) -> tuple[Index, I
         else:
             dims.append((extent, a, b))
     return tuple(d[0] for d in dims), tuple(d[1] for d in dims), tuple(d[2] for d in dims)
-
-
-def _merge_runs(runs: Iterable[Run]) -> Iterator[Run]:
-    """Merge consecutive runs that are adjacent in one file."""
-    last: Run | None = None
-    for run in runs:
-        if last is None:
-            last = run
-        elif (
-            run.file == last.file
-            and run.start == last.stop
-            and run.byte_offset == last.byte_offset + (last.stop - last.start) * last.dtype.itemsize
-            and (run.dtype, run.factor) == (last.dtype, last.factor)
-        ):
-            last = last._replace(stop=run.stop)
-        else:
-            yield last
-            last = run
-    if last is not None:
-        yield last
 
 
 def _merge_adjacent(copies: Iterable[Copy]) -> Iterator[Copy]:
