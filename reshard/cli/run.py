@@ -16,7 +16,7 @@ from reshard.cli.options import take_options
 from reshard.errors import ResourceError
 from reshard.options import Options
 
-_SHOWN_EVERY_S = 30.0  # where no terminal shows it
+_SHOWN_EVERY_S = 30.0  # between two lines if stderr is not a terminal
 
 
 def read(

@@ -1,7 +1,7 @@
 """The options of targets: how a training state is laid out for its ranks.
 
 One vocabulary for all targets; each target lists the names of the options that it uses
-(`targets.Target.heeds`), and an option that a target does not use is refused.
+(`formats.base.Writer.options`), and an option that a target does not use is refused.
 """
 
 from __future__ import annotations

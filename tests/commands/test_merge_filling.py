@@ -52,7 +52,7 @@ def test_a_base_that_has_nothing_more_is_told_of(source, tmp_path):
     base = directory(tmp_path / "base", TRAINED)
     report = reshard.merge(source, tmp_path / "out", fill_missing_from=base)
     assert not report.filled
-    assert any("lacks none of that model's weights" in text for text in report.warnings)
+    assert any("the checkpoint has all weights of that model" in text for text in report.warnings)
 
 
 def test_a_tied_head_of_the_base_is_no_missing_weight(tmp_path):
@@ -68,7 +68,7 @@ def test_a_tied_head_of_the_base_is_no_missing_weight(tmp_path):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"other.weight": torch.ones(2)}, "no name of the checkpoint's"),
+        ({"other.weight": torch.ones(2)}, "no name is also in the checkpoint"),
         ({**BASE, "model.b.weight": torch.ones(4)}, "another model: 'model.b.weight'"),
     ],
 )
@@ -112,7 +112,7 @@ def test_placeholders_of_zero_3_are_filled(tmp_path, hollow):
         assert merged[name].dtype == BASE[name].dtype
         assert torch.equal(merged[name], BASE[name])
     assert report.filled == ["model.b.weight", "model.c.weight"]
-    assert any("if they were trained" in text for text in report.warnings)
+    assert any("if these weights were trained" in text for text in report.warnings)
 
 
 def test_a_tied_heads_placeholder_goes_with_its_embedding(tmp_path):
@@ -151,5 +151,5 @@ def test_placeholders_beside_the_ranks_files_are_not_filled(tmp_path):
 def test_a_source_of_nothing_but_placeholders_is_no_model_to_fill(tmp_path):
     source = hollow_source(tmp_path / "source", list(TRAINED))
     base = directory(tmp_path / "base", BASE)
-    with pytest.raises(UsageError, match="nothing but placeholders"):
+    with pytest.raises(UsageError, match="only placeholders"):
         reshard.merge(source, tmp_path / "out", fill_missing_from=base)

@@ -146,7 +146,10 @@ def test_weights_that_another_adapter_trained_are_named(library_case, tmp_path):
     )
     (text,) = report.warnings
     assert text.startswith("2 trained weights of the base model (base_model.model.model.layers.0")
-    assert "q_proj.base_layer.bias) left out, as PEFT saves none with this adapter" in text
+    assert (
+        "q_proj.base_layer.bias) left out, because PEFT does not save them with this adapter"
+        in text
+    )
 
 
 def test_an_empty_adapter_is_filled_from_the_shards_beside_it(library_case, tmp_path):
@@ -155,7 +158,7 @@ def test_an_empty_adapter_is_filled_from_the_shards_beside_it(library_case, tmp_
     shutil.copy(made / "ckpt" / "hollow" / WEIGHTS, run / WEIGHTS)
     report = reshard.merge(run, tmp_path / "out", adapter="default")
     assert_same_directory(tmp_path / "out", made / "saved")
-    assert any(f"{WEIGHTS} holds no values (13 tensors of size 0)" in t for t in report.warnings)
+    assert any(f"{WEIGHTS} contains no values (13 tensors of size 0)" in t for t in report.warnings)
     with pytest.raises(IncompleteError, match="13 of 13 weights have size 0") as caught:
         reshard.merge(run / WEIGHTS, tmp_path / "none", adapter="default")
     assert caught.value.remedy == f"merge {run / 'global_step2'}"
@@ -250,7 +253,7 @@ def test_what_else_a_lora_layer_may_hold_is_refused(tmp_path):
     config = peft.AdaLoraConfig(**{**PLAIN, "r": 8}, total_step=10, task_type="CAUSAL_LM")
     model = peft.get_peft_model(models.build("llama"), config)
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    with pytest.raises(UnsupportedError, match=r"lora_E.default.*: no part of LoRA that"):
+    with pytest.raises(UnsupportedError, match=r"lora_E.default.*: not a known part of LoRA"):
         reshard.merge(tmp_path / "model.pt", tmp_path / "out", adapter="default")
 
 
@@ -258,7 +261,7 @@ def test_a_file_beside_the_checkpoint_that_cannot_be_read_is_named(saved, want, 
     source = saved(adapted())
     (source.parent / "adapter_model.bin").write_bytes(b"not a pickle")
     (text,) = reshard.merge(source, tmp_path / "out", adapter="default").warnings
-    assert text.startswith(f"{source.parent / 'adapter_model.bin'} is not read: ")
+    assert text.startswith(f"{source.parent / 'adapter_model.bin'} was not read: ")
     assert_same_directory(tmp_path / "out", want)
 
 
@@ -272,7 +275,7 @@ def test_adapters_that_were_not_trained_are_named(saved, tmp_path):
         if "lora_B" in name:
             torch.nn.init.zeros_(value)
     (text,) = reshard.merge(saved(model), tmp_path / "all", adapter="default").warnings
-    assert text.endswith("the adapter changes nothing")
+    assert text.endswith("the adapter has no effect")
 
 
 def test_trained_weights_of_the_base_model_are_named(saved, tmp_path):
@@ -303,14 +306,16 @@ def test_a_merge_of_all_weights_says_how_to_have_the_adapter(saved, tmp_path):
 
 def test_what_is_no_adapter_or_no_directory_is_refused(saved, tmp_path):
     source = saved(adapted())
-    with pytest.raises(UsageError, match="is one file, and --adapter writes a directory"):
+    with pytest.raises(
+        UsageError, match="the name is that of a file; --adapter writes a directory"
+    ):
         reshard.merge(source, tmp_path / "out.safetensors", adapter="default")
     for option, value in (("tied", "keep"), ("fill_missing_from", source), ("family", "llama")):
-        words = f"--{option.replace('_', '-')}: means nothing to --adapter"
+        words = f"--{option.replace('_', '-')}: has no effect with --adapter"
         with pytest.raises(UsageError, match=words):
             reshard.merge(source, tmp_path / "out", adapter="default", **{option: value})
     with pytest.raises(UsageError, match=f"has no {CONFIG}"):
         reshard.merge(source, tmp_path / "out", adapter="default", hf_dir=tmp_path)
     torch.save(models.build("llama").state_dict(), tmp_path / "plain.pt")
-    with pytest.raises(UsageError, match="holds no LoRA adapter"):
+    with pytest.raises(UsageError, match="contains no LoRA adapter"):
         reshard.merge(tmp_path / "plain.pt", tmp_path / "out", adapter="default")

@@ -1,8 +1,8 @@
-"""``merge``: the full weights.
+"""``merge``: write the full weights of a checkpoint.
 
-command   what is done, in order
-options   what the user can ask for
+command   the steps in their order
+options   the options
 filling   weights that the checkpoint lacks, from a model that has them
-adapter   a LoRA adapter alone
+adapter   only a LoRA adapter
 report    what was written, cast, dropped and noted
 """

@@ -1,4 +1,4 @@
-"""``merge --adapter``: a LoRA adapter as the directory that PeftModel.from_pretrained loads."""
+"""``merge --adapter``: write a LoRA adapter as PeftModel.from_pretrained loads it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _FILES = (FILE, "adapter_model.bin")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter that is to be written.
+    """An adapter to write.
 
     Args:
-        manifest: its tensors alone, under the names of PEFT's file.
+        manifest: only the adapter's tensors, under the names that PEFT's file has.
         texts: name -> content of the files beside its weights.
-        changes: what was decided.
-        notes: what a user should know of it.
+        changes: what was selected, for the report.
+        notes: further facts for the report.
     """
 
     manifest: Manifest
@@ -40,50 +40,57 @@ class Adapter:
     notes: list[str]
 
     def lay_out(self, chosen: Weights) -> Skeleton:
-        """PEFT's file, which it never shards, and those beside it."""
-        made = writer.lay_out_file(FILE, chosen.tensors, writer.METADATA)
+        """Return PEFT's single weights file, which PEFT never shards, and the files beside it."""
+        weights = writer.lay_out_file(FILE, chosen.tensors, writer.METADATA)
         texts = (OutputFile(name, len(data), ((0, data),)) for name, data in self.texts.items())
-        return Skeleton((*made.files, *texts), made.entries)
+        return Skeleton((*weights.files, *texts), weights.entries)
 
 
-def untrained(held: Sequence[Entry], pool: SourceFiles) -> list[str]:
-    """Of matrices that begin at zero, which still are: those adapt nothing.
+def note_untrained(entries: Sequence[Entry], pool: SourceFiles) -> list[str]:
+    """Return a note if matrices that PEFT initializes to zero (lora_B) are still zero.
 
     Raises:
         ReshardError: a file cannot be read.
     """
-    start = [entry for entry in held if _role(entry.fqn) in names.START_AT_ZERO]
+    start = [entry for entry in entries if _role(entry.fqn) in names.START_AT_ZERO]
     zero = [entry.fqn for entry in start if is_zero(pool, entry)]
     if not zero:
         return []
-    effect = "the adapter changes nothing" if len(zero) == len(start) else "those change nothing"
+    effect = "the adapter has no effect" if len(zero) == len(start) else "they have no effect"
     count = f"{len(zero)} of {len(start)} lora_B"
     return [f"{count} are all zero ({some(zero)}), as before training: {effect}"]
 
 
 def _role(fqn: str) -> str:
-    found = names.parse_part(fqn)
-    return found.role if found else ""
+    """Return the role of a tensor in its LoRA layer; empty for other tensors."""
+    part = names.parse_part(fqn)
+    return part.role if part else ""
 
 
-def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Path]) -> Adapter:
-    """Return the adapter of this name, checked against the files beside it.
+def select_adapter(
+    manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Path]
+) -> Adapter:
+    """Select the tensors of an adapter, and check them against its configuration.
+
+    Args:
+        name: the adapter; ``default`` if its tensors name none.
+        near: directories where the configuration may be.
 
     Raises:
-        UsageError: there is none of that name, or no configuration in ``hf_dir``.
-        UnsupportedError: tensors that look like a LoRA layer's and are not known.
-        IncompleteError: no configuration, or a half of a layer.
-        CorruptError: the configuration is another adapter's.
+        UsageError: there is no adapter of that name, or no configuration in ``hf_dir``.
+        UnsupportedError: unknown tensors that look like those of a LoRA layer.
+        IncompleteError: there is no configuration, or a layer lacks one of its matrices.
+        CorruptError: the configuration is that of another adapter.
     """
     where = manifest.origin.path
     shapes = {entry.fqn: entry.shape for entry in manifest.of_kind(*WEIGHT_KINDS)}
     tied = {alias: kept for alias, kept in manifest.tied.items() if _role(alias) != names.TOKENS}
     shapes |= {alias: shapes[kept] for alias, kept in tied.items() if kept in shapes}
     found = names.find_parts(shapes)
-    in_names = _name_in_names(where, name, found)
+    in_names = _find_name_in_tensors(where, name, found)
     strange = names.find_unknown(shapes)
     if strange:
-        raise UnsupportedError(where, f"{some(strange)}: no part of LoRA that reshard knows")
+        raise UnsupportedError(where, f"{some(strange)}: not a known part of LoRA")
     own = [each for each in found if each.adapter == in_names]
     config = configs.find(name, hf_dir, near)
     if config is None:
@@ -96,61 +103,64 @@ def taken(manifest: Manifest, name: str, hf_dir: Path | None, near: Sequence[Pat
         keys.select(manifest, saved),
         {path.name: read_small_file(path) for path in (*beside, config.path)},
         [f"adapter {name}: {len(saved)} tensors, with {config.path}{left}"],
-        [*_trained_and_left(manifest, saved, found), *_hollow(manifest, near)],
+        [*_note_trained_base(manifest, saved, found), *_note_empty_files(manifest, near)],
     )
 
 
-def _name_in_names(where: str, name: str, found: Sequence[Part]) -> str:
-    """Return the adapter's name as its tensors contain it; empty where PEFT itself saved it.
+def _find_name_in_tensors(where: str, name: str, found: Sequence[Part]) -> str:
+    """Return the adapter's name in the names of its tensors; empty if PEFT itself saved them.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is no adapter of this name.
     """
-    held = list(dict.fromkeys(each.adapter for each in found))
-    if not held:
-        raise UsageError(where, "holds no LoRA adapter", "leave out --adapter")
-    if held == [""]:
+    present = list(dict.fromkeys(each.adapter for each in found))
+    if not present:
+        raise UsageError(where, "contains no LoRA adapter", "leave out --adapter")
+    if present == [""]:
         return ""
-    if name not in held:
+    if name not in present:
         raise UsageError(
             f"--adapter {name}",
-            f"is none of those in {where}: {', '.join(filter(None, held))}",
-            "name one of them",
+            f"the adapters in {where} are {', '.join(filter(None, present))}",
+            "pass one of these names",
         )
     return name
 
 
-def _trained_and_left(
+def _note_trained_base(
     manifest: Manifest, saved: Mapping[str, str], found: Sequence[Part]
 ) -> list[str]:
-    """Weights of the base model that the optimizer trained, which PEFT's file has no place for."""
+    """Return a note on trained weights of the base model, which PEFT's file does not contain."""
     apart = {*saved, *manifest.frozen, *(each.fqn for each in found)}
     groups = manifest.train.param_groups
     left = [fqn for group in groups for fqn in group.fqns if fqn not in apart]
     count = counted(len(left), "trained weight")
     text = (
-        f"{count} of the base model ({some(left)}) left out, as PEFT saves none with this adapter:"
-        " a merge without --adapter writes them"
+        f"{count} of the base model ({some(left)}) left out, because PEFT does not save them with"
+        " this adapter: a merge without --adapter writes them"
     )
     return [text] if left else []
 
 
-def _hollow(manifest: Manifest, near: Sequence[Path]) -> list[str]:
-    """Return what training left of the adapter beside its shards, if nothing was gathered."""
+def _note_empty_files(manifest: Manifest, near: Sequence[Path]) -> list[str]:
+    """Return notes on adapter files beside the shards that contain no values.
+
+    PEFT writes such files under ZeRO 3 if the weights were not gathered.
+    """
     paths = [folder / name for folder in near for name in _FILES]
     notes = []
     for path in dict.fromkeys(path for path in paths if path.is_file()):
         if str(path) in manifest.files:
             continue
         try:
-            held = formats.read_outputs(path.parent, [path.name])
+            entries = formats.read_outputs(path.parent, [path.name])
         except ReshardError as error:
-            notes.append(f"{path} is not read: {error.problem}")
+            notes.append(f"{path} was not read: {error.problem}")
             continue
-        empty = sum(1 for entry in held.values() if not entry.numel)
-        if empty == len(held):
+        empty = sum(1 for entry in entries.values() if not entry.numel)
+        if empty == len(entries):
             notes.append(
-                f"{path} holds no values ({counted(empty, 'tensor')} of size 0): what is written"
-                f" is from the shards in {manifest.origin.path}"
+                f"{path} contains no values ({counted(empty, 'tensor')} of size 0): the output"
+                f" comes from the shards in {manifest.origin.path}"
             )
     return notes

@@ -1,4 +1,4 @@
-"""``merge``: any checkpoint to one full set of weights, as safetensors, an HF directory or .pt."""
+"""``merge``: write the full weights of a checkpoint as safetensors, a Hugging Face model or .pt."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from reshard.training.companion_files import QUANTISED, Companions, matched_conf
 from reshard.training.companion_files import companions as find_companions
 
 _NO_CONFIG = (
-    "no config.json lies beside the checkpoint: transformers cannot load this directory; give the"
-    " model's directory with --hf-dir DIR, or copy its config.json and tokenizer here"
+    "there is no config.json beside the checkpoint, and transformers cannot load this directory"
+    " without one; pass the model's directory as --hf-dir DIR, or copy its config.json here"
 )
 
 
@@ -52,10 +52,10 @@ def merge(
     """Write the full weights of a checkpoint.
 
     Args:
-        source: several directories where each node kept its own files.
+        source: several directories if each node stored its own files.
         destination: ``*.safetensors`` or ``*.pt|.bin|.pth`` for one file, else a directory in
-            Hugging Face form.
-        meter: makes a progress display for a number of bytes.
+            Hugging Face format.
+        meter: opens a progress display for a number of bytes.
 
     Raises:
         ReshardError: see its subclasses; nothing is left at the destination then.
@@ -65,7 +65,7 @@ def merge(
     report_as, sources = str(destination), formats.as_paths(source)
     is_directory = not is_single_file(destination)
     if options.adapter is not None and not is_directory:
-        raise UsageError(destination, "is one file, and --adapter writes a directory")
+        raise UsageError(destination, "the name is that of a file; --adapter writes a directory")
     destination = resolve_destination(destination)
     check_page(options, sources, destination)
     beside = [as_path(options.fill_missing_from)] if options.fill_missing_from else []
@@ -84,7 +84,7 @@ def merge(
             report.destination = report_as
             report.options = options.given()
             report.identity = identity
-            _written(job, report, destination, options, meter)
+            _write(job, report, destination, options, meter)
             report.seconds = time.perf_counter() - began if report.done else 0.0
             write_page(
                 options,
@@ -94,46 +94,46 @@ def merge(
     return report
 
 
-def _written(
+def _write(
     job: _Job,
     report: MergeReport,
     destination: Path,
     options: MergeOptions,
     meter: Meter | None,
 ) -> None:
-    """Write it, but for a dry run; the report says what came of it."""
+    """Write the output, except in a dry run, and complete the report."""
     report.peak_buffer_bytes = options.budget()[0] * 2 * job.plan.window_bytes
     report.changes = job.changes
     report.filled = job.filled
     if options.dry_run:
         return
-    made = write(
+    written = write(
         job.plan,
         job.edited.manifest,
         destination,
         options,
         is_directory=not is_single_file(destination),
-        check=lambda staging: _look(job, staging),
+        check=lambda staging: _check_output(job, staging),
         meter=meter,
     )
-    report.overflowed = dict(made.outcome.overflowed)
-    report.flushed = dict(made.outcome.flushed)
-    report.resumed_bytes = made.resumed_bytes
-    report.warnings += made.notes
+    report.overflowed = dict(written.outcome.overflowed)
+    report.flushed = dict(written.outcome.flushed)
+    report.resumed_bytes = written.resumed_bytes
+    report.warnings += written.notes
     report.verified = options.verify
     report.done = True
 
 
 @dataclass(slots=True)
 class _Job:
-    """A merge that is decided and planned, with nothing written yet."""
+    """A planned merge, of which nothing is written yet."""
 
     edited: keys.Edited
     weights: weights.Weights
     skeleton: Skeleton
     plan: Plan
     changes: list[str]
-    filled: list[str] = field(default_factory=list)  # weights of the model that fills up
+    filled: list[str] = field(default_factory=list)  # weights that come from another model
 
 
 def _prepare(
@@ -144,7 +144,8 @@ def _prepare(
     *,
     is_directory: bool,
 ) -> _Job:
-    near = _near(source, manifest)
+    """Decide which weights are written, under which names and in which files."""
+    near = _list_config_places(source, manifest)
     if options.adapter is not None:
         return _prepare_adapter(manifest, options.adapter, near, options)
     if options.fill_missing_from:
@@ -183,15 +184,15 @@ def _prepare(
             policy=options.tied,
             pool=pool,
         )
-        held = [entry for entry, _ in chosen.tensors]
-        chosen.notes += replicas.check(held, manifest.files, pool, options.replicas)
+        entries = [entry for entry, _ in chosen.tensors]
+        chosen.notes += replicas.check(entries, manifest.files, pool, options.replicas)
     skeleton, changes = _lay_out(destination, chosen, companions, options, untied=untied)
     if companions.directory is None:
-        changes = []  # there is a config only if it is made for these weights
+        changes = []  # a config without a directory was built for these weights: nothing changed
         if companions.config is not None and is_directory:
             kind = companions.config["architectures"][0]
-            changes = [f"config.json is made from what the source says: a {kind}"]
-    job = _planned(edited, chosen, skeleton, [*named.notes, *padding, *changes], options)
+            changes = [f"config.json is built from the source: a {kind}"]
+    job = _plan(edited, chosen, skeleton, [*named.notes, *padding, *changes], options)
     job.filled = filled
     return job
 
@@ -199,28 +200,29 @@ def _prepare(
 def _prepare_adapter(
     manifest: Manifest, name: str, near: Sequence[Path], options: MergeOptions
 ) -> _Job:
-    """As `_prepare`, of an adapter's tensors alone: all its names are written, tied ones too."""
+    """Like `_prepare`, for the tensors of an adapter only; tied ones get all their names."""
     edited = keys.edit(manifest, options.edits)
     from reshard.commands.merge import adapter
 
-    taken = adapter.taken(edited.manifest, name, options.hf_dir, near)
-    edited.manifest = taken.manifest
+    selected = adapter.select_adapter(edited.manifest, name, options.hf_dir, near)
+    edited.manifest = selected.manifest
     chosen = weights.select(edited.manifest, options.dtype, options.keep_fp32)
     with SourceFiles() as pool:
         weights.resolve_ties(chosen, edited.manifest, config=None, policy="keep", pool=pool)
-        held = [entry for entry, _ in chosen.tensors]
-        chosen.notes += replicas.check(held, manifest.files, pool, options.replicas)
-        chosen.notes += [*taken.notes, *adapter.untrained(held, pool)]
-    return _planned(edited, chosen, taken.lay_out(chosen), taken.changes, options)
+        entries = [entry for entry, _ in chosen.tensors]
+        chosen.notes += replicas.check(entries, manifest.files, pool, options.replicas)
+        chosen.notes += [*selected.notes, *adapter.note_untrained(entries, pool)]
+    return _plan(edited, chosen, selected.lay_out(chosen), selected.changes, options)
 
 
-def _planned(
+def _plan(
     edited: keys.Edited,
     chosen: weights.Weights,
     skeleton: Skeleton,
     changes: list[str],
     options: MergeOptions,
 ) -> _Job:
+    """Check the planned files, and plan the copies."""
     check_skeleton(skeleton)
     placeholders.refuse(edited.manifest, (entry for entry, _ in chosen.tensors))
     _, window_bytes = options.budget()
@@ -241,20 +243,22 @@ def _name_options(
     )
 
 
-def _near(source: Path, manifest: Manifest) -> list[Path]:
-    """Where a model's config may lie: the checkpoint's directory and the run's."""
-    place = directory_of(manifest.origin.path)
-    near = [place, place.resolve().parent]
-    return [source, *near] if source.is_dir() and source != place else near
+def _list_config_places(source: Path, manifest: Manifest) -> list[Path]:
+    """Return the directories where the model's config may be: the checkpoint's and the run's."""
+    directory = directory_of(manifest.origin.path)
+    near = [directory, directory.resolve().parent]
+    return [source, *near] if source.is_dir() and source != directory else near
 
 
 def _refuse_rounded_scales(
     companions: Companions, chosen: weights.Weights, options: MergeOptions
 ) -> None:
-    """Codes of a quantised model are never cast; the scales beside them must not be, either.
+    """Check that ``--dtype`` does not round the scales of a quantised model.
+
+    Its codes are integers, which are never cast: rounded scales would not fit them.
 
     Raises:
-        UsageError: ``--dtype`` would.
+        UsageError: a tensor of a quantised model would be cast.
     """
     how = (companions.config or {}).get(QUANTISED)
     cast = [entry.fqn for entry, dtype in chosen.tensors if entry.dtype != dtype]
@@ -263,8 +267,8 @@ def _refuse_rounded_scales(
         raise UsageError(
             f"--dtype {options.dtype}",
             f"config.json says that the model is quantised ({method or 'no method given'}):"
-            f" {cast[0]} would be rounded, and the codes stay as they are",
-            "leave out --dtype; nothing is dequantised here",
+            f" {cast[0]} would be rounded, but not the codes that it scales",
+            "leave out --dtype; reshard does not dequantise",
         )
 
 
@@ -276,12 +280,13 @@ def _lay_out(
     *,
     untied: bool,
 ) -> tuple[Skeleton, list[str]]:
+    """Return the files of the output, and the changes to the model's config."""
     if destination.suffix in formats.PLAIN_SUFFIXES:
         from reshard.containers import torch_writer
 
         return torch_writer.lay_out(destination.name, chosen.tensors), []
     if destination.suffix == ".safetensors":
-        # as safetensors.torch.save_model: the alias, and the name that holds its value
+        # like safetensors.torch.save_model: alias -> the name under which its value is stored
         metadata = {**writer.METADATA, **chosen.dropped_aliases}
         return writer.lay_out_file(destination.name, chosen.tensors, metadata), []
     texts = {path.name: read_small_file(path) for path in companions.others}
@@ -290,7 +295,7 @@ def _lay_out(
         chosen.notes.append(_NO_CONFIG)
     else:
         config, changes = matched_config(
-            companions.config, chosen.tensors, _main_dtype(chosen.tensors), untied=untied
+            companions.config, chosen.tensors, _find_main_dtype(chosen.tensors), untied=untied
         )
         texts["config.json"] = format_json(config)
     skeleton = writer.lay_out(
@@ -302,7 +307,8 @@ def _lay_out(
     return skeleton, changes
 
 
-def _main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:
+def _find_main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:
+    """Return the floating-point dtype that most elements have, for the config."""
     sizes: dict[str, int] = {}
     for entry, dtype in tensors:
         if dtype.family == "float":
@@ -310,22 +316,22 @@ def _main_dtype(tensors: Sequence[tuple[Entry, DType]]) -> str:
     return max(sizes, key=lambda name: sizes[name], default="float32")
 
 
-def _look(job: _Job, staging: Path) -> None:
-    """Read the output as a stranger would, by its own headers.
+def _check_output(job: _Job, staging: Path) -> None:
+    """Check that the headers of the written files state what was planned.
 
     Raises:
-        DifferentError: they say something else than was planned.
+        DifferentError: they do not.
     """
-    written = {entry.fqn: entry for entry in job.skeleton.entries}
-    seen = formats.read_outputs(staging, [file.name for file in job.skeleton.files])
-    if seen.keys() != written.keys():
-        raise DifferentError(staging.name, "holds other tensors than were to be written")
-    for fqn, entry in seen.items():
-        planned = written[fqn]
-        chunk, wanted = entry.chunks[0], planned.chunks[0]
+    expected = {entry.fqn: entry for entry in job.skeleton.entries}
+    found = formats.read_outputs(staging, [file.name for file in job.skeleton.files])
+    if found.keys() != expected.keys():
+        raise DifferentError(staging.name, "the tensors in it are not the planned ones")
+    for fqn, entry in found.items():
+        planned = expected[fqn]
+        chunk, planned_chunk = entry.chunks[0], planned.chunks[0]
         if (entry.shape, chunk.dtype, chunk.byte_offset) != (
             planned.shape,
-            wanted.dtype,
-            wanted.byte_offset,
+            planned_chunk.dtype,
+            planned_chunk.byte_offset,
         ) and entry.numel:
-            raise DifferentError(fqn, "reads back with another shape, dtype or place")
+            raise DifferentError(fqn, "reads back with another shape, dtype or byte offset")

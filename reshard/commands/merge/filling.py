@@ -1,8 +1,8 @@
-"""Weights that a checkpoint lacks, taken from a model that has them: ``--fill-missing-from``.
+"""``merge --fill-missing-from``: take weights that the checkpoint lacks from a model that has them.
 
-Frozen weights are left out of many checkpoints (DeepSpeed's ``exclude_frozen_parameters``, a
-program's own filter), and a module of ZeRO 3 that nobody gathered is saved with placeholders of
-shape [0]: the base model that was trained has them.
+Many checkpoints leave out frozen weights (DeepSpeed's ``exclude_frozen_parameters``, filters in
+scripts), and a module that was saved under ZeRO 3 without being gathered has placeholders of shape
+[0]. The base model of the training has these weights.
 """
 
 from __future__ import annotations
@@ -22,44 +22,48 @@ from reshard.manifest import BUFFER, MASTER, PARAM, WEIGHT_KINDS, Entry, Manifes
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A model from which weights are taken; its names are without wrappers."""
+    """A model that supplies weights; its names are without wrappers."""
 
     path: Path
     manifest: Manifest
 
     @classmethod
     def open(cls, path: Path, allow_pickle: Sequence[str]) -> Base:
-        """Read its headers.
+        """Read the headers of the model.
 
         Raises:
-            UsageError: it is a training checkpoint, whose weights are those of a step.
-            ReshardError: it cannot be read or trusted.
+            UsageError: the path is a training checkpoint, not a model.
+            ReshardError: the model cannot be read or trusted.
         """
         manifest = read_trusted([path], ReadOptions(allow_pickle=allow_pickle))
         if any(manifest.of_kind(MASTER)):
             raise UsageError(
                 f"{FILL} {path}",
                 "is a training checkpoint, not a model",
-                "merge that into a model first, or give the base model",
+                "merge it into a model first, or pass the base model",
             )
         return cls(path, keys.edit(manifest, keys.Edits()).manifest)
 
     def fill(self, manifest: Manifest) -> tuple[Manifest, list[str], list[str]]:
-        """Return a checkpoint with the base's weights that it lacks, their names, and notes.
+        """Fill a checkpoint; return it, the names of the weights from the base, and notes.
 
-        It lacks what it has only a placeholder of, too: a weight of shape [0] that the base has
-        with elements.
+        A weight is also missing if the checkpoint has only a placeholder for it: shape [0] where
+        the base has elements.
 
         Raises:
-            UsageError: the base is another model: no name is in both, or one has another shape.
+            UsageError: the base is another model: no names are equal, or shapes differ.
             IncompleteError: the weights of the placeholders are in a checkpoint beside the source.
         """
         offered = {entry.fqn: entry for entry in self.manifest.of_kind(PARAM, BUFFER)}
-        hollow = self._hollow(manifest, offered)
+        hollow = self._find_placeholders(manifest, offered)
         placeholders.refuse_beside_ranks(manifest, hollow)
-        held = {e.fqn: e for e in manifest.of_kind(*WEIGHT_KINDS) if e.fqn not in hollow}
-        self._check_same_model(held, offered)
-        taken = [e for fqn, e in offered.items() if fqn not in held and fqn not in manifest.tied]
+        present = {e.fqn: e for e in manifest.of_kind(*WEIGHT_KINDS) if e.fqn not in hollow}
+        self._check_same_model(present, offered)
+        taken = [
+            entry
+            for fqn, entry in offered.items()
+            if fqn not in present and fqn not in manifest.tied
+        ]
         names = [entry.fqn for entry in taken]
         kept = (entry for entry in manifest.entries.values() if entry.fqn not in hollow)
         files = {escaped.real(chunk.file) for entry in taken for chunk in entry.chunks}
@@ -77,12 +81,12 @@ class Base:
             frozen=manifest.frozen | set(names),
             absent=tuple(fqn for fqn in (*manifest.absent, *hollow) if fqn not in names),
         )
-        return filled, names, list(_notes(names, hollow))
+        return filled, names, list(_write_notes(names, hollow))
 
-    def _hollow(self, manifest: Manifest, offered: Mapping[str, Entry]) -> list[str]:
-        """Return the checkpoint's placeholders of weights that the base has.
+    def _find_placeholders(self, manifest: Manifest, offered: Mapping[str, Entry]) -> list[str]:
+        """Return the placeholders in the checkpoint for weights that the base has.
 
-        A model with a tied head stores no head: that of the checkpoint goes with its embedding.
+        A base with a tied head stores no head; its embedding decides about the checkpoint's head.
         """
         suspects = manifest.placeholders
         heads = dict(weights.find_heads(suspects))
@@ -92,34 +96,34 @@ class Base:
             if (found := offered.get(fqn) or offered.get(heads.get(fqn, ""))) and found.numel
         ]
 
-    def _check_same_model(self, held: Mapping[str, Entry], offered: Mapping[str, Entry]) -> None:
-        """Check that names are in both, and that they have the same shapes.
+    def _check_same_model(self, present: Mapping[str, Entry], offered: Mapping[str, Entry]) -> None:
+        """Check that both have common names, and that their shapes are equal.
 
         Raises:
             UsageError: the base is another model.
         """
-        both = [fqn for fqn in offered if fqn in held]
+        both = [fqn for fqn in offered if fqn in present]
         if not both:
             raise UsageError(
                 f"{FILL} {self.path}",
-                f"has no name of the checkpoint's: it has {units.some(list(offered))}, the"
-                f" checkpoint {units.some(list(held)) or 'nothing but placeholders'}",
-                "give the model that was trained; --rename changes the checkpoint's names",
+                f"no name is also in the checkpoint: the model has {units.some(list(offered))}, the"
+                f" checkpoint {units.some(list(present)) or 'only placeholders'}",
+                "pass the model that was trained; --rename changes the names of the checkpoint",
             )
         for fqn in both:
-            if offered[fqn].shape != held[fqn].shape:
+            if offered[fqn].shape != present[fqn].shape:
                 raise UsageError(
                     f"{FILL} {self.path}",
-                    f"is another model: {fqn!r} is of {offered[fqn].shape}, in the checkpoint of"
-                    f" {held[fqn].shape}",
+                    f"is another model: {fqn!r} has shape {offered[fqn].shape}, but in the"
+                    f" checkpoint {present[fqn].shape}",
                 )
 
 
-def _notes(names: Sequence[str], hollow: Sequence[str]) -> Iterator[str]:
+def _write_notes(names: Sequence[str], hollow: Sequence[str]) -> Iterator[str]:
     if not names:
-        yield f"{FILL}: the checkpoint lacks none of that model's weights"
+        yield f"{FILL}: the checkpoint has all weights of that model"
     if hollow:
         yield (
-            f"{FILL}: {units.some(hollow)}: ZeRO-3 placeholders in the checkpoint; if they were"
-            " trained, the values that training gave them are not in the output"
+            f"{FILL}: {units.some(hollow)}: ZeRO-3 placeholders in the checkpoint; if these weights"
+            " were trained, their trained values are not in the output"
         )

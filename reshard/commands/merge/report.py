@@ -1,4 +1,4 @@
-"""What a merge did or would do, in words and as JSON. Every drop, cast and note is in it."""
+"""The report of a merge, as text and as JSON, with all that was dropped, cast or changed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MergeReport:
     parameters: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)  # dtype -> tensors
     trained_in: str = ""
-    identity: Identity | None = None  # what showed that the files belong together
+    identity: Identity | None = None  # evidence that the files belong to one save
     from_master: int = 0
     from_copy: int = 0
     buffers: int = 0
@@ -52,16 +52,16 @@ class MergeReport:
     warnings: list[str] = field(default_factory=list)
     bytes_read: int = 0
     bytes_written: int = 0
-    resumed_bytes: int = 0  # of those, what an interrupted run had done
+    resumed_bytes: int = 0  # of those, written by an interrupted run
     peak_buffer_bytes: int = 0
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """One document with a stable schema."""
+        """Return one document with a stable schema."""
         return {"schema": SCHEMA, "command": "merge", **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """Return the report as text for people."""
+        """Yield the lines of the report as text."""
         verb = "wrote" if self.done else "would write"
         total = sum(file["bytes"] for file in self.files)
         count = units.counted(len(self.files), "file")
@@ -74,9 +74,9 @@ class MergeReport:
             f"tensors     {self.tensors} ({units.show_count(self.parameters)} elements), "
             + ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
         )
-        yield f"source      {self._sources()}"
+        yield f"source      {self._describe_sources()}"
         yield from format_list("identity", [str(self.identity)] if self.identity else [])
-        yield from self._drops()
+        yield from self._list_changes()
         yield format_leaves(self.leaves)
         buffers = units.show_bytes(self.peak_buffer_bytes)
         yield f"read        {units.show_bytes(self.bytes_read)}; buffers {buffers}"
@@ -86,7 +86,7 @@ class MergeReport:
         if self.done:
             yield format_timing(self.bytes_written, self.seconds, verified=self.verified)
 
-    def _sources(self) -> str:
+    def _describe_sources(self) -> str:
         parts = []
         if self.from_master:
             parts.append(f"{self.from_master} from fp32 masters")
@@ -97,7 +97,7 @@ class MergeReport:
         trained = f"; trained in {self.trained_in}" if self.trained_in else ""
         return ", ".join(parts) + trained
 
-    def _drops(self) -> Iterator[str]:
+    def _list_changes(self) -> Iterator[str]:
         for alias, kept in self.dropped_aliases.items():
             yield f"tied        {alias} = {kept}: not written twice"
         for alias, kept in self.written_aliases.items():
@@ -123,7 +123,7 @@ class MergeReport:
 def describe(
     manifest: Manifest, edited: keys.Edited, chosen: Weights, skeleton: Skeleton, plan: Plan
 ) -> MergeReport:
-    """Build the part of a report that is known before any byte is copied."""
+    """Return the report of a planned merge."""
     dtypes: dict[str, int] = {}
     for _, dtype in chosen.tensors:
         dtypes[dtype.name] = dtypes.get(dtype.name, 0) + 1

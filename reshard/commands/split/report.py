@@ -58,7 +58,7 @@ class SplitReport:
         return {"schema": SCHEMA, "command": "split", **asdict(self)}
 
     def lines(self) -> Iterator[str]:
-        """Return the report as text for people."""
+        """Yield the lines of the report as text."""
         verb = "wrote" if self.done else "would write"
         total = units.show_bytes(self.bytes_written)
         yield f"{verb} {self.destination}: {total} in {units.counted(len(self.files), 'file')}"
