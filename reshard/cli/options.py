@@ -14,8 +14,10 @@ from reshard.paths import as_path
 
 if TYPE_CHECKING:
     _ParamType = click.ParamType[Any]
-else:
-    _ParamType = click.ParamType  # has no type parameter before click 8.4
+    _Choice = click.Choice[str]
+else:  # click has no type parameters before 8.4
+    _ParamType = click.ParamType
+    _Choice = click.Choice
 
 _REST = "Options"
 
@@ -43,6 +45,16 @@ class _Parsed(_ParamType):
     ) -> Any:
         """Return what the text means."""
         return self._parse(value) if isinstance(value, str) else value
+
+
+class _OpenChoice(_Choice):
+    """A choice whose listed values are not all: the command knows those that extensions add."""
+
+    def convert(
+        self, value: Any, _param: click.Parameter | None, _context: click.Context | None
+    ) -> Any:
+        """Return the value, which the command checks."""
+        return value
 
 
 PATH = _Where()
@@ -186,8 +198,8 @@ def _type_of(option: Option) -> Any:
         return PATH
     if option.type is int and option.choices:
         return click.IntRange(min(option.choices), max(option.choices))
-    if option.choices and not declared.has_open_choices:
-        return click.Choice(option.choices)
+    if option.choices:
+        return (_OpenChoice if declared.has_open_choices else click.Choice)(option.choices)
     if option.type is int and (declared.minimum is not None or declared.maximum is not None):
         return click.IntRange(declared.minimum, declared.maximum)
     return option.type
