@@ -9,7 +9,7 @@ docs/options.md. The type of a field decides what the command line accepts: a `b
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -33,8 +33,8 @@ class Declaration:
         flags: spellings on the command line; empty for ``--`` and the name of the field.
         unset: what happens by default, where the default value does not show it.
         choices: the allowed values, where the type of the field does not list them.
-        has_open_choices: whether other values may be valid, which the command checks: extensions
-            add formats.
+        find_choices: returns all choices, those of extensions included; called only for a value
+            that is not among ``choices``, because it imports the extensions.
         parse: converts the text of the command line, where the type does not decide it.
         shown_default: the default as the command line spells it, for an option with ``parse``.
         shapes_output: whether the bytes of the output depend on the option.
@@ -46,7 +46,7 @@ class Declaration:
     unset: str = ""
     metavar: str | None = None
     choices: tuple[Any, ...] = ()
-    has_open_choices: bool = False
+    find_choices: Callable[[], Iterable[Any]] | None = None
     minimum: int | None = None
     maximum: int | None = None
     parse: Callable[[str], Any] | None = None
@@ -112,6 +112,12 @@ class Option:
         """Whether the flag on the command line makes the value false."""
         return self.type is bool and self.default is True
 
+    @property
+    def all_choices(self) -> tuple[Any, ...]:
+        """The choices with those of extensions, which are imported."""
+        find = self.declared.find_choices
+        return tuple(find()) if find else self.choices
+
     def check(self, value: Any) -> None:
         """Refuse a value that the option does not allow.
 
@@ -126,11 +132,12 @@ class Option:
 
     def _check_one(self, value: Any) -> None:
         least, most = self.declared.minimum, self.declared.maximum
-        is_closed = self.choices and not self.declared.has_open_choices
-        if is_closed and value not in self.choices:
-            raise UsageError(
-                f"{self.name}={value!r}", f"must be one of {', '.join(map(str, self.choices))}"
-            )
+        if self.choices and value not in self.choices:
+            known = self.all_choices
+            if value not in known:
+                raise UsageError(
+                    f"{self.name}={value!r}", f"must be one of {', '.join(map(str, known))}"
+                )
         if least is not None and value < least:
             raise UsageError(f"{self.name}={value!r}", f"must be at least {least}")
         if most is not None and value > most:

@@ -45,6 +45,9 @@ class Sample(Options):
     paint: bool | None = option(None, "Paint it.", group="Looks")
     limit_bytes: int = size_option("1KiB", "A limit.", flag="--limit", group="Looks")
     place: str | Path | None = option(None, "A place.", group="Looks", shapes_output=False)
+    mood: str | None = option(
+        None, "A mood.", group="Looks", choices=("calm",), find_choices=lambda: ("calm", "wild")
+    )
     inner: Inner = nested_options(Inner)
     team: int = 3
 
@@ -75,11 +78,18 @@ def test_a_wrong_value_is_refused_by_the_command_line(wrong):
         parsed(*wrong)
 
 
+def test_a_choice_that_an_extension_adds_is_allowed():
+    assert parsed("--mood", "wild") == Sample(mood="wild")
+    with pytest.raises(click.UsageError, match="'calm', 'wild'"):
+        parsed("--mood", "odd")
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"colour": "blue"}, "colour='blue' must be one of red, green"),
         ({"sizes": (1, 0)}, "sizes=0 must be at least 1"),
+        ({"mood": "odd"}, "mood='odd' must be one of calm, wild"),
     ],
 )
 def test_a_wrong_value_is_refused_in_python(wrong, message):

@@ -48,13 +48,17 @@ class _Parsed(_ParamType):
 
 
 class _OpenChoice(_Choice):
-    """A choice whose listed values are not all: the command knows those that extensions add."""
+    """A choice to which extensions add values; they are imported only for an unknown value."""
 
-    def convert(
-        self, value: Any, _param: click.Parameter | None, _context: click.Context | None
-    ) -> Any:
-        """Return the value, which the command checks."""
-        return value
+    def __init__(self, option: Option) -> None:
+        super().__init__(option.choices)
+        self._option = option
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value if the option allows it."""
+        if value not in self.choices:
+            self.choices = self._option.all_choices
+        return super().convert(value, param, ctx)
 
 
 PATH = _Where()
@@ -199,7 +203,7 @@ def _type_of(option: Option) -> Any:
     if option.type is int and option.choices:
         return click.IntRange(min(option.choices), max(option.choices))
     if option.choices:
-        return (_OpenChoice if declared.has_open_choices else click.Choice)(option.choices)
+        return _OpenChoice(option) if declared.find_choices else click.Choice(option.choices)
     if option.type is int and (declared.minimum is not None or declared.maximum is not None):
         return click.IntRange(declared.minimum, declared.maximum)
     return option.type

@@ -35,7 +35,7 @@ class SourceOptions(Options):
         group="Source",
         flags=("--from",),
         choices=registry.list_built_in_names(),
-        has_open_choices=True,
+        find_choices=registry.list_names,
         unset="detected",
     )
     tag: str | None = option(

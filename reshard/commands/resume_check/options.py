@@ -32,7 +32,7 @@ class ResumeCheckOptions(LayoutOptions, ValueOptions):
         (),
         "Layout; repeatable.",
         choices=tuple(registry.list_built_in_writers()),
-        has_open_choices=True,
+        find_choices=registry.list_writers,
         unset="same as the source",
     )
     steps: int = _run(4, "Number of steps of each run.", minimum=1)

@@ -75,7 +75,7 @@ class SplitOptions(LayoutOptions, OutputOptions):
         "Layout to write.",
         group="Target",
         choices=tuple(registry.list_built_in_writers()),
-        has_open_choices=True,
+        find_choices=registry.list_writers,
         unset="same as the source",
     )
     world_size: int | None = option(
