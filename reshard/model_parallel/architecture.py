@@ -9,7 +9,7 @@ from reshard.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What a fused or permuted tensor is made of; None where nobody says.
+    """The sizes that rules need to cut fused or permuted tensors; None for what is unknown.
 
     Args:
         source: who says so.
@@ -29,7 +29,7 @@ class Architecture:
     tied: bool | None = None
 
     def require(self, name: str) -> int:
-        """A number that a rule cannot do without.
+        """Return a size that a rule cannot do without.
 
         Raises:
             UsageError: nobody says it.

@@ -17,7 +17,7 @@ _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again
 
 
 def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
-    """The manifests of tensor-parallel ranks of one stage, in rank order, made one.
+    """Join the manifests of one stage's tensor-parallel ranks, given in rank order.
 
     Args:
         split_of: how a parameter is cut, by its name and the first rank's shape of it.
@@ -36,7 +36,9 @@ def join_tensor_ranks(ranks: Sequence[Manifest], split_of: SplitOf) -> Manifest:
 
 
 def _make_empty_piece(rank: Manifest, held: Entry) -> Entry:
-    """The piece of a rank whose part of the parameter is empty: optimizers leave such parts out.
+    """Return the entry of a rank whose part of the parameter is empty.
+
+    Optimizers leave such parts out.
 
     Raises:
         IncompleteError: its part is not known to be empty.
@@ -51,7 +53,7 @@ def _make_empty_piece(rank: Manifest, held: Entry) -> Entry:
 
 
 def join_stages(ranks: Sequence[Manifest]) -> Manifest:
-    """The manifests of pipeline stages, or of expert-parallel ranks, in rank order, made one.
+    """Join the manifests of pipeline stages or of expert-parallel ranks, in rank order.
 
     A tensor that several hold is a replica on each.
 

@@ -91,6 +91,7 @@ def find_changing_keys(
 
 
 def _is_neutral(value: Any, allowed: Any) -> bool:
+    """Whether a value changes nothing, by the values that a family allows."""
     if allowed == ANY:
         return True
     if isinstance(allowed, Mapping):

@@ -12,7 +12,7 @@ from reshard.model_parallel.rules import Table
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """The model of a training state, as far as its files or the user say.
+    """The model of a training state, as far as its files or the user describe it.
 
     Args:
         args: of the run, under the target's names.

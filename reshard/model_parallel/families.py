@@ -39,7 +39,7 @@ _FIELD = re.compile(r"\{([a-z_]+)(\?)?\}")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A kind of model in transformers, and how its parameters are found in a source's."""
+    """A kind of transformers model, and the table of its parameters' names."""
 
     name: str
     table: Table
@@ -50,11 +50,11 @@ class Family:
 
     @property
     def model_type(self) -> str:
-        """Name of its class in transformers."""
+        """The ``model_type`` of its configs."""
         return str(self.config["model_type"])
 
     def find_mismatches(self, traits: Traits) -> list[str]:
-        """In what a model differs from this family; nothing if it is of it."""
+        """Return the traits in which a model differs from this family, in words."""
         found = [*traits.odd]
         for name, wanted in self.when.items():
             allowed = wanted if isinstance(wanted, list) else [wanted]
@@ -64,7 +64,7 @@ class Family:
         return found
 
     def make_config(self, traits: Traits) -> dict[str, Any]:
-        """The config.json of such a model.
+        """Return the config.json of a model of this family.
 
         Raises:
             UsageError: the source does not say what it needs.
@@ -96,6 +96,7 @@ class Family:
 
 
 def _may_be_null(field_of_line: re.Match[str] | None) -> bool:
+    """Whether null is a value of a config's key, by the field of its line."""
     return field_of_line is not None and field_of_line[2] is not None
 
 
@@ -127,6 +128,7 @@ def _normalize_scaling(value: Any, positions: int | None) -> dict[str, Any]:
 
 
 def _fill_line(key: str, value: Any, traits: Traits) -> Any:
+    """Return the value of a config's key: a constant, or the trait that its line names."""
     match = _FIELD.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return value
@@ -142,17 +144,18 @@ def _fill_line(key: str, value: Any, traits: Traits) -> Any:
 
 @cache
 def load_families() -> Mapping[str, Family]:
-    """Every family of a model that Megatron trains, by name, the more usual ones first."""
+    """Return every family of a model that Megatron trains by name, the usual ones first."""
     return {family.name: family for table in TABLES for family in _parse_families(table)}
 
 
 @cache
 def load_meta_family() -> Family:
-    """Llama, of Meta's own files."""
+    """Return the family of Meta's Llama files."""
     return replace(load_families()["llama"], table=load_table(_META))
 
 
 def _parse_families(name: str) -> Iterator[Family]:
+    """Yield the families of a built-in table."""
     for model, section in load_document(name)["families"].items():
         yield Family(
             model,
@@ -165,16 +168,17 @@ def _parse_families(name: str) -> Iterator[Family]:
 
 
 def is_known(name: object) -> bool:
-    """Whether it is a family's name, or a ``model_type`` of one."""
+    """Whether a value is the name of a family, or a ``model_type`` of one."""
     return bool(_find_families(name))
 
 
 def _find_families(name: object) -> list[Family]:
+    """Return the families of a name or ``model_type``; none if it is unknown."""
     return [f for f in load_families().values() if name in (f.name, f.model_type)]
 
 
 def choose_family(traits: Traits, name: str | None = None) -> Family:
-    """The family that the user names, else the one that fits.
+    """Return the family that the user names, else the first that fits the model.
 
     Raises:
         UsageError: there is none of that name.
@@ -201,7 +205,7 @@ def choose_family(traits: Traits, name: str | None = None) -> Family:
 
 
 def get_families(name: str) -> list[Family]:
-    """The families of a name, or of a config's ``model_type``.
+    """Return the families of a name, or of a config's ``model_type``.
 
     Raises:
         UsageError: there is none.
@@ -273,13 +277,14 @@ def read_config(
 
 
 def _find_alike(model_type: str) -> list[Family]:
+    """Return the families that compute what models of another ``model_type`` do."""
     return [family for family in load_families().values() if model_type in family.alike]
 
 
 def _read_traits(
     family: Family, config: Mapping[str, Any], source: str
 ) -> tuple[Traits, list[str]]:
-    """What a family's lines read in a config, and what they cannot."""
+    """Return the traits in a config by a family's lines, and what contradicts the lines."""
     own = {field.name for field in fields(Traits)}
     values: dict[str, Any] = {
         name: wanted
@@ -312,7 +317,7 @@ def _read_traits(
 
 
 def _flatten_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return a config with the key names that the family's table has.
+    """Return a config under the key names of the family's table.
 
     transformers 5 keeps rotary positions in ``rope_parameters``, and calls the number of experts
     ``num_local_experts`` in every class.

@@ -28,7 +28,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """``count`` neighbouring rows of a part; in the fused tensor they lie ``step`` apart."""
+    """``count`` neighbouring rows of a part, which are ``step`` rows apart in the fused tensor."""
 
     part: int
     row: int
@@ -39,13 +39,13 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A fused tensor: how many rows each part of it has, and where they lie."""
+    """A fused tensor: the number of rows of each part, and where each run of rows goes."""
 
     parts: tuple[int, ...]
     runs: tuple[RowRun, ...]
 
     def cut(self, shape: Index) -> Iterator[tuple[Index, tuple[Move, ...]]]:
-        """Of each part its shape, and the moves that make it of the fused tensor."""
+        """Yield the shape of each part, and the moves that cut the part from the fused tensor."""
         for part, rows in enumerate(self.parts):
             moves = (
                 move
@@ -56,7 +56,7 @@ class Form:
             yield (rows, *shape[1:]), tuple(moves)
 
     def fuse(self, tail: Index) -> Iterator[tuple[Move, ...]]:
-        """The moves that make the fused tensor, of each part."""
+        """Yield, for each part, the moves that put it into the fused tensor."""
         for part, rows in enumerate(self.parts):
             shape = (rows, *tail)
             yield tuple(
@@ -67,10 +67,10 @@ class Form:
 
 
 def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]:
-    """(part's row, fused row, count, step in the part) of runs of neighbours in the fused tensor.
+    """Yield (part's row, fused row, count, step in the part) of runs that fuse a part.
 
-    Runs whose rows are neighbours there already stay as they are; of the others, rows that have
-    become neighbours are gathered as long as they lie equally far apart in the part.
+    Runs of neighbouring fused rows stay as they are. Of the others, rows that are neighbours in the
+    fused tensor are joined as long as they are equally far apart in the part.
     """
     apart: list[tuple[int, int]] = []
     for run in runs:
@@ -94,7 +94,7 @@ def _reverse_runs(runs: Iterable[RowRun]) -> Iterator[tuple[int, int, int, int]]
 
 @lru_cache(maxsize=256)
 def make_form(name: str, rows: int, model: Architecture) -> Form:
-    """The form of a fused tensor of so many rows.
+    """Return the form of a fused tensor of ``rows`` rows.
 
     Raises:
         UsageError: the model cannot have a tensor of so many rows in this form, or does not say
@@ -104,7 +104,7 @@ def make_form(name: str, rows: int, model: Architecture) -> Form:
 
 
 def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> Form:
-    """The form of a tensor that is fused of parts of so many rows each.
+    """Return the form of a tensor that is fused of parts of so many rows each.
 
     Raises:
         CorruptError: it has others.
@@ -118,10 +118,12 @@ def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> 
 
 
 def _make_plain(rows: int, _model: Architecture) -> Form:
+    """Return the form of a tensor that is not fused."""
     return Form((rows,), (RowRun(0, 0, 0, rows),))
 
 
 def _make_gate_up(rows: int, model: Architecture) -> Form:
+    """Return the form of a gated linear unit: the gate's rows, then the rows of up."""
     if rows % 2:
         raise UsageError(model.source, f"{rows} rows are no gate and up of the same size")
     half = rows // 2
@@ -129,6 +131,7 @@ def _make_gate_up(rows: int, model: Architecture) -> Form:
 
 
 def _make_qkv(rows: int, model: Architecture) -> Form:
+    """Return the form of Megatron's query, key and value, group after group of heads."""
     heads, groups = model.require("heads"), model.require("groups")
     size = model.head_dim or rows // (heads + 2 * groups)
     if heads % groups or rows != (heads + 2 * groups) * size:
@@ -151,6 +154,7 @@ def _make_qkv(rows: int, model: Architecture) -> Form:
 
 
 def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
+    """Return the form of `_make_qkv` whose one part is all queries, all keys, all values."""
     apart = _make_qkv(rows, model)
     starts = (0, apart.parts[0], apart.parts[0] + apart.parts[1])
     runs = tuple(RowRun(0, starts[r.part] + r.row, r.fused, r.count) for r in apart.runs)
@@ -158,6 +162,7 @@ def _make_qkv_stacked(rows: int, model: Architecture) -> Form:
 
 
 def _make_rope(rows: int, model: Architecture) -> Form:
+    """Return the form that turns pairs of rows of a head into halves."""
     size = model.require("head_dim")
     if rows % size or size % 2:
         raise UsageError(model.source, f"{rows} rows are no heads of {size}")

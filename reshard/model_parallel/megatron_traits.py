@@ -20,7 +20,7 @@ _ARGUMENTS = fields(
 
 
 def parse_args(args: Mapping[str, Any], source: str) -> Traits:
-    """The traits in the arguments that Megatron-LM and its forks keep in a checkpoint.
+    """Return the traits that the arguments of Megatron-LM, or of a fork, state.
 
     Args:
         args: plain values; an enum is ``{"class": ..., "args": (number,)}``.
@@ -77,7 +77,7 @@ def parse_args(args: Mapping[str, Any], source: str) -> Traits:
 
 
 def make_args(traits: Traits) -> dict[str, Any]:
-    """The arguments that make megatron-core build such a model: the way back of `of_megatron`.
+    """Return the arguments with which Megatron-core builds such a model; see `parse_args`.
 
     Raises:
         UnsupportedError: it cannot.
@@ -135,6 +135,11 @@ def make_args(traits: Traits) -> dict[str, Any]:
 
 
 def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind: Any) -> None:
+    """Refuse a model that Megatron-core cannot build.
+
+    Raises:
+        UnsupportedError: naming what Megatron-core lacks.
+    """
     lacking = [
         *traits.odd,
         *(["positions by " + traits.positions] * (traits.positions not in ("rope", "learned"))),
@@ -153,6 +158,7 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
 
 
 def _get_position_type(traits: Traits, kind: Any) -> str:
+    """Return ``--position-embedding-type``."""
     if traits.positions != "rope":
         return "learned_absolute"
     return yarn.KIND if kind == yarn.KIND else "rope"
@@ -164,31 +170,35 @@ def _to_int(value: float) -> float:
 
 
 def _is_built_in(scaling: Mapping[str, Any]) -> bool:
-    """Whether Megatron scales rotations with these numbers, all but the factor being its own."""
+    """Whether Megatron-core has these numbers of a rotation scaling built in, except the factor."""
     known = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     return all(scaling.get(name, value) == value for name, value in known.items())
 
 
 def _get_number(args: Mapping[str, Any], name: str) -> int | None:
+    """Return a positive integer argument, or None."""
     value = args.get(name)
     return value if type(value) is int and value > 0 else None
 
 
 def _get_experts(value: Any) -> int | None:
-    """Megatron-DeepSpeed has a list, ``[1]`` for none."""
+    """Return the number of experts; Megatron-DeepSpeed has a list, ``[1]`` for none."""
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     return value if type(value) is int and value > 1 else None
 
 
 def _get_groups(args: Mapping[str, Any], heads: int | None) -> int | None:
-    """``num_query_groups`` is 1 by default, and counts only with ``group_query_attention``."""
+    """Return the number of key-value heads.
+
+    ``num_query_groups`` is 1 by default, and counts only with ``group_query_attention``.
+    """
     if args.get("group_query_attention"):
         return _get_number(args, "num_query_groups")
     return _get_number(args, "num_key_value_heads") or heads
 
 
 def _get_vocabulary(args: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding that are words.
+    """Return the number of embedding rows that are words.
 
     ``vocab_size`` is the tokenizer's, and most often None; NullTokenizer counts one more for its
     end of document (``core/tokenizers/text/libraries/null_tokenizer.py``).
@@ -201,7 +211,10 @@ def _get_vocabulary(args: Mapping[str, Any]) -> int | None:
 
 
 def _list_dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of ``moe_layer_freq``: N for experts in every N-th layer, or 0 and 1 for each."""
+    """Return the layers without experts.
+
+    ``moe_layer_freq`` is N for experts in every N-th layer, or a list of 0 and 1.
+    """
     value, layers = args.get("moe_layer_freq"), _get_number(args, "num_layers") or 0
     if isinstance(value, (list, tuple)):
         return tuple(number for number, sparse in enumerate(value) if not sparse)
@@ -210,6 +223,7 @@ def _list_dense_layers(args: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _get_positions(args: Mapping[str, Any]) -> str:
+    """Return the kind of position embedding."""
     if args.get("use_rotary_position_embeddings") or args.get("use_alibi_position_embeddings"):
         return "rope" if args.get("use_rotary_position_embeddings") else "alibi"
     value = args.get("position_embedding_type")
@@ -222,7 +236,7 @@ def _get_positions(args: Mapping[str, Any]) -> str:
 
 
 def _make_rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Llama 3.1's, with the numbers that Megatron has built in; YaRN; or linear interpolation."""
+    """Return the ``rope_scaling`` of Llama 3.1 (numbers built in), YaRN, or interpolation."""
     if args.get("position_embedding_type") == yarn.KIND:
         return yarn.parse_args(args)
     if args.get("use_rope_scaling"):
@@ -238,7 +252,10 @@ def _make_rope_scaling(args: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _get_window(args: Mapping[str, Any]) -> int | None:
-    """Transformers counts the token itself, Megatron those before it."""
+    """Return the sliding window.
+
+    transformers counts the token itself, Megatron only the tokens before it.
+    """
     window = args.get("window_size")
     if isinstance(window, (list, tuple)) and window and type(window[0]) is int and window[0] > 0:
         return int(window[0]) + 1
@@ -246,6 +263,7 @@ def _get_window(args: Mapping[str, Any]) -> int | None:
 
 
 def _get_activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
+    """Return the activation of a feed-forward layer without gates."""
     if args.get("squared_relu"):
         return "relu2"
     fused = bool(args.get("bias_gelu_fusion")) and linear_bias  # which is the tanh approximation
@@ -253,12 +271,14 @@ def _get_activation(args: Mapping[str, Any], *, linear_bias: bool) -> str:
 
 
 def _get_aux_loss(args: Mapping[str, Any]) -> float:
+    """Return the factor of the router's load-balancing loss."""
     value = args.get("moe_aux_loss_coeff")
     value = value[0] if isinstance(value, list) and value else value
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _list_unsupported(args: Mapping[str, Any], experts: int | None) -> list[str]:
+    """Return the settings of which no transformers model has a counterpart, in words."""
     norm_by = "norms that multiply by 1 + weight (apply_layernorm_1p)"
     found = {
         norm_by: args.get("apply_layernorm_1p"),

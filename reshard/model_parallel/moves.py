@@ -24,7 +24,10 @@ class Move:
 
 
 def apply_moves(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chunk]:
-    """The stored blocks of the source, as blocks of the target; what no move takes is left out."""
+    """Yield the stored blocks of the source as blocks of the target.
+
+    What no move takes is left out.
+    """
     for chunk in chunks:
         for move in moves:
             taken = _apply_move(chunk, move)
@@ -33,7 +36,7 @@ def apply_moves(chunks: Iterable[Chunk], moves: Sequence[Move]) -> Iterator[Chun
 
 
 def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
-    """The part of a chunk that a move takes."""
+    """Return the part of a chunk that a move takes, or None."""
     origin, shape = list(move.target), []
     offset, strides = chunk.byte_offset, list(chunk.byte_strides)
     box = chunk.box
@@ -57,7 +60,7 @@ def _apply_move(chunk: Chunk, move: Move) -> Chunk | None:
 
 
 def align_copies(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
-    """Two copies of a tensor that may be cut in different places, cut alike: as replicas are."""
+    """Cut two copies of a tensor at the same places, so that they are replicas."""
     boxes = dict.fromkeys(chunk.box for chunk in a if chunk.box.volume)
     others = dict.fromkeys(chunk.box for chunk in b if chunk.box.volume)
     if boxes.keys() == others.keys():
@@ -69,7 +72,7 @@ def align_copies(a: Sequence[Chunk], b: Sequence[Chunk]) -> tuple[Chunk, ...]:
 
 
 def transpose(chunk: Chunk) -> Chunk:
-    """The same stored block as one of the transposed matrix."""
+    """Return a stored block as one of the transposed matrix."""
     (a, b), (m, n), (s, t) = chunk.box.origin, chunk.box.shape, chunk.byte_strides
     return replace(chunk, box=Box((b, a), (n, m)), byte_strides=(t, s))
 
@@ -77,7 +80,7 @@ def transpose(chunk: Chunk) -> Chunk:
 def make_row_moves(
     shape: Index, runs: Iterable[tuple[int, int, int]], step: int = 1
 ) -> tuple[Move, ...]:
-    """Moves of whole rows: ``(source row, target row, count)`` each.
+    """Return moves of whole rows: ``(source row, target row, count)`` each.
 
     Args:
         shape: of the source; one dim at least.
@@ -91,7 +94,7 @@ def make_row_moves(
 
 
 def take_slice(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
-    """The blocks of one slice along dim 0, as blocks of a tensor without that dim."""
+    """Yield the blocks of one slice along dim 0, as blocks of a tensor without that dim."""
     for chunk in chunks:
         at = index - chunk.box.origin[0]
         if 0 <= at < chunk.box.shape[0]:
@@ -104,7 +107,7 @@ def take_slice(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
 
 
 def put_in_stack(chunks: Iterable[Chunk], index: int) -> Iterator[Chunk]:
-    """The other way: the blocks of a tensor, as those of one slice of a stack of such tensors."""
+    """Yield the blocks of a tensor as blocks of a stack along a new dim 0."""
     for chunk in chunks:
         yield replace(
             chunk,

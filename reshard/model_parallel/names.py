@@ -24,7 +24,7 @@ _EXTRA = "_extra_state"  # of Transformer Engine: no weight
 
 @dataclass(frozen=True, slots=True)
 class RenamedState:
-    """A manifest under other names, and what was left out of it or assumed."""
+    """A manifest under other names, with notes of what was left out or assumed."""
 
     manifest: Manifest
     notes: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ def rename_to_hf(
     dialect: str | None = None,
     keep_padding: bool = False,
 ) -> RenamedState:
-    """A training state under Hugging Face's names, in its tensors.
+    """Return a training state under Hugging Face's names, with fused tensors cut apart.
 
     Args:
         manifest: under the table's names, or those of a dialect of it.
@@ -53,9 +53,9 @@ def rename_to_hf(
 
 
 def rename_from_hf(manifest: Manifest, table: Table, model: Architecture) -> RenamedState:
-    """A training state under the table's names, in its tensors; the way back from `to_hf`.
+    """Return a training state under the table's names; the reverse of `rename_to_hf`.
 
-    The vocabulary has the rows that it has: padding is the business of who cuts it.
+    The vocabulary keeps its rows: whoever cuts it pads it.
 
     Raises:
         UsageError: the table does not know a name; or parts of a fused tensor differ in what is
@@ -66,7 +66,7 @@ def rename_from_hf(manifest: Manifest, table: Table, model: Architecture) -> Ren
 
 
 class _Renaming:
-    """What both directions share: everything but the tensors."""
+    """The part of a renaming that both directions share: everything but the tensors."""
 
     def __init__(
         self, manifest: Manifest, table: Table, model: Architecture, dialect: str | None = None
@@ -80,7 +80,7 @@ class _Renaming:
         self._new: dict[str, tuple[str, ...]] = {}
 
     def rename(self) -> RenamedState:
-        """The renamed manifest."""
+        """Return the renamed manifest."""
         kept = [e for e in self.manifest.entries.values() if self.find_new_names(e.fqn)]
         again = [e for e in self.manifest.tied_copies if self.find_new_names(e.fqn)]
         manifest = self._restate(index_entries(self.convert(kept)), tuple(self.convert(again)))
@@ -90,26 +90,26 @@ class _Renaming:
         return RenamedState(manifest, tuple(self.notes))
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """The tensors of the other side."""
+        """Yield the tensors of the other side."""
         raise NotImplementedError
 
     def spell(self, fqn: str) -> tuple[str, ...]:
-        """The names of what a tensor becomes, or of what it becomes a part of."""
+        """Return the names of what a tensor becomes, or becomes a part of."""
         raise NotImplementedError
 
     def find_new_names(self, fqn: str) -> tuple[str, ...]:
-        """The same, once; empty for what is no weight."""
+        """Return the result of `spell`, cached; empty for what is no weight."""
         if fqn not in self._new:
             opaque = fqn.endswith(_EXTRA) or self.spellings.is_computed(fqn)
             self._new[fqn] = () if opaque else self.spell(fqn)
         return self._new[fqn]
 
     def rename_all(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """The names of what these become, each once."""
+        """Return the names of what these become, each once."""
         return tuple(dict.fromkeys(name for fqn in fqns for name in self.find_new_names(fqn)))
 
     def check_shape(self, entry: Entry, *, plain: bool) -> bool:
-        """Whether an entry has its parameter's shape, and so is cut as that is.
+        """Check that an entry has its parameter's shape, and so is cut as the parameter is.
 
         Raises:
             UnsupportedError: it has not, and its parameter is cut.
@@ -165,7 +165,7 @@ def _drop_unknown(values: Mapping[str, Any]) -> dict[str, Any]:
 def _find_common(
     sources: Mapping[str, Iterable[str]], value_of: Callable[[str], Any], what: str
 ) -> dict[str, Any]:
-    """What all tensors that one is made of have in common.
+    """Return the value that all parts of one tensor have in common.
 
     Raises:
         UsageError: they differ.
@@ -192,7 +192,7 @@ def _format_value(value: Any) -> str:
 def _join_parts(
     where: str, name: str, pieces: Mapping[int, Entry], wanted: Mapping[int, str]
 ) -> tuple[list[Entry], DType]:
-    """The pieces of one tensor, all there, in order, and of one dtype.
+    """Return the parts of one tensor in order, and their dtype.
 
     Args:
         pieces: what there is, by number; ``wanted``: the name of each that there must be.
@@ -216,7 +216,7 @@ def _join_parts(
 
 
 class _ToHf(_Renaming):
-    """From a table's names."""
+    """The renaming from a table's names."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _ToHf(_Renaming):
             yield Entry(name, kind, dtype, (len(parts), *parts[0].shape), tuple(chunks))
 
     def _cut_parts(self, entry: Entry, spelled: Spelled) -> Iterator[Entry]:
-        """The tensors that a fused one is cut into."""
+        """Yield the tensors that a fused one is cut into."""
         line = spelled.line
         padded = spelled.found is not None and spelled.found.rule.is_vocabulary
         if not self.check_shape(entry, plain=line.is_plain and not padded):
@@ -268,7 +268,7 @@ class _ToHf(_Renaming):
             yield _transpose(made) if line.transposed else made
 
     def _drop_padding(self, entry: Entry) -> Entry:
-        """A tensor of the vocabulary's rows, without those that are no words.
+        """Return a tensor of the vocabulary without its padding rows.
 
         Raises:
             UsageError: it has fewer rows than the model has words.
@@ -293,7 +293,7 @@ class _ToHf(_Renaming):
 
 
 class _FromHf(_Renaming):
-    """To a table's names."""
+    """The renaming to a table's names."""
 
     def __init__(self, manifest: Manifest, table: Table, model: Architecture) -> None:
         super().__init__(manifest, table, model)
@@ -310,7 +310,7 @@ class _FromHf(_Renaming):
         return range(shape[0] if shape else self.model.require("experts"))
 
     def convert(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Each tensor where the first of its parts stood."""
+        """Yield each fused tensor at the place of the first of its parts."""
         gathered: dict[Key, tuple[Spelled, dict[int, Entry]]] = {}
         whole: list[Key | Entry] = []
         for entry in entries:
@@ -361,7 +361,7 @@ def _take_slice(entry: Entry, number: int | None, *, transposed: bool) -> Entry:
 
 
 def _transpose(entry: Entry) -> Entry:
-    """A matrix transposed; a vector is its own."""
+    """Return the transposed matrix; a vector stays as it is."""
     if len(entry.shape) != 2:
         return entry
     chunks = tuple(moves.transpose(chunk) for chunk in entry.chunks)

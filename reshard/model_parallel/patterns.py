@@ -21,17 +21,17 @@ Fields = Mapping[str, str | int]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One name, or many that differ in numbers."""
+    """A name, or a family of names that differ in numbers."""
 
     text: str
 
     @property
     def fields(self) -> frozenset[str]:
-        """The names of its fields."""
+        """Names of its fields."""
         return frozenset(match[1] for match in _FIELD.finditer(self.text))
 
     def match(self, name: str, constants: Mapping[str, int]) -> dict[str, str | int] | None:
-        """The fields' values that make the pattern this name; None where none do.
+        """Return the values of the fields that make the pattern this name, or None.
 
         Args:
             constants: fields that are known beforehand.
@@ -52,13 +52,13 @@ class Pattern:
 
     @property
     def group(self) -> str | None:
-        """What `group_of` gives for every name that the pattern can be; None: nothing in common."""
+        """The `make_group_key` of every name that matches; None if they have different keys."""
         if f"{{{_WORD}}}" in self.text.rpartition(".")[0]:
             return None
         return make_group_key(_FIELD.sub("0", self.text))
 
     def fill(self, values: Fields) -> str:
-        """The name that these values make; a field without one is a KeyError."""
+        """Return the name that these values make; raise KeyError for a field without a value."""
 
         def one(field: re.Match[str]) -> str:
             value = values[field[1]]
@@ -68,7 +68,7 @@ class Pattern:
 
 
 def make_group_key(name: str) -> str:
-    """A name without its last component and its numbers: few patterns have the same.
+    """Return a name without its last component and its numbers; few patterns share a key.
 
     >>> group_of("decoder.layers.12.mlp.linear_fc1.weight")
     'decoder.layers.#.mlp.linear_fc#'
@@ -78,7 +78,7 @@ def make_group_key(name: str) -> str:
 
 @cache
 def _compile(text: str) -> tuple[re.Pattern[str], tuple[tuple[str, int], ...]]:
-    """The expression, and its fields with what is added to each."""
+    """Return the regular expression of a pattern, and its fields with their offsets."""
     at, parts, fields = 0, [], []
     for field in _FIELD.finditer(text):
         parts.append(re.escape(text[at : field.start()]))

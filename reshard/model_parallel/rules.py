@@ -51,7 +51,7 @@ class Rule:
         return self.cut in _CUTS and _CUTS[self.cut].padded
 
     def get_patterns(self, dialect: str) -> tuple[Pattern, ...]:
-        """What a dialect may call it; its own name where the dialect has no other."""
+        """Return the names of a dialect, or the table's own name if the dialect has none."""
         return self.others.get(dialect, (self.name,))
 
     def split(self, *, gated: bool, te: bool = False) -> Split:
@@ -82,30 +82,30 @@ class RuleMatch:
 
     @property
     def name(self) -> str:
-        """What the table itself calls it."""
+        """The table's own name of it."""
         return self.rule.name.fill(self.fields)
 
     def spelled(self, dialect: str | None, constants: Mapping[str, int]) -> str:
-        """What a dialect calls it; its own name where the dialect has no other."""
+        """Return a dialect's name of it, or the table's own if the dialect has none."""
         return self.rule.get_patterns(dialect or "")[0].fill({**constants, **self.fields})
 
 
 @dataclass(frozen=True, slots=True)
 class _Spelling:
-    """A name that a rule has, and whose it is; None: the table's own."""
+    """A name that a rule has, and the dialect that uses it; None for the table's own."""
 
     rule: Rule
     pattern: Pattern
     dialect: str | None
 
     def is_of(self, dialect: str) -> bool:
-        """Whether a dialect has it: its own word, else the table's."""
+        """Whether a dialect uses it: its own name, else the table's."""
         return self.dialect == dialect or (self.dialect is None and dialect not in self.rule.others)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The rules of one file, or of several that stand before one another."""
+    """The rules of one file, or of several files that override one another."""
 
     source: str
     rules: tuple[Rule, ...]
@@ -116,7 +116,7 @@ class Table:
     _words: Mapping[str | None, Sequence[_Spelling]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Put the words where `find` looks for them."""
+        """Index the names for `find`."""
         words: dict[str | None, list[_Spelling]] = {None: []}
         for word in self._list_spellings():
             group = word.pattern.group
@@ -125,13 +125,14 @@ class Table:
         object.__setattr__(self, "_words", words)
 
     def _list_spellings(self) -> Iterator[_Spelling]:
+        """Yield every name of every rule."""
         for rule in self.rules:
             yield _Spelling(rule, rule.name, None)
             for dialect, patterns in rule.others.items():
                 yield from (_Spelling(rule, pattern, dialect) for pattern in patterns)
 
     def prepend_to(self, other: Table) -> Table:
-        """Both tables in one, this one's lines first."""
+        """Return a table of both, with this one's lines first."""
         return Table(
             f"{self.source} and {other.source}",
             self.rules + other.rules,
@@ -144,7 +145,7 @@ class Table:
     def find(
         self, name: str, constants: Mapping[str, int], dialect: str | None = None
     ) -> RuleMatch | None:
-        """The rule of a name, in the table's own words or a dialect's.
+        """Return the rule of a name in the table's own names or a dialect's, or None.
 
         Args:
             dialect: whose words; None: the table's, then any.
@@ -160,7 +161,7 @@ class Table:
     def require(
         self, name: str, constants: Mapping[str, int], dialect: str | None = None
     ) -> RuleMatch:
-        """The same, where there must be one.
+        """Return the rule of a name, like `find`, but raise an error if there is none.
 
         Raises:
             UsageError: no rule names it.
@@ -175,6 +176,7 @@ class Table:
         return found
 
     def _suggest(self, name: str) -> str:
+        """Return the nearest known names, as the end of a message."""
         known = [word.pattern.text for word in self._list_spellings()]
         near = get_close_matches(name, known, n=3, cutoff=0.4)
         return f"; the nearest are {', '.join(near)}" if near else ""
@@ -182,7 +184,7 @@ class Table:
 
 @cache
 def load_table(name: str) -> Table:
-    """A table that comes with reshard, with those that it adds to."""
+    """Return a built-in table, with the table that it extends."""
     source = f"the table {name!r}"
     root = load_document(name)
     own = _parse_table(root, source)
@@ -191,12 +193,12 @@ def load_table(name: str) -> Table:
 
 @cache
 def load_document(name: str) -> Mapping[str, Any]:
-    """The same as the file has it."""
+    """Return the file of a built-in table."""
     return parse_document((TABLES / f"{name}.yaml").read_text(), f"the table {name!r}")
 
 
 def add_user_rules(table: Table, path: Path | None) -> Table:
-    """A table with a user's lines before its own.
+    """Return a table with the lines of a user's file before its own.
 
     Raises:
         UsageError: the file is none.
@@ -208,7 +210,7 @@ def add_user_rules(table: Table, path: Path | None) -> Table:
 
 
 def parse_document(text: str, source: str) -> Mapping[str, Any]:
-    """The sections of a table's file.
+    """Return the sections of a table's file.
 
     Raises:
         UsageError: it is no YAML, or has none.
@@ -225,6 +227,7 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
 
 
 def _parse_table(root: Mapping[str, Any], source: str) -> Table:
+    """Return the table that a file's sections describe."""
     lines, hf = root.get("parameters", {}), root.get("hf", {})
     if not isinstance(lines, dict) or not isinstance(hf, dict) or not (lines or hf):
         raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)

@@ -32,7 +32,7 @@ class Split:
     summed: bool = False
 
     def get_factor(self, kind: str, ranks: int) -> float:
-        """What a rank's values are multiplied by to be those of the whole.
+        """Return the factor from one rank's values to the values of the whole.
 
         Gradients of a sum are those of each summand: the optimizer's moments are the same.
         """
@@ -43,7 +43,7 @@ REPLICATED = Split()
 
 
 def gather(pieces: Sequence[Entry], split: Split) -> Entry:
-    """The whole tensor of the pieces of every rank, in rank order.
+    """Join the pieces of every rank, given in rank order, to the whole tensor.
 
     Replicas are kept, each as a chunk, so that they can be compared.
 
@@ -81,7 +81,7 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
 
 
 def scale_shares(entry: Entry, split: Split, ranks: int) -> Entry:
-    """The entry, whose chunks hold the share of one rank where ranks add theirs up."""
+    """Return an entry whose chunks are scaled from one rank's share to the ranks' sum."""
     factor = split.get_factor(entry.kind, ranks)
     if factor == 1.0:
         return entry
@@ -91,7 +91,7 @@ def scale_shares(entry: Entry, split: Split, ranks: int) -> Entry:
 def list_blocks(
     fqn: str, shape: Index, split: Split, ranks: int, rank: int
 ) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
-    """What one of ``ranks`` holds of a tensor: its shape, and (block of the whole, block of it).
+    """Return the shape of a rank's piece, and its (block of the whole, block of the piece).
 
     Raises:
         UsageError: the tensor does not divide evenly, which the frameworks require.
@@ -117,7 +117,7 @@ def list_blocks(
 def _cut_blocks(
     fqn: str, shape: Index, split: Split, extents: Sequence[int], rank: int
 ) -> list[tuple[Box, Box]]:
-    """(block of the whole, block of the rank's piece), one a fused part."""
+    """Return (block of the whole, block of the rank's piece) for each fused part."""
     dim, zeros = split.dim or 0, (0,) * len(shape)
     found, start, local = [], 0, 0
     for widths in _get_widths(fqn, split, extents):
@@ -132,7 +132,7 @@ def _cut_blocks(
 
 
 def _get_widths(fqn: str, split: Split, extents: Sequence[int]) -> list[Sequence[int]]:
-    """The extent of each fused part on each rank."""
+    """Return the extent of each fused part on each rank."""
     total = sum(split.parts)
     if len(extents) == len(split.widths[0] if split.widths else ()):
         if [sum(widths) for widths in zip(*split.widths, strict=True)] == list(extents):

@@ -10,7 +10,7 @@ from reshard.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Ranks that hold different parts of a model.
+    """The sizes of model parallelism: ranks that have different parts of a model.
 
     Args:
         tensor: that share each layer; ``pipeline``: that follow one another.
@@ -27,7 +27,7 @@ class Sizes:
 
     @property
     def model(self) -> int:
-        """Ranks that see the same data."""
+        """Number of ranks that see the same data."""
         return self.tensor * self.pipeline
 
     @property
@@ -49,12 +49,12 @@ ONE = Sizes()
 
 
 def parse_mesh(mesh: Mapping[str, int]) -> Sizes:
-    """What a reader says of its source (`manifest.Origin.mesh`)."""
+    """Return the sizes in a source's mesh (`manifest.Origin.mesh`)."""
     return Sizes(tensor=mesh.get("tp", 1), pipeline=mesh.get("pp", 1), expert=mesh.get("ep", 1))
 
 
 def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before: int) -> int:
-    """The number of ranks: as asked for, else as before.
+    """Return the number of ranks: the given number, else the source's.
 
     Args:
         world, data: ranks in all, and those that see different data, where they are asked for.

@@ -30,7 +30,7 @@ NUMBERS = ("layers", "experts")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One way in which Hugging Face keeps a parameter.
+    """One way in which Hugging Face stores a parameter.
 
     Args:
         own: the table's name of it.
@@ -46,13 +46,13 @@ class Line:
 
     @property
     def is_plain(self) -> bool:
-        """Whether both sides keep the same tensor."""
+        """Whether both sides store the same tensor."""
         return self.form == forms.PLAIN and not self.transposed and not self.stacked
 
 
 @dataclass(frozen=True, slots=True)
 class Spelled:
-    """A parameter of the table as a line has it on the other side."""
+    """A parameter of the table, with the line that names its Hugging Face tensors."""
 
     line: Line
     fields: Fields
@@ -65,20 +65,20 @@ class Spelled:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Hugging Face's."""
+        """Hugging Face's names, one for each part."""
         return tuple(name.fill(self.fields) for name in self.line.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of Hugging Face's: which part of what it is."""
+    """A Hugging Face tensor: a part of a parameter of the table."""
 
     line: Line
     fields: Fields
     number: int
 
     def spelled(self, slice_number: int | None = None) -> Spelled:
-        """The parameter that it is a part of.
+        """Return the parameter that it is a part of.
 
         Args:
             slice_number: of the stack, where the line has one.
@@ -97,7 +97,7 @@ class Spellings:
 
     @cached_property
     def lines(self) -> tuple[Line, ...]:
-        """Every line, the first of a parameter being the one that is written.
+        """Every line; of several for one parameter, the first is the one that is written.
 
         Raises:
             UsageError: one is none.
@@ -110,12 +110,12 @@ class Spellings:
         )
 
     def is_computed(self, name: str) -> bool:
-        """Whether whoever loads the model computes it."""
+        """Whether a model computes the tensor as it is loaded."""
         matches = (pattern.match(name, self.numbers) for pattern in self.table.computed)
         return any(match is not None for match in matches)
 
     def find_by_table(self, name: str) -> Spelled:
-        """A parameter of the table, by the source's name of it, as it is written.
+        """Return a parameter of the table by the source's name, as it is written.
 
         Raises:
             UsageError: no rule, or no line, has the name.
@@ -133,7 +133,7 @@ class Spellings:
         )
 
     def find_by_hf(self, name: str) -> Part:
-        """A tensor of Hugging Face's.
+        """Return the part that a Hugging Face tensor is.
 
         Raises:
             UsageError: no line has the name.

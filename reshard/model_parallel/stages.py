@@ -10,12 +10,12 @@ from reshard.model_parallel.sizes import Sizes
 
 
 def list_chunks(sizes: Sizes) -> list[tuple[int, int]]:
-    """(pipeline rank, its chunk) in the order in which the layers pass through them."""
+    """Return each (pipeline rank, its chunk) in the order in which layers pass through them."""
     return [(stage, chunk) for chunk in range(sizes.virtual) for stage in range(sizes.pipeline)]
 
 
 def assign_layers(sizes: Sizes, count: int, counts: Sequence[int] | None = None) -> list[range]:
-    """The layers of each of `chunks`, by their numbers in the whole model.
+    """Return the layers of each of `list_chunks`, by their numbers in the whole model.
 
     Args:
         counts: how many each has; None: all as many.

@@ -12,7 +12,7 @@ from reshard.model_parallel.architecture import Architecture
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """A decoder, in numbers and words; None where nobody says.
+    """The traits of a decoder; None for what is unknown.
 
     Args:
         source: who says so.
@@ -64,7 +64,7 @@ class Traits:
     odd: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        """Refuse what no model has.
+        """Refuse sizes that no model has.
 
         Raises:
             CorruptError: sizes that are no numbers, are zero, or are beyond any.
@@ -108,11 +108,11 @@ class Traits:
 
     @property
     def rows(self) -> int | None:
-        """Of the vocabulary, as far as it is known: the words, else padding and all."""
+        """Rows of the vocabulary as far as they are known: without padding, else with it."""
         return self.vocab or self.padded_vocab
 
     def architecture(self) -> Architecture:
-        """The numbers that rules need."""
+        """Return the sizes that rules need."""
         return Architecture(
             source=self.source,
             layers=self.layers,

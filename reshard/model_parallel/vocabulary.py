@@ -1,4 +1,4 @@
-"""The rows of an embedding that are no words: padding, so that tensor-parallel ranks share it."""
+"""The rows of an embedding that are padding, so that tensor-parallel ranks share it evenly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard.model_parallel.rules import Table
 
 
 def pad_rows(words: int, multiple: int) -> int:
-    """Rows with padding: the next multiple.
+    """Return the number of rows with padding: the next multiple.
 
     >>> padded(101, 8)
     104
@@ -20,14 +20,14 @@ def pad_rows(words: int, multiple: int) -> int:
 
 
 def take_first_rows(entry: Entry, rows: int) -> Entry:
-    """A tensor without the rows behind the first ones."""
+    """Return a tensor's first rows."""
     kept = moves.make_row_moves(entry.shape, [(0, 0, rows)])
     shape = (rows, *entry.shape[1:])
     return replace(entry, shape=shape, chunks=tuple(moves.apply_moves(entry.chunks, kept)))
 
 
 def find_row_counts(manifest: Manifest, table: Table, constants: Mapping[str, int]) -> set[int]:
-    """Return how many rows the vocabularies of a manifest have, padding included."""
+    """Return the row counts of a manifest's vocabularies, padding included."""
     return {
         weight.shape[0]
         for weight in manifest.of_kind(*WEIGHT_KINDS)
@@ -38,9 +38,9 @@ def find_row_counts(manifest: Manifest, table: Table, constants: Mapping[str, in
 def cut_rows(
     manifest: Manifest, table: Table, constants: Mapping[str, int], rows: int
 ) -> tuple[Manifest, int]:
-    """A manifest whose vocabularies have no more rows than these, and how many were taken off.
+    """Return a manifest whose vocabularies have at most ``rows`` rows, and how many were cut.
 
-    Weights and optimizer alike.
+    Weights and optimizer states are cut alike.
     """
     entries, taken = [], 0
     for entry in manifest.entries.values():

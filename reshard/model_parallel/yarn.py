@@ -22,7 +22,7 @@ _READ = frozenset(
 
 
 def make_args(scaling: Mapping[str, Any], max_positions: int | None) -> dict[str, Any]:
-    """Return megatron-core's settings for a ``rope_scaling`` without `obstacles`."""
+    """Return megatron-core's settings for a ``rope_scaling`` without `list_obstacles`."""
     factor, original = _get_sizes(scaling, max_positions)
     mscale, all_dim = _get_mscales(scaling, factor)
     return {
