@@ -160,6 +160,9 @@ class NotRunError(ReshardError):
     exit_code = 6
 
 
+NOT_UNDERSTOOD = "a file does not have the structure of its format"
+
+
 @contextlib.contextmanager
 def understood(where: object) -> Iterator[None]:
     """Raise a `CorruptError` in place of Python's errors about the structure of a value.
@@ -180,6 +183,6 @@ def understood(where: object) -> Iterator[None]:
     ) as error:
         raise CorruptError(
             where,
-            f"a file does not have the structure of its format ({type(error).__name__}: {error})",
+            f"{NOT_UNDERSTOOD} ({type(error).__name__}: {error})",
             "it was altered, or written by a version that reshard does not know; -v shows where",
         ) from error

@@ -58,6 +58,7 @@ LAYERS = (
     ("html",),
     ("commands", "dcp"),
     ("api",),
+    ("testing",),
     ("",),
     ("cli",),
     ("__main__",),

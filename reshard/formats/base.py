@@ -217,8 +217,10 @@ class Format:
         detect_loosely: as ``detect``, by evidence that other formats may show as well; asked after
             all formats' ``detect``.
         claims: whether a directory belongs to a run of the format although no checkpoint lies
-            directly in it. Generic formats are not looked for there.
-        is_generic: whether other formats' runs may contain files of this format.
+            directly in it; see ``yields_to_runs``.
+        is_generic: whether runs of other formats may contain files of this format; extensions are
+            asked before such a format.
+        yields_to_runs: whether the format is not looked for in a directory that another one claims.
         reads_tags: whether ``read`` resolves ``--tag`` itself, and says which tags there are.
         suffixes: suffixes of files that are weights by themselves.
         requires: names of format packages that this one is built on.
@@ -232,6 +234,7 @@ class Format:
     detect_loosely: Callable[[Location], bool] | None = None
     claims: Callable[[Location], bool] | None = None
     is_generic: bool = False
+    yields_to_runs: bool = False
     reads_tags: bool = False
     suffixes: tuple[str, ...] = ()
     requires: tuple[str, ...] = field(default=())

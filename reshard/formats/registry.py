@@ -7,7 +7,9 @@ the group ``reshard.formats`` that a third party's package declares.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
@@ -17,6 +19,7 @@ from reshard.errors import UsageError
 from reshard.formats.base import Format, ReadHints, Source, Writer
 from reshard.location import Location
 from reshard.manifest import Manifest
+from reshard.paths import as_path
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -27,6 +30,7 @@ _PACKAGES = (
     *("deepspeed", "megatron", "meta", "nanotron", "colossalai", "pytorch", "huggingface"),
 )
 _UNKNOWN = Source()
+_ADDED: list[Format] = []
 
 
 @cache
@@ -44,19 +48,46 @@ def _is_installed(name: str) -> bool:
     return find_spec(f"{__package__}.{name}") is not None
 
 
-@cache
 def list_extensions() -> tuple[Format, ...]:
-    """Return the formats that other packages declare.
-
-    The metadata of all installed packages is searched, which takes longer than most commands:
-    callers ask the built-in formats first.
+    """Return the formats that other packages declare, and those of `add_format`.
 
     Raises:
         UsageError: a package declares something that is not a format, or cannot be imported.
     """
+    return (*_ADDED, *_load_extensions())
+
+
+@contextmanager
+def add_format(added: Format) -> Iterator[None]:
+    """Know a format that no installed package declares, for the duration of a block."""
+    is_known = added in list_formats()
+    if not is_known:
+        _ADDED.append(added)
+    try:
+        yield
+    finally:
+        if not is_known:
+            _ADDED.remove(added)
+
+
+@cache
+def _load_extensions() -> tuple[Format, ...]:
+    """Return the formats that installed packages declare.
+
+    The import of importlib.metadata takes longer than the reading of a small checkpoint, so it is
+    imported only if the metadata of some package names the group.
+    """
+    if not any(map(_names_group, sys.path)):
+        return ()
     from importlib.metadata import entry_points
 
     return tuple(map(_load_extension, entry_points(group=ENTRY_POINTS)))
+
+
+def _names_group(folder: str) -> bool:
+    """Return whether a package in a folder of ``sys.path`` declares entry points of the group."""
+    declared = as_path(folder or ".").glob("*-info/entry_points.txt")
+    return any(ENTRY_POINTS.encode() in path.read_bytes() for path in declared)
 
 
 def _load_extension(entry_point: EntryPoint) -> Format:
@@ -143,15 +174,18 @@ def _detects_loosely(candidate: Format, location: Location) -> bool:
 
 
 def _is_claimed(candidate: Format, location: Location) -> bool:
-    """Return whether a generic format is not looked for, since another format's run is there."""
-    return candidate.is_generic and any(
+    """Return whether a format is not looked for, since a run of another format is there."""
+    return candidate.yields_to_runs and any(
         each.claims is not None and each.claims(location) for each in list_built_in_formats()
     )
 
 
 def _find_strictly(location: Location) -> Iterator[Format]:
-    for listed in (list_built_in_formats, list_extensions):
-        yield from (each for each in listed() if _detects(each, location))
+    """Yield the formats that detect a checkpoint: particular ones, extensions, generic ones."""
+    known = list_built_in_formats()
+    yield from (each for each in known if not each.is_generic and _detects(each, location))
+    yield from (each for each in list_extensions() if _detects(each, location))
+    yield from (each for each in known if each.is_generic and _detects(each, location))
 
 
 def _find_loosely(location: Location) -> Iterator[Format]:

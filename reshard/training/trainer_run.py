@@ -10,7 +10,7 @@ Source: ``trainer/checkpoint/state.py`` (the document), ``trainer/settings.py`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -191,3 +191,36 @@ def read(value: Mapping[str, Any] | None, where: object) -> Run | None:
     for axis in _AXES:
         expect(where, value["settings"].get(axis, 1), COUNT, f"settings.{axis}")
     return Run(value)
+
+
+_FSDP_FORMS = (  # a file of the form, the strategies that load it, and the flags that name it
+    ("pytorch_model_fsdp_0", ("fsdp2", "fsdp"), "--state-dict-type sharded --sharded-files dcp"),
+    (
+        "pytorch_model_fsdp_0_rank0.bin",
+        ("fsdp2",),
+        "--state-dict-type sharded --sharded-files rank",
+    ),
+    ("pytorch_model_fsdp.bin", ("fsdp", "fsdp2"), "--state-dict-type full --sharded-files dcp"),
+    (
+        "pytorch_model_fsdp_rank0.bin",
+        ("fsdp",),
+        "--state-dict-type local --sharded-files dcp --no-fsdp-use-orig-params",
+    ),
+)
+
+
+def choose_flags(names: Collection[str], zero_stage: int | None, strategy: str) -> list[str] | None:
+    """Return the flags with which ``python -m trainer`` loads a checkpoint; None: it does not.
+
+    Args:
+        names: the files and folders of the checkpoint.
+        zero_stage: of a checkpoint in DeepSpeed's layout.
+        strategy: the strategy of the run so far, which is kept if it loads the checkpoint.
+    """
+    if zero_stage is not None and "latest" in names:
+        return ["--strategy", f"zero{zero_stage}" if zero_stage else "ddp"]
+    for name, strategies, flags in _FSDP_FORMS:
+        if name in names:
+            chosen = strategy if strategy in strategies else strategies[0]
+            return ["--strategy", chosen, "--engine", "native", *flags.split()]
+    return None

@@ -25,7 +25,6 @@ from reshard.commands.page import check_page, write_page
 from reshard.commands.reading import Meter
 from reshard.commands.resume_check.options import ResumeCheckOptions
 from reshard.commands.resume_check.program import (
-    LATEST_FILES,
     PLACEHOLDERS,
     choose_program,
     log_path,
@@ -42,6 +41,7 @@ from reshard.errors import (
     NotRunError,
     UsageError,
 )
+from reshard.formats import registry
 from reshard.manifest import Manifest
 from reshard.output.destination import check_destination
 from reshard.output.temporary import temporary
@@ -205,8 +205,8 @@ class _ResumeCheck:
             return ProgramRun("unbroken", self.ranks, series=series)
         folder = self._make_folder("unbroken")
         checkpoint = make_loadable(self._manifest, folder)
-        detail = self._manifest.origin.detail
-        run = self._run("unbroken", checkpoint, folder, self.ranks, detail)
+        stage = self._manifest.origin.zero_stage
+        run = self._run("unbroken", checkpoint, folder, self.ranks, stage)
         if run.failure:
             kind = IncompleteError if run.ended else NotRunError
             raise kind(
@@ -269,7 +269,7 @@ class _ResumeCheck:
     def _resume_layout(self, layout: _Layout, checkpoint: Path, folder: Path) -> ProgramRun:
         planned = layout.planned
         return self._run(
-            layout.name, checkpoint, folder, planned.ranks, planned.target, layout.flags
+            layout.name, checkpoint, folder, planned.ranks, planned.zero_stage, layout.flags
         )
 
     def _run(
@@ -278,7 +278,7 @@ class _ResumeCheck:
         checkpoint: Path,
         folder: Path,
         ranks: int,
-        form: str,
+        zero_stage: int | None,
         flags: Sequence[str] = (),
     ) -> ProgramRun:
         """Run the program on a checkpoint and read its log; failures are in the result.
@@ -287,7 +287,7 @@ class _ResumeCheck:
             UsageError: the program cannot be started, or a placeholder has no value.
         """
         words = self._program.build_command(
-            checkpoint, folder, ranks=ranks, steps=self._options.steps, form=form
+            checkpoint, folder, ranks=ranks, steps=self._options.steps, zero_stage=zero_stage
         )
         run = ProgramRun(name, ranks, [*words, *flags])
         self._print_line(f"{name}: {' '.join(run.command)}")
@@ -347,6 +347,6 @@ def _list_files(manifest: Manifest) -> Mapping[str, Any]:
     """Return every file of the source with its size and modification time."""
     folder = Path(manifest.origin.path)
     files = [*folder.rglob("*")] if folder.is_dir() else [folder]
-    latest = folder.parent / LATEST_FILES.get(manifest.origin.format, folder.name)
+    latest = folder.parent / (registry.describe_source(manifest).pointer or folder.name)
     files += [latest] if latest.is_file() else []
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}

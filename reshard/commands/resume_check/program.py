@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from pathlib import Path
 from reshard.commands import programs
 from reshard.commands.split.report import SplitReport
 from reshard.errors import UsageError
+from reshard.formats import registry
 from reshard.manifest import Manifest
+from reshard.training import trainer_run
 
 PLACEHOLDERS = ("checkpoint", "world_size", "steps", "until", "log", "out", "zero_stage")
-LATEST_FILES = {"deepspeed": "latest", "deepspeed-universal": "latest_universal"}
 
-_STAGE = re.compile(r"stage (\d)$")
 _TRAINER_STATE = "trainer_state.json"
 
 
@@ -35,12 +34,12 @@ class Program:
     layout_flags: Callable[[SplitReport], Sequence[str]]
 
     def build_command(
-        self, checkpoint: Path, folder: Path, *, ranks: int, steps: int, form: str
+        self, checkpoint: Path, folder: Path, *, ranks: int, steps: int, zero_stage: int | None
     ) -> list[str]:
         """Return the command that resumes from one checkpoint and writes ``folder/log.jsonl``.
 
         Args:
-            form: description of the layout, which may name a ZeRO stage.
+            zero_stage: of a layout of DeepSpeed.
 
         Raises:
             UsageError: a placeholder has no value.
@@ -54,8 +53,8 @@ class Program:
         }
         if self.step is not None:
             values["until"] = self.step + steps
-        if stage := _STAGE.search(form):
-            values["zero_stage"] = stage[1]
+        if zero_stage is not None:
+            values["zero_stage"] = zero_stage
         return programs.fill_placeholders(self.words, values)
 
 
@@ -104,45 +103,25 @@ def _trainer(manifest: Manifest) -> Program:
     return Program(
         [sys.executable, *words.split(), "--save", "{out}", "--no-progress"],
         step,
-        lambda planned: _trainer_flags(planned, strategy),
+        lambda planned: _choose_flags(planned, strategy),
     )
 
 
-def _trainer_flags(planned: SplitReport, strategy: str) -> list[str]:
+def _choose_flags(planned: SplitReport, strategy: str) -> list[str]:
     """Return the flags with which the trainer loads a layout.
 
     Raises:
         UsageError: the trainer does not load it.
     """
-    stage = planned.target.removeprefix("deepspeed stage ")
-    if stage.isdecimal():
-        return ["--strategy", f"zero{stage}" if stage != "0" else "ddp"]
     names = {file["name"].partition("/")[0] for file in planned.files}
-    for name, strategies, flags in _FSDP_FORMS:
-        if name in names:
-            chosen = strategy if strategy in strategies else strategies[0]
-            return ["--strategy", chosen, "--engine", "native", *flags.split()]
-    raise UsageError(
-        f"--to {planned.target}",
-        "python -m trainer does not load this layout",
-        "choose deepspeed, fsdp or accelerate, or pass your own --command",
-    )
-
-
-_FSDP_FORMS = (  # a file of the layout, strategies of the trainer that load it, and their flags
-    ("pytorch_model_fsdp_0", ("fsdp2", "fsdp"), "--state-dict-type sharded --sharded-files dcp"),
-    (
-        "pytorch_model_fsdp_0_rank0.bin",
-        ("fsdp2",),
-        "--state-dict-type sharded --sharded-files rank",
-    ),
-    ("pytorch_model_fsdp.bin", ("fsdp", "fsdp2"), "--state-dict-type full --sharded-files dcp"),
-    (
-        "pytorch_model_fsdp_rank0.bin",
-        ("fsdp",),
-        "--state-dict-type local --sharded-files dcp --no-fsdp-use-orig-params",
-    ),
-)
+    flags = trainer_run.choose_flags(names, planned.zero_stage, strategy)
+    if flags is None:
+        raise UsageError(
+            f"--to {planned.target}",
+            "python -m trainer does not load this layout",
+            "choose deepspeed, fsdp or accelerate, or pass your own --command",
+        )
+    return flags
 
 
 def make_loadable(manifest: Manifest, folder: Path) -> Path:
@@ -152,8 +131,8 @@ def make_loadable(manifest: Manifest, folder: Path) -> Path:
     another checkpoint, a directory with a link to the source is made in ``folder``.
     """
     path = Path(manifest.origin.path).resolve()
-    latest = LATEST_FILES.get(manifest.origin.format)
-    if latest is None:
+    latest = registry.describe_source(manifest).pointer
+    if not latest:
         return path
     named = path.parent / latest
     if named.is_file() and named.read_text().strip() == path.name:

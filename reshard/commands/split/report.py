@@ -31,7 +31,7 @@ class SplitReport:
     target: str
     ranks_before: int
     ranks: int
-    zero_stage: int | None = None  # of a layout of DeepSpeed
+    zero_stage: int | None = None  # of a layout of DeepSpeed without model parallelism
     destination: str = ""
     options: dict[str, Any] = field(default_factory=dict)  # those that were given
     done: bool = False
@@ -91,6 +91,7 @@ def describe_split(
     """Return the part of a report that is known before the first byte moves."""
     manifest, request = state.manifest, conversion.request
     notes, writer = conversion.notes, conversion.writer
+    has_stage = request.separate_masters and request.parallel.is_one
     no_slots = (*WEIGHT_KINDS, copied_files.KIND, copied_files.TENSOR)
     out = {e.key for e in skeleton.entries if e.kind not in no_slots}
     held = {e.key for e in manifest.entries.values() if e.kind not in WEIGHT_KINDS}
@@ -98,7 +99,7 @@ def describe_split(
         source=manifest.origin.path,
         format=manifest.origin.description,
         target=" ".join(filter(None, (writer.name, writer.describe(request)))),
-        zero_stage=request.zero_stage if request.separate_masters else None,
+        zero_stage=request.zero_stage if has_stage else None,
         ranks_before=manifest.origin.world,
         ranks=request.world_size,
         files=[{"name": file.name, "bytes": file.nbytes} for file in skeleton.files],

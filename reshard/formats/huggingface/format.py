@@ -20,5 +20,6 @@ FORMAT = Format(
     detect=detect,
     read=_read,
     sources={NAME: _WEIGHTS, "safetensors": _WEIGHTS},
+    is_generic=True,
     suffixes=(".safetensors",),
 )

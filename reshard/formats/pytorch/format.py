@@ -279,6 +279,7 @@ FORMAT = Format(
     writers=(*(Dcp(), Accelerate(), HFTrainer(), Fsdp2(), Verl(), Fsdp(), OurTrainer(), Torch()),),
     detect_loosely=detect_loosely,
     is_generic=True,
+    yields_to_runs=True,
     suffixes=PLAIN_SUFFIXES,
     requires=("dcp", "fsdp", "huggingface", "trainers"),
 )

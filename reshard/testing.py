@@ -1,0 +1,234 @@
+"""The conformance kit for formats: what every format must do, on checkpoints that its author has.
+
+    from reshard.testing import Example, check_format
+
+    def test_my_format():
+        check_format(FORMAT, [Example(path, weights)], tmp_path)
+
+An example is a checkpoint that the real framework wrote, with the values that the framework itself
+reports. Files that reshard wrote show nothing: an error in a reader and in its writer cancel out.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard import api, formats
+from reshard.errors import NOT_UNDERSTOOD, ReshardError, UnrecognisedError
+from reshard.formats import registry
+from reshard.formats.base import Format
+from reshard.manifest import Manifest
+from reshard.units import some
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEAD = 4096  # bytes of a file in which its headers are altered
+_CASES = 6  # altered copies per file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A checkpoint of the format, and what the framework says that it contains.
+
+    Args:
+        path: the checkpoint, as a user gives it.
+        weights: fqn -> value of every weight, from the framework.
+        slots: optimizer slot -> fqn -> value, from the framework; empty: not compared.
+        world_sizes: rank counts to which the checkpoint is split, and back to its own.
+        merge_options: options of ``reshard merge`` with which the weights are compared.
+        split_options: options of ``reshard split`` that the splits need.
+    """
+
+    path: Path
+    weights: Mapping[str, Tensor]
+    slots: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    world_sizes: Sequence[int] = ()
+    merge_options: Mapping[str, Any] = field(default_factory=dict)
+    split_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_format(
+    candidate: Format, examples: Iterable[Example], directory: Path, *, seed: int = 0
+) -> None:
+    """Check a format on real checkpoints, sound and damaged.
+
+    For each example: the format is found without ``--from``; its manifest covers every element
+    once; the merged weights and the slots are the framework's, bit for bit; a split to other ranks
+    and back is the same state; and a truncated, altered or missing file is refused with an error
+    of `reshard.errors` that the reader itself raises, or the same tensors are read.
+
+    Args:
+        candidate: the format; it need not be registered.
+        directory: an empty directory for copies.
+        seed: of the random damage.
+
+    Raises:
+        AssertionError: naming every check that failed.
+    """
+    problems: list[str] = []
+    with registry.add_format(candidate):
+        for number, example in enumerate(examples):
+            place = directory / str(number)
+            place.mkdir(parents=True)
+            for name, run in _CHECKS.items():
+                problems += [
+                    f"{example.path}: {name}: {each}" for each in run(candidate, example, place)
+                ]
+            problems += [
+                f"{example.path}: damage: {each}"
+                for each in _check_damage(candidate, example, place, random.Random(seed))  # noqa: S311 - reproducible damage
+            ]
+    if problems:
+        raise AssertionError("\n".join(problems))
+
+
+def _read(candidate: Format, path: Path) -> Manifest:
+    manifest = formats.read(path)
+    if manifest.origin.format not in candidate.sources:
+        raise UnrecognisedError(path, f"is a {manifest.origin.format} checkpoint")
+    return manifest
+
+
+def _check_detection(candidate: Format, example: Example, _place: Path) -> Iterator[str]:
+    """Yield what is wrong with the choice of the format, and with the listed files."""
+    manifest = formats.read(example.path)
+    if manifest.origin.format not in candidate.sources:
+        yield f"read as {manifest.origin.format}, expected one of {', '.join(candidate.sources)}"
+    for name in manifest.files:
+        if not Path(name).exists():
+            yield f"the manifest lists {name}, which does not exist"
+
+
+def _check_merge(_candidate: Format, example: Example, place: Path) -> Iterator[str]:
+    """Yield the merged weights that are not the framework's."""
+    api.merge(example.path, place / "merged.safetensors", **example.merge_options)
+    with api.open(place / "merged.safetensors") as merged:
+        yield from _compare({name: merged[name][...] for name in merged}, example.weights)
+
+
+def _check_slots(_candidate: Format, example: Example, _place: Path) -> Iterator[str]:
+    """Yield the optimizer slots that are not the framework's."""
+    with api.open(example.path) as source:
+        for slot, values in example.slots.items():
+            stored = source.optimizer(slot)
+            found = {name: stored[name][...] for name in stored}
+            yield from (f"{slot} of {each}" for each in _compare(found, values))
+
+
+def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Iterator[str]:
+    import torch
+
+    if found.keys() != expected.keys():
+        yield (
+            f"names: only found {some(sorted(found.keys() - expected.keys()))},"
+            f" only expected {some(sorted(expected.keys() - found.keys()))}"
+        )
+    for name in found.keys() & expected.keys():
+        ours, theirs = found[name], expected[name]
+        if ours.dtype != theirs.dtype:
+            yield f"{name} is {ours.dtype}, expected {theirs.dtype}"
+        elif not torch.equal(ours, theirs):
+            yield f"{name} has other values"
+
+
+def _check_round_trips(_candidate: Format, example: Example, place: Path) -> Iterator[str]:
+    """Yield the states that are not the same after a split to other ranks and back."""
+    ranks = api.inspect(example.path).manifest.origin.world
+    for world_size in example.world_sizes:
+        there, back = place / f"to_{world_size}", place / f"from_{world_size}"
+        api.split(example.path, there, world_size=world_size, **example.split_options)
+        api.split(there, back, world_size=ranks, **example.split_options)
+        for path in (there, back):
+            report = api.diff(example.path, path)
+            if not report.same:
+                yield f"{ranks} -> {world_size}: {'; '.join(report.lines())}"
+
+
+_Check = Callable[[Format, Example, Path], Iterator[str]]
+_CHECKS: dict[str, _Check] = {
+    "detection": _check_detection,
+    "merge": _check_merge,
+    "optimizer": _check_slots,
+    "round trip": _check_round_trips,
+}
+
+
+def _check_damage(
+    candidate: Format, example: Example, place: Path, rng: random.Random
+) -> Iterator[str]:
+    """Yield damage that is answered with anything but an error of reshard, or an equal manifest."""
+    sound = _summarize(_read(candidate, example.path))
+    files = [example.path] if example.path.is_file() else sorted(_list_files(example.path))
+    copy = place / "damaged" / example.path.name
+    for file in files:
+        name = file.relative_to(example.path)  # "." of a checkpoint that is one file
+        for damage in _list_damage(file, rng):
+            _copy(example.path, copy)
+            damage.apply(copy / name if copy.is_dir() else copy)
+            try:
+                read = _summarize(_read(candidate, copy))
+                if damage.at is None and read != sound:
+                    yield f"{file.name} {damage}: read as another state, without an error"
+            except ReshardError as error:
+                if error.problem.startswith(NOT_UNDERSTOOD):
+                    yield f"{file.name} {damage}: the reader did not check a value: {error}"
+            finally:
+                shutil.rmtree(copy.parent)
+
+
+def _list_files(path: Path) -> Iterator[Path]:
+    yield from (each for each in path.rglob("*") if each.is_file())
+
+
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """One way to damage a file: to remove it, to cut it off, or to alter one byte."""
+
+    size: int | None = None
+    at: int | None = None
+
+    def __str__(self) -> str:
+        if self.at is not None:
+            return f"altered at byte {self.at}"
+        return "missing" if self.size is None else f"cut off at {self.size} bytes"
+
+    def apply(self, path: Path) -> None:
+        """Damage a file."""
+        if self.at is not None:
+            data = bytearray(path.read_bytes())
+            data[self.at] ^= 0xFF
+            path.write_bytes(data)
+        elif self.size is None:
+            path.unlink()
+        else:
+            os.truncate(path, self.size)
+
+
+def _list_damage(file: Path, rng: random.Random) -> Iterator[_Damage]:
+    """Yield the ways in which a file is damaged."""
+    size = file.stat().st_size
+    yield _Damage()
+    yield _Damage(size=0)
+    for _ in range(_CASES if size else 0):
+        yield _Damage(size=rng.randrange(size))
+        yield _Damage(at=rng.randrange(min(size, _HEAD)))
+
+
+def _copy(source: Path, destination: Path) -> None:
+    destination.parent.mkdir()
+    if source.is_file():
+        shutil.copyfile(source, destination)
+    else:
+        shutil.copytree(source, destination)
+
+
+def _summarize(manifest: Manifest) -> object:
+    """Return the tensors of a manifest, without where they are stored."""
+    return {key: (entry.shape, entry.dtype.name) for key, entry in manifest.entries.items()}

@@ -1,0 +1,205 @@
+"""A format is one object: it can be removed, added by another package, and checked by the kit."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reshard
+from reshard.errors import UsageError
+from reshard.formats import registry
+from reshard.formats.base import Format, Source
+from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries
+from reshard.testing import Example, check_format
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+LLAMA = ROOT / "examples" / "llama-zero3-4ranks"
+REMOVABLE = ("deepspeed", "megatron", "meta", "nanotron", "colossalai")
+FORMATS = {each.name: each for each in registry.list_built_in_formats()}
+
+
+@pytest.mark.parametrize("name", REMOVABLE)
+def test_without_one_format_s_folder_the_rest_works(name, tmp_path):
+    """Every other module is imported, and a checkpoint of another format is merged and split."""
+    shutil.copytree(
+        ROOT / "reshard", tmp_path / "reshard", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.rmtree(tmp_path / "reshard" / "formats" / name)
+    source = DATA / "colossalai" / "plain" / "ckpt" if name == "deepspeed" else LLAMA
+    script = (
+        "import pkgutil, importlib, reshard\n"
+        "names = [m.name for m in pkgutil.walk_packages(reshard.__path__, 'reshard.')]\n"
+        "for name in names:\n"
+        "    name.endswith('__main__') or importlib.import_module(name)\n"
+        "from reshard.formats import registry\n"
+        f"assert {name!r} not in registry.list_names()\n"
+        f"reshard.merge({str(source)!r}, 'out.safetensors')\n"
+        f"reshard.split({str(source)!r}, 'out', to='dcp', world_size=2)\n"
+        "print(reshard.__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) in done.stdout
+
+
+# A format of another package: one JSON file of names, and one safetensors file for each tensor
+
+
+def detect_listed(location):
+    return "listed.json" in location.files
+
+
+def read_listed(location, _hints):
+    from reshard.containers import safetensors
+    from reshard.containers.json_files import read_json_object
+
+    listing = location.files["listed.json"]
+    entries, files = [], {}
+    for name in read_json_object(listing):
+        held = safetensors.read(location.path / f"{name}.safetensors")
+        files[held.source.path] = held.source
+        chunk = held.tensors["value"]
+        entries.append(Entry(name, PARAM, chunk.dtype, chunk.box.shape, (chunk,)))
+    origin = Origin("listed", str(location))
+    return Manifest(origin, index_entries(entries), files, ordered=True)
+
+
+LISTED = Format(name="listed", detect=detect_listed, read=read_listed, sources={"listed": Source()})
+
+
+@pytest.fixture
+def listed(tmp_path):
+    place, weights = tmp_path / "ckpt", {"a": torch.randn(3, 2), "b": torch.arange(4.0)}
+    place.mkdir()
+    for name, tensor in weights.items():
+        save_file({"value": tensor}, place / f"{name}.safetensors")
+    (place / "listed.json").write_text(json.dumps(dict.fromkeys(weights, 1)))
+    return place, weights
+
+
+def test_an_entry_point_adds_a_format(listed, tmp_path):
+    """Under a name of its own, as an installed package declares it."""
+    place, weights = listed
+    package = tmp_path / "site" / "their_formats.py"
+    package.parent.mkdir()
+    text = Path(__file__).read_text()
+    body = text[text.index("def detect_listed") : text.index("@pytest.fixture")]
+    imports = (
+        "from reshard.formats.base import Format, Source\n"
+        "from reshard.manifest import PARAM, Entry, Manifest, Origin, index_entries\n"
+    )
+    package.write_text(imports + body)
+    info = package.parent / "their_formats-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their_formats\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[reshard.formats]\nlisted = their_formats:LISTED\n")
+    command = [sys.executable, "-m", "reshard", "merge", str(place), "out.safetensors"]
+    done = subprocess.run(
+        [*command, "--from", "listed"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{package.parent}:{ROOT}"},
+    )
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "out.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+
+
+def test_an_unknown_format_is_refused_with_the_names_of_all(tmp_path):
+    (tmp_path / "x").mkdir()
+    with pytest.raises(UsageError, match=r"--from nope: formats are colossalai, deepspeed"):
+        reshard.inspect(tmp_path / "x", source_format="nope")
+
+
+def test_the_kit_accepts_a_format_of_another_package(listed, tmp_path):
+    place, weights = listed
+    check_format(LISTED, [Example(path=place, weights=weights)], tmp_path / "kit")
+
+
+def test_the_kit_finds_wrong_values(listed, tmp_path):
+    place, weights = listed
+    wrong = {**weights, "b": weights["b"] + 1}
+    with pytest.raises(AssertionError, match="merge: b has other values"):
+        check_format(LISTED, [Example(path=place, weights=wrong)], tmp_path / "kit")
+
+
+def test_the_kit_finds_a_reader_that_trips_over_damage(listed, tmp_path):
+    def read_carelessly(location, hints):
+        json.loads((location.path / "listed.json").read_text())
+        return read_listed(location, hints)
+
+    careless = Format(
+        name="careless", detect=detect_listed, read=read_carelessly, sources=LISTED.sources
+    )
+    place, weights = listed
+    with pytest.raises(
+        AssertionError, match=r"listed\.json cut off at 0 bytes: the reader did not check a value"
+    ):
+        check_format(careless, [Example(path=place, weights=weights)], tmp_path / "kit")
+
+
+def load(path):
+    return torch.load(DATA / path, weights_only=False)
+
+
+def example_of(name, tmp_path):
+    """A checkpoint that the real framework wrote, with what the framework says of it."""
+    if name == "deepspeed":
+        truth = load("deepspeed_0.8.3/z2_apexadam/truth.pt")
+        weights = truth["live"] | truth["params"]
+        weights = {name: value.float() for name, value in weights.items()} | truth["buffers"]
+        weights = {name: weights[name] for name in weights.keys() - truth["tied"].keys()}
+        return Example(
+            path=DATA / "deepspeed_0.8.3" / "z2_apexadam" / "run",
+            weights=weights,
+            slots=truth["slots"],
+            world_sizes=(3,),
+            merge_options={"dtype": "fp32"},
+        )
+    if name == "nanotron":
+        return Example(
+            path=DATA / "nanotron/tp2dp2/ckpt",
+            weights=load("nanotron/tp2dp2/reference.pt")["model"],
+        )
+    if name == "meta":
+        return Example(
+            path=DATA / "meta/llama_mp2",
+            weights=load("meta/llama_mp2/reference.pt")["model"],
+            merge_options={"names": "source"},
+        )
+    if name == "torch":
+        truth = load("olmo_core/truth.pt")
+        slots = ("exp_avg", "exp_avg_sq")
+        return Example(
+            path=DATA / "olmo_core/ckpt",
+            weights=truth["model"],
+            slots={s: {n: state[s] for n, state in truth["state"].items()} for s in slots},
+            world_sizes=(2,),
+        )
+    weights = {"a.weight": torch.randn(4, 3), "b": torch.arange(5, dtype=torch.bfloat16)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    return Example(path=tmp_path / "model.safetensors", weights=weights)
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "nanotron", "meta", "torch", "huggingface"])
+def test_our_formats_pass_the_kit(name, tmp_path):
+    check_format(FORMATS[name], [example_of(name, tmp_path)], tmp_path / "kit")
