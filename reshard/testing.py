@@ -24,6 +24,7 @@ from reshard.errors import NOT_UNDERSTOOD, ReshardError, UnrecognisedError
 from reshard.formats import registry
 from reshard.formats.base import Format
 from reshard.manifest import Manifest
+from reshard.paths import as_path
 from reshard.units import some
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _check_detection(candidate: Format, example: Example, _place: Path) -> Itera
     if manifest.origin.format not in candidate.sources:
         yield f"read as {manifest.origin.format}, expected one of {', '.join(candidate.sources)}"
     for name in manifest.files:
-        if not Path(name).exists():
+        if not as_path(name).exists():
             yield f"the manifest lists {name}, which does not exist"
 
 

@@ -12,7 +12,7 @@
     optimizer   every form of a rank's optimizer
     rank        one rank's files
     model       what a rank holds, where no file lists it; share: of which layers and experts
-    own         what ranks save beside the model's tensors
+    own         what ranks save beside the model's tensors; rank_states: what becomes of it
     legacy      the torch format: a folder a rank
     dist        the torch_dist format: DCP with Megatron's keys
     dist_flat   the distributed optimizer's buffers there
