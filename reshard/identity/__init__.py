@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from reshard.errors import CorruptError
-from reshard.identity.claims import Conflict, find_conflicts, list_evidence
+from reshard.identity.claims import Conflict, compare_claims, find_conflicts
 from reshard.manifest import Manifest, SourceFile
 from reshard.units import counted
 
@@ -20,8 +20,8 @@ __all__ = [
     "Identity",
     "Trust",
     "check_identity",
+    "compare_claims",
     "find_conflicts",
-    "list_evidence",
     "refuse_conflicts",
 ]
 
@@ -62,14 +62,16 @@ class Identity:
         return ", ".join(found) or "the files carry no evidence of the rank or save they belong to"
 
 
-def refuse_conflicts(files: Mapping[str, SourceFile]) -> None:
-    """Refuse files whose claims contradict one another.
+def refuse_conflicts(files: Mapping[str, SourceFile]) -> list[str]:
+    """Refuse files whose claims contradict one another, and return the evidence that they do not.
 
     Raises:
         CorruptError: naming the first such file and both claims.
     """
-    for conflict in find_conflicts(files):
+    compared = compare_claims(files)
+    for conflict in compared.conflicts:
         raise CorruptError(conflict.file, conflict.problem, _REMEDY)
+    return compared.evidence
 
 
 def check_identity(manifest: Manifest, trust: Trust = "sampled") -> Identity:
@@ -87,11 +89,11 @@ def check_identity(manifest: Manifest, trust: Trust = "sampled") -> Identity:
     """
     if trust == "none":
         return Identity(trust)
-    refuse_conflicts(manifest.files)
+    evidence = refuse_conflicts(manifest.files)
     from reshard.identity.crosscheck import compare_masters
 
     compared = compare_masters(manifest, every_element=trust == "full")
     if compared.unequal:
         first = compared.unequal[0]
         raise CorruptError(first.file, first.problem, _REMEDY)
-    return Identity(trust, list_evidence(manifest), compared.elements)
+    return Identity(trust, evidence, compared.elements)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from reshard.manifest import Claim, Manifest, SourceFile
+from reshard.manifest import Claim, SourceFile
 from reshard.stamps import FILE_NAME
 
 _DIGITS = re.compile(r"\d+")
@@ -28,16 +28,34 @@ class Conflict:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What a comparison of the claims of all files showed.
+
+    Args:
+        conflicts: the contradictions, in file order.
+        evidence: the kinds of claims that were compared, each with the number of files.
+    """
+
+    conflicts: list[Conflict]
+    evidence: list[str]
+
+
+def compare_claims(files: Mapping[str, SourceFile]) -> Comparison:
+    """Compare what the files state about themselves."""
+    siblings = _count_siblings(files)
+    conflicts = [*_misplaced(files, siblings), *_other_saves(files)]
+    return Comparison(conflicts, _list_evidence(files, siblings))
+
+
 def find_conflicts(files: Mapping[str, SourceFile]) -> list[Conflict]:
     """Return the contradictions between the claims of the files, in file order."""
-    return [*_misplaced(files), *_other_saves(files)]
+    return compare_claims(files).conflicts
 
 
-def list_evidence(manifest: Manifest) -> list[str]:
-    """Return the kinds of claims that were compared, each with the number of files that make it."""
+def _list_evidence(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> list[str]:
     made: Counter[str] = Counter()
-    siblings = _count_siblings(manifest.files)
-    for file in manifest.files.values():
+    for file in files.values():
         for claim in file.claims:
             if claim.about != FILE_NAME or _names_sibling(file, claim, siblings):
                 made[f"{claim.about} by {claim.evidence}"] += 1
@@ -70,9 +88,8 @@ def _names_sibling(file: SourceFile, claim: Claim, siblings: Mapping[str, int]) 
     return has_siblings and mask_digits(claim.value) == masked
 
 
-def _misplaced(files: Mapping[str, SourceFile]) -> Iterator[Conflict]:
+def _misplaced(files: Mapping[str, SourceFile], siblings: Mapping[str, int]) -> Iterator[Conflict]:
     """Yield the files that state another name, rank or place than the one that they have."""
-    siblings = _count_siblings(files)
     for file in files.values():
         for claim in file.claims:
             expected = claim.expected

@@ -19,7 +19,7 @@ from reshard.box import Index
 from reshard.containers.json_files import read_json_object
 from reshard.errors import CorruptError
 from reshard.formats import placeholders, registry, run
-from reshard.identity import find_conflicts, list_evidence
+from reshard.identity import compare_claims
 from reshard.identity.claims import mask_digits
 from reshard.identity.counters import find_counter_conflicts
 from reshard.location import Location
@@ -115,11 +115,11 @@ def coverage(manifest: Manifest) -> Check:
 
 def ranks(manifest: Manifest) -> Check:
     """Check that no file states another rank, step or save than the place where it lies."""
-    evidence = list_evidence(manifest)
-    if not evidence:
+    compared = compare_claims(manifest.files)
+    if not compared.evidence:
         return not_applicable(checks.RANKS, "no files that say which rank or save they belong to")
-    found = Check(checks.RANKS, ", ".join(evidence), exit_code=3)
-    found.failures += [f"{each.file}: {each.problem}" for each in find_conflicts(manifest.files)]
+    found = Check(checks.RANKS, ", ".join(compared.evidence), exit_code=3)
+    found.failures += [f"{each.file}: {each.problem}" for each in compared.conflicts]
     return found
 
 
