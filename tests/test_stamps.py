@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import reshard
 from reshard import stamps
 from reshard.containers import torch_reader
 from reshard.errors import CorruptError
@@ -67,3 +71,20 @@ def test_a_file_with_a_malformed_stamp_is_refused(tmp_path):
     torch.save({KEY: 7}, tmp_path / "a.pt")
     with pytest.raises(CorruptError, match=r"a.pt: reshard_stamp is 7, where a dict"):
         torch_reader.read(tmp_path / "a.pt")
+
+
+def test_two_sources_of_equal_names_and_sizes_give_two_ids(tmp_path):
+    """Files of safetensors store no checksum: a sample of their bytes tells two runs apart."""
+    for name, value in (("one", 1.0), ("two", 2.0), ("again", 1.0)):
+        (tmp_path / name).mkdir()
+        weights = {"a": torch.full((40, 3), value), "b": torch.zeros(5)}
+        save_file(weights, tmp_path / name / "model.safetensors")
+        out = tmp_path / f"{name}_split"
+        reshard.split(tmp_path / name, out, to="fsdp2", world_size=2, init_optimizer="none")
+    files = {path.name: path for path in (tmp_path / "one_split").iterdir()}
+    for name, path in files.items():
+        assert path.read_bytes() == (tmp_path / "again_split" / name).read_bytes()
+    last = max(name for name in files if "rank" in name)
+    shutil.copy(tmp_path / "two_split" / last, files[last])
+    with pytest.raises(CorruptError, match="files of two saves are mixed"):
+        reshard.merge(tmp_path / "one_split", tmp_path / "out.safetensors")

@@ -33,6 +33,7 @@ from reshard.training.companion_files import is_model_config
 from reshard.training.state import Training, build_training, refuse_without_optimizer
 
 _ID = 32  # characters of a save's id
+_SAMPLES, _SAMPLE_BYTES = 4, 4096  # of each file without checksums
 _NOT_IN_ID = {"keeps_layout", "model_hint", "rng"}  # they do not decide the layout
 
 
@@ -303,6 +304,8 @@ def identify_save(state: Training, request: Request, writer: Writer) -> Save:
 
     The id is a digest of the source and of what is written, so that the same command writes the
     same bytes: names, sizes and stored checksums of the source's files, the tensors and the layout.
+    Files without checksums (safetensors) of two runs have the same names and sizes; a sample of
+    their bytes tells them apart.
     """
     manifest, digest = state.manifest, hashlib.sha256()
 
@@ -314,12 +317,25 @@ def identify_save(state: Training, request: Request, writer: Writer) -> Save:
         add(as_path(path).name, file.nbytes)
         for record in file.records:
             digest.update(b"%d %d " % (record.nbytes, record.crc32 or 0))
+    for sample in _sample_unchecked_files(manifest):
+        digest.update(sample)
     for entry in manifest.entries.values():
         add(entry.kind, entry.fqn, entry.dtype.name, entry.shape)
     for group in state.groups:
         add(sorted(group.hyper, key=str), len(group.members))
     has_step = manifest.train.step is not None or manifest.train.optimizer_step
     return Save(digest.hexdigest()[:_ID], state.step() if has_step else None)
+
+
+def _sample_unchecked_files(manifest: Manifest) -> Iterator[bytes]:
+    """Yield blocks spread over each file that stores no checksum of its content."""
+    with SourceFiles() as pool:
+        for path, file in sorted(manifest.files.items()):
+            if file.lasting and not any(record.crc32 for record in file.records):
+                length = min(_SAMPLE_BYTES, file.nbytes)
+                for number in range(1, _SAMPLES + 1):  # the first bytes are a header
+                    start = (file.nbytes - length) * number // _SAMPLES
+                    yield pool.read(path, start, length)
 
 
 def _list_layout_options(request: Request) -> Iterator[object]:
