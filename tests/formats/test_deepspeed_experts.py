@@ -9,7 +9,7 @@ from reshard.dtypes import FLOAT32
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import expert_layout, write
 from reshard.formats.deepspeed.write import expert_groups, experts
-from reshard.formats.deepspeed.write.grid import Wanted
+from reshard.formats.deepspeed.write.grid import GridOptions
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -65,7 +65,7 @@ REST = ParamGroup({"lr": 0.1, "name": "rest"}, tuple(GATES))
 
 
 def regrouped(made, ranks):
-    mixed = experts.mixture(made, Wanted(experts=ranks), 4)
+    mixed = experts.find_mixture(made, GridOptions(experts=ranks), 4)
     assert mixed is not None
     return [(group.hyper.get("name"), group.fqns) for group in mixed.state.groups], mixed.notes
 
@@ -83,7 +83,7 @@ def test_a_group_is_cut_where_a_ranks_part_of_it_would_be_too_large(monkeypatch)
     first, second = (names(0, 1, 2, 3, layers=[layer]) for layer in LAYERS)
     assert found == [("rest", GATES), ("ep_size_2", first), ("ep_size_2", second)]
     assert len(notes) == 1
-    assert "1 param groups of experts become 2" in notes[0]
+    assert "1 param group of experts becomes 2" in notes[0]
     again = state(REST, of_experts(first, 2), of_experts(second, 2))
     assert regrouped(again, 4)[0] == [("rest", GATES), ("ep_size_4", names(0, 1, 2, 3))]
 
@@ -122,8 +122,8 @@ def test_experts_among_other_parameters_are_refused():
 @pytest.mark.parametrize(("ranks", "world"), [(3, 3), (4, 6)])
 def test_ranks_that_cannot_share_them_evenly_are_refused(ranks, world):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
-    with pytest.raises(UsageError, match=r"does not divide the 4 experts|no multiple of the 4"):
-        experts.mixture(made, Wanted(experts=ranks), world)
+    with pytest.raises(UsageError, match=r"does not divide the 4 experts|not a multiple of the 4"):
+        experts.find_mixture(made, GridOptions(experts=ranks), world)
 
 
 def test_a_rank_has_its_experts_under_its_own_names():
@@ -132,7 +132,7 @@ def test_a_rank_has_its_experts_under_its_own_names():
         of_experts(names(0, 1, 2, 3), 2),
         tied={name.replace("bias", "again"): name for name in names(0, 3) if "bias" in name},
     )
-    mixed = experts.mixture(made, Wanted(), 4)
+    mixed = experts.find_mixture(made, GridOptions(), 4)
     assert mixed is not None
     held = mixed.of_rank(3)
     assert held is mixed.of_rank(1)
@@ -159,7 +159,9 @@ def test_a_rank_has_its_experts_under_its_own_names():
 @pytest.mark.parametrize(("world", "ranks"), [(1, 1), (2, 2), (4, 2), (8, 4), (12, 4), (6, 1)])
 def test_every_part_has_its_place(world, ranks, stage):
     made = state(REST, of_experts(names(0, 1, 2, 3), 2))
-    laid = write.lay_out(made, world_size=world, stage=stage, wanted=Wanted(experts=ranks))
+    laid = write.lay_out(
+        made, world_size=world, stage=stage, grid_options=GridOptions(experts=ranks)
+    )
     skeleton = laid.skeleton
     check_skeleton(skeleton)
     check_overlaps(skeleton)

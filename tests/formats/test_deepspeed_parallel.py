@@ -61,10 +61,21 @@ def test_the_grid_it_came_from_has_the_files_it_came_from(tmp_path):
             assert a["checkpoint_parallel_dimensions"] == b["checkpoint_parallel_dimensions"]
 
 
+def test_a_scripts_own_tensors_are_in_the_file_of_every_rank(tmp_path):
+    run = SAMPLE.parent.parent / "gpt_neox/tp2pp2/run"
+    split(run, tmp_path / "out", SplitOptions(tp=1, pp=2, dp=1))
+    (source,) = run.glob("*/mp_rank_00_model_states.pt")
+    held = torch.load(source, weights_only=False)["torch_rng_state"]
+    files = sorted((tmp_path / "out").glob("*/mp_rank_*_model_states.pt"))
+    assert len(files) == 2
+    for path in files:
+        assert torch.equal(torch.load(path, weights_only=False)["torch_rng_state"], held)
+
+
 def test_the_vocabulary_is_padded_for_the_new_grid(held, tmp_path):
     options = SplitOptions(tp=4, pp=1, dp=1, make_vocab_size_divisible_by=40)
     report = split(SAMPLE / "run", tmp_path / "out", options)
-    assert any("160 rows, 122 of them words" in note for note in report.notes)
+    assert any("160 rows, 122 of them without padding" in note for note in report.notes)
     words = ("weight", "tied_modules.embed.word_embeddings.weight")
     got = tensors(tmp_path / "out")[words]
     assert got.shape == (160, 32)
@@ -100,7 +111,7 @@ def test_a_model_that_nothing_describes_is_not_cut():
 
 def test_a_run_of_no_tensor_parallel_ranks_is_told_where_else_to_go(tmp_path):
     run = SAMPLE.parent.parent / "deepspeed_0.14.5/z3_mics_ws4/run"
-    with pytest.raises(UsageError, match="is of no tensor-parallel run: nothing says") as told:
+    with pytest.raises(UsageError, match="is not a tensor-parallel run: nothing says") as told:
         split(run, tmp_path / "out", SplitOptions(tp=2))
     assert "--to fsdp2 --mesh dp_shard=N,tp=2" in told.value.remedy
 

@@ -15,9 +15,9 @@ from reshard.commands.output import check_overlaps, check_skeleton
 from reshard.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from reshard.errors import IncompleteError, UnsafeError, UnsupportedError, UsageError
 from reshard.formats.deepspeed import order, write
-from reshard.formats.deepspeed.write import carried, scaling, universal
-from reshard.formats.deepspeed.write.choice import choose, precision_of
-from reshard.formats.deepspeed.write.flat import Flat
+from reshard.formats.deepspeed.write import objects, spec, universal
+from reshard.formats.deepspeed.write.spec import precision_of, resolve_spec
+from reshard.formats.deepspeed.write.stage12 import FlatGroups
 from reshard.manifest import (
     Entry,
     Manifest,
@@ -113,8 +113,8 @@ def test_pieces_are_equal_and_padded_as_deepspeed_pads():
     for _ in range(100):
         source = random_manifest(chance)
         ranks = chance.choice((1, 2, 3, 5, 8, 33))
-        choice = choose(build_training(source), world_size=ranks, stage=2, precision=None)
-        states = [Flat(choice).of_rank(rank) for rank in range(ranks)]
+        choice = resolve_spec(build_training(source), world_size=ranks, stage=2, precision=None)
+        states = [FlatGroups(choice).of_rank(rank) for rank in range(ranks)]
         for number, members in enumerate(choice.flats):
             paddings = states[0]["param_alignment_paddings"][number]
             numel = sum(prod(m.weight.shape) for m in members) + sum(paddings)
@@ -154,7 +154,7 @@ def test_a_run_that_took_turns_takes_them_at_the_new_size():
     zero = {"stage": 2, "round_robin_gradients": True}
     source = manifest([[(name, (2,)) for name in turned]], config={"zero_optimization": zero})
     for stage, wanted in ((2, order.to_round_robin(names, 2)), (3, list(names)), (0, list(names))):
-        choice = choose(build_training(source), world_size=2, stage=stage)
+        choice = resolve_spec(build_training(source), world_size=2, stage=stage)
         assert [member.fqn for member in choice.flats[0]] == wanted
 
 
@@ -164,7 +164,7 @@ def test_other_frameworks_groups_are_put_into_the_models_order():
     source = replace(source, train=replace(source.train, param_groups=groups))
     for origin, wanted in (("deepspeed", "cab"), ("fsdp", "abc")):
         state = build_training(replace(source, origin=replace(source.origin, format=origin)))
-        choice = choose(state, world_size=2, stage=2)
+        choice = resolve_spec(state, world_size=2, stage=2)
         assert "".join(member.fqn for member in choice.flats[0]) == wanted
 
 
@@ -172,8 +172,8 @@ def test_alignment_is_in_elements_of_the_module():
     config = {"zero_optimization": {"parameter_alignment": True}}
     source = manifest([[("a", (3,)), ("b", (8,)), ("c", (1,))]], config=config)
     for precision, paddings in ((BFLOAT16, [5, 0, 0]), (FLOAT32, [1, 0, 0])):
-        choice = choose(build_training(source), world_size=2, stage=1, precision=precision)
-        assert Flat(choice).of_rank(0)["param_alignment_paddings"] == [paddings]
+        choice = resolve_spec(build_training(source), world_size=2, stage=1, precision=precision)
+        assert FlatGroups(choice).of_rank(0)["param_alignment_paddings"] == [paddings]
 
 
 def test_sub_groups_close_when_they_are_full():
@@ -181,7 +181,7 @@ def test_sub_groups_close_when_they_are_full():
     for size, wanted in ((10**9, ["abcde"]), (3, ["ab", "cd", "e"]), (0, list("abcde"))):
         config = {"zero_optimization": {"sub_group_size": size}}
         source = manifest([members], config=config)
-        choice = choose(build_training(source), world_size=2, stage=3)
+        choice = resolve_spec(build_training(source), world_size=2, stage=3)
         assert ["".join(m.fqn for m in flat) for flat in choice.flats] == wanted
 
 
@@ -259,7 +259,7 @@ def test_client_values_are_carried_only_as_what_they_are():
         "module": 7,
     }
     state = build_training(manifest([[("a", (2,))]], client=client))
-    kept, lost = carried.carried(state)
+    kept, lost = spec.select_extra_state(state)
     assert kept == {"epoch": 3, "nested": {"a": [1, (2, None)]}}
     assert lost == ["numbers", "object", "module"]
     assert len(write.lay_out(state, world_size=1, stage=1).notes) == 3
@@ -269,21 +269,21 @@ def test_a_scaler_begins_where_training_was_not_scaled():
     state = build_training(
         manifest([[("a", (2,))]], scaler={"class": "LossScaler", "cur_scale": 1.0})
     )
-    choice = choose(state, world_size=1, stage=2, precision=FLOAT16)
+    choice = resolve_spec(state, world_size=1, stage=2, precision=FLOAT16)
     assert choice.scaler_is_new
     assert choice.scaler["cur_scale"] == 65536
     assert choice.scaler["dynamic"] is True
     assert "65536" in write.lay_out(state, world_size=1, stage=2, precision=FLOAT16).notes[0]
-    assert choose(state, world_size=1, stage=2).scaler == scaling.none()
+    assert resolve_spec(state, world_size=1, stage=2).scaler == objects.UNSCALED
 
 
 def test_a_scaler_of_stage_0_becomes_whole():
     loose = {"cur_scale": 128.0, "cur_iter": 4, "last_overflow_iter": 1, "scale_factor": 2.0}
-    whole_again = scaling.kept({**loose, "scale_window": 500}, {"hysteresis": 3})
+    whole_again = objects.complete_scaler({**loose, "scale_window": 500}, {"hysteresis": 3})
     assert whole_again["cur_scale"] == 128.0
     assert whole_again["scale_window"] == 500
     assert whole_again["cur_hysteresis"] == 3
-    assert scaling.loose(whole_again, 9) == {
+    assert objects.scaler_keys(whole_again, 9) == {
         "dynamic_loss_scale": True,
         **loose,
         "scale_window": 500,
@@ -336,6 +336,6 @@ def test_stage_3_is_given_only_what_all_groups_share():
     first, second = source.train.param_groups
     groups = (first, replace(second, hyper={**ADAM, "lr": 0.2}))
     state = build_training(replace(source, train=replace(source.train, param_groups=groups)))
-    choice = choose(state, world_size=1, stage=3, universal=True)
+    choice = resolve_spec(state, world_size=1, stage=3, universal=True)
     assert universal.common_hyper(choice) == {"capturable": False}
     assert [group["lr"] for group in choice.param_groups()] == [0.1, 0.2]

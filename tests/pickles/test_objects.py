@@ -10,7 +10,7 @@ from fractions import Fraction
 import torch
 
 import reshard
-from reshard.formats.deepspeed.write.carried import of_grid
+from reshard.formats.deepspeed.write.spec import adapt_args
 from reshard.model_parallel.sizes import Sizes
 from reshard.pickles import objects, unpickle
 from reshard.pickles.pickler import Pickler
@@ -65,7 +65,7 @@ def test_megatron_deepspeed_s_arguments_say_the_new_grid():
         params_dtype=torch.float16,
     )
     held = keep_own_values({"args": read(args)}, ["args"])
-    found = again(of_grid(held, Sizes(tensor=2, pipeline=2), 3, 3)["args"])
+    found = again(adapt_args(held, Sizes(tensor=2, pipeline=2), 3, 3)["args"])
     assert vars(found) == vars(args) | {
         "pipeline_model_parallel_size": 2,
         "world_size": 12,

@@ -31,6 +31,7 @@ from reshard.formats.deepspeed.layers import TIED
 from reshard.model_parallel.rules import Table, add_user_rules, load_table
 from reshard.model_parallel.shards import REPLICATED, Split
 
+TENSOR_PARALLEL_INFO = "universal_checkpoint_info"  # key of the model states
 _REPLICATED = ("tp_replicated_parameter_patterns", "parameter_to_average_patterns")
 _VOCABULARY = "vocabulary_parameter_patterns"
 _ROW = "parameter_with_row_parallelism_patterns"

@@ -73,17 +73,17 @@ class _Writer(Writer):
         Raises:
             UsageError: ``--stage-layers`` is not a list of numbers.
         """
-        from reshard.formats.deepspeed.write.grid import Wanted
+        from reshard.formats.deepspeed.write.grid import GridOptions
         from reshard.model_parallel.stages import parse_stage_layers
 
-        wanted = Wanted(
+        grid_options = GridOptions(
             sizes=request.parallel,
             stage_layers=parse_stage_layers(options.stage_layers),
             divisible=options.make_vocab_size_divisible_by,
             rules=request.rules,
             experts=options.ep,
         )
-        return replace(request, own=wanted)
+        return replace(request, own=grid_options)
 
     @staticmethod
     def _describe_grid(request: Request) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class _Writer(Writer):
             "world_size": request.data_parallel,
             "stage": request.zero_stage,
             "precision": request.dtype,
-            "wanted": request.own,
+            "grid_options": request.own,
         }
 
 

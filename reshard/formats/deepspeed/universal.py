@@ -249,7 +249,7 @@ def _find_precision(model: ModelStates) -> str:
 
 def _find_configured_stage(model: ModelStates) -> int | None:
     """Return the stage of the run that the checkpoint was converted from, if its config has one."""
-    stage = order.section(model.mapping("ds_config"), "zero_optimization").get("stage")
+    stage = order.zero_section(model.config).get("stage")
     return stage if isinstance(stage, int) and stage in range(4) else None
 
 

@@ -1,8 +1,9 @@
-"""The optimizer's param groups of experts, as DeepSpeed makes them for other expert-parallel ranks.
+"""Regroup the optimizer's experts as DeepSpeed groups them for other expert-parallel ranks.
 
-Of each of the user's groups the experts go into groups of their own, one for every number of ranks
-that share a layer, and each of those is cut where a rank's part of it would be too large. Source:
-DeepSpeed 0.19.8 ``moe/utils.py`` (``split_params_into_different_moe_groups_for_optimizer``).
+DeepSpeed moves the experts of each of the user's groups into separate groups, one for every number
+of ranks that share a layer, and splits each of those if a rank's part of it would be too large.
+Source: DeepSpeed 0.19.8 ``moe/utils.py``
+(``split_params_into_different_moe_groups_for_optimizer``).
 """
 
 from __future__ import annotations
@@ -12,128 +13,136 @@ from math import prod
 from typing import Any
 
 from reshard.errors import UnsupportedError
-from reshard.formats.deepspeed import expert_layout
+from reshard.formats.deepspeed.expert_layout import (
+    expert_group_name,
+    has_experts,
+    parse_expert_name,
+)
 from reshard.training.state import TrainedGroup, TrainedParameter, Training
+from reshard.units import counted
 
 _LARGEST = 178_956_971  # max_group_size: elements that a rank has of one group
 Sizes = Mapping[str, int]
 
 
-def over(
+def regroup_experts(
     state: Training, counts: Sizes, before: Sizes, after: Sizes
 ) -> tuple[tuple[TrainedGroup, ...], tuple[str, ...]]:
-    """The groups of a run whose layers are shared by other numbers of ranks, and what to say.
+    """Return the groups of a run whose layers are shared by other numbers of ranks, and notes.
 
     Args:
         counts: the experts of each layer.
-        before, after: the ranks that share each layer; ``after`` they all are alike, or as before.
+        before, after: the ranks that share each layer; in ``after`` all numbers are equal, or as
+            before.
 
     Raises:
-        UnsupportedError: members that are not in the model's order: nothing says which is theirs
-            where a rank has more experts, or fewer.
+        UnsupportedError: members are not in the model's order, so that nothing says which of them
+            a rank has when it has more or fewer experts.
     """
     if before == after:
         return state.groups, ()
-    place = {weight.fqn: number for number, weight in enumerate(state.weights)}
+    position = {weight.fqn: number for number, weight in enumerate(state.weights)}
     groups: list[TrainedGroup] = []
-    for held in _of_users(state.groups, _Local(counts, before)):
-        if not expert_layout.has_experts(held[0].hyper):
-            groups += held
+    for parts in _join_user_groups(state.groups, _FirstRank(counts, before)):
+        hyper = parts[0].hyper
+        if not has_experts(hyper):
+            groups += parts
             continue
-        for number, group in enumerate(held):
-            at = [place[fqn] for fqn in group.fqns]
+        for number, group in enumerate(parts):
+            at = [position[fqn] for fqn in group.fqns]
             if at != sorted(at):
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"has a param group of experts ({number} of {held[0].hyper.get('name')}) in an"
-                    " order that is not the model's: nothing says which it is on other"
-                    " expert-parallel ranks",
+                    f"has a param group of experts ({number} of {hyper.get('name')}) in an order"
+                    " that is not the model's: nothing says which it is on other expert-parallel"
+                    " ranks",
                     "leave --ep as it is",
                 )
-        members = sorted((m for group in held for m in group.members), key=lambda m: place[m.fqn])
-        groups += _cut(held[0].hyper, members, _Local(counts, after))
-    return tuple(groups), _told(state.groups, groups)
+        members = [member for group in parts for member in group.members]
+        members.sort(key=lambda member: position[member.fqn])
+        groups += _split_group(hyper, members, _FirstRank(counts, after))
+    return tuple(groups), _notes(state.groups, groups)
 
 
-class _Local:
-    """What one of the expert-parallel ranks has of a parameter."""
+class _FirstRank:
+    """What the first expert-parallel rank has of each layer."""
 
     def __init__(self, counts: Sizes, sizes: Sizes) -> None:
         self._sizes = sizes
-        self._experts = {layer: count // sizes[layer] for layer, count in counts.items()}
+        self._local = {layer: count // sizes[layer] for layer, count in counts.items()}
 
-    def name(self, fqn: str) -> str:
-        """The rank's name of it."""
-        own = expert_layout.parse_expert_name(fqn)
-        return str(own.renumber(own.number % self._experts[own.layer])) if own else fqn
+    def local_name(self, fqn: str) -> str:
+        """Return the name that the rank of a parameter has for it."""
+        own = parse_expert_name(fqn)
+        return str(own.renumber(own.number % self._local[own.layer])) if own else fqn
 
-    def group_of(self, expert: str) -> str:
-        """The name of the groups that hold it."""
-        own = expert_layout.parse_expert_name(expert)
-        if own is None:  # the caller asks of experts
+    def group_name(self, expert: str) -> str:
+        """Return the name of the groups that hold an expert's parameter."""
+        own = parse_expert_name(expert)
+        if own is None:  # the caller passes only names of experts
             raise AssertionError(expert)
-        return expert_layout.expert_group_name(self._sizes[own.layer])
+        return expert_group_name(self._sizes[own.layer])
 
-    def first(self, members: Sequence[TrainedParameter]) -> list[TrainedParameter]:
-        """What the first rank has."""
-        return [member for member in members if self.name(member.fqn) == member.fqn]
+    def select(self, members: Sequence[TrainedParameter]) -> list[TrainedParameter]:
+        """Return the members that the first rank has."""
+        return [member for member in members if self.local_name(member.fqn) == member.fqn]
 
 
-def _of_users(groups: Sequence[TrainedGroup], local: _Local) -> Iterator[list[TrainedGroup]]:
-    """The groups that were made of one of the user's, together."""
-    held: list[TrainedGroup] = []
+def _join_user_groups(
+    groups: Sequence[TrainedGroup], rank: _FirstRank
+) -> Iterator[list[TrainedGroup]]:
+    """Yield lists of the groups that were split from one of the user's."""
+    parts: list[TrainedGroup] = []
     for group in groups:
-        if held and not _continues(held, group, local):
-            yield held
-            held = []
-        held.append(group)
-    if held:
-        yield held
+        if parts and not _continues(parts, group, rank):
+            yield parts
+            parts = []
+        parts.append(group)
+    if parts:
+        yield parts
 
 
-def _continues(held: Sequence[TrainedGroup], group: TrainedGroup, local: _Local) -> bool:
-    """Whether a group is of the same as those before it.
+def _continues(parts: Sequence[TrainedGroup], group: TrainedGroup, rank: _FirstRank) -> bool:
+    """Return whether a group was split from the same user's group as those before it.
 
-    It is where it differs in no more than its ranks, or where it would not have fitted in.
+    It was if it differs only in the number of its ranks, or did not fit into the last one.
     """
-    last = held[-1]
-    if not expert_layout.has_experts(group.hyper) or _others(group) != _others(last):
+    last = parts[-1]
+    if not has_experts(group.hyper) or _without_name(group) != _without_name(last):
         return False
     if group.hyper["name"] != last.hyper["name"]:
-        return all(group.hyper["name"] != each.hyper["name"] for each in held)
-    first = local.first(group.members)
-    return sum(map(_numel, (*local.first(last.members), *first[:1]))) > _LARGEST
+        return all(group.hyper["name"] != part.hyper["name"] for part in parts)
+    next_member = rank.select(group.members)[:1]
+    return sum(map(_numel, (*rank.select(last.members), *next_member))) > _LARGEST
 
 
-def _others(group: TrainedGroup) -> dict[str, Any]:
+def _without_name(group: TrainedGroup) -> dict[str, Any]:
     return {key: value for key, value in group.hyper.items() if key != "name"}
 
 
-def _cut(
-    hyper: Mapping[str, Any], members: Sequence[TrainedParameter], local: _Local
+def _split_group(
+    hyper: Mapping[str, Any], members: Sequence[TrainedParameter], rank: _FirstRank
 ) -> Iterator[TrainedGroup]:
-    """One group, or several where a rank's part would be larger than one may be."""
+    """Yield one group, or several if a rank's part would be larger than DeepSpeed allows."""
     parts: dict[str, int] = {}
-    number, held = 0, 0
-    for member in local.first(members):
-        if held and held + _numel(member) > _LARGEST:
-            number, held = number + 1, 0
+    number, numel = 0, 0
+    for member in rank.select(members):
+        if numel and numel + _numel(member) > _LARGEST:
+            number, numel = number + 1, 0
         parts[member.fqn] = number
-        held += _numel(member)
+        numel += _numel(member)
     for part in range(number + 1):
-        own = tuple(member for member in members if parts[local.name(member.fqn)] == part)
-        yield TrainedGroup({**hyper, "name": local.group_of(own[0].fqn)}, own)
+        own = tuple(m for m in members if parts[rank.local_name(m.fqn)] == part)
+        yield TrainedGroup({**hyper, "name": rank.group_name(own[0].fqn)}, own)
 
 
 def _numel(member: TrainedParameter) -> int:
     return prod(member.weight.shape)
 
 
-def _told(before: Sequence[TrainedGroup], after: Sequence[TrainedGroup]) -> tuple[str, ...]:
-    counts = [
-        sum(expert_layout.has_experts(group.hyper) for group in each) for each in (before, after)
-    ]
-    if counts[0] == counts[1]:
+def _notes(before: Sequence[TrainedGroup], after: Sequence[TrainedGroup]) -> tuple[str, ...]:
+    old, new = (sum(has_experts(group.hyper) for group in groups) for groups in (before, after))
+    if old == new:
         return ()
-    text = f"{counts[0]} param groups of experts become {counts[1]}, as DeepSpeed makes them of the"
-    return (f"{text} user's (max_group_size at its default)",)
+    shown = counted(old, "param group of experts becomes", "param groups of experts become")
+    return (f"{shown} {new}, as DeepSpeed splits the user's (max_group_size at its default)",)

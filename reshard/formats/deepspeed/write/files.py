@@ -1,78 +1,145 @@
-"""The files of one model-parallel rank by their names, each laid out."""
+"""Lay out the files of each rank by name, and of a run with experts.
+
+Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_get_ckpt_name``, ``_save_moe_checkpoint``,
+``_load_checkpoint``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from reshard.containers import skeletons, torch_writer
+from reshard.containers.torch_writer import build_whole_tensor
 from reshard.dtypes import BFLOAT16
-from reshard.formats.deepspeed.write import flat, partitioned
-from reshard.formats.deepspeed.write import model_states as module
-from reshard.formats.deepspeed.write.choice import Choice
+from reshard.formats.deepspeed.write import model_states, stage3, stage12
+from reshard.formats.deepspeed.write.experts import Mixture, refuse_stage
 from reshard.formats.deepspeed.write.grid import ModelRank
 from reshard.formats.deepspeed.write.objects import WRITTEN_AS
+from reshard.formats.deepspeed.write.spec import OutputSpec, precision_of, resolve_spec
+from reshard.formats.deepspeed.write.stage0 import make_optimizer
 from reshard.manifest import Skeleton
+from reshard.training.state import Training
 
 
-def model_states(choice: Choice) -> Iterator[Skeleton]:
-    """``*_model_states.pt``."""
-    model = f"mp_rank_{choice.mp_rank:02d}_model_states.pt"
-    if choice.stage < 3:
-        yield _stamped(choice, f"{choice.tag}/{model}", module.whole_file(choice))
-        return
-    names = [f"{choice.tag}/zero_pp_rank_{rank}_{model}" for rank in range(choice.world_size)]
-    yield _stamped(choice, names[0], module.file_of(choice, 0))
-    if choice.frozen:  # of which each rank has a piece of its own
-        for rank, name in enumerate(names[1:], 1):
-            yield _stamped(choice, name, module.file_of(choice, rank), rank)
-    elif names[1:]:
-        second = torch_writer.Template(names[1], module.file_of(choice, 1))
-        for rank, name in enumerate(names[1:], 1):
-            yield second.file(name, choice.stamp(name, rank))
+def lay_out_rank(spec: OutputSpec, rank: ModelRank | None = None) -> tuple[Skeleton, Skeleton]:
+    """Lay out the model states and the optimizer states of a model-parallel rank.
 
-
-def _stamped(choice: Choice, name: str, root: Any, rank: int = 0) -> Skeleton:
-    """The file of a data-parallel rank."""
-    return torch_writer.lay_out_object(name, root, stamp=choice.stamp(name, rank))
-
-
-def layers(choice: Choice, rank: ModelRank | None) -> Iterator[Skeleton]:
-    """A pipeline's ``layer_*-model_states.pt``."""
-    for layer in rank.layers if rank else ():
-        name = f"{choice.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
-        yield _stamped(choice, name, module.layer_file(choice, layer))
-
-
-def optimizer_states(choice: Choice, ranks: Iterable[int] | None = None) -> Iterator[Skeleton]:
-    """``*_optim_states.pt`` of all ranks, or at stages 1 and 2 of some.
-
-    DeepSpeed asks for ``bf16_`` by the precision of the run, at every stage.
+    Args:
+        rank: None if it is the only one.
     """
-    if choice.stage == 0:
+    module = skeletons.join([*_model_states(spec), *_layers(spec, rank)])
+    optimizer = skeletons.join(_optimizer_states(spec))
+    return (rank.lift(module), rank.lift(optimizer)) if rank else (module, optimizer)
+
+
+def lay_out_experts(
+    mixture: Mixture, *, stage: int, weights_only: bool, **options: Any
+) -> tuple[OutputSpec, Skeleton, Skeleton]:
+    """Lay out a run with experts.
+
+    Returns:
+        What is written of the whole model; the model states with every expert's file; the optimizer
+        states.
+
+    Raises:
+        ReshardError: as `deepspeed.write.lay_out`.
+    """
+    refuse_stage(mixture, stage, weights_only=weights_only)
+    stage = 0 if weights_only else stage
+    trained = precision_of(mixture.state)
+
+    def resolve(state: Training) -> OutputSpec:
+        spec = resolve_spec(
+            state, trained=trained, stage=stage, weights_only=weights_only, **options
+        )
+        return replace(spec, experts=tuple(mixture.counts.values()))
+
+    whole, first = resolve(mixture.state), mixture.of_rank(0)
+    own = skeletons.join(_model_states(resolve(first.state)))
+    models = skeletons.join([first.lift(own), *_expert_files(mixture, whole)])
+    optimizers: list[Skeleton] = []
+    if stage:
+        for part, ranks in mixture.parts():
+            files = _optimizer_states(resolve(part.state), ranks)
+            optimizers.append(part.lift(skeletons.join(files)))
+    else:
+        for number, part in enumerate(map(mixture.of_rank, mixture.optimizer_ranks())):
+            name = f"{whole.tag}/expp_rank_{number}_mp_rank_00_optim_states.pt"
+            root = {"optimizer": None if weights_only else make_optimizer(resolve(part.state))}
+            stamp = whole.stamp(name)
+            optimizers.append(part.lift(torch_writer.lay_out_object(name, root, stamp=stamp)))
+    return whole, models, skeletons.join(optimizers)
+
+
+def _expert_files(mixture: Mixture, spec: OutputSpec) -> Iterator[Skeleton]:
+    """Yield the file of each expert."""
+    weights = {weight.fqn: weight for weight in mixture.state.weights}
+    for name, kept_names in mixture.files():
+        slots = {fqn: build_whole_tensor(*spec.stored(weights[fqn])) for fqn in kept_names.values()}
+        tensors = {fqn: slots[kept] for fqn, kept in kept_names.items()}
+        yield torch_writer.lay_out_object(f"{spec.tag}/{name}", tensors)
+
+
+def _model_states(spec: OutputSpec) -> Iterator[Skeleton]:
+    """Yield ``*_model_states.pt``."""
+    name = f"mp_rank_{spec.mp_rank:02d}_model_states.pt"
+    if spec.stage < 3:
+        yield _stamp(spec, f"{spec.tag}/{name}", model_states.make_shared_file(spec))
         return
-    prefix = f"{choice.tag}/{'bf16_' if choice.precision == BFLOAT16 else ''}zero_pp_rank"
+    names = [f"{spec.tag}/zero_pp_rank_{rank}_{name}" for rank in range(spec.world_size)]
+    yield _stamp(spec, names[0], model_states.make_rank_file(spec, 0))
+    if spec.frozen:  # of which each rank has its own piece
+        for rank, name in enumerate(names[1:], 1):
+            yield _stamp(spec, name, model_states.make_rank_file(spec, rank), rank)
+    elif names[1:]:
+        template = torch_writer.Template(names[1], model_states.make_rank_file(spec, 1))
+        for rank, name in enumerate(names[1:], 1):
+            yield template.file(name, spec.stamp(name, rank))
+
+
+def _stamp(spec: OutputSpec, name: str, root: Any, rank: int = 0) -> Skeleton:
+    """Return the stamped file of a data-parallel rank."""
+    return torch_writer.lay_out_object(name, root, stamp=spec.stamp(name, rank))
+
+
+def _layers(spec: OutputSpec, rank: ModelRank | None) -> Iterator[Skeleton]:
+    """Yield a pipeline's ``layer_*-model_states.pt``."""
+    for layer in rank.layers if rank else ():
+        name = f"{spec.tag}/layer_{layer.number:02d}{rank.suffix if rank else ''}-model_states.pt"
+        yield _stamp(spec, name, model_states.make_layer_file(spec, layer))
+
+
+def _optimizer_states(spec: OutputSpec, ranks: Iterable[int] | None = None) -> Iterator[Skeleton]:
+    """Yield ``*_optim_states.pt`` of all ranks, or at stages 1 and 2 of the given ranks.
+
+    DeepSpeed expects the prefix ``bf16_`` by the precision of the run, at every stage.
+    """
+    if spec.stage == 0:
+        return
+    prefix = f"{spec.tag}/{'bf16_' if spec.precision == BFLOAT16 else ''}zero_pp_rank"
     names = [
-        f"{prefix}_{rank}_mp_rank_{choice.mp_rank:02d}_optim_states.pt"
-        for rank in range(choice.world_size)
+        f"{prefix}_{rank}_mp_rank_{spec.mp_rank:02d}_optim_states.pt"
+        for rank in range(spec.world_size)
     ]
-    if choice.stage == 3:
-        states = torch_writer.Template(names[0], _optimizer(choice, partitioned.first_rank(choice)))
-        first = states.file(names[0], choice.stamp(names[0]))
+
+    def root(states: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "optimizer_state_dict": states,
+            "ds_config": spec.config,
+            "ds_version": WRITTEN_AS,
+        }
+
+    if spec.stage == 3:
+        template = torch_writer.Template(names[0], root(stage3.make_first_rank(spec)))
+        first = template.file(names[0], spec.stamp(names[0]))
         others = (
-            states.file(name, choice.stamp(name, rank), hollow=True)
+            template.file(name, spec.stamp(name, rank), hollow=True)
             for rank, name in enumerate(names[1:], 1)
         )
-        yield skeletons.lay_out_ranks(first, others, repeated=choice.state.scalars)
+        yield skeletons.lay_out_ranks(first, others, repeated=spec.state.scalars)
         return
-    groups = flat.Flat(choice)
-    for rank in range(choice.world_size) if ranks is None else ranks:
-        yield _stamped(choice, names[rank], _optimizer(choice, groups.of_rank(rank)), rank)
-
-
-def _optimizer(choice: Choice, states: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "optimizer_state_dict": states,
-        "ds_config": choice.config,
-        "ds_version": WRITTEN_AS,
-    }
+    groups = stage12.FlatGroups(spec)
+    for rank in range(spec.world_size) if ranks is None else ranks:
+        yield _stamp(spec, names[rank], root(groups.of_rank(rank)), rank)

@@ -1,8 +1,8 @@
-"""What GPT-NeoX asks of a checkpoint beside DeepSpeed's own: its settings and its sizes.
+"""Adapt what GPT-NeoX needs of a checkpoint beside DeepSpeed's own: its settings and its sizes.
 
 Source: GPT-NeoX ea7aefd ``megatron/checkpointing.py``: ``save_ds_checkpoint`` keeps ``configs/``,
-which no loader opens, only its tools; ``check_checkpoint_args`` wants the run's settings to be the
-``args`` of the checkpoint; ``load_checkpoint`` gives up where random states are not there.
+which only its tools open, no loader; ``check_checkpoint_args`` compares the run's settings with the
+``args`` of the checkpoint; ``load_checkpoint`` fails if random states are missing.
 ``megatron/tokenizer/tokenizer.py`` (``_vocab_size_with_padding``).
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from reshard.containers import skeletons
 from reshard.formats.deepspeed import dialects, neox
-from reshard.formats.deepspeed.write import carried
-from reshard.formats.deepspeed.write.pipeline import layers_of
+from reshard.formats.deepspeed.write.pipeline import list_layers
+from reshard.formats.deepspeed.write.spec import select_extra_state
 from reshard.manifest import Skeleton
 from reshard.model_parallel.sizes import Sizes
 from reshard.training.state import Training
@@ -27,19 +27,19 @@ _RANDOM = frozenset(
 )
 
 
-def settings(state: Training, tag: str) -> Skeleton:
-    """The files of ``configs/``, which say how ranks share biases; as they were."""
+def copy_settings(state: Training, tag: str) -> Skeleton:
+    """Return the files of ``configs/``, which say how ranks share biases, unchanged."""
     if not _is_neox(state):
         return Skeleton((), ())
-    held = neox.read_files(state.manifest.origin.path)
-    named = {f"{tag}/{neox.FOLDER}/{path.name}": data for path, data in held.items()}
+    files = neox.read_files(state.manifest.origin.path)
+    named = {f"{tag}/{neox.FOLDER}/{path.name}": data for path, data in files.items()}
     return skeletons.join(skeletons.lay_out_bytes(name, data) for name, data in named.items())
 
 
-def of_ranks(state: Training, sizes: Sizes) -> Training:
-    """The state with the sizes that a run of so many tensor-parallel ranks has.
+def adapt_settings(state: Training, sizes: Sizes) -> Training:
+    """Return the state with the sizes of a run of other tensor-parallel ranks in its ``args``.
 
-    The vocabulary keeps its padding, where a unit times the ranks is as before.
+    The vocabulary keeps its padding if a unit times the ranks is as before.
     """
     args = _args(state)
     ranks = args.get(_RANKS)
@@ -56,34 +56,33 @@ def of_ranks(state: Training, sizes: Sizes) -> Training:
 
 
 def notes(state: Training, sizes: Sizes) -> Iterator[str]:
-    """With which settings GPT-NeoX loads it, where they are not the source's."""
+    """Yield the settings with which GPT-NeoX loads the output, if they are not the source's."""
     if not _is_neox(state):
         return
-    before, after = _args(state), _args(of_ranks(state, sizes))
-    told: dict[str, Any] = {}
+    before, after = _args(state), _args(adapt_settings(state, sizes))
+    changed: dict[str, Any] = {}
     if before != after or state.manifest.origin.mesh.get("pp", 1) != sizes.pipeline:
-        told |= {name: after[name] for name in (_RANKS, _UNIT) if name in after}
-        told["pipe_parallel_size"] = sizes.pipeline if layers_of(state.manifest) else 0
-    if not carried.carried(state)[0].keys() >= _RANDOM:
-        told["no_load_rng"] = "true"
-    if told:
-        shown = ", ".join(f"{name} {value}" for name, value in told.items())
+        changed |= {name: after[name] for name in (_RANKS, _UNIT) if name in after}
+        changed["pipe_parallel_size"] = sizes.pipeline if list_layers(state.manifest) else 0
+    if not select_extra_state(state)[0].keys() >= _RANDOM:
+        changed["no_load_rng"] = "true"
+    if changed:
+        shown = ", ".join(f"{name} {value}" for name, value in changed.items())
         yield f"GPT-NeoX loads it with {shown}; the source's settings, if any, stay in configs/"
     if before != after and before.get(_UNIT) == after.get(_UNIT):
         yield (
-            f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}, which may be others"
-            f" than the {after.get('padded_vocab_size')} rows here: it would not load it then"
+            f"GPT-NeoX pads the vocabulary to a multiple of {_UNIT} x {_RANKS}; if that does not"
+            f" give the {after.get('padded_vocab_size')} rows that are here, it does not load it"
         )
 
 
 def _is_neox(state: Training) -> bool:
-    origin = state.manifest.origin
     names = (weight.fqn for weight in state.weights)
-    return (
-        origin.format.startswith("deepspeed") and dialects.detect_dialect(names)[0] == dialects.NEOX
-    )
+    is_neox = dialects.detect_dialect(names)[0] == dialects.NEOX
+    return is_neox and state.manifest.origin.format.startswith("deepspeed")
 
 
 def _args(state: Training) -> Mapping[str, Any]:
+    """Return the settings that the model states hold."""
     args = state.manifest.train.client.get(_ARGS)
     return args if isinstance(args, Mapping) and _is_neox(state) else {}

@@ -1,7 +1,7 @@
-"""The model-parallel ranks of a run to come: what each holds of the state.
+"""Cut a training state into what each model-parallel rank of the new run holds.
 
-Each rank's files are those of a run of its own, of the state that it holds (`ModelRank.state`, in
-the shapes that it has there); what is laid out for it is then lifted to the whole tensors.
+Each rank's files are laid out like those of a separate run, of the state that it holds
+(`ModelRank.state`, in its local shapes); `ModelRank.lift` then maps them to the whole tensors.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any
 from reshard.box import Box, Index, intersect, whole
 from reshard.errors import UnsupportedError, UsageError
 from reshard.formats.deepspeed import order
-from reshard.formats.deepspeed.cuts import Cuts
+from reshard.formats.deepspeed.cuts import TENSOR_PARALLEL_INFO, Cuts
 from reshard.formats.deepspeed.layers import TIED
-from reshard.formats.deepspeed.write.pipeline import Layer, layers_of, stages
+from reshard.formats.deepspeed.write.pipeline import Layer, list_layers, share_layers
 from reshard.manifest import Entry, Key, Skeleton
 from reshard.model_parallel import shards
 from reshard.model_parallel.moves import Move, apply_moves
 from reshard.model_parallel.rules import FORM
 from reshard.model_parallel.shards import Split
 from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.training.copied_files import TENSOR
 from reshard.training.state import (
     TrainedGroup,
     Training,
@@ -30,18 +31,17 @@ from reshard.training.state import (
     refuse_non_elementwise_slots,
 )
 
-_INFO = "universal_checkpoint_info"
-_ANY_SIZE = (
+_UNEVEN = (
     "DeepSpeed cuts it unevenly by itself: write --to ds-universal, which it loads at any size"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """The grid that was asked for.
+class GridOptions:
+    """Options of the model-parallel grid.
 
     Args:
-        stage_layers: layers of each pipeline stage; None: as DeepSpeed would share them.
+        stage_layers: number of layers of each pipeline stage; None: as DeepSpeed shares them.
         divisible: the vocabulary is padded to a multiple of this times the tensor-parallel size;
             None: it stays as it is.
         rules: a user's table of how parameters are cut.
@@ -60,12 +60,12 @@ class ModelRank:
     """One model-parallel rank.
 
     Args:
-        number: tensor-parallel ranks of the first stage first.
-        state: what it holds, as if that were all there is.
-        layers: those that it writes a file of; none where the module lies with the rest.
-        suffix: of its layers' files.
-        whole: what its tensors are blocks of: shape, the moves there, and how ranks share it.
-        tensor: ranks that share each layer.
+        number: tensor-parallel ranks of the first stage come first.
+        state: what it holds, like the state of a separate run.
+        layers: those whose files it writes; none if the module is in the model states.
+        suffix: in the names of its layers' files.
+        whole: fqn -> the whole tensor's shape, the moves to it, and how ranks share it.
+        tensor: number of ranks that share each layer.
     """
 
     number: int
@@ -75,168 +75,186 @@ class ModelRank:
     whole: Mapping[str, tuple[Index, tuple[Move, ...], Split]] = field(default_factory=dict)
     tensor: int = 1
 
-    def lifted(self, skeleton: Skeleton) -> Skeleton:
-        """What is laid out for this rank, as blocks of the whole tensors."""
-        return replace(skeleton, entries=tuple(self._lifted(e) for e in skeleton.entries))
+    def lift(self, skeleton: Skeleton) -> Skeleton:
+        """Return what is laid out for this rank, as blocks of the whole tensors."""
+        return replace(skeleton, entries=tuple(map(self._lift, skeleton.entries)))
 
-    def _lifted(self, entry: Entry) -> Entry:
+    def _lift(self, entry: Entry) -> Entry:
+        if entry.kind == TENSOR:  # a script's own tensor, which every rank stores whole
+            return entry
         shape, moves, split = self.whole[entry.fqn]
         lifted = replace(entry, shape=shape, chunks=tuple(apply_moves(entry.chunks, moves)))
         return shards.scale_shares(lifted, split, self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
-    """All ranks; ``layered`` where the module lies in files of its layers."""
+class ModelGrid:
+    """All ranks; ``layered`` is whether the module is in files of its layers."""
 
     ranks: tuple[ModelRank, ...]
     layered: bool
     notes: tuple[str, ...]
 
 
-def is_whole(state: Training, wanted: Wanted) -> bool:
-    """Whether a single rank holds everything and the module lies in its own file."""
-    return wanted.sizes.is_one and not layers_of(state.manifest)
+def is_whole(state: Training, options: GridOptions) -> bool:
+    """Return whether a single rank holds everything, with the module in the model states."""
+    return options.sizes.is_one and not list_layers(state.manifest)
 
 
-def grid(state: Training, wanted: Wanted) -> Grid:
-    """What each model-parallel rank holds.
+def make_cuts(state: Training, options: GridOptions, ranks: int) -> tuple[Cuts, dict[str, Any]]:
+    """Return how ranks share parameters, and the metadata of the source that says so.
+
+    Args:
+        ranks: number of tensor-parallel ranks.
+    """
+    found = state.manifest.train.opaque.get(TENSOR_PARALLEL_INFO)
+    info: dict[str, Any] = dict(found) if isinstance(found, dict) else {}
+    cuts = Cuts(
+        state.manifest.origin.path,
+        info,
+        {weight.fqn: weight.shape for weight in state.weights},
+        ranks=ranks,
+        buffers=[weight.fqn for weight in state.weights if weight.is_buffer],
+        rules=options.rules,
+    )
+    return cuts, info
+
+
+def cut_state(state: Training, options: GridOptions) -> ModelGrid:
+    """Return what each model-parallel rank holds.
 
     Raises:
-        UsageError: a parameter that nothing says how to cut, or that does not divide; a module
-            without layers of its own is to be cut into stages; experts, of which there are none.
-        UnsupportedError: an order of parameters that is lost; state that is not by element.
+        UsageError: nothing says how a parameter is cut, or it does not divide; a module without
+            layer files is to be cut into stages; there are no experts to share.
+        UnsupportedError: the order of parameters is lost; a slot does not have a value for each
+            element.
     """
-    manifest, sizes = state.manifest, wanted.sizes
+    manifest, sizes = state.manifest, options.sizes
     if sizes.expert > 1:
         raise UsageError(
             f"--ep {sizes.expert}",
             f"{manifest.origin.path} holds no experts of deepspeed.moe",
             "leave it out",
         )
-    _refuse_turns(state)
+    _refuse_round_robin(state)
     refuse_non_elementwise_slots(state, "nothing says how model-parallel ranks share it")
-    layers = layers_of(manifest)
+    layers = list_layers(manifest)
     if sizes.pipeline > 1 and not layers:
         raise UsageError(
             f"--pp {sizes.pipeline}",
-            f"{manifest.origin.path} is of no pipeline: nothing says in which layers its module is"
-            " and in which order they stand",
+            f"{manifest.origin.path} is not a pipeline: nothing says which layers its module has"
+            " and in which order",
             "leave out --pp",
         )
     notes: list[str] = []
-    placed: list[Sequence[Layer]] = [layers]
+    stages: list[Sequence[Layer]] = [layers]
     if layers:
-        ranges, how = stages(manifest, layers, sizes.pipeline, wanted.stage_layers)
-        placed = [[x for x in layers if x.number in held] for held in ranges]
+        ranges, how = share_layers(manifest, layers, sizes.pipeline, options.stage_layers)
+        stages = [[layer for layer in layers if layer.number in held] for held in ranges]
         shown = " | ".join(f"{r.start}-{r.stop - 1}" if len(r) else "none" for r in ranges)
         if sizes.pipeline > 1:
             notes.append(f"layers of the stages: {shown}, {how}")
-    cutter = _Cutter(state, wanted)
+    cutter = _Cutter(state, options)
     suffixed = any("-model_" in path for path in manifest.files) or sizes.tensor > 1
     ranks = [
-        _rank(
+        _cut_rank(
             stage * sizes.tensor + tensor,
-            _of_stage(state, held) if layers else state,
+            _select_stage(state, held) if layers else state,
             cutter,
             tensor,
-            tuple(x for x in held if x.filed),
+            tuple(layer for layer in held if layer.has_file),
             f"-model_{tensor:02d}" if suffixed else "",
         )
-        for stage, held in enumerate(placed)
+        for stage, held in enumerate(stages)
         for tensor in range(sizes.tensor)
     ]
-    return Grid(tuple(ranks), bool(layers), (*notes, *cutter.notes))
+    return ModelGrid(tuple(ranks), bool(layers), (*notes, *cutter.notes))
 
 
-def _refuse_turns(state: Training) -> None:
-    """The turns of a model-parallel rank's parameters are its own: they cannot be put together."""
+def _refuse_round_robin(state: Training) -> None:
+    """Refuse ``round_robin_gradients``, which reorders each model-parallel rank's parameters."""
     mesh, config = state.manifest.origin.mesh, state.manifest.train.config
     if order.requests_round_robin(config) and mesh.get("dp", 1) > 1:
         raise UnsupportedError(
             state.manifest.origin.path,
-            "was trained with round_robin_gradients, under which each model-parallel rank has an"
-            " order of its own",
+            "was trained with round_robin_gradients, under which each model-parallel rank has its"
+            " own order of parameters",
             "save it once without",
         )
 
 
-def _of_stage(state: Training, layers: Sequence[Layer]) -> Training:
-    """What a stage holds; a shared module is the first that is made, so its parameters lead."""
-    held = {fqn for layer in layers for fqn in layer.holds}
+def _select_stage(state: Training, layers: Sequence[Layer]) -> Training:
+    """Return what a stage holds; its shared modules are built first, so their parameters lead."""
+    held = {fqn for layer in layers for fqn in layer.fqns}
+
+    def is_own(fqn: str) -> bool:
+        return not fqn.startswith(TIED)
+
     groups = []
     for group in state.groups:
         members = [member for member in group.members if member.fqn in held]
-        members.sort(key=lambda member: not member.fqn.startswith(TIED))
+        members.sort(key=lambda member: is_own(member.fqn))
         groups.append(TrainedGroup(group.hyper, tuple(members)))
     weights = [weight for weight in state.weights if weight.fqn in held]
-    weights.sort(key=lambda weight: not weight.fqn.startswith(TIED))
+    weights.sort(key=lambda weight: is_own(weight.fqn))
     return replace(state, weights=tuple(weights), groups=tuple(groups))
 
 
 class _Cutter:
     """Cuts every tensor of the state over tensor-parallel ranks."""
 
-    def __init__(self, state: Training, wanted: Wanted) -> None:
-        self.size = wanted.sizes.tensor
+    def __init__(self, state: Training, options: GridOptions) -> None:
+        self.size = options.sizes.tensor
         self._state = state
-        self._shapes: dict[str, Index] = {}
         self._blocks: dict[tuple[str, int], tuple[Index, tuple[tuple[Box, Box], ...]]] = {}
         self.notes: list[str] = []
-        info = state.manifest.train.opaque.get(_INFO)
-        self.info: dict[str, Any] = dict(info) if isinstance(info, dict) else {}
+        cuts, self.info = make_cuts(state, options, self.size)
         shapes = {weight.fqn: weight.shape for weight in state.weights}
-        buffers = [weight.fqn for weight in state.weights if weight.is_buffer]
-        cuts = Cuts(
-            state.manifest.origin.path,
-            self.info,
-            shapes,
-            ranks=self.size,
-            buffers=buffers,
-            rules=wanted.rules,
-        )
         if self.size > 1 and not cuts.are_known:
             raise UsageError(
                 f"--tp {self.size}",
-                f"{state.manifest.origin.path} is of no tensor-parallel run: nothing says how such"
+                f"{state.manifest.origin.path} is not a tensor-parallel run: nothing says how such"
                 f" ranks share its parameters ({next(iter(shapes), 'none')!r} ...)",
                 f"for more ranks without --tp: --world-size N; for Megatron-LM --to megatron --tp"
                 f" {self.size}; for FSDP 2 --to fsdp2 --mesh dp_shard=N,tp={self.size}; or say it"
                 f" with --rules FILE: {FORM}",
             )
         self.splits = {fqn: cuts.split(fqn, shape) for fqn, shape in shapes.items()}
-        for fqn, shape in shapes.items():
-            self._shapes[fqn] = self._padded(fqn, shape, wanted.divisible)
+        self._shapes = {
+            fqn: self._pad(fqn, shape, options.divisible) for fqn, shape in shapes.items()
+        }
         self.notes += cuts.notes
-        of_others = self.size != state.manifest.origin.mesh.get("tp", 1)
-        if of_others and ("sub_param_shard_widths" in self.info or "affine_map" in self.info):
-            self.info = _evenly(self.info, self.size)
+        is_other_size = self.size != state.manifest.origin.mesh.get("tp", 1)
+        if is_other_size and ("sub_param_shard_widths" in self.info or "affine_map" in self.info):
+            self.info = _share_evenly(self.info, self.size)
             if self.size > 1:
                 self.notes.append(
                     "tensor-parallel ranks share evenly; AutoTP cuts at key-value heads: where"
                     f" {self.size} does not divide them, DeepSpeed loads --to ds-universal alone"
                 )
 
-    def _padded(self, fqn: str, shape: Index, divisible: int | None) -> Index:
-        """The shape with the padding of a vocabulary that this grid wants."""
+    def _pad(self, fqn: str, shape: Index, divisible: int | None) -> Index:
+        """Return the shape with the padding rows that a vocabulary has in this grid."""
         if not self.splits[fqn].padded or divisible is None:
             return shape
-        unit, words = divisible * self.size, self.info.get("original_vocab_size")
-        if not isinstance(words, int):
+        unit, vocabulary = divisible * self.size, self.info.get("original_vocab_size")
+        if not isinstance(vocabulary, int):
             raise UsageError(
                 "--make-vocab-size-divisible-by",
-                f"{self._state.manifest.origin.path} does not say which rows of {fqn!r} are words",
+                f"{self._state.manifest.origin.path} does not say which rows of {fqn!r} are"
+                " padding",
             )
-        rows = -(-words // unit) * unit
+        rows = -(-vocabulary // unit) * unit
         if rows != shape[0]:
             self.notes.append(
-                f"{fqn!r} has {rows} rows, {words} of them words; they were {shape[0]}"
+                f"{fqn!r} has {rows} rows, {vocabulary} of them without padding; the source has"
+                f" {shape[0]}"
             )
             self.info["padded_vocab_size"] = rows
         return (rows, *shape[1:])
 
     def blocks(self, fqn: str, rank: int) -> tuple[Index, tuple[tuple[Box, Box], ...]]:
-        """What a rank holds of a tensor: its shape, and (block of the whole, block of it)."""
+        """Return a rank's shape of a tensor, and pairs (block of the whole, block of its own)."""
         key = fqn, rank
         if key not in self._blocks:
             split = self.splits[fqn]
@@ -247,13 +265,13 @@ class _Cutter:
             except UsageError as error:
                 if split is self.splits[fqn]:
                     raise
-                raise UsageError(error.where, error.problem, _ANY_SIZE) from error
+                raise UsageError(error.where, error.problem, _UNEVEN) from error
             self._blocks[key] = held
         return self._blocks[key]
 
 
-def _evenly(info: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """The metadata of fused parameters for another number of ranks, which share them evenly."""
+def _share_evenly(info: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the metadata of fused parameters for another number of ranks, with equal shares."""
     widths = {
         text: [[sum(each) // ranks] * ranks for each in held]
         for text, held in (info.get("sub_param_shard_widths") or {}).items()
@@ -264,7 +282,7 @@ def _evenly(info: Mapping[str, Any], ranks: int) -> dict[str, Any]:
     }
 
 
-def _rank(
+def _cut_rank(
     number: int,
     state: Training,
     cutter: _Cutter,
@@ -272,7 +290,7 @@ def _rank(
     layers: tuple[Layer, ...],
     suffix: str,
 ) -> ModelRank:
-    """One rank's part of a stage's state."""
+    """Return one rank's part of a stage's state."""
     lifts: dict[str, tuple[Index, tuple[Move, ...], Split]] = {}
     local: dict[Key, Entry] = {}
 
@@ -287,13 +305,13 @@ def _rank(
     own = change_entries(state, cut)
     train = own.manifest.train
     if cutter.info:
-        train = replace(train, opaque={**train.opaque, _INFO: cutter.info})
+        train = replace(train, opaque={**train.opaque, TENSOR_PARALLEL_INFO: cutter.info})
     own = replace(own, manifest=replace(own.manifest, train=train))
     return ModelRank(number, own, layers, suffix, lifts, cutter.size)
 
 
 def _moves(blocks: Sequence[tuple[Box, Box]], shape: Index) -> Iterator[Move]:
-    """From a rank's tensor to the whole one; rows of padding are nobody's."""
+    """Yield the moves from a rank's tensor to the whole one; padding rows are in no move."""
     for block, local in blocks:
         held = intersect(block, whole(shape)) if shape and block.volume else block
         if held is not None:

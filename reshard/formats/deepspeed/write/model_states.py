@@ -1,4 +1,4 @@
-"""``*_model_states.pt``: the module, and all of the run that the optimizer does not hold.
+"""Lay out ``*_model_states.pt``: the module, and all of the run that is not in the optimizer.
 
 Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``).
 """
@@ -10,162 +10,152 @@ from typing import Any
 
 from reshard.box import Index
 from reshard.containers.torch_writer import Slot, Storage, build_whole_tensor
-from reshard.formats.deepspeed import expert_layout
-from reshard.formats.deepspeed.write import carried, whole
-from reshard.formats.deepspeed.write.choice import Choice
-from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, size
-from reshard.formats.deepspeed.write.partitioned import fragment
+from reshard.formats.deepspeed.expert_layout import parse_expert_name
+from reshard.formats.deepspeed.write.objects import UNIVERSAL_VERSION, WRITTEN_AS, torch_size
 from reshard.formats.deepspeed.write.pipeline import Layer
+from reshard.formats.deepspeed.write.spec import OutputSpec, adapt_args
+from reshard.formats.deepspeed.write.stage0 import make_optimizer
+from reshard.formats.deepspeed.write.stage3 import make_fragment
 from reshard.pickles.values import Call
 from reshard.state_dict.own_values import find_scheduler
 
 
-def whole_file(choice: Choice) -> OrderedDict[str, Any]:
-    """Stages 0 to 2: one file for all ranks."""
-    slots = _whole_tensors(choice)
-    frozen = {choice.listed(weight.fqn): slots[weight.fqn] for weight in choice.frozen}
-    return _root(choice, _with_aliases(choice, slots), frozen if choice.stage == 2 else None)
+def make_shared_file(spec: OutputSpec) -> OrderedDict[str, Any]:
+    """Return the file of stages 0 to 2, one for all data-parallel ranks."""
+    slots = _whole_tensors(spec)
+    frozen = {spec.listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
+    return _root(spec, _with_aliases(spec, slots), frozen if spec.stage == 2 else None)
 
 
-def file_of(choice: Choice, rank: int) -> OrderedDict[str, Any]:
-    """Stage 3: one a rank, with the buffers whole and a placeholder for each parameter."""
+def make_rank_file(spec: OutputSpec, rank: int) -> OrderedDict[str, Any]:
+    """Return a rank's file of stage 3: the buffers whole, a placeholder for each parameter."""
     frozen = {
-        choice.listed(weight.fqn): fragment(*choice.stored(weight), choice.world_size, rank)
-        for weight in choice.frozen
+        spec.listed_name(w.fqn): make_fragment(*spec.stored(w), spec.world_size, rank)
+        for w in spec.frozen
     }
-    root = _root(choice, _with_aliases(choice, _placeholders(choice)), frozen)
+    root = _root(spec, _with_aliases(spec, _placeholders(spec)), frozen)
     if rank:
-        root["shared_params"] = {}  # as there: only rank 0 looks
+        root["shared_params"] = {}  # DeepSpeed lists them on rank 0 alone
     return root
 
 
-def layer_file(choice: Choice, layer: Layer) -> OrderedDict[str, Slot]:
-    """A layer of a pipeline: its own state dict."""
-    weights = {weight.fqn: weight for weight in choice.state.weights}
+def make_layer_file(spec: OutputSpec, layer: Layer) -> OrderedDict[str, Slot]:
+    """Return the file of a pipeline's layer: its own state dict."""
+    weights = {weight.fqn: weight for weight in spec.state.weights}
     return OrderedDict(
-        (name, build_whole_tensor(*choice.stored(weights[fqn])))
-        for name, fqn in layer.names.items()
+        (name, build_whole_tensor(*spec.stored(weights[fqn]))) for name, fqn in layer.names.items()
     )
 
 
-def universal(choice: Choice, *, weights: bool) -> OrderedDict[str, Any]:
-    """Beside ``zero/``, all that the optimizer does not hold.
+def make_universal_file(spec: OutputSpec, *, weights: bool) -> OrderedDict[str, Any]:
+    """Return the file beside ``zero/``, with all that is not in the optimizer.
 
     Args:
-        weights: whether to hold them, or placeholders as at stage 3; buffers are there either way.
+        weights: whether it holds the weights, or placeholders as at stage 3; buffers are there
+            either way.
     """
-    slots = _whole_tensors(choice) if weights else _placeholders(choice)
-    frozen = {choice.listed(weight.fqn): slots[weight.fqn] for weight in choice.frozen}
-    if choice.layered:  # the files of layers are not there: what else would be lost
-        slots = {weight.fqn: slots[weight.fqn] for weight in (*choice.frozen, *choice.buffers)}
-    module = _with_aliases(choice, slots)
+    slots = _whole_tensors(spec) if weights else _placeholders(spec)
+    frozen = {spec.listed_name(weight.fqn): slots[weight.fqn] for weight in spec.frozen}
+    if spec.layered:  # without the files of layers, this file alone has what is not trained
+        slots = {weight.fqn: slots[weight.fqn] for weight in (*spec.frozen, *spec.buffers)}
+    module = _with_aliases(spec, slots)
     return OrderedDict(
         {
             "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
-            **_root(choice, module, frozen if weights else None),
+            **_root(spec, module, frozen if weights else None),
             "module": module or None,
         }
     )
 
 
-def _whole_tensors(choice: Choice) -> dict[str, Slot]:
-    return {
-        weight.fqn: build_whole_tensor(*choice.stored(weight)) for weight in choice.state.weights
-    }
+def _whole_tensors(spec: OutputSpec) -> dict[str, Slot]:
+    return {weight.fqn: build_whole_tensor(*spec.stored(weight)) for weight in spec.state.weights}
 
 
-def _placeholders(choice: Choice) -> dict[str, Slot]:
-    """The buffers, and an empty tensor for each parameter."""
-    whole_ones = {weight.fqn for weight in choice.buffers}
+def _placeholders(spec: OutputSpec) -> dict[str, Slot]:
+    """Return the buffers, and an empty tensor for each parameter."""
+    buffers = {weight.fqn for weight in spec.buffers}
     empty: dict[Any, Slot] = {}
     slots = {}
-    for weight in choice.state.weights:
-        entry, dtype = choice.stored(weight)
-        if weight.fqn in whole_ones:
+    for weight in spec.state.weights:
+        entry, dtype = spec.stored(weight)
+        if weight.fqn in buffers:
             slots[weight.fqn] = build_whole_tensor(entry, dtype)
         else:
             slots[weight.fqn] = empty.setdefault(dtype, Slot(Storage(dtype, 0), (0,)))
     return slots
 
 
-def _with_aliases(choice: Choice, slots: dict[str, Slot]) -> OrderedDict[str, Slot]:
-    """The module's state dict: a tied name has the tensor of the name that it is tied to."""
-    tied = choice.state.manifest.tied.items()
+def _with_aliases(spec: OutputSpec, slots: dict[str, Slot]) -> OrderedDict[str, Slot]:
+    """Return the module's state dict: a tied name has the tensor of the name that is kept."""
+    tied = spec.state.manifest.tied.items()
     aliases = {alias: slots[kept] for alias, kept in tied if kept in slots and alias not in slots}
     return OrderedDict(slots | aliases)
 
 
 def _root(
-    choice: Choice, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
+    spec: OutputSpec, module: OrderedDict[str, Slot], frozen: dict[str, Slot] | None
 ) -> OrderedDict[str, Any]:
-    """All of a file. Its stamp is an attribute of the root, which is ordered for that alone.
+    """Return all of a file. Its stamp is an attribute of the root, which is ordered to have any.
 
-    DeepSpeed hands keys that it does not know to the user (``client_state``), whose next save would
-    keep the stamp of this one.
+    DeepSpeed returns keys that it does not know to the user (``client_state``), whose next save
+    would keep the stamp of this one.
     """
-    train = choice.state.manifest.train
-    if choice.lacks_frozen:  # the engine looks up every frozen parameter in a dict, not in None
+    train = spec.state.manifest.train
+    if spec.lacks_frozen:  # the engine looks up every frozen parameter in a dict, not in None
         frozen = None
-    counted = {} if train.samples is None else {"global_samples": train.samples}
-    sharded = choice.stage > 0
+    samples = {} if train.samples is None else {"global_samples": train.samples}
+    sharded = spec.stage > 0
     experts: dict[str, Any] = {}
-    if choice.experts:
-        own = (
-            (name, slot)
-            for name, slot in module.items()
-            if not expert_layout.parse_expert_name(name)
-        )
+    if spec.experts:
+        own = (item for item in module.items() if not parse_expert_name(item[0]))
         module = OrderedDict(own)
-        experts = {"num_experts": list(choice.experts), "ds_autoep_layers": None}
+        experts = {"num_experts": list(spec.experts), "ds_autoep_layers": None}
     root = {
-        "module": None if choice.layered else module,
-        "buffer_names": [weight.fqn for weight in choice.buffers],
-        "optimizer": None if sharded or choice.weights_only else whole.optimizer(choice),
-        "param_shapes": _param_shapes(choice) if sharded else None,
-        "frozen_param_shapes": None if frozen is None else _frozen_shapes(choice),
-        "shared_params": _shared(choice) if sharded else None,
+        "module": None if spec.layered else module,
+        "buffer_names": [weight.fqn for weight in spec.buffers],
+        "optimizer": None if sharded or spec.weights_only else make_optimizer(spec),
+        "param_shapes": _param_shapes(spec) if sharded else None,
+        "frozen_param_shapes": None if frozen is None else _frozen_shapes(spec),
+        "shared_params": _shared_params(spec) if sharded else None,
         "frozen_param_fragments": None if frozen is None else OrderedDict(frozen),
         "lr_scheduler": find_scheduler(train),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": train.skipped_steps or 0,
-        "global_steps": choice.state.step(),
-        **counted,
-        "dp_world_size": choice.world_size,
-        "mp_world_size": choice.sizes.model,
+        "global_steps": spec.state.step(),
+        **samples,
+        "dp_world_size": spec.world_size,
+        "mp_world_size": spec.sizes.model,
         "checkpoint_parallel_dimensions": {
-            "pp_degree": choice.sizes.pipeline,
-            "tp_degree": choice.sizes.tensor,
+            "pp_degree": spec.sizes.pipeline,
+            "tp_degree": spec.sizes.tensor,
         },
-        "ds_config": choice.config,
+        "ds_config": spec.config,
         "ds_version": WRITTEN_AS,
         **experts,
-        **carried.of_grid(choice.carried, choice.sizes, choice.world_size, choice.mp_rank),
+        **adapt_args(spec.extra_state, spec.sizes, spec.world_size, spec.mp_rank),
     }
     return OrderedDict(root)
 
 
-def _param_shapes(choice: Choice) -> list[OrderedDict[str, Any]]:
+def _param_shapes(spec: OutputSpec) -> list[OrderedDict[str, Any]]:
     return [
-        OrderedDict(
-            (choice.listed(member.fqn), _size(choice, member.weight.shape)) for member in flat
-        )
-        for flat in choice.flats
+        OrderedDict((spec.listed_name(m.fqn), _size(spec, m.weight.shape)) for m in flat)
+        for flat in spec.flats
     ]
 
 
-def _frozen_shapes(choice: Choice) -> OrderedDict[str, Any]:
-    return OrderedDict(
-        (choice.listed(weight.fqn), _size(choice, weight.shape)) for weight in choice.frozen
-    )
+def _frozen_shapes(spec: OutputSpec) -> OrderedDict[str, Any]:
+    return OrderedDict((spec.listed_name(w.fqn), _size(spec, w.shape)) for w in spec.frozen)
 
 
-def _shared(choice: Choice) -> dict[str, str]:
-    """Alias -> kept."""
-    tied = choice.state.manifest.tied.items()
-    return {choice.listed(alias): choice.listed(kept) for alias, kept in tied}
+def _shared_params(spec: OutputSpec) -> dict[str, str]:
+    """Return alias -> the name that is kept."""
+    tied = spec.state.manifest.tied.items()
+    return {spec.listed_name(alias): spec.listed_name(kept) for alias, kept in tied}
 
 
-def _size(choice: Choice, shape: Index) -> Index | Call:
-    """A ``torch.Size``; a tuple in runs with experts, of which the engine saves a copy."""
-    return shape if choice.experts else size(shape)
+def _size(spec: OutputSpec, shape: Index) -> Index | Call:
+    """Return a ``torch.Size``; a tuple in runs with experts, of which the engine saves a copy."""
+    return shape if spec.experts else torch_size(shape)

@@ -1,7 +1,9 @@
-"""What DeepSpeed pickles by the name of its class, and the tensors that are known beforehand.
+"""Build the objects that DeepSpeed pickles by class, the loss scaler, and step counters.
 
-Source: DeepSpeed 0.19.8 ``runtime/fp16/loss_scaler.py``, ``runtime/zero/config.py``,
-``utils/tensor_fragment.py``.
+Source: DeepSpeed 0.19.8 ``runtime/fp16/loss_scaler.py``, ``runtime/config.py``
+(``get_dynamic_loss_scale_args``), ``runtime/fp16/unfused_optimizer.py``,
+``runtime/zero/config.py``, ``utils/tensor_fragment.py``. DeepSpeed loads a loss scaler whole, with
+whatever the file holds.
 """
 
 from __future__ import annotations
@@ -15,44 +17,90 @@ from reshard.pickles.values import Call, Global
 
 WRITTEN_AS = "0.19.8"  # the DeepSpeed version whose layout is written
 UNIVERSAL_VERSION = 0.4  # of its universal_checkpoint_info (``checkpoint/constants.py``)
+UNSCALED = {"cur_scale": 1.0, "dynamic": False}  # the loss scaler of runs in bf16 and fp32
 
 _SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_DYNAMIC_KEYS = ("last_overflow_iter", "scale_factor", "scale_window")  # of a scaler at stage 0
 
 
-def size(shape: Index) -> Call:
-    """A ``torch.Size``."""
+def torch_size(shape: Index) -> Call:
+    """Return a ``torch.Size``."""
     return Call("torch.Size", (shape,))
 
 
 def stage_enum(stage: int) -> Call:
-    """A member of ``ZeroStageEnum``."""
+    """Return a member of ``ZeroStageEnum``."""
     return Call("deepspeed.runtime.zero.config.ZeroStageEnum", (stage,))
 
 
-def address(numel: int, start: int) -> Call:
-    """Where a parameter's fragment stands in a rank's flat piece."""
+def fragment_address(numel: int, start: int) -> Call:
+    """Return the position of a parameter's fragment in a rank's flat piece."""
     name = "deepspeed.utils.tensor_fragment.fragment_address"
     return Call(name, (), {"numel": numel, "start": start})
 
 
-def scaler(state: Mapping[str, Any]) -> Call:
-    """A loss scaler; a dynamic one names the dtype that it scales for."""
+def step_counter(count: float, hyper: Mapping[str, Any]) -> Slot | int:
+    """Return a step counter as the group's optimizer keeps it.
+
+    torch's optimizers count in a 0-d tensor. DeepSpeed's own (FusedAdam, CPUAdam), known by their
+    hyper-parameters, count in an integer.
+    """
+    return int(count) if is_deepspeed_optimizer(hyper) else build_number(count)
+
+
+def is_deepspeed_optimizer(hyper: Mapping[str, Any]) -> bool:
+    """Return whether a param group belongs to an optimizer that DeepSpeed itself implements."""
+    return "bias_correction" in hyper and "capturable" not in hyper
+
+
+def initial_scaler(fp16: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the loss scaler with which a run begins.
+
+    Args:
+        fp16: that section of the configuration.
+    """
+    if fp16.get("loss_scale"):
+        return {"cur_scale": fp16["loss_scale"], "dynamic": False}
+    shift = fp16.get("hysteresis", 2)
+    return {
+        "cur_scale": 2 ** fp16.get("initial_scale_power", 16),
+        "dynamic": True,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": fp16.get("loss_scale_window", 1000),
+        "min_scale": fp16.get("min_loss_scale", 1),
+        "delayed_shift": shift,
+        "cur_hysteresis": shift,
+        "consecutive_hysteresis": fp16.get("consecutive_hysteresis", False),
+        "raise_error_at_min_scale": True,
+    }
+
+
+def complete_scaler(state: Mapping[str, Any], fp16: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the source's scaler; what stage 0 does not store of it has its initial value."""
+    if not state.get("dynamic", "scale_window" in state):
+        return {"cur_scale": state["cur_scale"], "dynamic": False}
+    whole = {**initial_scaler({**fp16, "loss_scale": 0}), **state, "dynamic": True}
+    return {key: value for key, value in whole.items() if key not in ("class", "dtype")}
+
+
+def scaler_object(state: Mapping[str, Any]) -> Call:
+    """Return a loss scaler; a dynamic one names the dtype that it scales for."""
     if not state["dynamic"]:
         return Call(f"{_SCALERS}.LossScaler", (), dict(state))
     return Call(f"{_SCALERS}.DynamicLossScaler", (), {**state, "dtype": Global("torch.float16")})
 
 
-def step(count: float, hyper: Mapping[str, Any]) -> Slot | int:
-    """A step counter as the group's optimizer keeps it.
+def scaler_keys(state: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return the keys of a loss scaler that stage 0 stores.
 
-    torch's optimizers count in a 0-d tensor. DeepSpeed's own (FusedAdam, CPUAdam), known by their
-    hyper-parameters, count in an integer.
+    Args:
+        step: of the run.
     """
-    if deepspeeds_own(hyper):
-        return int(count)
-    return build_number(count)
-
-
-def deepspeeds_own(hyper: Mapping[str, Any]) -> bool:
-    """Whether a param group is of an optimizer of DeepSpeed's own."""
-    return "bias_correction" in hyper and "capturable" not in hyper
+    found = {
+        "dynamic_loss_scale": state["dynamic"],
+        "cur_scale": state["cur_scale"],
+        "cur_iter": state.get("cur_iter", step),
+    }
+    return found | {key: state[key] for key in _DYNAMIC_KEYS if state["dynamic"]}

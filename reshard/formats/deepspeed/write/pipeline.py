@@ -1,9 +1,9 @@
-"""Which layers a pipeline has, and on which stage each stands.
+"""Find the layers of a pipeline, and share them among stages.
 
-A layer's number is its place in the user's list of layers, so it is known from the files of a
-pipeline alone. Stages are not in the files that are written, but each stage's optimizer is: they
-must be those that DeepSpeed will make (0.19.8 ``runtime/pipe/module.py``, ``_partition_layers``;
-``runtime/utils.py``, ``partition_balanced``).
+A layer's number is its position in the user's list of layers, which the files of a pipeline show.
+Stages are not in the files that are written, but each stage's optimizer is: they must be those that
+DeepSpeed will make (0.19.8 ``runtime/pipe/module.py``, ``_partition_layers``; ``runtime/utils.py``,
+``partition_balanced``).
 """
 
 from __future__ import annotations
@@ -20,26 +20,28 @@ from reshard.formats.deepspeed.layers import TIED, parse_layer
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Manifest
 
 _RANK = re.compile(r"mp_rank_(\d+)_(?:model|optim)_states\.pt$")
-_ONE_MORE = "say which layers each stage has: --stage-layers N,N,..., functions among them counted"
+_GIVE_LAYERS = (
+    "say which layers each stage has: --stage-layers N,N,..., functions among them counted"
+)
 Stages = tuple[range, ...]  # the layers of each, by number
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer; ``names`` are those in its file, and what the optimizer calls each."""
+    """One layer; ``names`` maps the names in its file to those of the optimizer."""
 
     number: int
     names: Mapping[str, str]
-    filed: bool = True  # whether it has a file; a shared module's second use may have none
+    has_file: bool = True  # False for the second use of a shared module
 
     @property
-    def holds(self) -> frozenset[str]:
-        """The optimizer's names of what it has."""
+    def fqns(self) -> frozenset[str]:
+        """The optimizer's names of the layer's tensors."""
         return frozenset(self.names.values())
 
 
-def layers_of(manifest: Manifest) -> tuple[Layer, ...]:
-    """The layers of a pipeline that was saved; none of what was none.
+def list_layers(manifest: Manifest) -> tuple[Layer, ...]:
+    """Return the layers of a pipeline; empty if the source is not a pipeline.
 
     The last use of a shared module is a function of it in most models: a layer without a file,
     after all others.
@@ -49,34 +51,35 @@ def layers_of(manifest: Manifest) -> tuple[Layer, ...]:
         for number in {parse_layer(chunk.file) for chunk in entry.chunks} - {None}:
             found.setdefault(number or 0, {})[_local(entry.fqn, number or 0)] = entry.fqn
     layers = [Layer(number, names) for number, names in sorted(found.items())]
-    shared = Counter(fqn for layer in layers for fqn in layer.holds if fqn.startswith(TIED))
+    shared = Counter(fqn for layer in layers for fqn in layer.fqns if fqn.startswith(TIED))
     once = {fqn: _local(fqn, 0) for fqn, count in shared.items() if count == 1}
     if once:
         layers.append(
-            Layer(layers[-1].number + 1, {local: f for f, local in once.items()}, filed=False)
+            Layer(layers[-1].number + 1, {local: f for f, local in once.items()}, has_file=False)
         )
     return tuple(layers)
 
 
 def _local(fqn: str, number: int) -> str:
+    """Return the name that a layer's file has for a tensor."""
     if fqn.startswith(TIED):
         return fqn.removeprefix(TIED).partition(".")[2]
     return fqn.removeprefix(f"{number}.")
 
 
-def stages(
+def share_layers(
     manifest: Manifest,
     layers: Sequence[Layer],
     count: int,
     given: Sequence[int] | None = None,
 ) -> tuple[Stages, str]:
-    """The layers of each stage, and by what rule.
+    """Return the layers of each stage, and a description of the rule that shares them.
 
     Args:
-        given: how many layers each has, where somebody says so.
+        given: number of layers of each stage, if the user gave it.
 
     Raises:
-        UsageError: what is given does not add up, or there are fewer layers than stages.
+        UsageError: the given numbers do not add up, or there are fewer layers than stages.
     """
     total = layers[-1].number + 1
     if given is not None:
@@ -89,26 +92,26 @@ def stages(
     if count > len(layers):
         raise UsageError(f"--pp {count}", f"is more than the {len(layers)} layers of the model")
     before = manifest.origin.mesh.get("pp", 1)
-    own = _of_source(manifest, layers, before)
+    own = _find_source_stages(manifest, layers, before)
     if before == count and own is not None:
         return own, "as in the source"
     methods = _methods(manifest, layers, total)
     fitting = [
-        name for name, cut in methods.items() if own is None or _same(cut(before), own, layers)
+        name for name, cut in methods.items() if own is None or _is_same(cut(before), own, layers)
     ]
     if not fitting:
         raise UsageError(
             manifest.origin.path,
             "has stages that none of DeepSpeed's partition methods makes",
-            _ONE_MORE,
+            _GIVE_LAYERS,
         )
     how = f"as partition_method {fitting[0]!r} shares them"
-    known = "" if own else ", which the source does not tell: --stage-layers N,N,... says others"
+    known = "" if own else ", which the source does not show: --stage-layers N,N,... sets others"
     return methods[fitting[0]](count), how + known
 
 
-def _of_source(manifest: Manifest, layers: Sequence[Layer], count: int) -> Stages | None:
-    """The stages of the source, as its ranks' files tell; None where they do not."""
+def _find_source_stages(manifest: Manifest, layers: Sequence[Layer], count: int) -> Stages | None:
+    """Return the stages of the source, as its ranks' files show them; None if they do not."""
     tensor = manifest.origin.mesh.get("tp", 1)
     ends = [0] * (count + 1)
     owners: dict[str, int] = {}
@@ -121,7 +124,7 @@ def _of_source(manifest: Manifest, layers: Sequence[Layer], count: int) -> Stage
         return None
     at = 0
     for layer in layers:
-        own = (fqn for fqn in layer.holds if not (layer.filed and fqn.startswith(TIED)))
+        own = (fqn for fqn in layer.fqns if not (layer.has_file and fqn.startswith(TIED)))
         on = [owners[fqn] for fqn in own if fqn in owners]
         at = max(at, max(on, default=at))
         ends[at + 1] = layer.number + 1
@@ -131,14 +134,14 @@ def _of_source(manifest: Manifest, layers: Sequence[Layer], count: int) -> Stage
 def _methods(
     manifest: Manifest, layers: Sequence[Layer], total: int
 ) -> dict[str, Callable[[int], Stages]]:
-    """DeepSpeed's ways to cut, the likeliest first."""
+    """Return DeepSpeed's partition methods, the likeliest first."""
     sizes = {entry.fqn: entry.numel for entry in manifest.of_kind(*WEIGHT_KINDS)}
     buffers = {entry.fqn for entry in manifest.of_kind(BUFFER)}
     parameters, blocks = [0] * total, [0] * total
     kinds = Counter(frozenset(layer.names) for layer in layers)
     common = max(kinds, key=lambda kind: (kinds[kind], len(kind)))
     for layer in layers:
-        trained = layer.holds - buffers - manifest.frozen
+        trained = layer.fqns - buffers - manifest.frozen
         parameters[layer.number] = sum(sizes[fqn] for fqn in trained)
         blocks[layer.number] = int(frozenset(layer.names) == common)
     methods = {
@@ -152,13 +155,14 @@ def _methods(
     return {name: methods[name] for name in order}
 
 
-def _same(a: Stages, b: Stages, layers: Sequence[Layer]) -> bool:
-    """Whether two ways put every layer that has a file on the same stage."""
+def _is_same(a: Stages, b: Stages, layers: Sequence[Layer]) -> bool:
+    """Return whether two divisions put every layer that has a file on the same stage."""
 
-    def placed(stages: Stages) -> list[int]:
-        return [next(n for n, s in enumerate(stages) if x.number in s) for x in layers if x.filed]
+    def locate(stages: Stages) -> list[int]:
+        with_file = (layer.number for layer in layers if layer.has_file)
+        return [next(n for n, s in enumerate(stages) if number in s) for number in with_file]
 
-    return placed(a) == placed(b)
+    return locate(a) == locate(b)
 
 
 def _ranges(ends: Sequence[int]) -> Stages:
@@ -166,7 +170,7 @@ def _ranges(ends: Sequence[int]) -> Stages:
 
 
 def uniform(total: int, count: int) -> Stages:
-    """As many in each; the first stages have one more where they do not divide."""
+    """Return stages of equal length; the first ones have one more if they do not divide."""
     if total <= count:
         return _ranges([min(n, total) for n in range(count + 1)])
     size, rest = divmod(total, count)
@@ -174,12 +178,12 @@ def uniform(total: int, count: int) -> Stages:
 
 
 def balanced(weights: Sequence[int], count: int) -> Stages:
-    """Where the heaviest and the lightest stage differ least; of equals the last one found."""
+    """Return the stages whose heaviest and lightest differ least; of equals the last one found."""
     total = len(weights)
     if total <= count:
         return uniform(total, count)
     sums = [0, *accumulate(weights)]
-    empty = (0.0, 0.0, float("inf"), 0)  # cost, heaviest, lightest, where the last stage begins
+    empty = (0.0, 0.0, float("inf"), 0)  # cost, heaviest, lightest, first layer of the last stage
     best: dict[tuple[int, int], tuple[float, float, float, int]] = {(0, 0): empty}
     for stop in range(1, total + 1):
         for stage in range(1, min(stop, count) + 1):

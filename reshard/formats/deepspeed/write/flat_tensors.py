@@ -1,0 +1,179 @@
+"""Lay out flat tensors: which runs of parameters are in them, and the state that members share.
+
+The runs are at the same positions in the masters and in every slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from reshard.box import Box, run_boxes, whole
+from reshard.chunks import Chunk
+from reshard.containers.torch_objects import read_number
+from reshard.containers.torch_writer import Part, Slot, Storage
+from reshard.dtypes import FLOAT32, DType
+from reshard.errors import IncompleteError, UnsupportedError
+from reshard.files import SourceFiles
+from reshard.manifest import MASTER, Entry
+from reshard.training import optimizers
+from reshard.training.state import TrainedParameter, collect_scalar_names, collect_slot_names
+
+Value = Callable[[TrainedParameter], Entry | None]  # a member's master, or one of its slots
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRun:
+    """A run of a parameter in a flat tensor.
+
+    Args:
+        offset: the element of the tensor at which it begins.
+        boxes: the blocks of the run, each with the element of the tensor at which it begins.
+    """
+
+    member: TrainedParameter
+    offset: int
+    numel: int
+    boxes: tuple[tuple[Box, int], ...]
+
+
+def cut_run(member: TrainedParameter, start: int, stop: int, offset: int) -> MemberRun:
+    """Return the run ``[start, stop)`` of a parameter, which begins at element ``offset``."""
+    boxes = tuple(_place_boxes(member.weight.value, start, stop, offset))
+    return MemberRun(member, offset, stop - start, boxes)
+
+
+def concatenate(members: Iterable[TrainedParameter]) -> tuple[list[MemberRun], int]:
+    """Return whole members one after the other, and the number of their elements."""
+    runs, at = [], 0
+    for member in members:
+        numel = prod(member.weight.shape)
+        runs.append(cut_run(member, 0, numel, at))
+        at += numel
+    return runs, at
+
+
+def flat_tensor(
+    dtype: DType, numel: int, runs: Iterable[MemberRun], value: Value, *, grad: bool = False
+) -> Slot:
+    """Return a flat tensor; it has zeros where a parameter has no such value."""
+    parts = []
+    for run in runs:
+        entry = value(run.member)
+        if entry is not None:
+            parts += [_part(entry, box, at) for box, at in run.boxes]
+    return Slot(Storage(dtype, numel, tuple(parts)), (numel,), requires_grad=grad)
+
+
+def run_parts(entry: Entry, start: int, stop: int) -> tuple[Part, ...]:
+    """Return the run ``[start, stop)`` of an entry as the content of its own tensor."""
+    return tuple(_part(entry, box, at) for box, at in _place_boxes(entry, start, stop, 0))
+
+
+def _part(entry: Entry, box: Box, at: int) -> Part:
+    return Part(entry.kind, entry.fqn, entry.shape, box, at)
+
+
+def _place_boxes(entry: Entry, start: int, stop: int, at: int) -> Iterator[tuple[Box, int]]:
+    for box in run_boxes(entry.shape, start, stop):
+        yield box, at
+        at += box.volume
+
+
+def master_of(member: TrainedParameter) -> Entry:
+    """Return a parameter's most precise value."""
+    return member.weight.value
+
+
+def master_dtype(members: Sequence[TrainedParameter]) -> DType:
+    """Return the dtype of the masters: the source's, if it has masters of one dtype.
+
+    They are 16-bit with ``bf16_master_weights_and_grads``. Parameters of which the source has no
+    master become float32.
+    """
+    found = {m.weight.value.dtype if m.weight.value.kind == MASTER else FLOAT32 for m in members}
+    return found.pop() if len(found) == 1 else FLOAT32
+
+
+def pick_slot(name: str) -> Value:
+    """Return a function that picks a slot of a member; None if it was never stepped."""
+    return lambda member: member.slots.get(name)
+
+
+def slot_dtypes(members: Sequence[TrainedParameter]) -> dict[str, DType]:
+    """Return the slots that have the members' shapes, in order of first appearance.
+
+    The dtype of each is the one that all members have it in, else float32.
+    """
+    scalars = collect_scalar_names(members)
+    found = {}
+    for name in collect_slot_names(members):
+        dtypes = {member.slots[name].dtype for member in members if name in member.slots}
+        if name not in scalars:
+            found[name] = dtypes.pop() if len(dtypes) == 1 else FLOAT32
+    return found
+
+
+def make_scalars(members: Sequence[TrainedParameter]) -> dict[str, Slot]:
+    """Return the 0-d values of a flat tensor's state, which all its members share.
+
+    Raises:
+        UnsupportedError: two members have different values.
+    """
+    found: dict[str, Slot] = {}
+    for name in sorted(collect_scalar_names(members)):
+        entries = {m.fqn: entry for m in members if (entry := m.slots.get(name)) is not None}
+        _refuse_unequal(name, entries)
+        parts = tuple(Part(name, fqn, (), whole(())) for fqn in entries)  # one element for all
+        found[name] = Slot(Storage(next(iter(entries.values())).dtype, 1, parts), ())
+    return found
+
+
+def _refuse_unequal(name: str, entries: Mapping[str, Entry]) -> None:
+    """Refuse members with different values of a 0-d slot: ZeRO has one for all of a group."""
+    values: dict[Chunk, float] = {}
+    first: tuple[str, float] | None = None
+    with SourceFiles() as files:
+        for fqn, entry in entries.items():
+            chunk = entry.chunks[0]
+            if chunk not in values:
+                values[chunk] = read_number(files, chunk)
+            first = first or (fqn, values[chunk])
+            if values[chunk] != first[1]:
+                raise UnsupportedError(
+                    chunk.file,
+                    f"{name} is {first[1]} for {first[0]!r} and {values[chunk]} for {fqn!r}: ZeRO"
+                    " keeps one value for all parameters of a group",
+                    "stage 0 keeps one for each parameter: --zero-stage 0",
+                )
+
+
+def common_step(members: Sequence[TrainedParameter], path: str) -> float | None:
+    """Return how many updates all members with state have seen; None if nothing counts them.
+
+    Args:
+        path: the source, for messages.
+
+    Raises:
+        IncompleteError: a member lacks a slot that others have, or the number of its updates.
+        UnsupportedError: members have seen different numbers of updates.
+    """
+    names = collect_slot_names(members)
+    stepped = [member for member in members if member.slots]
+    for member in stepped:
+        missing = [name for name in names if name not in member.slots]
+        if missing:
+            raise IncompleteError(path, f"holds no {missing[0]} of {member.fqn!r}")
+        if member.step is None and optimizers.needs_count(names):
+            raise IncompleteError(path, f"does not say how often {member.fqn!r} was updated")
+    steps = {member.step: member.fqn for member in stepped}
+    if len(steps) > 1:
+        (one, first), (other, second) = list(steps.items())[:2]
+        raise UnsupportedError(
+            path,
+            f"{first!r} was updated {one} times and {second!r} {other} times: ZeRO keeps one count"
+            " for all parameters of a group",
+            "stage 0 keeps one for each parameter: --zero-stage 0",
+        )
+    return next(iter(steps), None)

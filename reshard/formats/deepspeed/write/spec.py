@@ -1,0 +1,360 @@
+"""Decide once what is written: groups, flat tensors, dtypes, configuration, and what is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reshard.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from reshard.errors import IncompleteError, UnsupportedError, UsageError
+from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed.expert_layout import locate_rank
+from reshard.formats.deepspeed.train_state import ENGINE_KEYS
+from reshard.formats.deepspeed.write.objects import UNSCALED, complete_scaler, initial_scaler
+from reshard.manifest import Entry
+from reshard.model_parallel.sizes import ONE, Sizes
+from reshard.pickles import objects
+from reshard.stamps import Stamp
+from reshard.state_dict.own_values import find_scheduler
+from reshard.state_dict.plain_values import is_plain
+from reshard.training import loss_scale
+from reshard.training.state import (
+    TrainedGroup,
+    TrainedParameter,
+    Training,
+    Weight,
+    find_most_common_dtype,
+    refuse_non_elementwise_slots,
+    refuse_without_optimizer,
+)
+
+_SECTIONS = {"bf16": BFLOAT16, "bfloat16": BFLOAT16, "fp16": FLOAT16}  # of DeepSpeed's config
+_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OutputSpec:
+    """What every file is made from.
+
+    Args:
+        precision: of the run.
+        recast: dtype that the user chose for the parameters; None: each as trained.
+        config: the source's, adapted; if that is not known, only stage and precision.
+        groups: the optimizer's, members in the order in which the model was given to it.
+        flats_of: for each group, the members of its flat tensors in flat order; at stage 0 and in a
+            universal checkpoint one flat tensor for each group.
+        frozen: parameters that no group holds; also empty ones, which DeepSpeed never optimizes.
+        extra_state: values that stand beside DeepSpeed's own in the model states.
+        lost: the names of values that cannot be written.
+        scaler: the loss scaler's state; a new one if the source has none.
+        sizes: of the model-parallel grid, of which this is the rank ``mp_rank``.
+        layered: whether the module is in files of its layers.
+        experts: how many experts each MoE layer of the whole model has; they have their own files.
+        drops_round_robin: whether ``round_robin_gradients`` of the source is off in ``config``.
+        weights_only: without optimizer, in the layout of stage 0 or 3.
+    """
+
+    state: Training
+    world_size: int
+    stage: int
+    tag: str
+    precision: DType
+    recast: DType | None
+    config: dict[str, Any]
+    groups: tuple[TrainedGroup, ...]
+    flats_of: tuple[tuple[tuple[TrainedParameter, ...], ...], ...]
+    frozen: tuple[Weight, ...]
+    buffers: tuple[Weight, ...]
+    extra_state: Mapping[str, Any]
+    lost: tuple[str, ...]
+    scaler: Mapping[str, Any]
+    scaler_is_new: bool
+    weights_only: bool
+    drops_round_robin: bool = False
+    sizes: Sizes = ONE
+    mp_rank: int = 0
+    layered: bool = False
+    experts: tuple[int, ...] = ()
+
+    @property
+    def flats(self) -> tuple[tuple[TrainedParameter, ...], ...]:
+        """The members of each flat tensor of all groups."""
+        return tuple(flat for flats in self.flats_of for flat in flats)
+
+    def stored(self, weight: Weight) -> tuple[Entry, DType]:
+        """Return what fills the module's copy, and its dtype there."""
+        return self.state.stored(weight, self.recast)
+
+    def listed_name(self, fqn: str) -> str:
+        """Return DeepSpeed's name of a parameter, that of ``named_parameters``."""
+        return self.state.manifest.wrapped_names.get(fqn, fqn)
+
+    @property
+    def lacks_frozen(self) -> bool:
+        """Whether frozen parameters of the model are not in the source.
+
+        The source declares it, or it has LoRA matrices and no frozen weight that they adapt.
+        """
+        manifest = self.state.manifest
+        adapts = any(".lora_" in weight.fqn for weight in self.state.weights)
+        return manifest.without_frozen or (adapts and not manifest.frozen)
+
+    @property
+    def clip(self) -> float | None:
+        """The norm that gradients are clipped to; None if unknown: the new run's own stays.
+
+        What the optimizer saved comes first: without ``gradient_clipping`` in the configuration
+        DeepSpeed clips to a default, which has changed (0.19.8 ``runtime/constants.py``: 1.0).
+        """
+        saved = self.state.manifest.train.clip
+        clip = self.config.get("gradient_clipping") if saved is None else saved
+        return clip if isinstance(clip, (int, float)) else None
+
+    def stamp(self, file: str, rank: int = 0) -> Stamp | None:
+        """Return the stamp of a file of one data-parallel rank of this model-parallel rank.
+
+        Ranks are numbered as in DeepSpeed's topologies: tensor-parallel ranks first, pipeline
+        stages last (0.19.8 ``runtime/pipe/topology.py``, ``PipeModelDataParallelTopology``).
+        """
+        tensor = self.sizes.tensor
+        stage, tensor_rank = divmod(self.mp_rank, tensor)
+        number = (stage * self.world_size + rank) * tensor + tensor_rank
+        return self.state.stamp(file, number, self.world_size * self.sizes.model)
+
+    def count_partitions(self, group: TrainedGroup) -> int:
+        """Return how many ranks share a group's flat tensors."""
+        return order.count_partitions(group, self.world_size)
+
+    def locate_partition(self, group: TrainedGroup, rank: int) -> int:
+        """Return a rank's position among the ranks that share a group's flat tensors."""
+        size = self.world_size // self.count_partitions(group)
+        return locate_rank(self.world_size, size, self.config, rank)[1]
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the groups as the optimizer stores them, with the indices of the flat tensors."""
+        numbers = iter(range(len(self.flats)))
+        return [
+            {**group.hyper, "params": [next(numbers) for _ in flats]}
+            for group, flats in zip(self.groups, self.flats_of, strict=True)
+        ]
+
+
+def resolve_spec(
+    state: Training,
+    *,
+    world_size: int,
+    stage: int,
+    precision: DType | None = None,
+    tag: str | None = None,
+    universal: bool = False,
+    weights_only: bool = False,
+    trained: DType | None = None,
+) -> OutputSpec:
+    """Decide what is written.
+
+    Args:
+        universal: for a universal checkpoint. It has no flat tensors, so each group is listed as it
+            is; and an optimizer without hyper-parameters keeps those that it has when it loads.
+        trained: the precision of the run, if the state is a part of it; None: that of the state.
+
+    Raises:
+        IncompleteError, UnsupportedError, UsageError: as `lay_out`.
+    """
+    _check_options(world_size, stage, precision, tag)
+    if weights_only:
+        state, stage = _without_optimizer(state), 3 if stage == 3 else 0
+    else:
+        refuse_without_optimizer(state)
+    _check_source(state, needs_hyper=not (universal or weights_only))
+    of_run = precision or trained or precision_of(state)
+    config = _adapt_config(order.engine_config(state), stage, of_run)
+    drops_round_robin = universal and order.requests_round_robin(config)
+    if drops_round_robin:
+        config["zero_optimization"]["round_robin_gradients"] = False
+    _refuse_slots(state, stage, universal=universal)
+    # At stage 0 in fp32 the file holds the user's optimizer itself, with empty parameters too.
+    groups = _sort_groups(state, keep_empty=stage == 0 and of_run == FLOAT32)
+    owned = {member.fqn for group in groups for member in group.members}
+    rest = [weight for weight in state.weights if weight.fqn not in owned]
+    extra_state, lost = select_extra_state(state)
+    scaler = _convert_scaler(state, config, of_run)
+    return OutputSpec(
+        state=state,
+        world_size=world_size,
+        stage=stage,
+        tag=tag or f"global_step{state.step()}",
+        precision=of_run,
+        recast=precision,
+        config=config,
+        groups=groups,
+        flats_of=tuple(
+            order.split_flat_tensors(group, config, world_size, 2 if universal else stage, of_run)
+            for group in groups
+        ),
+        frozen=tuple(weight for weight in rest if weight.is_float),
+        buffers=tuple(weight for weight in rest if not weight.is_float),
+        extra_state=extra_state,
+        lost=tuple(lost),
+        scaler=scaler or initial_scaler(order.section(config, "fp16")),
+        scaler_is_new=scaler is None,
+        weights_only=weights_only,
+        drops_round_robin=drops_round_robin,
+    )
+
+
+def _refuse_slots(state: Training, stage: int, *, universal: bool) -> None:
+    """Refuse slots that this layout cannot hold; stage 0 keeps a parameter's state whole."""
+    if universal:
+        refuse_non_elementwise_slots(
+            state,
+            "DeepSpeed's universal loader restores only state that has a value for each element",
+            f"write native rank files: --to deepspeed --zero-stage {stage}",
+        )
+        if any(group.hyper.get("use_muon") is True for group in state.groups):
+            raise UnsupportedError(
+                state.manifest.origin.path,
+                "trains with Muon: DeepSpeed (0.19.8) loads a universal momentum_buffer as flat"
+                " pieces, and its stages 1 and 2 then read whole matrices from them; stage 3"
+                " requires exp_avg of every parameter",
+                "write native rank files: --to deepspeed",
+            )
+    elif stage:
+        refuse_non_elementwise_slots(
+            state,
+            "DeepSpeed's stages 1 to 3 store only state that has a value for each element",
+            "stage 0 keeps it: --zero-stage 0",
+            placed=state.scalars,
+        )
+
+
+def _without_optimizer(state: Training) -> Training:
+    """Return the weights with one group of what could be trained: DeepSpeed finds them by name.
+
+    Stages 0 to 2 keep them in one file, which does not depend on stage or ranks; only stage 3 cuts.
+    """
+    members = tuple(
+        TrainedParameter(weight, {}, None)
+        for weight in state.weights
+        if weight.is_float and weight.fqn not in state.manifest.frozen
+    )
+    return replace(state, groups=(TrainedGroup({}, members),))
+
+
+def _check_options(world_size: int, stage: int, precision: DType | None, tag: str | None) -> None:
+    if stage not in range(4):
+        raise UsageError(f"ZeRO stage {stage}", "stages are 0, 1, 2 and 3")
+    if world_size < 1:
+        raise UsageError(f"{world_size} ranks", "at least one is needed")
+    if precision not in (None, FLOAT32, BFLOAT16, FLOAT16):
+        raise UsageError(f"{precision}", "DeepSpeed trains in fp32, bf16 or fp16")
+    if tag is not None and (not tag or "/" in tag or tag in (".", "..")):
+        raise UsageError(f"tag {tag!r}", "is not the name of a directory")
+
+
+def _check_source(state: Training, *, needs_hyper: bool) -> None:
+    manifest = state.manifest
+    if manifest.absent:
+        shown = ", ".join(manifest.absent[:_LISTED])
+        raise IncompleteError(manifest.origin.path, f"holds no value of {shown}")
+    for number, group in enumerate(state.groups):
+        if needs_hyper and not group.hyper:
+            raise IncompleteError(
+                manifest.origin.path,
+                f"keeps no hyper-parameters of param group {number} (elastic_checkpoint does not):"
+                " the optimizer that loads them would have no learning rate",
+                "give them with --param-groups FILE, or write --to ds-universal, with which the"
+                " optimizer keeps those of its script",
+            )
+
+
+def precision_of(state: Training) -> DType:
+    """Return the dtype of most trained elements; without optimizer, of all trainable ones."""
+    groups = state.groups or _without_optimizer(state).groups
+    return find_most_common_dtype(member.weight for group in groups for member in group.members)
+
+
+def _adapt_config(config: dict[str, Any] | None, stage: int, precision: DType) -> dict[str, Any]:
+    """Return the configuration with the stage and the precision that the files will have.
+
+    MiCS is left out: every rank will have its own part.
+    """
+    adapted = dict(config or {})
+    zero = {k: v for k, v in order.zero_section(config).items() if not k.startswith("mics_")}
+    adapted["zero_optimization"] = {**zero, "stage": stage}
+    for name, dtype in _SECTIONS.items():
+        if name in adapted or (dtype == precision and name != "bfloat16"):
+            adapted[name] = {**order.section(adapted, name), "enabled": dtype == precision}
+    return adapted
+
+
+def _sort_groups(state: Training, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
+    """Return the groups in the user's order, without parameters that DeepSpeed never optimizes."""
+    return tuple(
+        replace(group, members=tuple(m for m in ordered if m.weight.value.numel or keep_empty))
+        for group, ordered in zip(state.groups, order.user_order(state), strict=True)
+    )
+
+
+def _convert_scaler(
+    state: Training, config: dict[str, Any], precision: DType
+) -> dict[str, Any] | None:
+    """Return the source's loss scaler; None if its training was not scaled."""
+    if precision != FLOAT16:
+        return UNSCALED
+    if loss_scale.is_idle(state.manifest.train.scaler):
+        return None
+    found = loss_scale.convert_to_deepspeed(state.manifest.train.scaler, state.step())
+    return found and complete_scaler(found, order.section(config, "fp16"))
+
+
+def select_extra_state(state: Training) -> tuple[dict[str, Any], list[str]]:
+    """Return the values beside DeepSpeed's own that can be written, and the names of the others."""
+    train = state.manifest.train
+    kept: dict[str, Any] = {}
+    lost: list[str] = []
+    of_deepspeed = state.manifest.origin.format.startswith("deepspeed")
+    for values, fits in (
+        (train.client, train.client.keys() - ENGINE_KEYS),
+        (train.opaque, train.opaque.keys() & ENGINE_KEYS if of_deepspeed else frozenset[str]()),
+    ):
+        for name, value in values.items():
+            if name in fits and name in train.objects:
+                kept[name] = train.objects[name]
+                lost += objects.left_out(name, value, kept[name])
+            elif name in fits and is_plain(value):
+                kept[name] = value
+            else:
+                lost.append(name)
+    if train.scheduler is not None and find_scheduler(train) is None:
+        lost.append("lr_scheduler")
+    return kept, lost
+
+
+def adapt_args(
+    extra_state: Mapping[str, Any], sizes: Sizes, data: int, rank: int
+) -> dict[str, Any]:
+    """Return the values with the sizes of the new grid in Megatron-DeepSpeed's ``args``.
+
+    It compares some of them when it loads (deepspeedai Megatron-DeepSpeed 4efb479
+    ``megatron/checkpointing.py``, ``check_checkpoint_args``).
+
+    Args:
+        data: number of data-parallel ranks.
+        rank: number of the model-parallel rank, tensor-parallel ranks first.
+    """
+    args = extra_state.get("args")
+    if not objects.is_namespace(args):
+        return dict(extra_state)
+    stage, tensor = divmod(rank, sizes.tensor)
+    number = stage * data * sizes.tensor + tensor
+    changed = {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "transformer_pipeline_model_parallel_size": sizes.pipeline,
+        "data_parallel_size": data,
+        "world_size": sizes.model * data,
+        "rank": number,
+        "local_rank": number,
+    }
+    return {**extra_state, "args": objects.with_attributes(args, changed)}

@@ -1,0 +1,143 @@
+"""Describe in a universal checkpoint how tensor-parallel ranks share each parameter.
+
+Source: DeepSpeed 0.19.8 ``checkpoint/ds_to_universal.py`` (``merge_tp_slices``), which writes it,
+and ``checkpoint/universal_checkpoint.py`` (``load_hp_checkpoint_state``), which cuts by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reshard.box import Index
+from reshard.formats.deepspeed.write.grid import GridOptions, make_cuts
+from reshard.manifest import Entry, Skeleton
+from reshard.model_parallel import shards
+from reshard.model_parallel.vocabulary import take_first_rows
+from reshard.pickles.values import Call
+from reshard.training.state import Training
+
+_SUBPARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+_MANY = 2  # tensor-parallel ranks, to describe cuts that a single rank does not have
+
+NOT_DESCRIBED = "its tensors are not marked for tensor parallelism: load it at a degree of 1"
+
+
+class SplitMetadata:
+    """The metadata of every parameter of a model-parallel run.
+
+    ``is_known`` is False for a single tensor-parallel rank of a run that declares nothing: its
+    tensors get no metadata.
+
+    Args:
+        options: the grid, and a user's table.
+    """
+
+    def __init__(self, state: Training, options: GridOptions) -> None:
+        tensor = options.sizes.tensor
+        self._cuts, info = make_cuts(state, options, max(tensor, _MANY))
+        vocabulary = info.get("original_vocab_size")
+        self._vocabulary = vocabulary if isinstance(vocabulary, int) else None
+        self.is_known = tensor > 1 or len(info) > 1
+        self._tensor = tensor
+        self._shapes = {weight.fqn: weight.shape for weight in state.weights}
+
+    def describe(self, fqn: str) -> dict[str, Any]:
+        """Return the keys beside a parameter's values.
+
+        Raises:
+            UsageError: nothing says how it is cut.
+        """
+        if not self.is_known:
+            return {"cat_dim": 0}
+        shape = self._shapes[fqn]
+        split = self._cuts.split(fqn, shape)
+        fused = self._cuts.find_fused(fqn)
+        if split.dim is None:
+            return {}
+        if fused is not None and len(split.parts) > 1:
+            return {"sub_param_shape": _sub_params(fused, shape)}
+        if len(split.parts) > 1:
+            return {"cat_dim": split.dim, "param_n_sub_params": len(split.parts)}
+        return {"cat_dim": split.dim, **({"vocab_tensor": True} if split.padded else {})}
+
+    def divide_sums(self, skeleton: Skeleton) -> Skeleton:
+        """Store one rank's share of tensors that ranks add up: DeepSpeed gives it to each rank."""
+
+        def share(entry: Entry) -> Entry:
+            split = self._cuts.split(entry.fqn, self._shapes[entry.fqn])
+            return shards.scale_shares(entry, split, self._tensor)
+
+        if not self.is_known:
+            return skeleton
+        return replace(skeleton, entries=tuple(map(share, skeleton.entries)))
+
+    def strip_padding(self, state: Training) -> Training:
+        """Return the state without padding rows of vocabularies, in weights and moments alike."""
+        if not self.is_known or self._vocabulary is None:
+            return state
+        padded = {fqn for fqn in self._shapes if self._is_padded(fqn)}
+        rows = self._vocabulary
+
+        def strip(entry: Entry) -> Entry:
+            return take_first_rows(entry, rows) if entry.fqn in padded and entry.shape else entry
+
+        weights = {
+            w.fqn: replace(w, value=(value := strip(w.value)), shape=value.shape)
+            for w in state.weights
+        }
+        groups = tuple(
+            replace(
+                group,
+                members=tuple(
+                    replace(
+                        member,
+                        weight=weights[member.fqn],
+                        slots={slot: strip(entry) for slot, entry in member.slots.items()},
+                    )
+                    for member in group.members
+                ),
+            )
+            for group in state.groups
+        )
+        return replace(state, weights=tuple(weights.values()), groups=groups)
+
+    def _is_padded(self, fqn: str) -> bool:
+        """Return whether a parameter is a vocabulary with padding rows."""
+        is_vocabulary = "vocab_tensor" in self.describe(fqn)
+        return is_vocabulary and self._shapes[fqn][0] > (self._vocabulary or 0)
+
+    def notes(self) -> list[str]:
+        """Return what the user must be told of them."""
+        if not self.is_known:
+            return [NOT_DESCRIBED]
+        summed = [fqn for fqn, shape in self._shapes.items() if self._cuts.split(fqn, shape).summed]
+        return [
+            *self._note_summed(summed),
+            *(
+                f"{fqn!r} is cut to the {self._vocabulary} rows of its vocabulary, without the"
+                " padding"
+                for fqn in self._shapes
+                if self._vocabulary is not None and self._is_padded(fqn)
+            ),
+            *self._cuts.notes,
+        ]
+
+    def _note_summed(self, fqns: Sequence[str]) -> Iterator[str]:
+        if fqns:
+            yield (
+                f"load it at a tensor parallel size of {self._tensor} alone: ranks add up"
+                f" {len(fqns)} biases ({fqns[0]!r} ...), and DeepSpeed gives each rank the share of"
+                " one that is stored; for another size write --to deepspeed --tp N"
+            )
+
+
+def _sub_params(fused: Mapping[str, Any], shape: Index) -> Call:
+    """Return the parts of a fused parameter, with their sizes if the run has only their number."""
+    dim = int(fused["partition_dim"])
+    view = [tuple(n) if isinstance(n, (list, tuple)) else int(n) for n in fused["shape"]]
+    parts = view[dim]
+    view[dim] = parts if isinstance(parts, tuple) else (shape[dim] // parts,) * parts
+    state = {"patterns": list(fused["patterns"]), "shape": tuple(view), "partition_dim": dim}
+    return Call(_SUBPARAMS, (), state)

@@ -1,0 +1,115 @@
+"""Lay out stage 0: the optimizer inside the model states, whole tensors under an index.
+
+In fp32 it is the optimizer's own dict. In 16 bits it is wrapped (DeepSpeed 0.19.8
+``runtime/fp16/unfused_optimizer.py``): fp32 copies of each group, whole. Around an optimizer of
+DeepSpeed's own (``fused_optimizer.py``), masters and state are one flat tensor for each group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.containers.torch_writer import build_whole_tensor
+from reshard.dtypes import FLOAT32
+from reshard.formats.deepspeed.expert_layout import has_experts, parse_expert_name
+from reshard.formats.deepspeed.write.flat_tensors import (
+    common_step,
+    concatenate,
+    flat_tensor,
+    master_of,
+    pick_slot,
+    slot_dtypes,
+)
+from reshard.formats.deepspeed.write.objects import (
+    is_deepspeed_optimizer,
+    scaler_keys,
+    step_counter,
+)
+from reshard.formats.deepspeed.write.spec import OutputSpec
+from reshard.state_dict import optimizer_names, torch_state_dict
+from reshard.training.state import TrainedGroup, TrainedParameter
+
+_CLIP = 1.0  # GRADIENT_CLIPPING_DEFAULT; FP16_Optimizer requires a value
+
+
+def make_optimizer(spec: OutputSpec) -> dict[str, Any]:
+    """Return what the model states hold under ``optimizer``."""
+    if spec.precision == FLOAT32:
+        return _by_parameter(spec)
+    scaler = scaler_keys(spec.scaler, spec.state.step())
+    if any(is_deepspeed_optimizer(group.hyper) for group in spec.groups):
+        joined = [concatenate(group.members) for group in spec.groups]
+        return {
+            **scaler,
+            "optimizer_state_dict": _by_group(spec),
+            "fp32_groups_flat": [
+                flat_tensor(FLOAT32, numel, runs, master_of) for runs, numel in joined
+            ],
+            "clip_grad": _CLIP if spec.clip is None else spec.clip,
+        }
+    return {
+        **scaler,
+        "optimizer_state_dict": _by_parameter(spec),
+        "fp32_groups": [
+            [build_whole_tensor(member.weight.value, FLOAT32) for member in group.members]
+            for group in spec.groups
+        ],
+    }
+
+
+def _by_parameter(spec: OutputSpec) -> dict[str, Any]:
+    """Return the state dict of an optimizer that has a state for each parameter."""
+    groups = (
+        (group.hyper, [(member.fqn, _state(member, group)) for member in group.members])
+        for group in spec.groups
+    )
+    return torch_state_dict.assemble_optimizer(groups, named=not _is_order_recoverable(spec))
+
+
+def _state(member: TrainedParameter, group: TrainedGroup) -> dict[str, Any]:
+    if not member.slots:
+        return {}
+    counter = {} if member.step is None else {"step": step_counter(member.step, group.hyper)}
+    return counter | {
+        name: build_whole_tensor(slot, slot.dtype) for name, slot in member.slots.items()
+    }
+
+
+def _by_group(spec: OutputSpec) -> dict[str, Any]:
+    """Return the state dict of an optimizer that has one flat tensor for each group."""
+    path = spec.state.manifest.origin.path
+    states: dict[int, dict[str, Any]] = {}
+    for number, group in enumerate(spec.groups):
+        count = common_step(group.members, path)
+        state: dict[str, Any] = {} if count is None else {"step": step_counter(count, group.hyper)}
+        runs, numel = concatenate(group.members)
+        for name, dtype in slot_dtypes(group.members).items():
+            state[name] = flat_tensor(dtype, numel, runs, pick_slot(name))
+        if state:
+            states[number] = state
+    param_groups = spec.param_groups()
+    if not _is_order_recoverable(spec):
+        listed = zip(param_groups, spec.groups, strict=True)
+        param_groups = [{**stored, "param_names": group.fqns} for stored, group in listed]
+    return {"state": states, "param_groups": param_groups}
+
+
+def _is_order_recoverable(spec: OutputSpec) -> bool:
+    """Return whether shapes show which parameter each index is; otherwise names are written.
+
+    Groups of experts and other groups are tried apart.
+    """
+    buffers = {buffer.fqn for buffer in spec.buffers}
+    candidates = {
+        weight.fqn: weight.shape
+        for weight in spec.state.weights
+        if weight.value.numel and weight.fqn not in buffers
+    }
+    experts = {fqn for fqn in candidates if parse_expert_name(fqn)}
+    return all(
+        optimizer_names.can_name_groups(
+            {fqn: shape for fqn, shape in candidates.items() if (fqn in experts) == of_experts},
+            [group for group in spec.groups if has_experts(group.hyper) == of_experts],
+        )
+        for of_experts in ((False, True) if experts else (False,))
+    )

@@ -1,0 +1,171 @@
+"""Lay out ZeRO stages 1 and 2, and BF16_Optimizer: the optimizer states of every rank.
+
+Geometry (DeepSpeed 0.19.8 ``runtime/zero/stage_1_and_2.py``, ``__init__``): a group's parameters
+one after the other, each but the last followed by its alignment padding, then a tail that makes the
+whole a multiple of twice the ranks that share it: all, or those that hold the same experts. Masters
+are stored without the tail, slots with it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import gcd, prod
+from typing import Any
+
+from reshard.containers.torch_writer import Slot
+from reshard.formats.deepspeed import order
+from reshard.formats.deepspeed.write.flat_tensors import (
+    MemberRun,
+    common_step,
+    concatenate,
+    cut_run,
+    flat_tensor,
+    make_scalars,
+    master_dtype,
+    master_of,
+    pick_slot,
+    slot_dtypes,
+)
+from reshard.formats.deepspeed.write.objects import (
+    WRITTEN_AS,
+    fragment_address,
+    scaler_object,
+    stage_enum,
+    step_counter,
+)
+from reshard.formats.deepspeed.write.spec import OutputSpec
+from reshard.pickles.values import Call
+from reshard.training.state import TrainedGroup, TrainedParameter
+
+ALIGNMENT = 2  # nccl_start_alignment_factor
+_ALIGNED_BYTES = 16  # parameter_alignment: where every parameter of the module begins
+
+
+class FlatGroups:
+    """The flat tensors of all groups, laid out once; `of_rank` cuts a rank's pieces."""
+
+    def __init__(self, spec: OutputSpec) -> None:
+        self._spec = spec
+        self._groups = [
+            _FlatGroup(spec, group, flat)
+            for group, flat in zip(spec.groups, spec.flats, strict=True)
+        ]
+
+    def of_rank(self, rank: int) -> dict[str, Any]:
+        """Return one rank's ``optimizer_state_dict``."""
+        spec = self._spec
+        partitions = [
+            flat.cut_partition(spec.locate_partition(group, rank))
+            for group, flat in zip(spec.groups, self._groups, strict=True)
+        ]
+        return {
+            "loss_scaler": scaler_object(spec.scaler),
+            "dynamic_loss_scale": spec.scaler["dynamic"],
+            "overflow": False,
+            **({} if spec.clip is None else {"clip_grad": spec.clip}),  # else the new run's own
+            "base_optimizer_state": {
+                "state": {number: p.state for number, p in enumerate(partitions) if p.state},
+                "param_groups": spec.param_groups(),
+            },
+            "single_partition_of_fp32_groups": [partition.master for partition in partitions],
+            "zero_stage": stage_enum(spec.stage),
+            "group_paddings": [partition.padding for partition in partitions],
+            "param_alignment_paddings": [list(flat.paddings) for flat in self._groups],
+            "partition_count": [spec.count_partitions(group) for group in spec.groups],
+            "ds_version": WRITTEN_AS,
+            "param_slice_mappings": [partition.addresses for partition in partitions],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Partition:
+    """What one rank holds of a group; ``state`` is empty if the group was never stepped."""
+
+    master: Slot
+    state: dict[str, Any]
+    padding: int
+    addresses: OrderedDict[str, Call]
+
+
+class _FlatGroup:
+    """One group's flat tensor, its members in flat order."""
+
+    def __init__(
+        self, spec: OutputSpec, group: TrainedGroup, flat: Sequence[TrainedParameter]
+    ) -> None:
+        self._spec = spec
+        self._group = group
+        self._flat = flat
+        self._order = {fqn: number for number, fqn in enumerate(group.fqns)}
+        unit = _alignment(spec, flat)
+        sizes = [prod(member.weight.shape) for member in flat]
+        self.paddings = [-numel % unit for numel in sizes[:-1]] + [0] * bool(flat)
+        ends = accumulate(map(sum, zip(sizes, self.paddings, strict=True)), initial=0)
+        self._starts = list(ends)[: len(flat)]
+        self._stops = [start + numel for start, numel in zip(self._starts, sizes, strict=True)]
+        self._end = self._stops[-1] if flat else 0
+        self._numel = -(-self._end // (ALIGNMENT * spec.count_partitions(group))) * ALIGNMENT
+        self._master = master_dtype(flat)
+        self._dtypes = slot_dtypes(flat)
+        self._scalars = make_scalars(flat)
+        self._step = common_step(flat, spec.state.manifest.origin.path)
+
+    def cut_partition(self, position: int) -> _Partition:
+        """Return what one rank holds, by its position among the ranks that share the group."""
+        runs = list(self._cut_runs(position))
+        padding = min(max((position + 1) * self._numel - self._end, 0), self._numel)
+        state: dict[str, Any] = {}
+        if self._step is not None:
+            state["step"] = step_counter(self._step, self._group.hyper)
+        inside, numel = runs, self._numel
+        if _keeps_whole_momenta(self._spec, self._group):
+            inside, numel = concatenate(run.member for run in runs)
+        for name, dtype in self._dtypes.items() if numel else ():
+            state[name] = flat_tensor(dtype, numel, inside, pick_slot(name))
+        state.update(self._scalars)
+        stored = self._numel - padding
+        master = flat_tensor(self._master, stored, runs, master_of, grad=True)
+        return _Partition(master, state, padding, self._addresses(runs))
+
+    def _cut_runs(self, position: int) -> Iterator[MemberRun]:
+        low, high = position * self._numel, (position + 1) * self._numel
+        for number in range(bisect_right(self._stops, low), bisect_left(self._starts, high)):
+            start, stop = max(self._starts[number], low), min(self._stops[number], high)
+            begin = self._starts[number]
+            yield cut_run(self._flat[number], start - begin, stop - begin, start - low)
+
+    def _addresses(self, runs: Sequence[MemberRun]) -> OrderedDict[str, Call]:
+        """Return the position of each parameter's fragment, in the user's order."""
+        ordered = sorted(runs, key=lambda run: self._order[run.member.fqn])
+        return OrderedDict(
+            (self._spec.listed_name(run.member.fqn), fragment_address(run.numel, run.offset))
+            for run in ordered
+        )
+
+
+def _keeps_whole_momenta(spec: OutputSpec, group: TrainedGroup) -> bool:
+    """Return whether each rank keeps whole momenta of the parameters that its partition meets.
+
+    DeepSpeed 0.19.8 ``stage_1_and_2.py`` (``_muon_momentum_buffer``). An offloaded optimizer
+    (``_apply_muon_updates_cpu_offload``) and ``bf16_optimizer.py`` keep equal partitions.
+    """
+    offloads = order.section(order.zero_section(spec.config), "offload_optimizer")
+    return (
+        group.hyper.get("use_muon") is True
+        and offloads.get("device", "none") == "none"
+        and not order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
+    )
+
+
+def _alignment(spec: OutputSpec, flat: Sequence[TrainedParameter]) -> int:
+    """Return the unit at whose multiples parameters begin, in elements of the module's dtype."""
+    is_aligned = order.zero_section(spec.config).get("parameter_alignment") is True
+    uses_bf16 = order.uses_bf16_optimizer(spec.config, spec.stage, spec.precision)
+    if not is_aligned or not flat or uses_bf16:
+        return 1
+    _, dtype = spec.stored(flat[0].weight)
+    return _ALIGNED_BYTES // gcd(_ALIGNED_BYTES, dtype.itemsize)

@@ -1,0 +1,92 @@
+"""Lay out ZeRO stage 3: the optimizer states of every rank.
+
+Geometry (DeepSpeed 0.19.8 ``runtime/zero/stage3.py``, ``partition_parameters.py``): each parameter
+in ``ceil(numel / ranks)`` elements on each rank, the last ranks' padded; in a sub-group's flat
+tensor a rank's pieces stand one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from reshard.containers.torch_writer import Slot, Storage
+from reshard.dtypes import DType
+from reshard.formats.deepspeed.write.flat_tensors import (
+    MemberRun,
+    common_step,
+    cut_run,
+    flat_tensor,
+    make_scalars,
+    master_dtype,
+    master_of,
+    pick_slot,
+    run_parts,
+    slot_dtypes,
+)
+from reshard.formats.deepspeed.write.objects import scaler_object, stage_enum, step_counter
+from reshard.formats.deepspeed.write.spec import OutputSpec
+from reshard.layout.partition import equal_piece
+from reshard.manifest import Entry
+from reshard.training.state import TrainedGroup, TrainedParameter
+
+_Runs = tuple[list[MemberRun], int]  # of one sub-group, and the number of their elements
+
+
+def make_first_rank(spec: OutputSpec) -> dict[str, Any]:
+    """Return the first rank's ``optimizer_state_dict``; the others' have other values alone.
+
+    No rank's run of a parameter is longer than the first rank's, and all begin at the same element.
+    """
+    path = spec.state.manifest.origin.path
+    states: list[dict[str, Any]] = []
+    masters: list[Slot] = []
+    for group, flats in zip(spec.groups, spec.flats_of, strict=True):
+        count = common_step(group.members, path)
+        for members in flats:
+            runs, numel = _first_runs(members, spec.world_size)
+            dtype = master_dtype(members)
+            masters.append(flat_tensor(dtype, numel, runs, master_of, grad=True))
+            states.append(_state(group, count, (runs, numel)))
+    return {
+        "zero_stage": stage_enum(spec.stage),
+        "loss_scaler": scaler_object(spec.scaler),
+        "dynamic_loss_scale": spec.scaler["dynamic"],
+        "overflow": False,
+        "partition_count": spec.world_size,
+        "optimizer_state_dict": {
+            "state": {number: state for number, state in enumerate(states) if state},
+            "param_groups": spec.param_groups(),
+        },
+        "fp32_flat_groups": masters,
+    }
+
+
+def _first_runs(members: Sequence[TrainedParameter], ranks: int) -> _Runs:
+    """Return the first rank's runs of a sub-group's members."""
+    runs, at = [], 0
+    for member in members:
+        numel = prod(member.weight.shape)
+        runs.append(cut_run(member, *equal_piece(numel, ranks, 0), at))
+        at += -(-numel // ranks)
+    return runs, at
+
+
+def _state(group: TrainedGroup, count: float | None, runs: _Runs) -> dict[str, Any]:
+    """Return the state of one sub-group; empty if its group was never stepped.
+
+    A sub-group that alone was never stepped has the slots of its group, because all share one step.
+    """
+    inside, numel = runs
+    state: dict[str, Any] = {} if count is None else {"step": step_counter(count, group.hyper)}
+    for name, dtype in slot_dtypes(group.members).items():
+        state[name] = flat_tensor(dtype, numel, inside, pick_slot(name))
+    return state | make_scalars(group.members)
+
+
+def make_fragment(entry: Entry, dtype: DType, ranks: int, rank: int) -> Slot:
+    """Return a rank's piece of a parameter that is not optimized."""
+    numel = -(-entry.numel // ranks)
+    parts = run_parts(entry, *equal_piece(entry.numel, ranks, rank))
+    return Slot(Storage(dtype, numel, parts), (numel,))
