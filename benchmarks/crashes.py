@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 SMALL = ["--workers", "2", "--max-memory", str(256 << 10)]  # windows of 64 KiB
 BATCH_BYTES = 256 << 10  # of the journal
 WARM = ["numpy", "reshard.commands.merge.command", "reshard.commands.split.command"]
-WARM += ["trainer.loop", "trainer.engines.zero2", "trainer.engines.fsdp2", "torch.distributed.fsdp"]
+WARM += ["trainer.session", "trainer.core.zero2", "trainer.core.fsdp2", "torch.distributed.fsdp"]
 TRAIN = ["--seq-len", "8", "--global-batch", "2", "--micro-batch", "1", "--precision", "fp32"]
 TRAIN += ["--steps", "6", "--save-every", "2", "--keep", "2", "--threads", "1"]
 
@@ -40,15 +40,17 @@ TRAIN += ["--steps", "6", "--save-every", "2", "--keep", "2", "--threads", "1"]
 def serve() -> None:
     """Fork for each trial of stdin: everything is imported once."""
     from reshard.move import journal
-    from trainer import model, tokenizer
+    from trainer import tokenizer
+    from trainer.config.huggingface import load_model_config
+    from trainer.core import model
     from trainer.resolve import resolve
 
     for name in WARM:
         importlib.import_module(name)
     settings = resolve({"seq_len": 8, "strategy": "zero2", "global_batch": 2}, 1)
-    model.build(settings)  # which makes transformers import what it needs
+    model.build_model(settings)  # which makes transformers import what it needs
     with tempfile.TemporaryDirectory() as place:
-        model.configuration(settings).save_pretrained(place)
+        load_model_config(settings).save_pretrained(place)
         tokenizer.save(Path(place))
     journal.BATCH_BYTES = BATCH_BYTES
     shim = ctypes.CDLL(os.environ["LD_PRELOAD"])

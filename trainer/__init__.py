@@ -1,23 +1,21 @@
 """A minimal sharded trainer: ZeRO 0-3 and FSDP, per-rank checkpoints, bit-exact resume.
 
-It writes what DeepSpeed and PyTorch write, imports neither DeepSpeed nor ``reshard``, and is short
-enough to read in an evening. Start at ``loop.py``; each file has one idea:
+It writes what DeepSpeed and PyTorch write, and imports neither DeepSpeed nor ``reshard``. One
+evening's reading is ``core``, in the order of its docstring. The rest adapts it to other programs:
 
-=================  =========================================================================
-settings           every choice, with its flag, default and meaning
-config/            ds_config.json and accelerate.yaml read into settings
-cli, resolve       a flag for each; what follows from the ranks, or contradicts itself
-launch, ranks      one process becomes N; what a rank knows of the others
-environment        what whoever started the process has told it
-model, data        a causal LM; samples numbered globally, drawn by counter; tokenizer: bytes
-optimizer          AdamW and its param groups
-schedule, scaling  learning rate and loss scale, as pure functions of few numbers
-engines/           how a model is trained on N ranks: ddp, zero1-3, fsdp, fsdp2, grid, deepspeed
-parallel/          how a model itself is cut: by tensor, by pipeline stage, by expert
-zero/              the parts of ZeRO: partition, reduction, norm, shard, gathering, offload
-checkpoint/        what goes to disk, in whose layout, and how it appears whole or not at all
-loop, log          a step, and what is told about it; timer, memory: what it costs
-export             the 16-bit model at the end
-tensors, errors    small words about tensors; what can go wrong, with its exit code
-=================  =========================================================================
+================================  ================================================================
+core/                             the loop, the data, the model, ddp, ZeRO 1 to 3, FSDP
+schedule, scaling, offload        learning rate and loss scale of DeepSpeed; CPU and disk offload
+fsdp_options                      what the options of FSDP mean
+engines/                          engines that adapt other programs: FSDP 1, DeepSpeed, grids
+parallel/                         a model cut by tensor, by pipeline stage, by expert
+checkpoint/                       files in the layouts of DeepSpeed, FSDP and Megatron-LM
+config/                           ds_config.json, accelerate.yaml and config.json, read
+settings, resolve                 every option once; derived values and contradictions
+cli, launch, session              flags; one process becomes N; one run on one rank
+process_group, environment        join the other ranks; what the launcher has set
+log, timer, memory                a line per step; seconds by activity; bytes by stage
+export, tokenizer                 the 16-bit model at the end; tokens are bytes
+errors                            what can go wrong, with its exit code
+================================  ================================================================
 """

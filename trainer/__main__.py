@@ -9,11 +9,11 @@ import sys
 from trainer.cli import main
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:  # whoever started the ranks says that they were interrupted
+    if "RANK" in os.environ:  # the process that started the ranks reports the interrupt
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = main()
-    # The work is done and flushed; what the interpreter would still tear down are threads of the
-    # process group, which now and then abort.
+    # The work is done and flushed. A normal exit would also end the threads of the process group,
+    # which sometimes abort then.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,7 @@
-"""The command line: every setting is a flag, made from its field.
+"""The command line: each field of Settings becomes a flag.
 
-Exit codes: 0 done; 1 training could not go on; 2 the settings or the command line are wrong; 3 a
-checkpoint is missing, incomplete or of another shape; 130 and 143 interrupted and terminated.
+Exit codes: 0 done; 1 training could not continue; 2 the settings or the command line are wrong; 3 a
+checkpoint is missing, incomplete or has another shape; 130 and 143 interrupted and terminated.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from click.core import ParameterSource
 from trainer import environment, launch
 from trainer.config.choices import Choices
 from trainer.errors import SettingsError, TrainerError
-from trainer.resolve import resolve, without_effect
+from trainer.resolve import list_ineffective, resolve
 from trainer.settings import Settings
 
-# Where a heading of the help begins: the first field under it, in the order of the fields
+# The headings of the help, by the first field under each, in the order of the fields
 _HEADINGS = {
     "steps": "The run",
     "model": "The model and its data",
     "micro_batch": "Batches (global batch = micro batch x accumulation x data-parallel ranks)",
     "lr": "The optimizer",
-    "precision": "Numbers",
-    "strategy": "How the model is spread over the ranks",
-    "fsdp_sharding_strategy": "FSDP, in Accelerate's words",
+    "precision": "Precision",
+    "strategy": "How the model is distributed over the ranks",
+    "fsdp_sharding_strategy": "FSDP, with the options of Accelerate",
     "save": "Checkpoints",
-    "log": "What is told",
+    "log": "Output",
 }
-_OTHER_SOURCES = "Configuration files, and what to do with them"
+_OTHER_SOURCES = "Configuration files and other actions"
 
 
-def _whole(value: Any) -> int:
-    """A whole number; 5e8 is one."""
-    for read in (int, float):
+def _parse_integer(value: Any) -> int:
+    """Parse a whole number; 5e8 is one."""
+    for parse in (int, float):
         with contextlib.suppress(ValueError, OverflowError):
-            if read(value) == int(read(value)):
-                return int(read(value))
+            if parse(value) == int(parse(value)):
+                return int(parse(value))
     raise click.BadParameter(f"{value!r} is not a whole number")
 
 
 class _Choice(click.Choice[str]):
-    """A value is what it is; only the names of options may be spelt with underscores."""
+    """A choice whose values are exact; only names of options may have underscores for hyphens."""
 
     def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
-        """As it is written."""
+        """Return the choice as it is written."""
         del ctx
         return str(choice)
 
 
 class _Command(click.Command):
-    """Help under headings."""
+    """A command whose help has headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -73,8 +73,8 @@ class _Command(click.Command):
                 formatter.write_dl(records)
 
 
-def _option(field: dataclasses.Field[Any]) -> click.Option:
-    """The flag of a setting."""
+def _make_option(field: dataclasses.Field[Any]) -> click.Option:
+    """Return the flag of a setting."""
     flag = "--" + field.name.replace("_", "-")
     shared: dict[str, Any] = {"help": field.metadata["help"], "default": field.default}
     shared["show_default"] = field.default not in (None, "", ())
@@ -84,14 +84,14 @@ def _option(field: dataclasses.Field[Any]) -> click.Option:
     if kind.startswith("tuple"):
         return click.Option([flag], multiple=True, **shared)
     if kind == "int":
-        return click.Option([flag], type=_whole, metavar="INTEGER", **shared)
+        return click.Option([flag], type=_parse_integer, metavar="INTEGER", **shared)
     choices = field.metadata["choices"]
-    plain = float if kind == "float" else str
-    return click.Option([flag], type=_Choice(choices) if choices else plain, **shared)
+    basic = float if kind == "float" else str
+    return click.Option([flag], type=_Choice(choices) if choices else basic, **shared)
 
 
-def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if not wanted:
+def _print_version(ctx: click.Context, _: click.Parameter, requested: bool) -> None:
+    if not requested:
         return
     from importlib import metadata
 
@@ -103,53 +103,69 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 _FILE = click.Path(path_type=Path)
-_OURS = [
-    click.Option(["--deepspeed"], type=_FILE, metavar="FILE", help="a ds_config.json of DeepSpeed"),
-    click.Option(["--accelerate"], type=_FILE, metavar="FILE", help="a YAML of accelerate config"),
-    click.Option(["--ignore-unknown"], is_flag=True, help="go on without fields that are unknown"),
-    click.Option(["--print-config"], is_flag=True, help="print the settings as JSON, and end"),
-    click.Option(["--report-memory"], is_flag=True, help="print what a rank holds, and end"),
+_ACTIONS = [
+    click.Option(
+        ["--deepspeed"],
+        type=_FILE,
+        metavar="FILE",
+        help="read settings from a ds_config.json of DeepSpeed",
+    ),
+    click.Option(
+        ["--accelerate"],
+        type=_FILE,
+        metavar="FILE",
+        help="read settings from the YAML file of accelerate config",
+    ),
+    click.Option(["--ignore-unknown"], is_flag=True, help="ignore unknown fields of these files"),
+    click.Option(
+        ["--print-config"], is_flag=True, help="print the resolved settings as JSON, and exit"
+    ),
+    click.Option(
+        ["--report-memory"],
+        is_flag=True,
+        help="print the memory of each ZeRO stage, predicted and measured, and exit",
+    ),
     click.Option(
         ["--version"],
         is_flag=True,
         is_eager=True,
         expose_value=False,
-        callback=_version,
-        help="print the version, and end",
+        callback=_print_version,
+        help="print the version, and exit",
     ),
 ]
-_NO_SETTINGS = {*(option.name for option in _OURS), "help"}
+_NO_SETTINGS = {*(option.name for option in _ACTIONS), "help"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; every failure is one message and a documented exit code."""
+    """Run the command line; return an exit code, after one message for a failure."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = command().main(
+        code = make_command().main(
             arguments, prog_name="python -m trainer", standalone_mode=False, obj=arguments
         )
     except click.ClickException as error:
-        _say(f"{error.format_message()}\n  -> python -m trainer --help")
+        _print_error(f"{error.format_message()}\n  -> python -m trainer --help")
         return 2
     except TrainerError as error:
-        _say(str(error))
+        _print_error(str(error))
         return error.exit_code
     except (KeyboardInterrupt, click.Abort):
-        _say("interrupted")
+        _print_error("interrupted")
         return 130
     return int(code or 0)
 
 
-def command() -> click.Command:
-    """The command with an option a setting."""
+def make_command() -> click.Command:
+    """Return the command, with an option for each setting."""
     return _Command(
         "trainer",
         callback=_start,
-        params=[*_OURS, *map(_option, dataclasses.fields(Settings))],
+        params=[*_ACTIONS, *map(_make_option, dataclasses.fields(Settings))],
         help=(
             "Train a causal language model on N ranks, with ZeRO or FSDP.\n\n"
-            "Started by torchrun or accelerate launch, this is one of their ranks; started plainly"
-            " with --nproc N, it starts N ranks itself."
+            "Under torchrun or accelerate launch, this process is one of their ranks; otherwise it"
+            " starts --nproc ranks itself."
         ),
         context_settings={
             "help_option_names": ["-h", "--help"],
@@ -170,13 +186,13 @@ def _start(
     report_memory: bool,
     **flags: Any,
 ) -> None:
-    """Understand the choices, then train here or on new ranks."""
-    world = environment.world_size_of_launcher()
+    """Resolve the settings, then train in this process or on new ranks."""
+    world = environment.launcher_world_size()
     choices = Choices()
     for name, value in flags.items():
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             choices.state(name, value, "--" + name.replace("_", "-"))
-    _inherit(choices)
+    _inherit_settings(choices)
     if deepspeed:
         from trainer.config.deepspeed import read as read_deepspeed
 
@@ -185,52 +201,52 @@ def _start(
         from trainer.config.accelerate import read as read_accelerate
 
         read_accelerate(accelerate, choices, world=world, ignore_unknown=ignore_unknown)
-    if report_memory:  # the textbook's setting: gradients as wide as the parameters
+    if report_memory:  # the prediction is for gradients as wide as the parameters
         precision = choices.values.get("precision", Settings.precision)
         choices.assume("grad_dtype", precision, "--report-memory")
-    settings = _settle(choices, world)
-    _note_idle(choices, settings)
-    if choices.notes and environment.speaks():
+    settings = _resolve_settings(choices, world)
+    _note_ineffective(choices, settings)
+    if choices.notes and environment.should_print_settings():
         click.echo(f"note: {choices.notes}", err=True)
     if print_config:
-        if environment.speaks():
+        if environment.should_print_settings():
             shown = {**dataclasses.asdict(settings), "origins": choices.origins}
             click.echo(json.dumps(shown, indent=2))
         return
-    ctx.exit(launch.start(settings, ctx.obj, "memory.report" if report_memory else "loop.run"))
+    ctx.exit(launch.start(settings, ctx.obj, "memory.report" if report_memory else "session.run"))
 
 
-def _note_idle(choices: Choices, settings: Settings) -> None:
-    """Nothing that was chosen is without effect unsaid."""
-    for name, why in without_effect(settings).items():
+def _note_ineffective(choices: Choices, settings: Settings) -> None:
+    """Add a note for each setting that was chosen and has no effect in this run."""
+    for name, why in list_ineffective(settings).items():
         stated = choices.stated(name)
         if stated:
-            choices.note(f"no effect, as the {why}", stated.origin)
+            choices.note(f"no effect because the {why}", stated.origin)
 
 
-def _inherit(choices: Choices) -> None:
-    """A resumed run goes on as it was, but for what is chosen now."""
+def _inherit_settings(choices: Choices) -> None:
+    """Take over the settings of a resumed run, except those that are chosen now."""
     resume, tag = choices.stated("resume"), choices.stated("tag")
     if resume:
-        from trainer.checkpoint.state import inherited
+        from trainer.checkpoint.state import read_inherited
 
-        for name, value in inherited(resume.value, tag.value if tag else None).items():
+        for name, value in read_inherited(resume.value, tag.value if tag else None).items():
             choices.assume(name, value, f"the run in {resume.value}")
 
 
-def _settle(choices: Choices, world: int | None) -> Settings:
-    """The settings of this many ranks."""
-    asked = choices.stated("nproc")
-    if asked and world not in (None, asked.value):
+def _resolve_settings(choices: Choices, world: int | None) -> Settings:
+    """Return the settings for the ranks of the launcher, or of --nproc."""
+    nproc = choices.stated("nproc")
+    if nproc and world not in (None, nproc.value):
         raise SettingsError(
-            f"nproc is {asked.value} by {asked.origin}, and the launcher started {world} ranks",
-            f"leave {asked.origin} out: the launcher decides",
+            f"nproc is {nproc.value} by {nproc.origin}, and the launcher started {world} ranks",
+            f"leave {nproc.origin} out: the launcher sets the number of ranks",
         )
     chosen = choices.values
     return resolve(chosen, world or chosen.get("nproc", Settings.nproc))
 
 
-def _say(message: str) -> None:
-    """An error that all ranks find, said once."""
-    if environment.is_first():
+def _print_error(message: str) -> None:
+    """Print an error that all ranks find once."""
+    if environment.is_first_rank():
         click.echo(f"error: {message}", err=True)

@@ -1,23 +1,37 @@
-"""What whoever started this process has told it."""
+"""What the launcher has set in this process's environment."""
 
 from __future__ import annotations
 
 import os
 
+from trainer.errors import SettingsError
+
 STARTER = "TRAINER_STARTED_BY"
-"""Variable with the process that started the ranks, when it was ours."""
+"""Variable with the id of the process that started the ranks, if that was our own launcher."""
 
 
-def world_size_of_launcher() -> int | None:
-    """The number of ranks that a launcher started, or None when started plainly."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None
+def launcher_world_size() -> int | None:
+    """Return the number of ranks that a launcher started, or None without a launcher.
+
+    Raises:
+        SettingsError: RANK is set, and WORLD_SIZE is not a number.
+    """
+    if "RANK" not in os.environ:
+        return None
+    world = os.environ.get("WORLD_SIZE", "")
+    if not world.isdigit():
+        raise SettingsError(
+            f"the environment variable RANK is set, and WORLD_SIZE is {world!r}",
+            "start the ranks with torchrun or accelerate launch, or unset RANK",
+        )
+    return int(world)
 
 
-def is_first() -> bool:
-    """Rank 0 says what all ranks find."""
+def is_first_rank() -> bool:
+    """Return whether this process prints what all ranks find: rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
-def speaks() -> bool:
-    """Whether this process tells of the settings: who started the ranks, else the first rank."""
-    return is_first() and not ("RANK" in os.environ and STARTER in os.environ)
+def should_print_settings() -> bool:
+    """Return whether this process prints notes on the settings: the starter, or the first rank."""
+    return is_first_rank() and not ("RANK" in os.environ and STARTER in os.environ)

@@ -1,9 +1,9 @@
-"""What can go wrong, each with a stable exit code.
+"""Errors of the trainer, each with a stable exit code.
 
 TrainerError
 |-- SettingsError     2  the settings contradict each other, or the command line is wrong
-|-- CheckpointError   3  a checkpoint is missing, incomplete, or of another shape
-`-- TrainingError     1  training cannot go on: NaN loss, a dead rank, a full disk
+|-- CheckpointError   3  a checkpoint is missing, incomplete, or has another shape
+`-- TrainingError     1  training cannot continue: NaN loss, a dead rank, a full disk
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class TrainerError(Exception):
     Args:
         problem: what was expected and what was found.
         remedy: what to do next; printed on a line of its own.
-        one_rank: only this rank knows, so this rank must say it.
+        one_rank: only this rank has the error, so this rank must print it.
     """
 
     exit_code = 1
@@ -31,8 +31,9 @@ class TrainerError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """The first line of somebody else's message, or the error's class when it has none."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of a foreign error's message, or its class if the message is empty."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 class SettingsError(TrainerError):
@@ -48,6 +49,6 @@ class CheckpointError(TrainerError):
 
 
 class TrainingError(TrainerError):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""What is told: a progress bar for people, a JSON line a step for programs, a summary at the end.
+"""Output of a run: a progress bar or lines for people, a JSON line per step for programs.
 
 A line of the log: ``step``, ``loss`` (mean over the micro batches), ``loss_hex`` (its float.hex),
 ``lr``, ``grad_norm``, ``grad_norm_hex``, ``loss_scale`` (of the next step), ``skipped``,
@@ -20,18 +20,20 @@ from typing import IO, Any
 import torch
 from tqdm import tqdm
 
-from trainer.checkpoint.state import Progress
-from trainer.engines.base import Engine, Update
+from trainer.core.engine import Engine
+from trainer.core.loop import Progress, Step
+from trainer.core.ranks import Ranks
 from trainer.errors import SettingsError
-from trainer.ranks import Ranks
 from trainer.settings import Settings
 
 
 class StepLog:
-    """Rank 0 tells; the others only measure.
+    """Reports each step on rank 0; the other ranks only measure.
 
     Args:
-        resumed_at: steps that were done before.
+        settings: of the run.
+        ranks: all of them.
+        resumed_at: number of steps done before.
 
     Raises:
         SettingsError: the log file exists and belongs to another run, or cannot be opened.
@@ -43,31 +45,30 @@ class StepLog:
         self._file: IO[str] | None = None
         self._bar: Any = None
         self._begin = time.perf_counter()
-        if ranks.first:
+        if ranks.is_first:
             self._file = _open(settings)
             on_terminal = settings.progress and sys.stderr.isatty()
             if on_terminal:
                 self._bar = tqdm(total=settings.steps, initial=resumed_at, unit="step")
 
-    def step(
-        self, progress: Progress, losses: list[float], rate: float, update: Update, engine: Engine
-    ) -> None:
-        """Tell one step. Every rank calls it."""
+    def step(self, progress: Progress, step: Step, engine: Engine) -> None:
+        """Report one step. Every rank calls it."""
         seconds = time.perf_counter() - self._begin
         self._begin += seconds
         breakdown = engine.timer.take()
-        peak = self._ranks.largest(peak_memory(self._ranks.device))
-        # fsum does not depend on the order of its terms, so neither on the number of ranks.
+        peak = self._ranks.all_reduce_max(measure_peak_memory(self._ranks.device))
+        losses = step.losses
+        # fsum does not depend on the order of its terms, nor therefore on the number of ranks.
         loss = math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
         line: dict[str, Any] = {
             "step": progress.step,
             "loss": loss,
             "loss_hex": loss.hex(),
-            "lr": rate,
-            "grad_norm": update.grad_norm,
-            "grad_norm_hex": update.grad_norm.hex(),
+            "lr": step.lr,
+            "grad_norm": step.update.grad_norm,
+            "grad_norm_hex": step.update.grad_norm.hex(),
             "loss_scale": engine.scaler.scale,
-            "skipped": update.skipped,
+            "skipped": step.update.skipped,
             "samples": progress.samples,
             "tokens_per_s": self._settings.global_batch * self._settings.seq_len / seconds,
             "peak_memory": peak,
@@ -77,44 +78,44 @@ class StepLog:
         self._write(line)
         self._show(line, breakdown)
 
-    def say(self, text: str) -> None:
-        """One line for people."""
-        if self._ranks.first:
+    def print(self, text: str) -> None:
+        """Print a line for people."""
+        if self._ranks.is_first:
             tqdm.write(text, file=sys.stdout)
 
     def finish(self, digest: str) -> None:
-        """Tell the hash of the final parameters."""
+        """Report the hash of the final parameters."""
         self._write({"parameter_hash": digest})
-        self.say(f"parameters sha256 {digest}")
+        self.print(f"parameters sha256 {digest}")
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file:
-            # JSON has no word for nan and inf.
-            plain = {
+            # JSON has neither nan nor inf.
+            finite = {
                 k: None if isinstance(v, float) and not math.isfinite(v) else v
                 for k, v in line.items()
             }
-            self._file.write(json.dumps(plain) + "\n")
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
 
     def _show(self, line: dict[str, Any], breakdown: dict[str, float]) -> None:
-        if not self._ranks.first:
+        if not self._ranks.is_first:
             return
         skipped = "  skipped: not finite" if line["skipped"] else ""
         if self._bar is not None:
             self._bar.update()
             self._bar.set_postfix_str(f"loss {line['loss']:.4f} lr {line['lr']:.2e}{skipped}")
         every = max(1, self._settings.steps // 10)
-        plain = self._bar is None and self._settings.progress
-        if plain and (line["step"] % every == 0 or line["step"] == 1 or line["skipped"]):
-            self.say(
+        as_lines = self._bar is None and self._settings.progress
+        if as_lines and (line["step"] % every == 0 or line["step"] == 1 or line["skipped"]):
+            self.print(
                 f"step {line['step']}/{self._settings.steps}  loss {line['loss']:.4f}  "
                 f"lr {line['lr']:.3e}  norm {line['grad_norm']:.3f}  "
                 f"{line['tokens_per_s']:.0f} tokens/s{skipped}"
             )
         if self._settings.wall_clock_breakdown:
             parts = "  ".join(f"{name} {s * 1e3:.1f}" for name, s in breakdown.items())
-            self.say(f"step {line['step']} ms: {parts}")
+            self.print(f"step {line['step']} ms: {parts}")
 
     def __enter__(self) -> StepLog:
         return self
@@ -132,21 +133,27 @@ class StepLog:
 
 
 def _open(settings: Settings) -> IO[str] | None:
-    """The log file: new, or continued by a resumed run."""
+    """Open the log file: a new one, or to append if the run is resumed."""
     if settings.log is None:
         return None
     path = Path(settings.log)
     if path.exists() and not settings.resume and not settings.overwrite:
-        raise SettingsError(f"{path} exists", "choose another --log, or give --overwrite")
+        raise SettingsError(
+            f"the log file {path} exists", "choose another --log, or replace it with --overwrite"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a" if settings.resume else "w")
     except OSError as error:
-        raise SettingsError(f"cannot write the log: {error}", one_rank=True) from error
+        raise SettingsError(
+            f"cannot write the log file {path}: {error.strerror or error}",
+            "give --log a file that can be written",
+            one_rank=True,
+        ) from error
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the process's largest resident set, or what CUDA had allocated at most."""
+def measure_peak_memory(device: torch.device) -> int:
+    """Return the peak of the process's resident set, or of CUDA's allocations, in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024

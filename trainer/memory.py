@@ -1,7 +1,7 @@
-"""Bytes of model state on a rank, by the textbook and as measured.
+"""Bytes of model state on a rank, predicted and measured.
 
 With P parameters on N ranks, 16-bit training with Adam keeps 2P of parameters, 2P of gradients and
-12P of fp32 masters and moments; a stage divides by N what it cuts (Rajbhandari et al., "ZeRO:
+12P of fp32 masters and moments; a stage divides by N what it partitions (Rajbhandari et al., "ZeRO:
 Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, section 5).
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from trainer import engines
-from trainer.data import Corpus
-from trainer.engines.base import ModelState
-from trainer.ranks import Ranks
+from trainer.core.data import Corpus
+from trainer.core.engine import ModelState
+from trainer.core.ranks import Ranks
+from trainer.engines import build_engine
 from trainer.settings import ZERO, Settings
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -23,8 +23,8 @@ OPTIMIZER = 12
 """Master, exp_avg, exp_avg_sq: 4 bytes each."""
 
 
-def predicted(settings: Settings, numel: int) -> ModelState:
-    """Model state of ``settings.strategy`` for ``numel`` parameters, padding aside, in bytes."""
+def predict(settings: Settings, numel: int) -> ModelState:
+    """Return the bytes of model state for ``numel`` parameters, without padding."""
     stage, world = settings.zero_stage, settings.nproc
     parameters = BYTES[settings.precision] * numel
     gradients = BYTES[settings.grad_dtype if stage >= 2 else settings.precision] * numel
@@ -37,32 +37,34 @@ def predicted(settings: Settings, numel: int) -> ModelState:
     )
 
 
-def formula(settings: Settings) -> str:
-    """The same in P and N.
+def format_formula(settings: Settings) -> str:
+    """Return the prediction as a formula in P and N.
 
-    >>> formula(Settings(strategy="zero2", precision="bf16", grad_dtype="bf16"))
+    >>> format_formula(Settings(strategy="zero2", precision="bf16", grad_dtype="bf16"))
     '2P + 14P/N'
     """
-    state = predicted(dataclasses.replace(settings, nproc=1), 1)
+    state = predict(dataclasses.replace(settings, nproc=1), 1)
     parts = [state.parameters, state.gradients, state.optimizer]
-    cut = (3, 2, 1)  # the stage from which each is divided
-    divided = sum(part for part, at in zip(parts, cut, strict=True) if settings.zero_stage >= at)
+    stages = (3, 2, 1)  # the stage from which each is divided
+    divided = sum(
+        part for part, stage in zip(parts, stages, strict=True) if settings.zero_stage >= stage
+    )
     whole = sum(parts) - divided
     return " + ".join(f"{n}P{over}" for n, over in ((whole, ""), (divided, "/N")) if n)
 
 
 def measure(settings: Settings, ranks: Ranks) -> tuple[int, ModelState]:
-    """Parameters, and what the rank with most keeps between backward pass and step."""
-    engine = engines.build(settings, ranks)
+    """Return the number of parameters, and the largest state of a rank before the step."""
+    engine = build_engine(settings, ranks)
     corpus = Corpus(settings.data, settings.seq_len, settings.seed)
-    place = settings.grid.data_of(ranks.rank)
-    tokens = corpus.samples(place * settings.micro_batch, settings.micro_batch)
-    times = settings.accumulation if settings.pp > 1 else 1  # a schedule has its number of them
+    index = settings.grid.data_index(ranks.rank)
+    tokens = corpus.get_samples(index * settings.micro_batch, settings.micro_batch)
+    times = settings.accumulation if settings.pp > 1 else 1  # a pipeline needs all micro batches
     for number in range(1, times + 1):
-        engine.microbatch(tokens.to(ranks.device), last=number == times)
+        engine.run_microbatch(tokens.to(ranks.device), last=number == times)
     numel = sum(value.numel() for _, value in engine.parameters())
-    every = ranks.gather(dataclasses.astuple(engine.model_state()))
-    engine.discard()
+    every = ranks.all_gather_objects(dataclasses.astuple(engine.measure_state()))
+    engine.discard_gradients()
     return numel, ModelState(*(max(values) for values in zip(*every, strict=True)))
 
 
@@ -72,16 +74,16 @@ def report(settings: Settings, ranks: Ranks) -> None:
     rows = []
     numel = 0
     for strategy in strategies:
-        own = _fitting(settings, strategy)
-        numel, state = measure(own, ranks)
-        rows.append((own, state))
+        variant = _change_strategy(settings, strategy)
+        numel, state = measure(variant, ranks)
+        rows.append((variant, state))
         torch.cuda.empty_cache()
-    if ranks.first:
-        print(_table(settings, numel, rows))  # noqa: T201
+    if ranks.is_first:
+        print(_format_table(settings, numel, rows))  # noqa: T201
 
 
-def _fitting(settings: Settings, strategy: str) -> Settings:
-    """These settings with another strategy; without the offload that it cannot do."""
+def _change_strategy(settings: Settings, strategy: str) -> Settings:
+    """Return the settings with another strategy, without an offload that it does not support."""
     changes: dict[str, Any] = {"strategy": strategy}
     if strategy == "ddp":
         changes["offload_optimizer"] = "none"
@@ -90,7 +92,7 @@ def _fitting(settings: Settings, strategy: str) -> Settings:
     return dataclasses.replace(settings, **changes)
 
 
-def _table(settings: Settings, numel: int, rows: list[tuple[Settings, ModelState]]) -> str:
+def _format_table(settings: Settings, numel: int, rows: list[tuple[Settings, ModelState]]) -> str:
     lines = [
         (
             f"model state in bytes a rank: P = {numel:,} parameters, N = {settings.nproc} ranks, "
@@ -101,21 +103,22 @@ def _table(settings: Settings, numel: int, rows: list[tuple[Settings, ModelState
             f"{'parameters':>12} {'gradients':>12} {'optimizer':>12} {'sums':>10}"
         ),
     ]
-    for own, state in rows:
+    for variant, state in rows:
         measured = state.parameters + state.gradients + state.optimizer
         parts = (
             f"{state.parameters:>12,} {state.gradients:>12,} {state.optimizer:>12,} "
             f"{state.accumulators:>10,}"
         )
-        if own.layout == "DeepSpeed" and own.engine == "native":
-            textbook = predicted(own, numel)
-            expected = textbook.parameters + textbook.gradients + textbook.optimizer
-            told = f"{formula(own):<14} {expected:>13,} {measured:>13,} {measured / expected:>6.3f}"
+        if variant.layout == "DeepSpeed" and variant.engine == "native":
+            prediction = predict(variant, numel)
+            expected = prediction.parameters + prediction.gradients + prediction.optimizer
+            columns = f"{format_formula(variant):<14} {expected:>13,} {measured:>13,} "
+            columns += f"{measured / expected:>6.3f}"
         else:
-            told = f"{'-':<14} {'-':>13} {measured:>13,} {'-':>6}"
-        lines.append(f"{own.strategy:<9} {told}   {parts}")
+            columns = f"{'-':<14} {'-':>13} {measured:>13,} {'-':>6}"
+        lines.append(f"{variant.strategy:<9} {columns}   {parts}")
     lines.append(
-        "measured / predicted above 1 is padding to a multiple of the ranks; sums: the additions "
-        "of gradients that ddp and zero1 do at their owners, beside whole gradients"
+        "measured / predicted above 1 is padding to a multiple of the ranks; sums: what ddp and "
+        "zero1 add gradients up in, at their owners, beside whole gradients"
     )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The settings of one run: what follows from the number of ranks, and what contradicts itself."""
+"""The settings of one run: derive what depends on the number of ranks; refuse contradictions."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ import re
 from typing import Any
 
 from trainer.errors import SettingsError
-from trainer.settings import FSDP, ZERO, Settings, default_reduction
+from trainer.settings import FSDP, ZERO, Settings, get_default_reduction
 
 
 def resolve(chosen: dict[str, Any], nproc: int) -> Settings:
-    """Settings of a run of ``nproc`` ranks from what was chosen; the rest are defaults.
+    """Return the settings of a run of ``nproc`` ranks; what was not chosen has its default.
 
     Raises:
         SettingsError: choices contradict each other.
     """
     settings = Settings(**{**chosen, "nproc": nproc})
     _check_grid(settings)
-    derived: dict[str, Any] = {**_batches(settings, chosen), **_defaults(settings)}
+    derived: dict[str, Any] = {**_derive_batches(settings, chosen), **_derive_defaults(settings)}
     settings = dataclasses.replace(settings, **derived)
-    for check in (_check_numbers, _check_strategy, _check_cut, _check_files):
+    for check in (_check_numbers, _check_strategy, _check_parallel, _check_files):
         check(settings)
     return settings
 
 
-def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
-    """The batch identity; what is not given follows, a micro batch being one sample at first.
+def _derive_batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
+    """Return the three batch sizes; what is not given is derived, the micro batch last.
 
-    (A micro batch that followed from the number of ranks would be another sum at another number.)
+    Its default is one sample: a micro batch that depended on the number of ranks would change the
+    order of additions, and so the bits of the results.
     """
     world = settings.grid.dp
     whole, micro, times = (
@@ -37,21 +38,24 @@ def _batches(settings: Settings, chosen: dict[str, Any]) -> dict[str, int]:
     )
     for name in ("global_batch", "micro_batch", "accumulation"):
         if chosen.get(name, 0) < 0:
-            raise SettingsError(f"{name} is {chosen[name]}: expected a positive number")
+            raise SettingsError(
+                f"{name} is {chosen[name]}: expected a positive number",
+                f"use a larger --{name.replace('_', '-')}, or leave it out",
+            )
     if whole and times and not micro:
         micro = whole // (times * world)
     micro = micro or Settings.micro_batch
     times = times or (whole // (micro * world) if whole else 1)
     whole = whole or micro * times * world
     if micro * times * world != whole:
-        raise _batch_error(whole, micro, chosen.get("accumulation", 0), settings)
+        raise _make_batch_error(whole, micro, chosen.get("accumulation", 0), settings)
     return {"global_batch": whole, "micro_batch": micro, "accumulation": times}
 
 
-def _batch_error(whole: int, micro: int, times: int, settings: Settings) -> SettingsError:
+def _make_batch_error(whole: int, micro: int, times: int, settings: Settings) -> SettingsError:
     """Return the error of a global batch that the ranks cannot divide, with what they can."""
     world = settings.grid.dp
-    noun = f"{'data-parallel ' if settings.grid.parallel else ''}rank"
+    noun = f"{'data-parallel ' if settings.grid.cuts_model else ''}rank"
     ranks = f"{world} {noun}{'s' if world > 1 else ''}"
     unit = micro * world
     if times:
@@ -72,16 +76,16 @@ def _batch_error(whole: int, micro: int, times: int, settings: Settings) -> Sett
     )
 
 
-def _defaults(settings: Settings) -> dict[str, Any]:
-    """What other choices decide."""
+def _derive_defaults(settings: Settings) -> dict[str, Any]:
+    """Return the settings whose default depends on others."""
     return {
-        "reduction": settings.reduction or default_reduction(settings),
+        "reduction": settings.reduction or get_default_reduction(settings),
         "schedule_steps": settings.schedule_steps or settings.steps,
     }
 
 
-def without_effect(settings: Settings) -> dict[str, str]:
-    """Setting -> why it changes nothing in this run."""
+def list_ineffective(settings: Settings) -> dict[str, str]:
+    """Return setting -> the reason why it changes nothing in this run."""
     fsdp = settings.strategy in FSDP
     conditions = [
         (settings.precision == "fp16", f"precision is {settings.precision}", _FP16_ONLY),
@@ -136,70 +140,82 @@ def _check_numbers(settings: Settings) -> None:
     for name, (low, high) in _BOUNDS.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
-            raise SettingsError(f"{name} is {value}: expected {low} to {high:.15g}")
+            highest = "less than 1" if high == math.nextafter(1, 0) else f"{high:.15g}"
+            raise SettingsError(
+                f"{name} is {value}: expected {low} to {highest}",
+                f"change --{name.replace('_', '-')}",
+            )
     for pattern in settings.freeze:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise SettingsError(f"freeze {pattern!r} is no regular expression: {error}") from error
+            raise SettingsError(
+                f"--freeze {pattern!r} is not a regular expression: {error}",
+                "escape special characters with a backslash",
+            ) from error
     if settings.seq_len < 2:
-        raise SettingsError("seq_len is 1: the model predicts the next token, expected 2 or more")
+        raise SettingsError(
+            "seq_len is 1, and the model predicts the next token of a sample",
+            "use --seq-len 2 or more",
+        )
     if settings.grad_dtype not in {"fp32", settings.precision}:
         raise SettingsError(
-            f"gradients in {settings.grad_dtype} in a {settings.precision} run",
+            f"grad_dtype is {settings.grad_dtype} in a {settings.precision} run",
             f"use --grad-dtype fp32 or {settings.precision}",
         )
 
 
 def _check_grid(settings: Settings) -> None:
-    """The axes must fit the ranks before anything can be derived from them."""
+    """Check that the axes divide the ranks, before anything is derived from them."""
     axes = {"tp": settings.tp, "pp": settings.pp, "ep": settings.ep}
     for name, size in axes.items():
         if size < 1:
-            raise SettingsError(f"{name} is {size}: expected a positive number")
+            raise SettingsError(
+                f"{name} is {size}: expected a positive number", f"use --{name} 1 or more"
+            )
     if settings.nproc % math.prod(axes.values()):
         product = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
         raise SettingsError(
-            f"{settings.nproc} ranks are no multiple of {product}",
-            "give a multiple with --nproc, or other --tp, --pp and --ep",
+            f"{settings.nproc} ranks are not a multiple of {product}",
+            "use a multiple for --nproc, or other --tp, --pp and --ep",
         )
 
 
-def _check_cut(settings: Settings) -> None:
-    """What a model that is itself cut cannot be combined with."""
-    if not settings.grid.parallel:
+def _check_parallel(settings: Settings) -> None:
+    """Refuse what cannot be combined with a model that is itself cut."""
+    if not settings.grid.cuts_model:
         return
     if settings.engine != "native":
         raise SettingsError(
-            f"the DeepSpeed engine is data parallel only here ({settings.grid})",
+            f"--engine deepspeed supports data parallelism only, and the ranks are {settings.grid}",
             "use --engine native, or --tp 1 --pp 1 --ep 1",
         )
     if settings.strategy not in ("ddp", "fsdp2"):
         why = (
-            "FSDP 1 flattens what a cut has to be seen in"
+            "FSDP 1 flattens parameters, which hides their cut"
             if settings.strategy == "fsdp"
-            else "its flat partitions are of whole parameters"
+            else "its flat partitions contain whole parameters"
         )
         raise SettingsError(
-            f"{settings.strategy} has no {settings.grid}: {why}",
+            f"--strategy {settings.strategy} does not support {settings.grid}: {why}",
             "use --strategy fsdp2, which shards each cut parameter by itself, or ddp",
         )
     if settings.fsdp_cpu_ram_efficient_loading:
         raise SettingsError(
-            "fsdp_cpu_ram_efficient_loading sends whole modules, and the model is cut: "
+            "fsdp_cpu_ram_efficient_loading broadcasts whole modules, and the model is cut: "
             f"{settings.grid}",
-            "leave it out",
+            "leave out --fsdp-cpu-ram-efficient-loading",
         )
     if settings.pp > 1 and settings.state_dict_type == "full":
         raise SettingsError(
-            f"state_dict_type full with pp {settings.pp}: no rank has the layers of all stages",
+            f"--state-dict-type is full, and with --pp {settings.pp} no rank has all layers",
             "use --state-dict-type sharded",
         )
     if settings.pp_schedule == "1f1b" and settings.accumulation < settings.pp:
         raise SettingsError(
-            f"the 1f1b schedule of {settings.pp} stages needs as many micro batches a step, a rank "
-            f"has {settings.accumulation}",
-            "give more with --accumulation or --global-batch, or use --pp-schedule gpipe",
+            f"the 1f1b schedule of {settings.pp} stages needs {settings.pp} micro batches per "
+            f"step, and a rank has {settings.accumulation}",
+            "use a larger --accumulation or --global-batch, or --pp-schedule gpipe",
         )
 
 
@@ -207,42 +223,62 @@ def _check_strategy(settings: Settings) -> None:
     strategy = settings.strategy
     if settings.engine == "deepspeed" and strategy not in ZERO:
         raise SettingsError(
-            f"the DeepSpeed engine has no strategy {strategy}", f"use {', '.join(ZERO)}"
+            f"--engine deepspeed does not support --strategy {strategy}",
+            f"use --strategy {', '.join(ZERO[:-1])} or {ZERO[-1]}",
         )
-    if settings.reduction == "canonical" and default_reduction(settings) != "canonical":
-        cut = f", {settings.grid}" if settings.grid.parallel else ""
+    if settings.reduction == "canonical" and get_default_reduction(settings) != "canonical":
+        cut = f", {settings.grid}" if settings.grid.cuts_model else ""
         raise SettingsError(
-            f"canonical reduction is not offered by {strategy} ({settings.engine} engine{cut})",
-            "its gradients are summed inside the framework; use ddp or a ZeRO strategy"
+            f"--reduction canonical is not supported by {strategy} ({settings.engine} "
+            f"engine{cut}), whose gradients are summed inside the framework",
+            "use --reduction fast, or ddp or a ZeRO strategy of the native engine"
             + (" with --tp 1 --pp 1 --ep 1" if cut else ""),
         )
     if settings.offload_param != "none" and strategy != "zero3":
-        raise SettingsError(f"offload_param needs zero3, and the strategy is {strategy}")
+        raise SettingsError(
+            f"offload_param is {settings.offload_param}, which needs zero3, and the strategy is "
+            f"{strategy}",
+            "use --strategy zero3, or --offload-param none",
+        )
     if settings.offload_optimizer != "none" and strategy not in ZERO[1:]:
-        raise SettingsError(f"offload_optimizer needs zero1, zero2 or zero3, not {strategy}")
+        raise SettingsError(
+            f"offload_optimizer is {settings.offload_optimizer}, which needs zero1, zero2 or "
+            f"zero3, and the strategy is {strategy}",
+            "use --strategy zero2, or --offload-optimizer none",
+        )
     offloads = (settings.offload_optimizer, settings.offload_param)
     if "nvme" in offloads and not settings.nvme_path:
-        raise SettingsError("offload to nvme without a place", "give --nvme-path DIR")
+        raise SettingsError(
+            "offload to nvme needs a directory, and nvme_path is not set",
+            "give --nvme-path DIRECTORY, or offload to cpu",
+        )
     if settings.state_dict_type == "megatron" and settings.layout == "FSDP":
         _check_megatron(settings)
     if settings.sharded_files == "rank" and settings.state_dict_type != "sharded":
-        raise SettingsError("sharded_files is a form of --state-dict-type sharded")
+        raise SettingsError(
+            f"--sharded-files rank needs --state-dict-type sharded, not {settings.state_dict_type}",
+            "use --state-dict-type sharded, or leave out --sharded-files",
+        )
 
 
 def _check_megatron(settings: Settings) -> None:
     if settings.strategy == "fsdp":
         raise SettingsError(
-            "state_dict_type megatron needs parameters as they are, and FSDP 1 flattens them",
+            "--state-dict-type megatron needs single parameters, and FSDP 1 flattens them",
             "use --strategy fsdp2, or another --state-dict-type",
         )
     if settings.freeze:
         raise SettingsError(
-            "state_dict_type megatron with --freeze: Megatron-LM numbers its optimizer's state by "
-            "all parameters",
+            "--state-dict-type megatron does not support --freeze: Megatron-LM numbers the states "
+            "of its optimizer by all parameters",
             "use --state-dict-type sharded",
         )
 
 
 def _check_files(settings: Settings) -> None:
     if settings.tag and not settings.resume:
-        raise SettingsError("--tag without --resume")
+        raise SettingsError(
+            f"--tag {settings.tag} names a checkpoint of the run directory that --resume gives, "
+            "and there is no --resume",
+            "add --resume DIRECTORY, or leave out --tag",
+        )

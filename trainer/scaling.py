@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, as DeepSpeed counts it (deepspeed/runtime/fp16/loss_scaler.py, 0.19.8)."""
+"""Loss scaling for fp16, with DeepSpeed's rules (deepspeed/runtime/fp16/loss_scaler.py, 0.19.8)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trainer.settings import Settings
 class LossScaler:
     """The scale of the next backward pass.
 
-    Dynamic: doubled after ``window`` steps without overflow; halved at an overflow, once
-    ``hysteresis`` overflows have used up the patience (refilled when the scale doubles).
+    A dynamic scale doubles after ``window`` steps without overflow, and halves at an overflow when
+    the patience is used up: ``hysteresis`` overflows, counted anew when the scale doubles.
     """
 
     scale: float = 1.0
@@ -29,7 +29,7 @@ class LossScaler:
         """Count one step.
 
         Raises:
-            TrainingError: an overflow at the smallest scale.
+            TrainingError: the gradients overflow at the smallest scale.
         """
         if self.dynamic:
             if overflow:
@@ -57,8 +57,8 @@ class LossScaler:
         self.last_overflow = self.iteration
 
 
-def loss_scaler(settings: Settings) -> LossScaler:
-    """The scaler that the settings ask for; scale 1 outside fp16."""
+def make_loss_scaler(settings: Settings) -> LossScaler:
+    """Return the scaler that the settings describe; its scale is 1 outside fp16."""
     if settings.precision != "fp16":
         return LossScaler()
     if settings.loss_scale:

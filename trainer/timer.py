@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Seconds that a step spends on each activity."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Timer:
-    """Seconds by activity since the last ``take``; an activity inside another is not its time too.
+    """Counts seconds by activity; the time of an inner activity is not that of the outer one.
 
     >>> timer = Timer()
     >>> with timer("backward"), timer("reduce"):
@@ -26,7 +26,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, activity: str) -> Iterator[None]:
-        """Count the body as ``activity``: forward, backward, reduce, gather or step."""
+        """Count the block as ``activity``: forward, backward, reduce, gather or step."""
         begin = self._now()
         self._inner.append(0.0)
         try:
@@ -38,7 +38,7 @@ class Timer:
             self._seconds[activity] = self._seconds.get(activity, 0.0) + own
 
     def take(self) -> dict[str, float]:
-        """Seconds by activity; the count starts anew."""
+        """Return the seconds by activity since the last call."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

@@ -1,4 +1,4 @@
-"""Byte-level tokens: token i < 256 is byte i, 256 ends a text."""
+"""Byte-level tokens: token i < 256 is byte i, and token 256 ends a text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ END = "<|endoftext|>"
 
 
 def save(directory: Path) -> None:
-    """Write the tokenizer as ``transformers`` loads it (tokenizer.json, tokenizer_config.json)."""
+    """Write the tokenizer for ``transformers`` (tokenizer.json, tokenizer_config.json)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode

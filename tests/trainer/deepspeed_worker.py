@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from tests.trainer import worlds
-from trainer import engines
 from trainer.checkpoint import saving
-from trainer.data import Corpus
+from trainer.core.data import Corpus
+from trainer.engines import build_engine
 from trainer.errors import TrainerError
 from trainer.resolve import resolve
 
@@ -57,7 +57,7 @@ def work(ranks, named):
         except Exception:  # noqa: BLE001
             results[name] = traceback.format_exc()
             print(f"{name}, rank {ranks.rank}: {results[name]}", file=sys.stderr)  # noqa: T201
-        ranks.wait()
+        torch.distributed.barrier()
     return results
 
 
@@ -69,7 +69,7 @@ def train(ranks, **chosen):
 def look(ranks, **chosen):
     """What an engine holds right after it has resumed."""
     settings = resolve(chosen, ranks.world)
-    engine = engines.build(settings, ranks)
+    engine = build_engine(settings, ranks)
     told, _ = saving.resume(Path(settings.resume) / settings.tag, settings, engine)
     state = {"parameters": {name: fp32(value) for name, value in engine.parameters()}}
     if settings.engine == "deepspeed":
@@ -81,7 +81,7 @@ def look(ranks, **chosen):
     else:
         state |= {key: native_moment(engine, key) for key in MOMENTS}
         steps = [float(s.step) for s in engine.shard.states]
-    state["model_state"] = dataclasses.asdict(engine.model_state())
+    state["model_state"] = dataclasses.asdict(engine.measure_state())
     state["steps"] = set(steps)
     state["progress"] = dataclasses.asdict(told)
     state["scaler"] = dataclasses.asdict(engine.scaler)
@@ -140,7 +140,7 @@ def bare(ranks, *, run, tag, model, config, frozen, first, steps, chosen):  # no
         ]
         for step in range(steps)
     ]
-    tokens = [[corpus.samples(number, 1) for number in step] for step in numbers]
+    tokens = [[corpus.get_samples(number, 1) for number in step] for step in numbers]
     with contextlib.redirect_stdout(io.StringIO()):
         return bare_deepspeed.train(run, tag, model, config, frozen, tokens)
 

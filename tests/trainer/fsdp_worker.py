@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
-from trainer import model, optimizer
-from trainer.data import Corpus, counter_seed
-from trainer.engines.fsdp import FsdpEngine
-from trainer.engines.fsdp2 import Fsdp2Engine
+from trainer.checkpoint import fsdp
+from trainer.core import model, optimizer
+from trainer.core.data import Corpus, derive_seed
+from trainer.core.fsdp2 import Fsdp2Engine
+from trainer.core.ranks import Ranks
+from trainer.engines.fsdp1 import FsdpEngine
 from trainer.errors import TrainerError
-from trainer.ranks import Ranks
 from trainer.resolve import resolve
 
 ENGINES = {"fsdp": FsdpEngine, "fsdp2": Fsdp2Engine}
@@ -127,7 +128,7 @@ class Cases:
             found = {"crashed": traceback.format_exc()}
         self.found[name] = found
         self.seconds[name] = time.monotonic() - begin
-        if self.ranks.first:
+        if self.ranks.is_first:
             file = self.out / f"{self.ranks.world}.json"
             file.write_text(json.dumps({**self.found, "seconds": self.seconds}, indent=1))
 
@@ -138,9 +139,9 @@ class Cases:
 
     def place(self, name):
         place = self.out / f"{self.ranks.world}-{name}"
-        if self.ranks.first:
+        if self.ranks.is_first:
             place.mkdir()
-        self.ranks.wait()
+        dist.barrier()
         return place
 
     def train(self, engine, first, end):
@@ -152,13 +153,19 @@ class Cases:
             for turn in range(settings.accumulation):
                 number = turn * self.ranks.world + self.ranks.rank
                 start = step * settings.global_batch + number * settings.micro_batch
-                torch.manual_seed(counter_seed(settings.seed, start))
-                tokens = corpus.samples(start, settings.micro_batch)
+                torch.manual_seed(derive_seed(settings.seed, start))
+                tokens = corpus.get_samples(start, settings.micro_batch)
                 last = turn == settings.accumulation - 1
-                losses.append(engine.microbatch(tokens, last=last).item())
+                losses.append(engine.run_microbatch(tokens, last=last).item())
             update = engine.step(1e-3)
-            assert self.ranks.gather(update.grad_norm) == [update.grad_norm] * self.ranks.world
-            mean = math.fsum(chain.from_iterable(self.ranks.gather(losses))) / settings.microbatches
+            assert (
+                self.ranks.all_gather_objects(update.grad_norm)
+                == [update.grad_norm] * self.ranks.world
+            )
+            mean = (
+                math.fsum(chain.from_iterable(self.ranks.all_gather_objects(losses)))
+                / settings.microbatches
+            )
             steps.append((mean, update.grad_norm, update.skipped))
         return steps
 
@@ -168,7 +175,7 @@ class Cases:
         """Unbroken, and broken by each form of checkpoint."""
         complete = self.engine(strategy, **chosen)
         found = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
-        found["state"] = dataclasses.asdict(complete.model_state())
+        found["state"] = dataclasses.asdict(complete.measure_state())
         expected = weights(complete)
         broken = self.engine(strategy, **chosen)
         self.train(broken, 0, half)
@@ -179,9 +186,9 @@ class Cases:
                 self.train(broken, 0, half)
             broken.settings = dataclasses.replace(broken.settings, **FORMS[form])
             place = self.place(f"{name}-{form}")
-            broken.save(place, {})
+            fsdp.write(place, broken, {})
             fresh = self.engine(strategy, **chosen, **FORMS[form])
-            fresh.load(place)
+            fsdp.read(place, fresh)
             fresh.scaler = dataclasses.replace(broken.scaler)
             record = {"files": sorted(path.name for path in place.iterdir())}
             record["loaded"] = same(weights(fresh), weights(broken))
@@ -202,20 +209,21 @@ class Cases:
         self.keep(strategy, engine)
         for form in ("full", "dcp", "rank"):
             engine.settings = dataclasses.replace(engine.settings, **FORMS[form])
-            engine.save(self.place(f"{strategy}-{form}"), {})
-        self.engine(strategy, **FORMS["local"]).save(self.place(f"{strategy}-local"), {})
+            fsdp.write(self.place(f"{strategy}-{form}"), engine, {})
+        engine = self.engine(strategy, **FORMS["local"])
+        fsdp.write(self.place(f"{strategy}-local"), engine, {})
         return self.train(engine, 3, 6)
 
     def keep(self, name, engine):
         kept = {"weights": weights(engine), "moments": moments(engine)}
-        if self.ranks.first:
+        if self.ranks.is_first:
             torch.save(kept, self.out / f"{self.ranks.world}-{name}.pt")
-        self.ranks.wait()
+        dist.barrier()
 
     def moved(self, strategy, origin, form):
         """A checkpoint of 4 ranks of ``origin``."""
         fresh = self.engine(strategy, **FORMS[form])
-        fresh.load(self.out / f"4-{origin}-{form}")
+        fsdp.read(self.out / f"4-{origin}-{form}", fresh)
         kept = torch.load(self.out / f"4-{origin}.pt")
         return {
             "loaded": same(weights(fresh), kept["weights"]),
@@ -226,11 +234,11 @@ class Cases:
     def unmoved(self, strategy, directory, chosen):
         """What each rank says to a checkpoint that it cannot take."""
         fresh = self.engine(strategy, **chosen)
-        return self.ranks.gather(said(lambda: fresh.load(directory)))
+        return self.ranks.all_gather_objects(said(lambda: fsdp.read(directory, fresh)))
 
     def damaged(self, directory, name, damage):
         place = self.place(f"damaged-{len(self.found)}")
-        if self.ranks.first:
+        if self.ranks.is_first:
             shutil.copytree(directory, place, dirs_exist_ok=True)
             path = place / name
             if damage == "missing":
@@ -239,7 +247,7 @@ class Cases:
                 path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
             else:
                 torch.save({"model.norm.weight": Path("x")}, path)
-        self.ranks.wait()
+        dist.barrier()
         strategy = directory.name.split("-")[1]
         kind = FORMS["local"] if directory.name.endswith("local") else {}
         return self.unmoved(strategy, place, kind)
@@ -247,13 +255,13 @@ class Cases:
     def hole(self, directory):
         """A chunk that the metadata does not name, which torch takes in silence."""
         place = self.place("hole")
-        if self.ranks.first:
+        if self.ranks.is_first:
             shutil.copytree(directory, place, dirs_exist_ok=True)
             path = place / "pytorch_model_fsdp_0" / ".metadata"
             metadata = pickle.loads(path.read_bytes())
             metadata.state_dict_metadata["model.lm_head.weight"].chunks.pop()
             path.write_bytes(pickle.dumps(metadata))
-        self.ranks.wait()
+        dist.barrier()
         return self.unmoved("fsdp2", place, {})
 
     def object(self):
@@ -261,7 +269,7 @@ class Cases:
         place = self.place("object")
         engine = self.engine("fsdp2")
         engine.optimizer.param_groups[0]["lr"] = Hostile()
-        engine.save(place, {})
+        fsdp.write(place, engine, {})
         said = self.unmoved("fsdp2", place, {})
         return [*said, *(["3 it ran"] if (self.out / "ran").exists() else [])]
 
@@ -352,7 +360,7 @@ class Cases:
                 cut[key] = (value.local_shards()[0].tensor, True)
             else:
                 cut[key] = (value, value.ndim == 1 and flat)
-        everyone = self.ranks.gather(
+        everyone = self.ranks.all_gather_objects(
             {key: (t.clone(), sharded) for key, (t, sharded) in cut.items()}
         )
         keys = dict.fromkeys(key for each in everyone for key in each)
@@ -371,9 +379,9 @@ class Cases:
         engine = self.engine("fsdp", **chosen)
         steps = self.train(engine, 0, 6)
         trained = weights(engine)
-        plain = model.build(engine.settings)
-        shapes = [(name, tuple(p.shape)) for name, p in optimizer.trainable(plain)]
-        groups = optimizer.param_groups(shapes, engine.settings)
+        plain = model.build_model(engine.settings)
+        shapes = [(name, tuple(p.shape)) for name, p in optimizer.list_trainable(plain)]
+        groups = optimizer.make_param_groups(shapes, engine.settings)
         adamw = torch.optim.AdamW(
             [
                 {
@@ -386,7 +394,7 @@ class Cases:
         )
         corpus, losses, norms = Corpus(None, 16, 0), [], []
         for step in range(6):
-            tokens = corpus.samples(step * 4, 4)
+            tokens = corpus.get_samples(step * 4, 4)
             loss = plain(input_ids=tokens, labels=tokens).loss
             loss.backward()
             norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
@@ -428,7 +436,7 @@ class Cases:
         settings = resolve({"strategy": "fsdp", "precision": "fp32"}, 2)
         policy = partial(size_based_auto_wrap_policy, min_num_params=20_000)
         wrapped = FullyShardedDataParallel(
-            model.build(settings), auto_wrap_policy=policy, device_id=self.ranks.device
+            model.build_model(settings), auto_wrap_policy=policy, device_id=self.ranks.device
         )
         units = FullyShardedDataParallel.fsdp_modules(wrapped)
         return [type(unit.module).__name__ for unit in units]
@@ -461,12 +469,12 @@ class Cases:
         return {
             "steps": self.train(changed, 0, 2) == self.train(plain, 0, 2),
             "weights": same(weights(changed), weights(plain)),
-            "buffers": self.ranks.gather(same(*buffers)),
+            "buffers": self.ranks.all_gather_objects(same(*buffers)),
         }
 
     def synchronised(self, strategy):
         """Rank 1 starts from another seed; is it overruled, with and without the setting?"""
-        plain = dict(model.build(resolve({"strategy": "fsdp"}, 2)).named_parameters())
+        plain = dict(model.build_model(resolve({"strategy": "fsdp"}, 2)).named_parameters())
         seed = self.ranks.rank
         engines = (
             self.engine(strategy, seed=seed, fsdp_sync_module_states=on) for on in (True, False)
@@ -483,9 +491,9 @@ class Cases:
         """A checkpoint of nothing must not count torch's dummy step."""
         place = self.place(f"{strategy}-start")
         first = self.engine(strategy)
-        first.save(place, {})
+        fsdp.write(place, first, {})
         fresh = self.engine(strategy)
-        fresh.load(place)
+        fsdp.read(place, fresh)
         return [self.train(engine, 0, 2) for engine in (first, fresh)]
 
 

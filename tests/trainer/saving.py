@@ -24,12 +24,12 @@ def save(path: str, steps: list[int], keep: int) -> None:
 
 
 def _newest(path: Path) -> Path | None:
-    return directory.find(path, None) if directory.tags_in(path) else None
+    return directory.find_checkpoint(path, None) if directory.list_tags(path) else None
 
 
 def check(path: Path) -> str:
     """Every checkpoint that is seen is whole, and ``latest`` names one of them, if any."""
-    for tag in directory.tags_in(path):
+    for tag in directory.list_tags(path):
         step = int(tag.removeprefix("global_step"))
         held = files.load(path / tag / "model.pt")
         assert held["step"] == step

@@ -54,7 +54,7 @@ def save_step(run, step):
 def assert_usable(path, steps):
     """``latest`` names a whole checkpoint, of one of these steps."""
     tag = (path / "latest").read_text().strip()
-    assert tag in {directory.tag_of(step) for step in steps}
+    assert tag in {directory.make_tag(step) for step in steps}
     assert (path / tag / "data").read_text() == f"weights after {tag.removeprefix('global_step')}"
 
 
@@ -120,7 +120,7 @@ def test_keep_removes_the_oldest_and_never_the_newest(tmp_path):
     run = RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=2)
     for step in (2, 9, 10, 11):
         save_step(run, step)
-    assert directory.tags_in(tmp_path / "run") == ["global_step10", "global_step11"]
+    assert directory.list_tags(tmp_path / "run") == ["global_step10", "global_step11"]
     back = RunDirectory(
         tmp_path / "run", continues=tmp_path / "run/global_step10", overwrite=False, keep=1
     )
@@ -131,22 +131,22 @@ def test_keep_removes_the_oldest_and_never_the_newest(tmp_path):
 
 def test_another_runs_checkpoints_are_kept_unless_asked_and_go_only_after_the_new_one(tmp_path):
     save_step(RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=0), 7)
-    with pytest.raises(SettingsError, match="already holds global_step7"):
+    with pytest.raises(SettingsError, match="already has the checkpoint global_step7"):
         RunDirectory(tmp_path / "run", continues=None, overwrite=False, keep=0)
     run = RunDirectory(tmp_path / "run", continues=None, overwrite=True, keep=0)
-    assert directory.tags_in(tmp_path / "run") == ["global_step7"]
+    assert directory.list_tags(tmp_path / "run") == ["global_step7"]
     save_step(run, 2)
-    assert directory.tags_in(tmp_path / "run") == ["global_step2"]
+    assert directory.list_tags(tmp_path / "run") == ["global_step2"]
 
 
 def test_a_checkpoint_is_found_from_the_run_or_by_itself(tmp_path):
     run = RunDirectory(tmp_path, continues=None, overwrite=False, keep=0)
     save_step(run, 1)
     save_step(run, 2)
-    assert directory.find(tmp_path, None) == tmp_path / "global_step2"
-    assert directory.find(tmp_path, "global_step1") == tmp_path / "global_step1"
+    assert directory.find_checkpoint(tmp_path, None) == tmp_path / "global_step2"
+    assert directory.find_checkpoint(tmp_path, "global_step1") == tmp_path / "global_step1"
     (tmp_path / "global_step1" / directory.STATE).write_text("{}")
-    assert directory.find(tmp_path / "global_step1", None) == tmp_path / "global_step1"
+    assert directory.find_checkpoint(tmp_path / "global_step1", None) == tmp_path / "global_step1"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_any_level_of_a_run_is_its_checkpoint(tmp_path, given):
     for tag in ("global_step1", "global_step2"):
         (tmp_path / tag / directory.STATE).write_text("{}")
     (tmp_path / "global_step2/pytorch_model_fsdp_0/.metadata").touch()
-    assert directory.find(tmp_path / given, None) == tmp_path / "global_step2"
+    assert directory.find_checkpoint(tmp_path / given, None) == tmp_path / "global_step2"
 
 
 def test_a_checkpoint_is_found_by_its_step_and_by_hf_trainers_name(tmp_path):
@@ -176,9 +176,9 @@ def test_a_checkpoint_is_found_by_its_step_and_by_hf_trainers_name(tmp_path):
         (tmp_path / name).mkdir()
     for name in ("checkpoint-2", "checkpoint-10"):
         (tmp_path / name / "pytorch_model_fsdp.bin").touch()
-    assert directory.find(tmp_path, None) == tmp_path / "checkpoint-10"
-    assert directory.find(tmp_path, "2") == tmp_path / "checkpoint-2"
-    assert directory.find(tmp_path, "checkpoint-2") == tmp_path / "checkpoint-2"
+    assert directory.find_checkpoint(tmp_path, None) == tmp_path / "checkpoint-10"
+    assert directory.find_checkpoint(tmp_path, "2") == tmp_path / "checkpoint-2"
+    assert directory.find_checkpoint(tmp_path, "checkpoint-2") == tmp_path / "checkpoint-2"
 
 
 @pytest.mark.parametrize(
@@ -186,11 +186,15 @@ def test_a_checkpoint_is_found_by_its_step_and_by_hf_trainers_name(tmp_path):
     [
         (shutil.rmtree, None, "does not exist"),
         (lambda p: None, None, "no file 'latest'.*checkpoints there: global_step1"),
-        (lambda p: None, "global_step5", "no checkpoint 'global_step5', the one that --tag"),
-        (lambda p: (p / "latest").write_text("gone"), None, "'gone', the one that 'latest' names"),
-        (lambda p: (p / "latest").write_text(""), None, "'', the one that 'latest' names"),
-        (lambda p: (p / "latest").write_bytes(b"\xff\xfe"), None, "latest cannot be read"),
-        (lambda p: None, "../run", "'../run', the one that --tag"),
+        (lambda p: None, "global_step5", "no checkpoint 'global_step5', which --tag names"),
+        (
+            lambda p: (p / "latest").write_text("gone"),
+            None,
+            "'gone', which the file .*/latest names",
+        ),
+        (lambda p: (p / "latest").write_text(""), None, "'', which the file .*/latest names"),
+        (lambda p: (p / "latest").write_bytes(b"\xff\xfe"), None, "cannot read .*/latest"),
+        (lambda p: None, "../run", "'../run', which --tag names"),
     ],
 )
 def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, make, tag, message):
@@ -198,20 +202,20 @@ def test_what_cannot_be_found_is_told_with_what_is_there(tmp_path, make, tag, me
     (run / "global_step1").mkdir(parents=True)
     make(run)
     with pytest.raises(CheckpointError, match=message):
-        directory.find(run, tag)
+        directory.find_checkpoint(run, tag)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"progress": {"step": 1, "x": 2}}', "\x00"])
 def test_a_damaged_state_file_is_refused_by_name(tmp_path, text):
     (tmp_path / directory.STATE).write_text(text)
-    with pytest.raises(CheckpointError, match=r"trainer_state\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"trainer_state\.json"):
         state.read(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2, expected 1"),
+        ({"format": 2}, "format is 2, expected 1"),
         ({"world_size": "2"}, "world_size is '2'"),
         ({"settings": {**PLAIN, "lr": "0.1"}}, "setting lr is '0.1'"),
         (
@@ -219,10 +223,13 @@ def test_a_damaged_state_file_is_refused_by_name(tmp_path, text):
             "setting freeze is None",
         ),
         ({"settings": {"lr": 0.1}}, "steps"),
+        ({"settings": {**PLAIN, "strategy": "zero9"}}, "strategy is 'zero9', expected ddp or"),
+        ({"progress": {"step": -1}}, "step is -1, expected a whole number, 0 or more"),
+        ({"scaler": {**dataclasses.asdict(LossScaler()), "scale": "x"}}, "scaler.scale is 'x'"),
     ],
 )
 def test_a_state_file_of_other_types_is_refused_by_field(tmp_path, change, message):
-    document = state.document(Settings(), state.Progress(), LossScaler(), "digest")
+    document = state.make_document(Settings(), state.Progress(), LossScaler(), "digest")
     document = json.loads(json.dumps(document))
     (tmp_path / directory.STATE).write_text(json.dumps(document))
     assert state.read(tmp_path) == document
@@ -242,6 +249,16 @@ def test_a_second_run_is_kept_out_of_the_directory(tmp_path):
     second.close()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [([1], "contains a list"), ({"module": {}}, "has no dp_world_size")]
+)
+def test_a_foreign_file_is_refused_by_what_it_lacks(tmp_path, content, message):
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save(content, path)
+    with pytest.raises(CheckpointError, match=f"{path} {message}"):
+        files.check_keys(files.load(path), path, "module", "dp_world_size")
+
+
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
     class Evil:
         def __reduce__(self):
@@ -249,10 +266,10 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
 
     path = tmp_path / "evil.pt"
     torch.save({"x": Evil()}, path)
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot read"):
         files.load(path)
     path.write_bytes(pickle.dumps(Evil(), protocol=2))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot read"):
         files.load(path)
     assert not (tmp_path / "pwned").exists()
 
@@ -297,12 +314,12 @@ BREAKS = [
         "missing",
         "rank_1.*is missing: 2 ranks",
     ),
-    ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "cut", "rank_1.* cannot be read"),
+    ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "cut", "cannot read .*rank_1"),
     ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "extra", "3 optimizer files"),
     ("zero2", "zero_pp_rank_1_mp_rank_00_optim_states.pt", "model parallel", "model-parallel"),
     ("zero2", "mp_rank_00_model_states.pt", "missing", "model_states.pt is missing"),
     ("zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt", "missing", "rank_1.*is missing"),
-    ("zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt", "cut", "cannot be read"),
+    ("zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt", "cut", "cannot read"),
     ("ddp", "mp_rank_00_model_states.pt", "missing", "missing|no checkpoint"),
 ]
 
@@ -417,18 +434,18 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing_half(tmp_path):
         assert said[0][0] == "TrainingError"
         assert "rank 1 could not write its part" in said[0][1]
     assert not (tmp_path / "run/latest").exists()
-    assert directory.tags_in(tmp_path / "run") == []
+    assert directory.list_tags(tmp_path / "run") == []
 
 
 def sixteen_bits(ranks, job):
     worlds.train(ranks, [job])
-    from trainer import engines
     from trainer.checkpoint import saving
+    from trainer.engines import build_engine
     from trainer.resolve import resolve
 
     settings = resolve({**job, "resume": job["save"]}, ranks.world)
-    engine = engines.build(settings, ranks)
-    saving.resume(directory.find(Path(job["save"]), None), settings, engine)
+    engine = build_engine(settings, ranks)
+    saving.resume(directory.find_checkpoint(Path(job["save"]), None), settings, engine)
     return {name: value.half().numpy() for name, value in engine.parameters()}
 
 
@@ -499,14 +516,14 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
                 kills += process.wait() == -signal.SIGKILL
                 break
             time.sleep(0.005)
-        found = directory.find(tmp_path / "killed", None)
+        found = directory.find_checkpoint(tmp_path / "killed", None)
         assert state.read(found)["progress"]["step"] == int(found.name.removeprefix("global_step"))
     assert kills
     assert start("killed", ("--resume", str(tmp_path / "killed"))).wait() == 0
     lines = [json.loads(line) for line in (tmp_path / "killed.jsonl").read_text().splitlines()]
     last = {line["step"]: line["loss_hex"] for line in lines}
     assert last == dict(enumerate(worlds.read_log(tmp_path / "whole.jsonl").losses, start=1))
-    assert len(directory.tags_in(tmp_path / "killed")) == 2
+    assert len(directory.list_tags(tmp_path / "killed")) == 2
 
 
 def test_an_error_raised_on_one_rank_is_raised_on_all():
@@ -517,12 +534,12 @@ def test_an_error_raised_on_one_rank_is_raised_on_all():
 def different_layers(ranks):
     import torch
 
+    from trainer.core.partition import partition_groups
+    from trainer.core.reduce import Reducer
     from trainer.timer import Timer
-    from trainer.zero.partition import contiguous
-    from trainer.zero.reduce import Reducer
 
     shapes = {"a": (4,), "b": (4,)}
-    partition = contiguous([["a", "b"]], shapes, ranks.world)
+    partition = partition_groups([["a", "b"]], shapes, ranks.world)
     reducer = Reducer(partition, ranks, torch.float32, Timer(), canonical=True)
     try:
         reducer.add([("ab"[ranks.rank], torch.ones(4))])
@@ -533,12 +550,12 @@ def different_layers(ranks):
 
 def test_gradients_of_different_layers_are_never_added_up():
     for said in worlds.run(2, different_layers):
-        assert "the ranks' backward passes differ" in said
+        assert "the backward passes of the ranks differ" in said
 
 
 def one_fails(ranks):
     try:
-        with ranks.together("try"):
+        with ranks.raise_on_all("try"):
             if ranks.rank == 1:
                 raise OSError("no")
     except TrainingError as error:

@@ -382,7 +382,7 @@ WRONG = [
     ("{'a': 1}", "not JSON"),
     ('{"a": 1,}', "not JSON"),
     ("", "not JSON"),
-    ('{"bf16": {"enabled": true, "enabled": false}}', "enabled is there twice"),
+    ('{"bf16": {"enabled": true, "enabled": false}}', "enabled is twice"),
     ('{"gradient_clipping": NaN}', "expected a number"),
     ('{"train_batch_size": Infinity}', "whole number"),
 ]
@@ -399,7 +399,7 @@ def test_a_wrong_value_is_an_error_with_file_field_and_both_sides(tmp_path, docu
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe")
     for file in (tmp_path / "none.json", tmp_path, tmp_path / "binary.json"):
-        with pytest.raises(SettingsError, match="cannot be read"):
+        with pytest.raises(SettingsError, match="cannot read"):
             deepspeed.read(file, Choices())
 
 
@@ -578,9 +578,12 @@ def test_the_files_that_the_questionnaire_writes_need_no_note():
     [
         ("distributed_type: MEGATRON_LM\n", "distributed_type"),
         ("distributed_type: XLA\n", "distributed_type"),
-        ("mixed_precision: bf16\n", "no distributed_type"),
+        ("mixed_precision: bf16\n", "no field distributed_type"),
         ("distributed_type: FSDP\nmixed_precision: fp8\n", "mixed_precision"),
-        ("distributed_type: FSDP\ncompute_environment: AMAZON_SAGEMAKER\n", "this machine"),
+        (
+            "distributed_type: FSDP\ncompute_environment: AMAZON_SAGEMAKER\n",
+            "only the local machine",
+        ),
         ("distributed_type: FSDP\nnum_processes: many\n", "num_processes"),
         ("distributed_type: FSDP\nnum_machines: 2\n", "torchrun"),
         ("distributed_type: FSDP\nparallelism_config:\n  parallelism_config_tp_size: 2\n", "tp"),
@@ -593,15 +596,21 @@ def test_the_files_that_the_questionnaire_writes_need_no_note():
             fsdp("fsdp_reshard_after_forward: false", "fsdp_sharding_strategy: 1"),
             "fsdp_reshard_after_forward",
         ),
-        (inline("deepspeed_config_file: nope.json"), "no such file beside a.yaml"),
+        (inline("deepspeed_config_file: nope.json"), "neither beside a.yaml"),
         (inline("zero_stage: 5"), "zero_stage"),
         ("distributed_type: [\n", "not YAML"),
-        ("just text", "no distributed_type"),
+        ("just text", "no field distributed_type"),
     ],
 )
 def test_accelerate_is_refused_by_name(tmp_path, text, message):
     with pytest.raises(SettingsError, match=message):
         of_yaml(tmp_path, text)
+
+
+@pytest.mark.parametrize("field", ["use_cpu:", "fp16: auto", "mixed_precision: auto"])
+def test_an_accelerate_field_without_a_value_is_as_one_left_out(tmp_path, field):
+    plain = of_yaml(tmp_path, "distributed_type: FSDP\n").values
+    assert of_yaml(tmp_path, f"distributed_type: FSDP\n{field}\n").values == plain
 
 
 def test_a_launcher_knows_better_than_the_file(tmp_path):

@@ -13,14 +13,15 @@ from tests.test_imports import ROOT, assert_no_cycle, imported, modules
 LAYERS = (
     ("errors", "environment", "parallel.grid"),
     ("settings",),
-    ("scaling", "schedule", "timer", "tensors", "tokenizer", "data", "optimizer"),
-    ("ranks", "model"),
-    ("zero", "parallel", "engines.base"),
-    ("checkpoint.directory", "checkpoint.files", "checkpoint.stamps", "checkpoint.state"),
+    ("scaling", "schedule", "timer", "tokenizer", "offload"),
+    ("config.huggingface",),
+    ("core.data", "core.optimizer", "core.ranks", "core.model"),
+    ("fsdp_options", "parallel"),
+    ("core", "process_group"),
     ("checkpoint",),
     ("engines",),
     ("checkpoint.saving", "export", "log", "memory"),
-    ("loop",),
+    ("session",),
     ("config", "launch", "resolve"),
     ("cli",),
     ("__main__",),
@@ -54,6 +55,14 @@ def test_every_module_has_a_layer():
 def test_layers_point_one_way():
     crossed = [(a, b) for a, b in edges() if RANK[layer(b)] > RANK[layer(a)]]
     assert crossed == []
+
+
+def test_the_core_imports_no_file_format_and_no_other_program():
+    """An evening's reading: what it needs from outside is named here."""
+    allowed = {"errors", "settings", "schedule", "scaling", "timer", "offload", "fsdp_options"}
+    allowed = {f"trainer.{name}" for name in (*allowed, "config.huggingface")}
+    outside = {b for a, b in edges() if a.startswith("trainer.core.")}
+    assert {name for name in outside if not name.startswith("trainer.core")} == allowed
 
 
 def test_no_two_modules_import_each_other():

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# In place of the trainer's loop: in the fourth step, rank WHO does WHAT.
-LOOP = """
+# In place of the trainer's session: in the fourth step, rank WHO does WHAT.
+SESSION = """
 import os, signal, time
 import torch, torch.distributed as dist
 from trainer.errors import CheckpointError, TrainingError
@@ -39,10 +39,10 @@ def run(settings, ranks):
                 raise CheckpointError("no such checkpoint", "look")
         ones = torch.ones(2)
         dist.all_reduce(ones)
-        if step == 2 and ranks.first:
+        if step == 2 and ranks.is_first:
             print("running", flush=True)
         time.sleep(0.05)
-    if ranks.first:
+    if ranks.is_first:
         print("sum", ones[0].item(), "threads", os.environ.get("OMP_NUM_THREADS"), flush=True)
 """
 SITE = """
@@ -53,8 +53,8 @@ with pathlib.Path(__file__).with_name("started").open("a") as file:
 
 class Stand:
     def find_spec(name, path=None, target=None):
-        if name == "trainer.loop":
-            place = pathlib.Path(__file__).with_name("loop.py")
+        if name == "trainer.session":
+            place = pathlib.Path(__file__).with_name("session.py")
             return importlib.util.spec_from_file_location(name, place)
 
 sys.meta_path.insert(0, Stand)
@@ -67,8 +67,8 @@ ACCELERATE += [str(ROOT / "examples/configs/accelerate_fsdp.yaml"), "-m", "train
 
 @pytest.fixture
 def begin(tmp_path):
-    """Start a command with the stand-in loop; nothing of it is left afterwards."""
-    (tmp_path / "loop.py").write_text(LOOP)
+    """Start a command with the stand-in session; nothing of it is left afterwards."""
+    (tmp_path / "session.py").write_text(SESSION)
     (tmp_path / "sitecustomize.py").write_text(SITE)
     started = []
 
@@ -131,7 +131,7 @@ def test_a_failure_ends_all_ranks_with_one_message(run, scene, code, message):
 def test_a_bug_keeps_its_traceback_once(run):
     code, _, err = run("bug:all")
     assert code == 1
-    assert err.startswith("error: a bug\nTraceback")
+    assert err.startswith("error: a bug in the trainer\nTraceback")
     assert err.endswith("RuntimeError: mat1 and mat2 shapes cannot be multiplied\n")
     assert err.count("Traceback") == 1
 

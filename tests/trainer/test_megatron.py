@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.trainer import worlds
-from trainer.checkpoint import foreign, megatron_read, megatron_rules
+from trainer.checkpoint import foreign, fsdp, megatron_read, megatron_rules
 from trainer.errors import CheckpointError, SettingsError
 from trainer.resolve import resolve
 
@@ -126,9 +126,9 @@ def test_real_files_are_what_megatron_lm_itself_makes_of_them():
 
     config = AutoConfig.for_model(**{**MODEL, "vocab_size": 128})
     saved = megatron_read.Saved(REAL / "ckpt", config)
-    whole = megatron_rules.sizes_of(config, padded_vocab=128, tp=1, ep=1)
-    rules = list(megatron_rules.rules(whole, range(4), first=True, last=True))
-    found = dict(saved.tensors({name for rule in rules for name in rule.names}))
+    whole = megatron_rules.derive_sizes(config, padded_vocab=128, tp=1, ep=1)
+    rules = list(megatron_rules.list_rules(whole, range(4), first=True, last=True))
+    found = dict(saved.iterate_tensors({name for rule in rules for name in rule.names}))
     truth = json.loads((REAL / "truth.json").read_text())
     assert {rule.keys[0] for rule in rules} == set(truth)
     for rule in rules:
@@ -252,12 +252,13 @@ def test_progress_is_told_by_the_files_alone(runs, place, tmp_path):
 
 def begun(ranks, cases):
     """What each checkpoint's reader says."""
-    from trainer import engines
+    from trainer.engines import build_engine
 
     said = []
     for chosen, directory in cases:
         try:
-            engines.build(resolve(chosen, ranks.world), ranks).load(Path(directory))
+            engine = build_engine(resolve(chosen, ranks.world), ranks)
+            fsdp.read(Path(directory), engine)
             said.append("read")
         except CheckpointError as error:
             said.append(str(error))
@@ -287,16 +288,16 @@ def test_what_cannot_be_read_is_refused_by_name(runs, place, tmp_path):
     lost = f"{iteration}/mp_rank_01_001/model_optim_rng.pt"
     cases = {
         "mp_rank_01_001.*is missing": (chosen, damaged("lost", lambda d: (d / lost).unlink())),
-        "a distributed optimizer's files": (
+        "saved with a distributed optimizer": (
             chosen,
             damaged("distributed", with_args(use_distributed_optimizer=True)),
         ),
-        "interleaved stages' files": (
+        "saved with interleaved stages": (
             chosen,
             damaged("vpp", with_args(virtual_pipeline_model_parallel_size=2)),
         ),
         "no mp_rank_00": (chosen, damaged("none", lambda d: shutil.rmtree(d / iteration))),
-        "says 'release'": (
+        "has 'release'": (
             chosen,
             damaged(
                 "release",
@@ -307,7 +308,7 @@ def test_what_cannot_be_read_is_refused_by_name(runs, place, tmp_path):
             {**chosen, "strategy": "fsdp", "state_dict_type": "sharded"},
             str(source),
         ),
-        "has not the form.*KeyError|has not the form.*ValueError": (
+        "not in Megatron-LM's torch format: (KeyError|ValueError)": (
             {**chosen, "model": "tiny-llama"},
             str(source),
         ),
@@ -318,11 +319,11 @@ def test_what_cannot_be_read_is_refused_by_name(runs, place, tmp_path):
 
 
 def written(ranks, chosen, directory):
-    from trainer import engines
+    from trainer.engines import build_engine
 
     try:
-        engine = engines.build(resolve(chosen, ranks.world), ranks)
-        engine.save(Path(directory), {"step": 0, "skipped": 0, "samples": 0, "updates": 0})
+        engine = build_engine(resolve(chosen, ranks.world), ranks)
+        fsdp.write(Path(directory), engine, {"step": 0, "skipped": 0, "samples": 0, "updates": 0})
     except CheckpointError as error:
         return str(error)
     return "written"

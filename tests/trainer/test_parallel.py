@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.trainer import worlds
-from trainer.data import Corpus
+from trainer.core.data import Corpus
 from trainer.errors import SettingsError
 from trainer.resolve import resolve
 
@@ -160,7 +160,7 @@ def test_the_whole_model_in_plain_transformers_has_the_same_loss(runs, place, gr
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(saved), dtype=torch.float32)
     model.load_state_dict(weights)
     size = COMMON["global_batch"]
-    tokens = Corpus(None, COMMON["seq_len"], 0).samples(HALF * size, size)
+    tokens = Corpus(None, COMMON["seq_len"], 0).get_samples(HALF * size, size)
     with torch.no_grad():
         loss = sum(float(model(input_ids=row, labels=row).loss) for row in tokens[:, None]) / size
     assert runs[grid].values()[HALF] == pytest.approx(loss, rel=2e-7)
@@ -195,13 +195,13 @@ def test_a_rank_file_has_some_experts_of_each_layer(runs, place):
 
 REFUSED = (
     ({"tp": 2, "strategy": "zero3"}, "flat partitions.*fsdp2"),
-    ({"pp": 2, "strategy": "zero1"}, "zero1 has no tp 1 x pp 2"),
+    ({"pp": 2, "strategy": "zero1"}, "zero1 does not support tp 1 x pp 2"),
     ({"tp": 2, "strategy": "fsdp"}, "FSDP 1 flattens"),
-    ({"tp": 2, "strategy": "ddp", "engine": "deepspeed"}, "the DeepSpeed engine is data parallel"),
-    ({"tp": 2, "strategy": "ddp", "reduction": "canonical"}, "canonical reduction.*--tp 1"),
-    ({"tp": 3}, "4 ranks are no multiple of tp 3"),
+    ({"tp": 2, "strategy": "ddp", "engine": "deepspeed"}, "supports data parallelism only"),
+    ({"tp": 2, "strategy": "ddp", "reduction": "canonical"}, "--reduction canonical.*--tp 1"),
+    ({"tp": 3}, "4 ranks are not a multiple of tp 3"),
     ({"tp": 0}, "tp is 0"),
-    ({"pp": 2, "state_dict_type": "full"}, "no rank has the layers of all stages"),
+    ({"pp": 2, "state_dict_type": "full"}, "no rank has all layers"),
     ({"pp": 4, "accumulation": 2}, "1f1b schedule of 4 stages.*gpipe"),
     ({"tp": 2, "fsdp_cpu_ram_efficient_loading": True}, "whole modules"),
     ({"tp": 2, "global_batch": 3}, "data-parallel ranks"),
@@ -219,22 +219,22 @@ UNFIT = (
     (2, {"tp": 2, "model": "tiny-gpt2", "dropout": 0}, "no rule for transformer.wte"),
     (2, {"pp": 2, "model": "tiny-gpt2", "dropout": 0}, "no model.embed_tokens"),
     (2, {"tp": 2, "model": "tiny-gpt2", "dropout": 0.1}, "resid_pdrop is 0.1|dropout is 0.1"),
-    (2, {"pp": 2, "tie_embeddings": True}, "tied embeddings.*--no-tie-embeddings"),
-    (2, {"ep": 2}, "ep 2, and LlamaForCausalLM has no layers with stacked experts"),
+    (2, {"pp": 2, "tie_embeddings": True}, "embeddings are tied.*--no-tie-embeddings"),
+    (2, {"ep": 2}, "--ep is 2, and LlamaForCausalLM has no layers with stacked experts"),
     (4, {"ep": 4, "model": "tiny-llama"}, "no layers with stacked experts"),
     (4, {"tp": 4}, "tp 4 does not divide num_key_value_heads 2"),
-    (4, {"pp": 4}, "pp 4, and the model has 2 layers"),
+    (4, {"pp": 4}, "--pp is 4, and the model has 2 layers"),
 )
 
 
 def refusals(ranks, cases):
-    from trainer import engines
+    from trainer.engines import build_engine
 
     said = []
     for chosen in cases:
         settings = resolve({"strategy": "fsdp2", "accumulation": 4, **chosen}, ranks.world)
         try:
-            engines.build(settings, ranks)
+            build_engine(settings, ranks)
         except SettingsError as error:
             said.append(str(error))
     return said
@@ -263,4 +263,4 @@ def test_a_run_directory_from_before_model_parallelism_goes_on(tmp_path):
     for name in state.SINCE_FORMAT_1:
         del document["settings"][name]
     file.write_text(json.dumps(document))
-    assert resolve(state.inherited(str(tmp_path / "run"), None), 2).grid.dp == 2
+    assert resolve(state.read_inherited(str(tmp_path / "run"), None), 2).grid.dp == 2

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from trainer.checkpoint import fsdp
+from trainer.core.ranks import Ranks
 from trainer.errors import SettingsError
-from trainer.ranks import Ranks, process_group
+from trainer.process_group import join_process_group
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def _stop(backend, **_settings):
 
 
 def _join(device):
-    with process_group(device, 1, 1):
+    with join_process_group(device, 1, 1):
         raise AssertionError("no group to join here")
 
 
@@ -60,7 +61,7 @@ def test_more_ranks_than_gpus_are_refused_by_the_rank_without_one(gpus, device):
 
 def test_no_gpu_is_told(gpus):
     gpus(0, 0)
-    with pytest.raises(SettingsError, match="torch finds none"):
+    with pytest.raises(SettingsError, match="torch finds no GPU"):
         _join("cuda")
 
 
@@ -72,5 +73,5 @@ def test_a_full_state_dict_is_offloaded_by_the_device_of_the_run(monkeypatch, de
     monkeypatch.setattr(
         fsdp, "get_model_state_dict", lambda _model, options: seen.append(options.cpu_offload)
     )
-    fsdp._model(torch.nn.Linear(2, 2), "full", Ranks(0, 2, torch.device(device)))
+    fsdp._get_model_state(torch.nn.Linear(2, 2), "full", Ranks(0, 2, torch.device(device)))
     assert seen == [device == "cuda"]

@@ -19,7 +19,12 @@ from pathlib import Path
 
 from tests.support.crashed import crashed, warn_of
 
-PRELOAD = ["torch", "torch.optim.adamw", "transformers.models.llama.modeling_llama", "trainer.loop"]
+PRELOAD = [
+    "torch",
+    "torch.optim.adamw",
+    "transformers.models.llama.modeling_llama",
+    "trainer.core.loop",
+]
 
 
 class CrashError(AssertionError):
@@ -100,9 +105,9 @@ def _rank(pipe, rank, world, port, function, args):
 
 
 def _in_group(function, *args):
-    from trainer.ranks import process_group
+    from trainer.process_group import join_process_group
 
-    with process_group("cpu", 120, 1) as ranks:
+    with join_process_group("cpu", 120, 1) as ranks:
         return function(ranks, *args)
 
 
@@ -161,16 +166,18 @@ def train(ranks, jobs):
 
 
 def _train(ranks, chosen):
-    from trainer import loop
+    from torch.distributed import barrier
+
+    from trainer import session
     from trainer.checkpoint import state
     from trainer.resolve import resolve
 
     if "resume" in chosen:
-        chosen = {**state.inherited(chosen["resume"], chosen.get("tag")), **chosen}
+        chosen = {**state.read_inherited(chosen["resume"], chosen.get("tag")), **chosen}
     settings = resolve({"progress": False, **chosen}, ranks.world)
     with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(nothing):
-        loop.run(settings, ranks)
-    ranks.wait()
+        session.run(settings, ranks)
+    barrier()
     return read_log(Path(settings.log))
 
 

@@ -1,11 +1,18 @@
-"""What goes to disk, in whose layout, and how it appears whole or not at all.
+"""Checkpoint files: what is written, in whose layout, and how it appears whole or not at all.
 
-saving         saving and resuming, whatever the engine; state: ``trainer_state.json``
-directory      ``<tag>/`` for each checkpoint, and ``latest``; files: written for good, read safely
-deepspeed      DeepSpeed's directory written; deepspeed_read: read by any number of ranks
-fsdp           the four forms of FSDP; fsdp_dcp: its directories, fsdp_match: its pickled shards
-megatron       Megatron-LM's directory written; megatron_read: read into any grid
-megatron_args  what it says beside tensors; megatron_rules: how parameters are named and cut
-foreign        their classes, without their libraries
-stamps         what each file says of the save that it belongs to
+saving          save and resume, whatever the engine
+directory       the run directory: ``<tag>/`` for each checkpoint, and ``latest``
+state           ``trainer_state.json``
+files           write to disk and flush, read without running code
+stamps          what each file records about its save
+deepspeed       write DeepSpeed's directory
+deepspeed_read  read DeepSpeed's directory with any number of ranks
+fsdp            write and read FSDP checkpoints in four forms
+fsdp_dcp        directories of torch.distributed.checkpoint
+fsdp_match      pickled shards, compared with the live state
+megatron        write Megatron-LM's directory
+megatron_read   read Megatron-LM's directory into any grid
+megatron_args   its arguments, schedule and random states
+megatron_rules  how its parameters are named and cut
+foreign         classes of DeepSpeed and Megatron-LM, without their libraries
 """

@@ -1,8 +1,8 @@
-"""A run directory: ``<tag>/`` for each checkpoint, and ``latest``, which names one that is whole.
+"""The run directory: ``<tag>/`` for each checkpoint, and ``latest``, which names a complete one.
 
 A checkpoint is written under a hidden name, flushed, and renamed when every rank is done; only then
-does ``latest`` name it. A kill at any moment leaves the checkpoint before, and ``latest`` true; a
-name that is seen is of a whole checkpoint: what is to go loses its name first.
+does ``latest`` name it. A kill at any moment leaves the checkpoint before, and ``latest`` correct.
+Every visible name is of a complete checkpoint: what is to be removed is renamed first.
 """
 
 from __future__ import annotations
@@ -27,62 +27,64 @@ LAYOUTS = {
     "FSDP": "pytorch_model_fsdp*",
     "Megatron-LM": MEGATRON_LATEST,
 }
-"""A file of each layout that every checkpoint in it has."""
+"""A file name pattern of each layout, of which every checkpoint in it has a file."""
 _STEP = re.compile(r"global_step(\d+)")
 _NUMBERED = re.compile(r"(?:global_step|checkpoint-)(\d{1,18})")
 _PART = re.compile(r"pytorch_model_fsdp_0|optimizer_0|iter_\d+|mp_rank_\d+.*")
-"""Folders in a checkpoint."""
+"""Names of directories inside a checkpoint."""
 
 
-def tag_of(step: int) -> str:
-    """DeepSpeed's name for the checkpoint after ``step`` steps."""
+def make_tag(step: int) -> str:
+    """Return DeepSpeed's name for the checkpoint after ``step`` steps."""
     return f"global_step{step}"
 
 
-def first_free(stem: str = "run") -> Path:
-    """``run-1``, or the first that does not exist."""
+def choose_run_directory(stem: str = "run") -> Path:
+    """Return ``run-1``, or the first ``run-N`` that does not exist."""
     number = 1
     while Path(f"{stem}-{number}").exists():
         number += 1
     return Path(f"{stem}-{number}")
 
 
-def find(path: Path, tag: str | None) -> Path:
+def find_checkpoint(path: Path, tag: str | None) -> Path:
     """Return the checkpoint directory that ``--resume path --tag tag`` means.
 
     Args:
-        path: a run directory, a checkpoint directory, or a file or folder in one.
+        path: a run directory, a checkpoint directory, or a file or directory in one.
         tag: the name of a checkpoint in the run directory, or its step.
 
     Raises:
         CheckpointError: there is none.
     """
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist", "give a run directory or a checkpoint")
+        raise CheckpointError(
+            f"{path} does not exist", "give --resume a run directory or a checkpoint directory"
+        )
     if tag is None and not (path / LATEST).exists():
-        found = _around(path) or _newest(path)
-        if found is None:
+        checkpoint = _find_enclosing(path) or _find_newest(path)
+        if checkpoint is None:
             raise CheckpointError(
                 f"{path} is not a checkpoint, and has no file 'latest' that names one "
-                f"({_listed(path)})",
-                "give the run directory that --save named, or one checkpoint directory in it",
+                f"({_list_checkpoints(path)})",
+                "give the directory that --save named, or one checkpoint directory in it",
             )
-        return found
-    name = tag or _latest(path)
-    _bring_back(path)
+        return checkpoint
+    name = tag or _read_latest(path)
+    _restore_replaced(path)
     if "/" in name or name in {"", ".", ".."} or not (path / name).is_dir():
-        if tag and (numbered := _numbered(path).get(tag)):
-            return numbered
-        said = "the one that --tag asks for" if tag else "the one that 'latest' names"
+        if tag and (checkpoint := _find_by_step(path).get(tag)):
+            return checkpoint
+        source = "--tag" if tag else f"the file {path / LATEST}"
         raise CheckpointError(
-            f"{path} has no checkpoint {name!r}, {said} ({_listed(path)})",
-            "give a --tag that is there, or another directory",
+            f"{path} has no checkpoint {name!r}, which {source} names ({_list_checkpoints(path)})",
+            "give --tag with a checkpoint that is there, or another run directory",
         )
     return path / name
 
 
-def _around(path: Path) -> Path | None:
-    """Return the checkpoint that a path is, or is a file or folder of."""
+def _find_enclosing(path: Path) -> Path | None:
+    """Return the checkpoint that a path is, or is inside of."""
     if path.is_file():
         path = path.absolute().parent
     if _is_checkpoint(path):
@@ -93,87 +95,96 @@ def _around(path: Path) -> Path | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / STATE).exists() or bool(layout(path))
+    return (path / STATE).exists() or bool(detect_layout(path))
 
 
-def _numbered(path: Path) -> dict[str, Path]:
-    """Return checkpoints by step, the last the newest: ours, and HF Trainer's ``checkpoint-N``."""
+def _find_by_step(path: Path) -> dict[str, Path]:
+    """Return step -> checkpoint in ascending order: ours, and HF Trainer's ``checkpoint-N``."""
     matches = [
         (match, each) for each in path.glob("*") if (match := _NUMBERED.fullmatch(each.name))
     ]
-    found = {int(match[1]): each for match, each in matches if _is_checkpoint(each)}
-    return {str(step): found[step] for step in sorted(found)}
+    by_step = {int(match[1]): each for match, each in matches if _is_checkpoint(each)}
+    return {str(step): by_step[step] for step in sorted(by_step)}
 
 
-def _newest(path: Path) -> Path | None:
-    """Return the newest checkpoint below; a run that died before its first ``latest`` has one."""
-    return next(reversed(_numbered(path).values()), None)
+def _find_newest(path: Path) -> Path | None:
+    """Return the newest checkpoint in a directory whose run died before it wrote ``latest``."""
+    return next(reversed(_find_by_step(path).values()), None)
 
 
-def _listed(path: Path) -> str:
-    names = tags_in(path) or [each.name for each in _numbered(path).values()]
+def _list_checkpoints(path: Path) -> str:
+    names = list_tags(path) or [each.name for each in _find_by_step(path).values()]
     return f"checkpoints there: {', '.join(names) or 'none'}"
 
 
-def _latest(path: Path) -> str:
+def _read_latest(path: Path) -> str:
     try:
         return (path / LATEST).read_text().strip()[:255]
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path / LATEST} cannot be read: {error}", "give --tag") from error
+        raise CheckpointError(
+            f"cannot read {path / LATEST}: {error}", "give --tag with the name of a checkpoint"
+        ) from error
 
 
-def layout(checkpoint: Path) -> str:
-    """Whose files a checkpoint directory holds, a key of ``LAYOUTS``, or an empty string."""
+def detect_layout(checkpoint: Path) -> str:
+    """Return whose files a checkpoint directory has, a key of ``LAYOUTS``, or an empty string."""
     for name, pattern in LAYOUTS.items():
         if any(checkpoint.glob(pattern)):
             return name
     return ""
 
 
-def tags_in(path: Path) -> list[str]:
-    """Finished checkpoints by step."""
-    found = [
+def list_tags(path: Path) -> list[str]:
+    """Return the names of complete checkpoints, by step."""
+    numbered = [
         (int(match[1]), match[0]) for p in path.glob("*") if (match := _STEP.fullmatch(p.name))
     ]
-    return [name for _, name in sorted(found)]
+    return [name for _, name in sorted(numbered)]
 
 
-def replace(made: Path, final: Path, aside: Path) -> None:
-    """Give a directory its name; what has the name goes aside, in the same step if that can be."""
-    if final.exists() and _exchange(made, final):
-        made.rename(aside)
+def replace(new: Path, final: Path, aside: Path) -> None:
+    """Rename ``new`` to ``final``; what has that name becomes ``aside``, atomically if possible."""
+    if final.exists() and _exchange(new, final):
+        new.rename(aside)
         return
     if final.exists():
         final.rename(aside)
-    made.rename(final)
+    new.rename(final)
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step, where the system can: Linux, on most local file systems."""
+    """Swap two names atomically if the system can: Linux, on most local file systems."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of the Linux headers
     return rename is not None and (
         rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0
     )
 
 
-def _bring_back(path: Path) -> None:
-    """A checkpoint that was put aside has its name again, if its successor never got it."""
+def _restore_replaced(path: Path) -> None:
+    """Give a checkpoint that was renamed aside its name back, if no successor has the name."""
     for aside in path.glob(".global_step*.old"):
         name = path / aside.name[1 : -len(".old")]
         if not name.exists():
-            with contextlib.suppress(OSError):  # another rank has done it, or none may
+            with contextlib.suppress(
+                OSError
+            ):  # another rank was faster, or the directory is read-only
                 aside.rename(name)
 
 
 class RunDirectory:
-    """Where one run saves. Rank 0 makes, renames and removes; every rank writes its files.
+    """The directory that a run saves into.
+
+    Rank 0 makes, renames and removes; every rank writes its own files.
 
     Args:
-        continues: the checkpoint that the run goes on from, if any.
+        path: of the directory.
+        continues: the checkpoint that the run resumes from, if any.
+        overwrite: replace checkpoints of another run.
+        keep: number of newest checkpoints to keep; 0 keeps all.
 
     Raises:
-        SettingsError: it holds checkpoints of another run, and ``overwrite`` is off.
+        SettingsError: the directory has checkpoints of another run, and ``overwrite`` is off.
     """
 
     def __init__(self, path: Path, *, continues: Path | None, overwrite: bool, keep: int) -> None:
@@ -181,22 +192,25 @@ class RunDirectory:
         self._keep = keep
         self._lock: int | None = None
         same_run = continues is not None and continues.parent.resolve() == path.resolve()
-        self._stale = [] if same_run else tags_in(path)
-        self._good = continues.name if same_run and continues else None
+        self._stale = [] if same_run else list_tags(path)
+        self._complete = continues.name if same_run and continues else None
         if self._stale and not overwrite:
             raise SettingsError(
-                f"{path} already holds {self._stale[-1]}",
-                f"go on with --resume {path}, choose another --save, or give --overwrite",
+                f"{path} already has the checkpoint {self._stale[-1]} of another run",
+                f"continue that run with --resume {path}, choose another --save, or replace its "
+                "checkpoints with --overwrite",
             )
 
     def claim(self) -> None:
-        """Keep other runs out of the directory until ``close`` (rank 0).
+        """Lock the directory against other runs until ``close`` (rank 0).
 
         Raises:
             SettingsError: another run is writing there.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)  # the directory itself: no file is needed
+        self._lock = os.open(
+            self.path, os.O_RDONLY
+        )  # the directory itself, so that no lock file is left
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -206,62 +220,62 @@ class RunDirectory:
             ) from None
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
-                raise  # where the file system cannot lock a directory, nothing is kept out
+                raise  # a file system that cannot lock a directory is used without a lock
 
     def close(self) -> None:
-        """Let other runs in."""
+        """Unlock the directory."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def prepare(self, step: int) -> Path:
         """Make an empty hidden directory for the checkpoint (rank 0)."""
-        partial = self.partial(step)
+        partial = self.partial_path(step)
         self.path.mkdir(parents=True, exist_ok=True)
-        _bring_back(self.path)
+        _restore_replaced(self.path)
         for left_over in self.path.glob(".global_step*"):
             shutil.rmtree(left_over)
         partial.mkdir()
         return partial
 
-    def partial(self, step: int) -> Path:
-        """Where the checkpoint is written."""
-        return self.path / f".{tag_of(step)}.partial"
+    def partial_path(self, step: int) -> Path:
+        """Return the hidden directory that the checkpoint is written into."""
+        return self.path / f".{make_tag(step)}.partial"
 
     def publish(
         self, step: int, sync: Callable[[Path], None], write: Callable[[Path, str], None]
     ) -> Path:
-        """Give the finished checkpoint its name, then let ``latest`` say so (rank 0)."""
-        partial, final = self.partial(step), self.path / tag_of(step)
+        """Give the complete checkpoint its name, then write the name to ``latest`` (rank 0)."""
+        partial, final = self.partial_path(step), self.path / make_tag(step)
         for path in (*partial.rglob("*"), partial):
             sync(path)
-        if final.exists() and self._good and self._good != final.name:
-            # A run that went back to an earlier tag writes this one again. Where the swap takes
-            # two steps, ``latest`` must not name what has no name between them.
-            write(self.path / LATEST, self._good)
+        if final.exists() and self._complete and self._complete != final.name:
+            # A run that resumed from an earlier tag writes this one again. If the swap takes two
+            # renames, ``latest`` must not name a checkpoint that has no name between them.
+            write(self.path / LATEST, self._complete)
         replace(partial, final, self.path / f".{final.name}.old")
         sync(self.path)
         write(self.path / LATEST, final.name)
-        self._good = final.name
+        self._complete = final.name
         self._prune(final.name, sync)
         return final
 
     def _prune(self, newest: str, sync: Callable[[Path], None]) -> None:
-        """Remove what is replaced, and all but the newest ``keep``."""
-        self._remove("old")  # first: without its successor it would be brought back
+        """Remove replaced checkpoints, and all but the newest ``keep``."""
+        self._remove_hidden("old")  # first: without its successor, one would be restored
         doomed = [name for name in self._stale if name != newest]
         self._stale = []
         if self._keep:
-            kept = tags_in(self.path)
-            # By step, but never the one just written, which a run that went back may number lower.
-            doomed += [name for name in kept[: -self._keep] if name != newest]
+            tags = list_tags(self.path)
+            # Never the one just written: after a resume from an earlier tag, its step is lower.
+            doomed += [name for name in tags[: -self._keep] if name != newest]
         for name in dict.fromkeys(doomed):
             if (self.path / name).exists():
                 (self.path / name).rename(self.path / f".{name}.gone")
         if doomed:
             sync(self.path)
-        self._remove("gone")
+        self._remove_hidden("gone")
 
-    def _remove(self, what: str) -> None:
-        for hidden in self.path.glob(f".global_step*.{what}"):
+    def _remove_hidden(self, suffix: str) -> None:
+        for hidden in self.path.glob(f".global_step*.{suffix}"):
             shutil.rmtree(hidden)

@@ -1,4 +1,4 @@
-"""Files that are on the disk when the call returns, and are read without running their code."""
+"""Files that are on disk when the call returns, and are read without running code from them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PROBE = 1 << 20
 
 
 def save(value: Any, path: Path, *, pickle_module: Any = pickle) -> None:
-    """``torch.save`` with the stamp of the save, then flush to the disk.
+    """Save with ``torch.save`` and the stamp of the save, then flush to the disk.
 
-    torch opens the file itself, for it then names the archive in it after the file.
+    torch opens the file itself, because it then names the archive in it after the file.
     """
     path.touch()
     try:
-        torch.save(stamps.stamped(value, path.name), path, pickle_module=pickle_module)
+        torch.save(stamps.add_stamp(value, path.name), path, pickle_module=pickle_module)
     except RuntimeError:
         _check_writable(path)
         raise
@@ -33,41 +33,67 @@ def save(value: Any, path: Path, *, pickle_module: Any = pickle) -> None:
 
 
 def _check_writable(path: Path) -> None:
-    """Raise the OSError that a write has here: torch says that one failed, not why."""
+    """Raise the OSError of a failing write: torch reports that one failed, but not why."""
     with path.open("ab", buffering=0) as file:
         file.write(bytes(_PROBE))
 
 
 def load(path: Path) -> Any:
-    """``torch.load`` onto the CPU, lazily where the format allows.
+    """Load with ``torch.load`` onto the CPU, lazily if the format allows it.
 
-    Only torch's allow-list of classes is made; extend it around the call.
+    Only classes on torch's allow-list are created; extend the list around the call.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or asks for other classes.
+        CheckpointError: the file is missing or damaged, or names other classes.
     """
     try:
         mmap = zipfile.is_zipfile(path)
-        return stamps.without(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+        return stamps.remove_stamp(
+            torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        )
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing", "copy it from where the run was saved", one_rank=True
         ) from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        raise unreadable(path, error) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+        raise make_read_error(path, error) from error
 
 
-def unreadable(path: Path | str, error: Exception) -> CheckpointError:
-    """What to raise for torch's error: the line of its message that tells what is wrong."""
+def check_keys(content: Any, path: Path, *keys: str) -> None:
+    """Check that the content of a file is a dictionary with these keys.
+
+    Raises:
+        CheckpointError: it is not, or lacks a key.
+    """
+    found = ""
+    if not isinstance(content, dict):
+        found = f"contains a {type(content).__name__}, expected a dictionary"
+    elif missing := [key for key in keys if key not in content]:
+        found = f"has no {missing[0]}"
+    if found:
+        raise CheckpointError(
+            f"{path} {found}",
+            "the file is damaged or from another program; resume from another --tag or copy it "
+            "again",
+            one_rank=True,
+        )
+
+
+def make_read_error(path: Path | str, error: Exception) -> CheckpointError:
+    """Return the error to raise for torch's, with the line of its message that gives the cause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if "Unsupported" in line or "failed finding" in line]
-    reason = (telling or lines or [type(error).__name__])[0]
-    return CheckpointError(f"{path} cannot be read: {reason}", one_rank=True)
+    causes = [line for line in lines if "Unsupported" in line or "failed finding" in line]
+    reason = (causes or lines or [type(error).__name__])[0]
+    return CheckpointError(
+        f"cannot read {path}: {reason}",
+        "the file is damaged or from another program; resume from another --tag or copy it again",
+        one_rank=True,
+    )
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file's content, whole or not at all."""
+    """Replace the content of the file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.partial")
     with temporary.open("w") as file:
         file.write(text)
@@ -78,12 +104,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the file by this value."""
+    """Replace the content of the file by ``value`` as JSON, whole or not at all."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names in a directory."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

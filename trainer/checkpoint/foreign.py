@@ -1,8 +1,8 @@
-"""The classes of DeepSpeed and Megatron-LM in their checkpoints, written and read without them.
+"""Classes of DeepSpeed and Megatron-LM in their checkpoints, written and read without them.
 
-Their files hold some objects beside tensors and plain values. A stand-in class here carries the
-real one's name: ``Pickler`` writes that name, and ``allowed`` lets torch's weights_only reader make
-the stand-in of it. This module poses as the ``pickle_module`` of ``torch.save``.
+Their files have some objects beside tensors and plain values. A stand-in class here has the name of
+the real one: ``Pickler`` writes that name, and `allow_classes` lets torch's weights_only reader
+create the stand-in for it. This module acts as the ``pickle_module`` of ``torch.save``.
 
 Classes: deepspeed/runtime/fp16/loss_scaler.py, runtime/zero/config.py, utils/tensor_fragment.py,
 0.19.8; megatron/core/enums.py, core/transformer/enums.py, core 0.16.
@@ -20,16 +20,16 @@ from trainer.scaling import LossScaler
 
 
 class StandIn:
-    """Base of the stand-ins: an object with the attributes that it is given."""
+    """Base of the stand-ins: an object with the given attributes."""
 
     real: str
-    """Module and name of the class that this one stands for."""
+    """Module and name of the real class."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
     def __getattr__(self, name: str) -> Any:
-        # Only for names that the file did not set.
+        # Python calls it only for names that the file did not set.
         raise AttributeError(f"{self.real} in the checkpoint has no {name}")
 
 
@@ -40,19 +40,19 @@ class StaticScaler(StandIn):
 
 
 class DynamicScaler(StandIn):
-    """A dynamic loss scale; attributes as in ``scaler_object``."""
+    """A dynamic loss scale; attributes as in `make_scaler_object`."""
 
     real = "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"
 
 
 class FragmentAddress(StandIn):
-    """Where a parameter's part is in a flat tensor: ``numel``, ``start``, in elements."""
+    """The location of a parameter's part in a flat tensor: ``numel``, ``start``, in elements."""
 
     real = "deepspeed.utils.tensor_fragment.fragment_address"
 
 
 class Member(StandIn):
-    """An enum member, pickled as a call of its class with ``value``."""
+    """An enum member, which pickles as a call of its class with ``value``."""
 
     def __init__(self, value: int) -> None:
         super().__init__(value=value)
@@ -62,19 +62,19 @@ class Member(StandIn):
 
 
 class ZeroStage(Member):
-    """0 to 3."""
+    """A ZeRO stage, 0 to 3."""
 
     real = "deepspeed.runtime.zero.config.ZeroStageEnum"
 
 
 class ModelType(Member):
-    """1: encoder or decoder."""
+    """The kind of model; 1 is encoder_or_decoder."""
 
     real = "megatron.core.enums.ModelType"
 
 
 class AttentionBackend(Member):
-    """How attention is computed; nothing here asks."""
+    """The implementation of attention, which nothing here uses."""
 
     real = "megatron.core.transformer.enums.AttnBackend"
 
@@ -89,11 +89,11 @@ STAND_INS: tuple[type[StandIn], ...] = (
 )
 
 
-class Pickler(pickle._Pickler):  # noqa: SLF001  (the C pickler insists on importing what it names)
+class Pickler(pickle._Pickler):  # noqa: SLF001  (the C pickler imports what it names)
     """Writes stand-ins under the names of the real classes."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        """Name a class or function."""
+        """Write the name of a class or function."""
         if isinstance(obj, type) and obj in STAND_INS:
             module, _, qualname = obj.real.rpartition(".")
             self.write(pickle.GLOBAL + f"{module}\n{qualname}\n".encode())  # type: ignore[attr-defined]
@@ -102,16 +102,16 @@ class Pickler(pickle._Pickler):  # noqa: SLF001  (the C pickler insists on impor
             super().save_global(obj, name)  # type: ignore[misc]
 
 
-def allowed() -> AbstractContextManager[None]:
-    """Within it, ``torch.load(weights_only=True)`` makes stand-ins of the frameworks' classes."""
+def allow_classes() -> AbstractContextManager[None]:
+    """Let ``torch.load(weights_only=True)`` create stand-ins for the frameworks' classes."""
     context: AbstractContextManager[None] = torch.serialization.safe_globals(
         [(stand_in, stand_in.real) for stand_in in STAND_INS]
     )
     return context
 
 
-def scaler_object(scaler: LossScaler) -> StandIn:
-    """The object that DeepSpeed keeps for this scaler."""
+def make_scaler_object(scaler: LossScaler) -> StandIn:
+    """Return the object that DeepSpeed saves for this scaler."""
     if not scaler.dynamic:
         return StaticScaler(cur_scale=scaler.scale, dynamic=False)
     return DynamicScaler(
@@ -131,7 +131,7 @@ def scaler_object(scaler: LossScaler) -> StandIn:
 
 
 def restore_scaler(scaler: LossScaler, saved: Any) -> None:
-    """Take scale and counts from DeepSpeed's object; a fixed scale stays what the settings say."""
+    """Copy scale and counts from DeepSpeed's object, unless the settings fix the scale."""
     if scaler.dynamic and isinstance(saved, DynamicScaler):
         scaler.scale = float(saved.cur_scale)
         scaler.iteration = saved.cur_iter

@@ -1,20 +1,18 @@
-"""FSDP checkpoints: the four forms that Accelerate and PyTorch write, under Accelerate's names.
+"""FSDP checkpoints in the four forms of Accelerate and PyTorch, under Accelerate's names.
 
 =====  ===========================================  ============================================
 full   pytorch_model_fsdp.bin, optimizer.bin        whole tensors: any number of ranks
 dcp    pytorch_model_fsdp_0/, optimizer_0/          DCP: any number of ranks
 rank   pytorch_model_fsdp_0_rank<r>.bin,            shards by name: the same ranks
        optimizer_0_rank<r>.bin
-local  pytorch_model_fsdp_rank<r>.bin,              what lies in memory: the same ranks, units
+local  pytorch_model_fsdp_rank<r>.bin,              tensors as in memory: the same ranks, units
        optimizer_0_rank<r>.bin                      and generation of FSDP
 =====  ===========================================  ============================================
 
-Where a pipeline gives ranks different layers, ``full`` has no writer, and the optimizer's DCP has
-its hyper-parameters under each parameter's name (``flatten_optimizer_state_dict``, as torchtitan
-saves it): a list of groups would be that of one stage. Either is read, into any stages.
-
-Whatever is read is compared with the live state first: a checkpoint of another shape is an error by
-name, not a model that goes on from something else.
+If a pipeline gives ranks different layers, ``full`` cannot be written, and the optimizer's DCP has
+its hyper-parameters under the name of each parameter (``flatten_optimizer_state_dict``, as
+torchtitan saves it), because a list of groups would be that of one stage. Both kinds are read into
+any stages. All that is read is compared with the live state first.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
@@ -37,9 +36,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainer.checkpoint import files, fsdp_dcp, fsdp_match
+from trainer.checkpoint import files, fsdp_dcp, fsdp_match, megatron, megatron_read
+from trainer.checkpoint.directory import detect_layout
+from trainer.core.fsdp import ShardedEngine
+from trainer.core.ranks import Ranks
 from trainer.errors import CheckpointError
-from trainer.ranks import Ranks
+from trainer.fsdp_options import ignore_known_warnings
 
 NAMES = {
     "full": ("pytorch_model_fsdp.bin", "optimizer.bin"),
@@ -51,190 +53,242 @@ State = dict[str, Any]
 Result = TypeVar("Result")
 
 
+def write(directory: Path, engine: ShardedEngine, progress: dict[str, Any]) -> None:
+    """Write an engine's files: Accelerate's, which do not record progress, or Megatron-LM's."""
+    settings = engine.settings
+    with ignore_known_warnings():
+        if settings.state_dict_type == "megatron":
+            megatron.write(directory, engine, progress)
+            return
+        sharded = settings.state_dict_type == "sharded"
+        form = settings.sharded_files if sharded else settings.state_dict_type
+        save(directory, form, engine.model, engine.optimizer, engine.ranks)
+
+
+def read(directory: Path, engine: ShardedEngine) -> dict[str, Any] | None:
+    """Fill an engine from Accelerate's files in any form, or from Megatron-LM's. Collective.
+
+    Returns:
+        The progress that Megatron-LM's files record, or None.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit this run.
+    """
+    if detect_layout(directory) == "Megatron-LM":
+        if engine.settings.strategy == "fsdp":
+            raise CheckpointError(
+                f"{directory} has Megatron-LM's layout, and FSDP 1 has no parameters to fill",
+                "resume with --strategy fsdp2",
+            )
+        with torch.no_grad(), engine.ranks.raise_on_all("read the checkpoint"):
+            return megatron_read.read(directory, engine)
+    with ignore_known_warnings():
+        load(directory, engine.model, engine.optimizer, engine.ranks)
+    engine.keep_hyperparameters()  # torch has taken those of the checkpoint
+    return None
+
+
 def save(directory: Path, form: str, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Write the model, then the optimizer. Collective."""
+    """Write the model, then the optimizer, in one of the forms of ``NAMES``. Collective."""
     model_name, optimizer_name = NAMES[form]
-    _write(directory / model_name, form, {"model": _model(model, form, ranks)}, ranks)
-    flat = form == "dcp" and _staged(model, ranks)
-    state = _optimizer(model, optimizer, form, ranks, flat=flat)
-    _write(directory / optimizer_name, form, {"optimizer": state}, ranks)
+    _write_state(
+        directory / model_name, form, {"model": _get_model_state(model, form, ranks)}, ranks
+    )
+    flat = form == "dcp" and _ranks_differ(model, ranks)
+    state = _get_optimizer_state(model, optimizer, form, ranks, flat=flat)
+    _write_state(directory / optimizer_name, form, {"optimizer": state}, ranks)
 
 
 def load(directory: Path, model: nn.Module, optimizer: Optimizer, ranks: Ranks) -> None:
-    """Read model and optimizer from whichever form lies there. Collective.
+    """Read model and optimizer from the form that the directory has. Collective.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or the state is of another shape.
+        CheckpointError: a file is missing or damaged, or the state has another shape.
     """
-    form = _agreed(ranks, lambda: _found(directory, ranks.world))
+    form = _read_together(ranks, lambda: _detect_form(directory, ranks.world))
     model_path, optimizer_path = (directory / name.format(ranks.rank) for name in NAMES[form])
     try:
-        live = _model(model, _cut(form), ranks)
+        live = _get_model_state(model, _sharded_form(form), ranks)
     except RuntimeError as error:  # FSDP 1 with a mesh
         raise CheckpointError(
-            f"{directory} is a local state dict, which this run cannot take: {error}",
+            f"{directory} has a local state dict, which this run cannot load: {error}",
             "resume with --state-dict-type local",
         ) from error
-    taken = _taken(model, form)
-    state = _read(model_path, form, taken, {"model": live}, ranks)
+    load_form = _choose_load_form(model, form)
+    state = _read_state(model_path, form, load_form, {"model": live}, ranks)
     if form != "local" or not _is_live(state):
-        set_model_state_dict(model, state, options=_options(taken))
+        set_model_state_dict(model, state, options=_make_options(load_form))
     del live, state
-    flat = form == "dcp" and _agreed(ranks, lambda: fsdp_dcp.is_flat(optimizer_path))
-    live = _optimizer(model, optimizer, _cut(form), ranks, flat=flat)
-    state = _read(optimizer_path, form, taken, {"optimizer": live}, ranks)
+    flat = form == "dcp" and _read_together(ranks, lambda: fsdp_dcp.is_flat(optimizer_path))
+    live = _get_optimizer_state(model, optimizer, _sharded_form(form), ranks, flat=flat)
+    state = _read_state(optimizer_path, form, load_form, {"optimizer": live}, ranks)
     if form != "local":
-        set_optimizer_state_dict(model, optimizer, state, options=_options(taken, flat=flat))
+        options = _make_options(load_form, flat=flat)
+        set_optimizer_state_dict(model, optimizer, state, options=options)
         return
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
-# The state, in the form that a file has
+# The live state, in the form of a file
 
 
-def _model(model: nn.Module, form: str, ranks: Ranks) -> State:
+def _get_model_state(model: nn.Module, form: str, ranks: Ranks) -> State:
     if form != "local":
-        return get_model_state_dict(model, options=_options(form, offload=_offload(form, ranks)))
+        options = _make_options(form, offload=_should_offload(form, ranks))
+        return get_model_state_dict(model, options=options)
     if not isinstance(model, FullyShardedDataParallel):
         return model.state_dict()
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
         return model.state_dict()
 
 
-def _optimizer(
+def _get_optimizer_state(
     model: nn.Module, optimizer: Optimizer, form: str, ranks: Ranks, *, flat: bool = False
 ) -> State:
     if form == "local":
         return optimizer.state_dict()
-    options = _options(form, offload=_offload(form, ranks), flat=flat)
+    options = _make_options(form, offload=_should_offload(form, ranks), flat=flat)
     return dict(get_optimizer_state_dict(model, optimizer, options=options))
 
 
-def _offload(form: str, ranks: Ranks) -> bool:
-    """Whether torch moves what it gathers to the CPU, which lets it gather on rank 0 only.
+def _should_offload(form: str, ranks: Ranks) -> bool:
+    """Return whether torch moves what it gathers to the CPU, so that it gathers on rank 0 only.
 
-    FSDP 1 fails on it where the run is on the CPU, whether the machine has a GPU or not.
+    FSDP 1 fails with it if the run is on the CPU, whether the machine has a GPU or not.
     """
     return form == "full" and ranks.device.type == "cuda"
 
 
-def _options(form: str, *, offload: bool = False, flat: bool = False) -> StateDictOptions:
+def _make_options(form: str, *, offload: bool = False, flat: bool = False) -> StateDictOptions:
     return StateDictOptions(
         full_state_dict=form == "full", cpu_offload=offload, flatten_optimizer_state_dict=flat
     )
 
 
-def _staged(model: nn.Module, ranks: Ranks) -> bool:
-    """Whether ranks have different layers."""
+def _ranks_differ(model: nn.Module, ranks: Ranks) -> bool:
+    """Return whether ranks have different layers."""
     names = [name for name, _ in model.named_parameters()]
-    return any(other != names for other in ranks.gather(names))
+    return any(other != names for other in ranks.all_gather_objects(names))
 
 
 def _is_live(state: State) -> bool:
-    """Shards of a local state dict are the model's own; whole tensors (NO_SHARD) are copies."""
+    """Return whether a local state dict has the model's own shards; with NO_SHARD it has copies."""
     return any(isinstance(value, ShardedTensor | DTensor) for value in state.values())
 
 
-def _cut(form: str) -> str:
-    """The form in which a rank takes what it reads: its own shards."""
+def _sharded_form(form: str) -> str:
+    """Return the form in which a rank gets its own shards of what it reads."""
     return "local" if form == "local" else "dcp"
 
 
-def _taken(model: nn.Module, form: str) -> str:
-    """The form in which torch is given what was read.
+def _choose_load_form(model: nn.Module, form: str) -> str:
+    """Return the form in which torch gets what was read.
 
-    FSDP 2 takes shards: torch does not cut whole tensors as it cuts what is cut twice (2.13).
+    FSDP 2 gets shards: torch 2.13 does not cut a whole tensor correctly along two mesh axes.
     """
     whole = isinstance(model, FullyShardedDataParallel)
     return "dcp" if form == "full" and not whole else form
 
 
-# One file, or one a rank, or one directory
+# One file, one file for each rank, or one directory
 
 
-def _write(path: Path, form: str, state: State, ranks: Ranks) -> None:
+def _write_state(path: Path, form: str, state: State, ranks: Ranks) -> None:
     if form == "dcp":
         fsdp_dcp.save(state, path)
         return
-    mine = path.with_name(path.name.format(ranks.rank))
-    with ranks.together(f"write {mine}"):
-        if form != "full" or ranks.first:
+    own_path = path.with_name(path.name.format(ranks.rank))
+    with ranks.raise_on_all(f"write {own_path}"):
+        if form != "full" or ranks.is_first:
             (content,) = state.values()
-            files.save(content, mine)
+            files.save(content, own_path)
 
 
-def _read(path: Path, form: str, taken: str, state: State, ranks: Ranks) -> State:
-    """The saved state, in the form ``taken`` that ``set_model_state_dict`` and its kind take.
+def _read_state(path: Path, form: str, load_form: str, state: State, ranks: Ranks) -> State:
+    """Return the saved state in the form ``load_form``, checked against the live state.
 
     Args:
-        state: what is live, under ``model`` or ``optimizer``.
+        path: the file or directory.
+        form: of the checkpoint.
+        load_form: what ``set_model_state_dict`` or ``set_optimizer_state_dict`` gets.
+        state: the live state, under the key ``model`` or ``optimizer``.
+        ranks: all of them.
     """
     (top,) = state
     live: State = state[top]
     if form == "dcp":
         groups = [{**group, "params": [*group["params"]]} for group in live.get("param_groups", [])]
-        everyone = ranks.gather([*live] if top == "model" else [])
+        everyone = ranks.all_gather_objects([*live] if top == "model" else [])
         names = {f"{top}.{name}" for theirs in everyone for name in theirs}
-        _agreed(ranks, lambda: fsdp_dcp.check(state, names, path) if ranks.first else None)
+        _read_together(
+            ranks, lambda: fsdp_dcp.check(state, names, path) if ranks.is_first else None
+        )
         fsdp_dcp.load(state, path)
         saved = live.get("param_groups", [])
-        _agreed(ranks, lambda: fsdp_match.check_groups({"param_groups": groups}, saved, path))
+        _read_together(
+            ranks, lambda: fsdp_match.check_groups({"param_groups": groups}, saved, path)
+        )
         return live
 
     whole = form == "full"
-    others = {name for theirs in ranks.gather(fsdp_match.names(live)) for name in theirs}
+    everyone = ranks.all_gather_objects(fsdp_match.list_names(live))
+    all_names = {name for theirs in everyone for name in theirs}
 
-    def checked() -> State:
-        saved = fsdp_match.load(path)
+    def load_checked() -> State:
+        saved = fsdp_match.load(path, *(("state", "param_groups") if top == "optimizer" else ()))
         if whole:
-            saved = fsdp_match.part(live, saved, others)
-        remedy = "resume with the run's own model" if whole else _remedy(path.parent, ranks.world)
+            saved = fsdp_match.select_own(live, saved, all_names)
+        remedy = (
+            "resume with the model of the run that saved it"
+            if whole
+            else _suggest_split(path.parent, ranks.world)
+        )
         fsdp_match.check(live, saved, path, remedy, whole=whole)
         return saved
 
-    saved = _agreed(ranks, checked)
-    if taken == "full":
+    saved = _read_together(ranks, load_checked)
+    if load_form == "full":
         return saved
     fsdp_match.fill(live, saved, whole=whole)
     return live
 
 
-def _found(directory: Path, world: int) -> str:
-    """The form that lies in ``directory``, with a file for every rank."""
+def _detect_form(directory: Path, world: int) -> str:
+    """Return the form of the checkpoint in ``directory``, which must have a file of every rank."""
     for form, names in NAMES.items():
         if form in ("full", "dcp"):
             if (directory / names[0]).exists():
                 _check_exists(directory / names[1])
                 return form
             continue
-        if _ranks_of(directory, names[0]):
+        if _find_ranks(directory, names[0]):
             for name in names:
                 _check_ranks(directory, name, world)
             return form
     raise CheckpointError(
         f"{directory} has no FSDP checkpoint: expected pytorch_model_fsdp.bin, "
-        "pytorch_model_fsdp_0/ or a pytorch_model_fsdp file of every rank",
-        "give the directory of one checkpoint",
+        "pytorch_model_fsdp_0/, or a pytorch_model_fsdp file of every rank",
+        "give --resume the directory of one checkpoint",
     )
 
 
-def _ranks_of(directory: Path, name: str) -> list[int]:
+def _find_ranks(directory: Path, name: str) -> list[int]:
     pattern = re.compile(re.escape(name).replace(r"\{\}", r"(\d+)"))
     matches = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 
 def _check_ranks(directory: Path, name: str, world: int) -> None:
-    found = _ranks_of(directory, name)
+    found = _find_ranks(directory, name)
     missing = [rank for rank in range(max([*found, 0]) + 1) if rank not in found]
     if missing:
         _check_exists(directory / name.format(missing[0]))
     if len(found) != world:
         raise CheckpointError(
-            f"{directory} has {name.format('<r>')} of {len(found)} ranks, this run has {world}"
+            f"{directory} has {name.format('<r>')} of {len(found)} ranks, and this run has {world}"
             + (f" ({name.format(len(found))} is missing)" if len(found) < world else ""),
-            _remedy(directory, world),
+            _suggest_split(directory, world),
         )
 
 
@@ -243,25 +297,21 @@ def _check_exists(path: Path) -> None:
         raise CheckpointError(f"{path} is missing", "copy it from where the run was saved")
 
 
-def _remedy(directory: Path, world: int) -> str:
+def _suggest_split(directory: Path, world: int) -> str:
     return (
-        "resume with the ranks and the sharding that wrote it, or change it to yours: "
+        "resume with the ranks and the sharding that wrote it, or convert it: "
         f"reshard split {directory} OUT --world-size {world}"
     )
 
 
-def _agreed(ranks: Ranks, read: Callable[[], Result]) -> Result:
-    """Fail on every rank when reading fails on one, instead of leaving the others waiting.
-
-    Raises:
-        CheckpointError: the first rank's.
-    """
+def _read_together(ranks: Ranks, read: Callable[[], Result]) -> Result:
+    """Return what ``read`` returns; raise its CheckpointError on every rank if it fails on one."""
     problem, result = None, None
     try:
         result = read()
     except CheckpointError as error:
         problem = (error.problem, error.remedy)
-    problems = [each for each in ranks.gather(problem) if each]
+    problems = [each for each in ranks.all_gather_objects(problem) if each]
     if problems:
         raise CheckpointError(*problems[0])
     return result  # type: ignore[return-value]

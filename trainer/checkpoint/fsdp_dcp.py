@@ -1,4 +1,7 @@
-"""DCP directories. PyTorch checks neither that a tensor is complete nor what an object is."""
+"""Directories of torch.distributed.checkpoint (DCP), with the checks that PyTorch does not make.
+
+PyTorch checks neither that a tensor is complete nor of which class an object is.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from trainer.errors import CheckpointError, TrainingError
 
-ELSEWHERE = "resume from another checkpoint"
+_RESUME_OTHER = "the checkpoint is damaged; resume from another --tag"
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -30,84 +33,87 @@ _UNREADABLE = (
     ValueError,
     pickle.UnpicklingError,
 )
-"""What a damaged pickle ends in."""
+"""Errors that a damaged pickle raises."""
 
 
 def save(state: dict[str, Any], directory: Path) -> None:
-    """Write each rank's shards, one copy of what several ranks hold. Collective.
+    """Write each rank's shards, and one copy of what several ranks hold. Collective.
 
     Raises:
-        TrainingError: a rank could not.
+        TrainingError: a rank could not write.
     """
     try:
         torch_save(state, storage_writer=FileSystemWriter(directory))  # it calls fsync itself
     except CheckpointException as error:
         raise TrainingError(
-            f"could not write {directory.name}: {_reason(error)}",
-            "nothing was replaced; free the cause and resume",
+            f"could not write {directory.name}: {_get_reason(error)}",
+            "earlier checkpoints are intact; remove the cause and resume",
         ) from error
 
 
 def load(state: dict[str, Any], directory: Path) -> None:
-    """Fill ``state`` at its own cut, whatever the checkpoint's was. Collective.
+    """Fill the shards of ``state`` from a checkpoint with any sharding. Collective.
 
     Raises:
-        CheckpointError: a tensor is missing or of another shape.
+        CheckpointError: a tensor is missing or has another shape.
     """
     try:
         torch_load(state, storage_reader=FileSystemReader(directory), planner=_DataOnly())
     except (CheckpointException, RuntimeError, ValueError, OSError) as error:
         raise CheckpointError(
-            f"{directory}: {_reason(error)}",
-            "resume with the run's own model, --param-groups and --freeze",
+            f"{directory}: {_get_reason(error)}",
+            "resume with the model, --param-groups and --freeze of the run that saved it",
         ) from error
 
 
 def is_flat(directory: Path) -> bool:
-    """Whether an optimizer's hyper-parameters are under each parameter's name.
+    """Return whether an optimizer's hyper-parameters are under the name of each parameter.
 
     Raises:
         CheckpointError: the directory cannot be read.
     """
-    return not all(group.isdigit() for group in _groups(_metadata(directory)))
+    return not all(group.isdigit() for group in _list_groups(_read_metadata(directory)))
 
 
-def _groups(metadata: Metadata) -> set[str]:
-    """What comes after ``optimizer.param_groups``: numbers, or first parts of names."""
-    beginning = "optimizer.param_groups."
+def _list_groups(metadata: Metadata) -> set[str]:
+    """Return the keys after ``optimizer.param_groups``: numbers, or first parts of names."""
+    prefix = "optimizer.param_groups."
     names = metadata.state_dict_metadata
-    return {name.split(".")[2] for name in names if name.startswith(beginning)}
+    return {name.split(".")[2] for name in names if name.startswith(prefix)}
 
 
 def check(state: dict[str, Any], names: set[str], directory: Path) -> None:
-    """Refuse a directory that lacks bytes, or holds tensors that no rank has a place for.
+    """Refuse a directory that lacks bytes, or has tensors that no rank of this run has.
 
     Args:
-        names: of the model's tensors on all ranks, as the directory has them; empty for others.
+        state: the live state, under ``model`` or ``optimizer``.
+        names: of the model's tensors on all ranks, in the form of the directory.
+        directory: of DCP.
 
     Raises:
-        CheckpointError: what it lacks, by name.
+        CheckpointError: it names what is missing or unknown.
     """
-    metadata = _metadata(directory)
+    metadata = _read_metadata(directory)
     _check_coverage(metadata, directory)
     _check_files(metadata, directory)
     saved = set(metadata.state_dict_metadata)
     if "model" in state and (unknown := saved - names):
         raise CheckpointError(
-            f"{directory} holds {min(unknown)}, which this model has not",
-            "resume with the run's own model",
+            f"{directory} has {min(unknown)}, which this run's model does not have",
+            "resume with the model of the run that saved it",
         )
-    groups = _groups(metadata)
-    grouped = state.get("optimizer", {}).get("param_groups", ())  # or flat: by name
+    groups = _list_groups(metadata)
+    grouped = state.get("optimizer", {}).get("param_groups", ())  # none if flat
     if grouped and len(groups) != len(grouped):
         raise CheckpointError(
-            f"{directory}: {len(groups)} param groups, this run has {len(grouped)}",
-            "resume with the run's own --param-groups",
+            f"the number of param groups is {len(groups)} in {directory}, and {len(grouped)} in "
+            "this run",
+            "resume with the --param-groups of the run that saved it",
         )
 
 
 class _DataOnly(DefaultLoadPlanner):
-    """Refuses objects that are more than data before torch unpickles them without a question."""
+    """Refuses objects that are more than data, which torch would unpickle without a check."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Read the object twice: the first time with the allow-list."""
@@ -116,45 +122,45 @@ class _DataOnly(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-def _metadata(directory: Path) -> Metadata:
+def _read_metadata(directory: Path) -> Metadata:
     path = directory / ".metadata"
     try:
-        # A bare pickle that torch reads with its own unpickler: it is trusted as torch trusts it.
+        # A plain pickle that torch reads with its own unpickler: it is trusted as much as by torch.
         return FileSystemReader(directory).read_metadata()
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", ELSEWHERE) from error
+        raise CheckpointError(f"{path} is missing", _RESUME_OTHER) from error
     except _UNREADABLE as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", ELSEWHERE) from error
+        raise CheckpointError(f"cannot read {path}: {error}", _RESUME_OTHER) from error
 
 
 def _check_coverage(metadata: Metadata, directory: Path) -> None:
-    """Rows that no chunk holds would be left as they are in memory."""
+    """Refuse tensors with elements in no chunk, which would keep their values in memory."""
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            held = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-            if held != math.prod(entry.size):
+            in_chunks = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if in_chunks != math.prod(entry.size):
                 raise CheckpointError(
-                    f"{directory / '.metadata'}: {name} has {math.prod(entry.size)} elements, its "
-                    f"chunks hold {held}",
-                    ELSEWHERE,
+                    f"{directory / '.metadata'}: {name} has {math.prod(entry.size)} elements, "
+                    f"and its chunks have {in_chunks}",
+                    _RESUME_OTHER,
                 )
 
 
 def _check_files(metadata: Metadata, directory: Path) -> None:
     ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for location in (metadata.storage_data or {}).values():
+        end, name = location.offset + location.length, location.relative_path
+        ends[name] = max(end, ends.get(name, 0))
     for name, end in sorted(ends.items()):
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
         if size is None or size < end:
             state = "is missing" if size is None else f"has {size} bytes, expected {end}"
-            raise CheckpointError(f"{path} {state}", ELSEWHERE)
+            raise CheckpointError(f"{path} {state}", _RESUME_OTHER)
 
 
-def _reason(error: BaseException) -> str:
-    """The first rank's own words."""
+def _get_reason(error: BaseException) -> str:
+    """Return the cause that the first failing rank gives."""
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
         return f"rank {rank}: {cause}"

@@ -1,4 +1,4 @@
-"""Pickled shards: read without running their code, and only into a state of the same form."""
+"""Pickled shards: read without running code, and only into a state with the same sharding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ State = dict[str, Any]
 
 
 def _nested_class(holder: object, name: str) -> object:
-    """The one use that a pickled ShardedTensor makes of ``getattr``."""
+    """Resolve the only ``getattr`` that a pickled ShardedTensor contains."""
     if holder is not ShardedTensor or name != "ProcessGroupState":
         raise pickle.UnpicklingError(f"getattr of {name!r}")
     return ShardedTensor.ProcessGroupState
@@ -49,29 +49,36 @@ _SHARDED_TENSOR: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
 ]
 
 
-def load(path: Path) -> State:
-    """Tensors, ShardedTensors and DTensors in plain containers.
+def load(path: Path, *keys: str) -> State:
+    """Load tensors, ShardedTensors and DTensors in plain containers.
+
+    Args:
+        path: of the file.
+        keys: that its dictionary must have.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or asks for other classes.
+        CheckpointError: the file is missing or damaged, or names other classes.
     """
     with torch.serialization.safe_globals(_SHARDED_TENSOR):
         state: State = files.load(path)
+    files.check_keys(state, path, *keys)
     return state
 
 
-def names(state: State) -> list[str]:
-    """Of a model's parameters, or those that an optimizer has state for."""
+def list_names(state: State) -> list[str]:
+    """Return the names of a model's tensors, or of the parameters with optimizer state."""
     return [*state.get("state", state)]
 
 
-def part(live: State, saved: State, everywhere: set[str]) -> State:
-    """``saved`` without what only other ranks have; what no rank has stays, to be found.
+def select_own(live: State, saved: State, all_names: set[str]) -> State:
+    """Return ``saved`` without what only other ranks have; what no rank has stays in it.
 
     Args:
-        everywhere: the names of all ranks.
+        live: this rank's state.
+        saved: whole tensors of all ranks.
+        all_names: the names of all ranks.
     """
-    others = everywhere.difference(names(live))
+    others = all_names.difference(list_names(live))
     if "param_groups" not in live:
         return {name: value for name, value in saved.items() if name not in others}
     return {
@@ -84,58 +91,64 @@ def part(live: State, saved: State, everywhere: set[str]) -> State:
 
 
 def check(live: State, saved: State, path: Path, remedy: str, *, whole: bool = False) -> None:
-    """Compare names, shapes and cuts.
+    """Compare names, shapes and sharding.
 
     Args:
-        whole: what is saved is not cut.
+        live: this rank's state.
+        saved: what the file has.
+        path: of the file.
+        remedy: for the error.
+        whole: the saved tensors are not sharded.
 
     Raises:
         CheckpointError: they differ.
     """
-    mine, theirs = dict(_tensors(live)), dict(_tensors(saved))
-    for name in dict.fromkeys((*mine, *theirs)):
-        expected, found = (_form(each.get(name), whole=whole) for each in (mine, theirs))
+    own, stored = dict(_iterate_tensors(live)), dict(_iterate_tensors(saved))
+    for name in dict.fromkeys((*own, *stored)):
+        expected, found = (_describe(each.get(name), whole=whole) for each in (own, stored))
         if expected != found:
-            raise CheckpointError(f"{path}: {name} is {found}, this run has {expected}", remedy)
+            raise CheckpointError(f"{path}: {name} is {found}, and this run has {expected}", remedy)
     check_groups(live, saved.get("param_groups", []), path)
 
 
 def check_groups(live: State, saved: list[State], path: Path) -> None:
-    """The optimizer's groups must hold the parameters that they held.
+    """Check that each param group has the parameters that it had in the checkpoint.
 
     Raises:
-        CheckpointError: they do not.
+        CheckpointError: the groups differ.
     """
-    mine = [set(group["params"]) for group in live.get("param_groups", [])]
-    theirs = [set(group["params"]) for group in saved]
-    if len(mine) != len(theirs) or not all(map(set.issubset, mine, theirs)):
+    own = [set(group["params"]) for group in live.get("param_groups", [])]
+    stored = [set(group["params"]) for group in saved]
+    if len(own) != len(stored) or not all(map(set.issubset, own, stored)):
         raise CheckpointError(
-            f"{path}: param groups of {[len(group) for group in theirs]} parameters, this run has "
-            f"groups of {[len(group) for group in mine]}",
-            "resume with the run's own --param-groups and --freeze",
+            f"{path} has param groups of {[len(group) for group in stored]} parameters, and this "
+            f"run has groups of {[len(group) for group in own]}",
+            "resume with the --param-groups and --freeze of the run that saved it",
         )
 
 
 def fill(live: State, saved: State, *, whole: bool = False) -> None:
-    """Copy this rank's shards and the hyper-parameters, which ``check`` has compared.
+    """Copy saved values into this rank's shards, and the hyper-parameters, after ``check``.
 
     Args:
-        whole: what is saved is not cut.
+        live: this rank's state.
+        saved: what the file has.
+        whole: the saved tensors are not sharded.
     """
-    theirs = dict(_tensors(saved))
+    stored = dict(_iterate_tensors(saved))
     with torch.no_grad():
-        for name, tensor in _tensors(live):
-            saved_shards = [piece(theirs[name], tensor)] if whole else _shards(theirs[name])
-            for mine, shard in zip(_shards(tensor), saved_shards, strict=True):
-                mine.copy_(shard)
+        for name, tensor in _iterate_tensors(live):
+            shards = [cut_like(stored[name], tensor)] if whole else _get_shards(stored[name])
+            for own, shard in zip(_get_shards(tensor), shards, strict=True):
+                own.copy_(shard)
     for group, other in zip(
         live.get("param_groups", []), saved.get("param_groups", []), strict=True
     ):
         group.update(other)
 
 
-def piece(whole: Tensor, like: Tensor) -> Tensor:
-    """What this rank has of ``whole`` when it is cut as ``like`` is.
+def cut_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of ``whole`` if it is sharded like ``like``.
 
     The last axis of the mesh cuts first: ``fully_shard`` cuts what tensor parallelism has left, and
     calls that _StridedShard.
@@ -149,21 +162,21 @@ def piece(whole: Tensor, like: Tensor) -> Tensor:
             continue
         dim = cast("Cut", placement).dim
         chunks = whole.chunk(mesh.size(axis), dim)
-        place = mesh.get_local_rank(axis)
-        whole = chunks[place] if place < len(chunks) else whole.narrow(dim, 0, 0)
+        index = mesh.get_local_rank(axis)
+        whole = chunks[index] if index < len(chunks) else whole.narrow(dim, 0, 0)
     return whole
 
 
-def _tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors of nested dictionaries, by dotted name."""
+def _iterate_tensors(state: State, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dictionaries, by dotted name."""
     for key, value in state.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{key}", value
         elif isinstance(value, dict):
-            yield from _tensors(value, f"{prefix}{key}.")
+            yield from _iterate_tensors(value, f"{prefix}{key}.")
 
 
-def _form(tensor: Tensor | None, *, whole: bool) -> str:
+def _describe(tensor: Tensor | None, *, whole: bool) -> str:
     if tensor is None:
         return "absent"
     shape = str(tuple(tensor.size()))
@@ -177,7 +190,7 @@ def _form(tensor: Tensor | None, *, whole: bool) -> str:
     return shape
 
 
-def _shards(tensor: Tensor) -> list[Tensor]:
+def _get_shards(tensor: Tensor) -> list[Tensor]:
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor]

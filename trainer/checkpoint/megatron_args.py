@@ -1,7 +1,7 @@
-"""What a Megatron-LM checkpoint says beside its tensors: arguments, schedule, random generators.
+"""Arguments, schedule and random states in a Megatron-LM checkpoint.
 
 Names and meanings: megatron/training/arguments.py and checkpointing.py, core 0.16. A real file has
-some 660 arguments; these are the ones that say how the model is made and cut, and how it trains.
+some 660 arguments; these determine how the model is built and cut, and how it is trained.
 """
 
 from __future__ import annotations
@@ -15,40 +15,44 @@ import numpy as np
 import torch
 
 from trainer.checkpoint import foreign
+from trainer.core.engine import DTYPES
 from trainer.parallel.grid import Grid
 from trainer.settings import Settings
-from trainer.tensors import DTYPES
 
 DIVISOR = 128
 """The default of --make-vocab-size-divisible-by."""
 _DECAY = {"constant": "constant", "WarmupLR": "constant", "WarmupDecayLR": "linear"}
 
 
-def padded_vocabulary(vocab: int, tp: int) -> int:
-    """Rows of the embeddings: as many for each tensor rank, a multiple of ``DIVISOR``.
+def pad_vocabulary(vocab: int, tp: int) -> int:
+    """Return the rows of the embeddings: for each tensor rank the same multiple of ``DIVISOR``.
 
-    >>> padded_vocabulary(257, 2)
+    >>> pad_vocabulary(257, 2)
     512
     """
     return math.ceil(vocab / (DIVISOR * tp)) * DIVISOR * tp
 
 
-def arguments(settings: Settings, config: Any, progress: dict[str, Any], rank: int) -> Namespace:
-    """The ``args`` of one rank's file.
+def make_arguments(
+    settings: Settings, config: Any, progress: dict[str, Any], rank: int
+) -> Namespace:
+    """Return the ``args`` of one rank's file.
 
     Args:
+        settings: of the run.
         config: of transformers.
-        progress: see ``Engine.save``.
+        progress: the fields of `Progress`.
+        rank: of all ranks.
     """
     return Namespace(
-        **_grid(settings.grid, rank),
-        **_model(config, settings.grid.tp),
-        **_training(settings, progress),
+        **_describe_grid(settings.grid, rank),
+        **_describe_model(config, settings.grid.tp),
+        **_describe_training(settings, progress),
     )
 
 
-def _grid(grid: Grid, rank: int) -> dict[str, Any]:
-    """How the model is cut."""
+def _describe_grid(grid: Grid, rank: int) -> dict[str, Any]:
+    """Return how the model is cut."""
     return {
         "tensor_model_parallel_size": grid.tp,
         "pipeline_model_parallel_size": grid.pp,
@@ -71,8 +75,8 @@ def _grid(grid: Grid, rank: int) -> dict[str, Any]:
     }
 
 
-def _model(config: Any, tp: int) -> dict[str, Any]:
-    """What the model is."""
+def _describe_model(config: Any, tp: int) -> dict[str, Any]:
+    """Return how the model is built."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", heads)
     experts = getattr(config, "num_local_experts", None)
@@ -100,7 +104,7 @@ def _model(config: Any, tp: int) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "vocab_size": config.vocab_size,
-        "padded_vocab_size": padded_vocabulary(config.vocab_size, tp),
+        "padded_vocab_size": pad_vocabulary(config.vocab_size, tp),
         "make_vocab_size_divisible_by": DIVISOR,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -112,8 +116,8 @@ def _model(config: Any, tp: int) -> dict[str, Any]:
     }
 
 
-def _training(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
-    """How it is trained, and how far."""
+def _describe_training(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
+    """Return how the model is trained, and how far."""
     scheduled = settings.schedule != "constant"
     return {
         "params_dtype": DTYPES[settings.precision],
@@ -130,7 +134,7 @@ def _training(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
         "optimizer": "adam",
         "lr": settings.lr,
         "min_lr": settings.warmup_min_lr if scheduled else settings.lr,
-        "lr_decay_style": _decay(settings),
+        "lr_decay_style": _decay_style(settings),
         "adam_beta1": settings.beta1,
         "adam_beta2": settings.beta2,
         "adam_eps": settings.eps,
@@ -141,19 +145,19 @@ def _training(settings: Settings, progress: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _decay(settings: Settings) -> str:
+def _decay_style(settings: Settings) -> str:
     return _DECAY.get(settings.schedule, "cosine")
 
 
-def scheduler(settings: Settings, updates: int) -> dict[str, Any]:
-    """``opt_param_scheduler``, in samples (megatron/core/optimizer_param_scheduler.py)."""
+def make_scheduler(settings: Settings, updates: int) -> dict[str, Any]:
+    """Return ``opt_param_scheduler``, in samples (megatron/core/optimizer_param_scheduler.py)."""
     batch = settings.global_batch
     scheduled = settings.schedule != "constant"
     return {
         "max_lr": settings.lr,
         "lr_warmup_steps": settings.warmup_steps * batch if scheduled else 0,
         "num_steps": updates * batch,
-        "lr_decay_style": _decay(settings),
+        "lr_decay_style": _decay_style(settings),
         "lr_decay_steps": settings.schedule_steps * batch,
         "min_lr": settings.warmup_min_lr if scheduled else settings.lr,
         "start_wd": settings.weight_decay,
@@ -163,8 +167,8 @@ def scheduler(settings: Settings, updates: int) -> dict[str, Any]:
     }
 
 
-def generators() -> list[dict[str, Any]]:
-    """``rng_state``, as Megatron-LM expects it; nothing here draws from a generator's past."""
+def get_random_states() -> list[dict[str, Any]]:
+    """Return ``rng_state``, which Megatron-LM requires; the trainer itself does not use it."""
     state = torch.get_rng_state()
     trackers = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
     return [

@@ -1,4 +1,4 @@
-"""Megatron-LM's files of any tensor, pipeline and expert size, read into DTensors of any grid."""
+"""Read Megatron-LM's files of any tensor, pipeline and expert size into DTensors of any grid."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ from torch import Tensor
 
 from trainer.checkpoint import files, foreign, fsdp_match
 from trainer.checkpoint.directory import MEGATRON_LATEST
-from trainer.checkpoint.megatron import MOMENTS, ShardedState, file_name, stage_rules
-from trainer.checkpoint.megatron_rules import Rule, sizes_of
+from trainer.checkpoint.megatron import MOMENTS, file_name, list_stage_rules
+from trainer.checkpoint.megatron_rules import Rule, derive_sizes
+from trainer.config.huggingface import load_model_config
+from trainer.core.fsdp import ShardedEngine
 from trainer.errors import CheckpointError
-from trainer.model import configuration
 from trainer.parallel.grid import Grid
 
-_REMEDY = "resume with the run's own model, or convert it: reshard split CHECKPOINT OUT --to fsdp"
+_REMEDY = (
+    "resume with the model of the run that saved it, or convert it: "
+    "reshard split CHECKPOINT OUT --to fsdp"
+)
 
 
-def read(directory: Path, held: ShardedState) -> dict[str, Any]:
+def read(directory: Path, engine: ShardedEngine) -> dict[str, Any]:
     """Fill this rank's shards, one whole parameter at a time.
 
     Returns:
-        What the files tell of the progress, see ``Engine.load``.
+        The progress that the files record.
 
     Raises:
-        CheckpointError: files are missing, or of another model or form.
+        CheckpointError: files are missing, or of another model or format.
     """
-    saved = Saved(directory, configuration(held.settings))
-    live = dict(held.model.named_parameters())
+    saved = Saved(directory, load_model_config(engine.settings))
+    live = dict(engine.model.named_parameters())
     left = set(live)
-    for name, values in saved.tensors(set(live)):
+    for name, values in saved.iterate_tensors(set(live)):
         parameter = live[name]
         if parameter.shape != values["param"].shape:
             raise CheckpointError(
-                f"{directory}: {name} is {tuple(values['param'].shape)}, this run has "
+                f"{directory}: {name} is {tuple(values['param'].shape)}, and this run has "
                 f"{tuple(parameter.shape)}",
                 _REMEDY,
             )
-        state = held.optimizer.state[parameter]
-        for kind, mine in (("param", parameter.detach()), *((k, state[k]) for k in MOMENTS)):
-            local = mine.to_local() if hasattr(mine, "to_local") else mine
-            local.copy_(fsdp_match.piece(values[kind], mine))
+        state = engine.optimizer.state[parameter]
+        for kind, own in (("param", parameter.detach()), *((k, state[k]) for k in MOMENTS)):
+            local = own.to_local() if hasattr(own, "to_local") else own
+            local.copy_(fsdp_match.cut_like(values[kind], own))
         state["step"].copy_(values["step"])
         left.discard(name)
     if left:
@@ -61,11 +65,13 @@ class Saved:
     """The files of one iteration.
 
     Args:
-        config: of transformers, of the same model.
+        directory: the checkpoint.
+        config: the configuration of transformers for the same model.
     """
 
     def __init__(self, directory: Path, config: Any) -> None:
-        self._directory = directory / f"iter_{_latest(directory):07d}"
+        self.iteration = _read_latest(directory)
+        self._directory = directory / f"iter_{self.iteration:07d}"
         self._files: dict[tuple[int, int, int], _File] = {}
         first = next(iter(sorted(self._directory.glob("mp_rank_00*/model_optim_rng.pt"))), None)
         if first is None:
@@ -73,132 +79,138 @@ class Saved:
                 f"{self._directory} has no mp_rank_00/model_optim_rng.pt",
                 "copy it from where the run was saved",
             )
-        self.args: Any = _load(first)["args"]
-        self._refuse()
-        args = self.args
+        args: Any = _load(first).get("args")
+        self.args = args
+        self._check_supported(first)
         self._grid = Grid(
             tp=args.tensor_model_parallel_size,
             pp=args.pipeline_model_parallel_size,
             ep=getattr(args, "expert_model_parallel_size", 1),
         )
-        self._sizes = sizes_of(
+        self._sizes = derive_sizes(
             config, padded_vocab=args.padded_vocab_size or 0, tp=self._grid.tp, ep=self._grid.ep
         )
-        self.iteration = _latest(directory)
         self.steps: set[float] = set()
 
-    def tensors(self, wanted: set[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """(name in transformers, ``param`` as fp32, moments and ``step``), of those ``wanted``.
-
-        Raises:
-            CheckpointError: the optimizer has no state of a weight.
-        """
+    def iterate_tensors(self, names: set[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Yield (name in transformers, its fp32 ``param``, moments and ``step``) for ``names``."""
         for stage in range(self._grid.pp):
-            for rule in stage_rules(self._sizes, stage, self._grid.pp):
-                if wanted.intersection(rule.names):
-                    yield from self._joined(rule, stage)
+            for rule in list_stage_rules(self._sizes, stage, self._grid.pp):
+                if names.intersection(rule.names):
+                    yield from self._join(rule, stage)
 
-    def _joined(self, rule: Rule, stage: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        def parts(kind: str) -> list[Tensor]:
-            return rule.join(lambda tp, ep, key: self._file(tp, stage, ep).tensor(kind, key))
+    def _join(self, rule: Rule, stage: int) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        def join_parts(kind: str) -> list[Tensor]:
+            return rule.join(lambda tp, ep, key: self._open(tp, stage, ep).get_tensor(kind, key))
 
-        kinds = {kind: parts(kind) for kind in ("param", *MOMENTS)}
-        step = self._file(0, stage, 0).tensor("step", rule.keys[0])
+        kinds = {kind: join_parts(kind) for kind in ("param", *MOMENTS)}
+        step = self._open(0, stage, 0).get_tensor("step", rule.keys[0])
         self.steps.add(float(step))
         for number, name in enumerate(rule.names):
-            yield name, {**{kind: found[number] for kind, found in kinds.items()}, "step": step}
+            yield name, {**{kind: tensors[number] for kind, tensors in kinds.items()}, "step": step}
 
-    def _file(self, tp: int, stage: int, ep: int) -> _File:
+    def _open(self, tp: int, stage: int, ep: int) -> _File:
         place = (tp, stage, ep)
         if place not in self._files:
             path = self._directory / file_name(self._grid, *place)
-            own = stage_rules(self._sizes, stage, self._grid.pp)
-            self._files[place] = _File(path, own, ep_apart=self._grid.ep > 1)
+            own = list_stage_rules(self._sizes, stage, self._grid.pp)
+            self._files[place] = _File(path, own, separate_experts=self._grid.ep > 1)
         return self._files[place]
 
-    def _refuse(self) -> None:
-        """What the rules here are not for."""
+    def _check_supported(self, path: Path) -> None:
+        """Raise CheckpointError for what the rules here do not cover."""
         args = self.args
-        problems = {
-            "a distributed optimizer's": getattr(args, "use_distributed_optimizer", False),
-            "interleaved stages'": getattr(args, "virtual_pipeline_model_parallel_size", None),
-            "a stage layout's": getattr(args, "pipeline_model_parallel_layout", None),
+        sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
+        if missing := [name for name in sizes if not hasattr(args, name)]:
+            raise CheckpointError(f"{path} has no args.{missing[0]}", _REMEDY)
+        unsupported = {
+            "a distributed optimizer": getattr(args, "use_distributed_optimizer", False),
+            "interleaved stages": getattr(args, "virtual_pipeline_model_parallel_size", None),
+            "a pipeline layout": getattr(args, "pipeline_model_parallel_layout", None),
         }
-        for whose, there in problems.items():
-            if there:
-                raise CheckpointError(f"{self._directory} is {whose} files", _REMEDY)
+        for feature, used in unsupported.items():
+            if used:
+                raise CheckpointError(
+                    f"{self._directory} was saved with {feature}, which the trainer cannot read",
+                    _REMEDY,
+                )
 
 
 class _File:
-    """One rank's tensors by kind and key."""
+    """The tensors of one rank's file, by kind and key."""
 
-    def __init__(self, path: Path, own: list[Rule], *, ep_apart: bool) -> None:
+    def __init__(self, path: Path, own: list[Rule], *, separate_experts: bool) -> None:
         self._path = path
         content = _load(path)
         try:
             self._weights = content["model"]
             self._index: dict[str, tuple[dict[str, Tensor], Tensor | None]] = {}
-            optimizers = content["optimizer"] if ep_apart else [content["optimizer"]]
+            optimizers = content["optimizer"] if separate_experts else [content["optimizer"]]
             for optimizer, experts in zip(optimizers, (False, True), strict=False):
-                mine = [r for r in own if not ep_apart or r.expert == experts]
-                self._number(optimizer, [key for rule in mine for key in rule.keys])
+                rules = [r for r in own if not separate_experts or r.expert == experts]
+                self._index_states(optimizer, [key for rule in rules for key in rule.keys])
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise CheckpointError(
-                f"{path} has not the form of Megatron-LM's torch format: {error!r}", _REMEDY
+                f"{path} is not in Megatron-LM's torch format: {error!r}", _REMEDY
             ) from error
 
-    def _number(self, optimizer: dict[str, Any], keys: list[str]) -> None:
-        """Say whose each state is: the groups are of matrices, then of vectors, or one of all."""
+    def _index_states(self, optimizer: dict[str, Any], keys: list[str]) -> None:
+        """Map keys to states: there is a group of matrices and one of vectors, or one of all."""
         inner = optimizer.get("optimizer", optimizer)
         masters = optimizer.get("fp32_from_fp16_params")
         groups = inner["param_groups"]
         matrices = [key for key in keys if self._weights[key].ndim > 1]
         vectors = [key for key in keys if self._weights[key].ndim <= 1]
-        named = [keys] if len(groups) == 1 else [matrices, vectors]
-        for number, (group, mine) in enumerate(zip(groups, named, strict=True)):
-            for place, (index, key) in enumerate(zip(group["params"], mine, strict=True)):
-                master = masters[number][place] if masters else None
+        grouped = [keys] if len(groups) == 1 else [matrices, vectors]
+        for number, (group, own) in enumerate(zip(groups, grouped, strict=True)):
+            for position, (index, key) in enumerate(zip(group["params"], own, strict=True)):
+                master = masters[number][position] if masters else None
                 self._index[key] = inner["state"][index], master
 
-    def tensor(self, kind: str, key: str) -> Tensor:
-        """A kind of one key; ``param`` is the master where there is one."""
+    def get_tensor(self, kind: str, key: str) -> Tensor:
+        """Return one kind of tensor of a key; ``param`` is the master if there is one."""
         if key not in self._index:
-            raise CheckpointError(f"{self._path} has no optimizer state of {key}", _REMEDY)
+            raise CheckpointError(f"{self._path} has no optimizer state for {key}", _REMEDY)
         state, master = self._index[key]
         if kind == "param":
             return (master if master is not None else self._weights[key]).float()
         return state[kind]
 
 
-def _latest(directory: Path) -> int:
-    text = (directory / MEGATRON_LATEST).read_text().strip()
+def _read_latest(directory: Path) -> int:
+    path = directory / MEGATRON_LATEST
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}", _REMEDY) from error
     if not text.isdigit():
         raise CheckpointError(
-            f"{directory / MEGATRON_LATEST} says {text[:40]!r}, expected an iteration", _REMEDY
+            f"{path} has {text[:40]!r}: expected the number of an iteration", _REMEDY
         )
     return int(text)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """A file's content, made of nothing but data.
+    """Return the content of a file, which may only have data.
 
     Raises:
-        CheckpointError: it is missing, damaged, or asks for other classes.
+        CheckpointError: the file is missing or damaged, or names other classes.
     """
     numpy: list[Any] = [
         np.ndarray,
         np.dtype,
         type(np.dtype(np.uint32)),
-        (_array, "numpy.core.multiarray._reconstruct"),
-        (_array, "numpy._core.multiarray._reconstruct"),
+        (_make_array, "numpy.core.multiarray._reconstruct"),
+        (_make_array, "numpy._core.multiarray._reconstruct"),
     ]
-    with foreign.allowed(), torch.serialization.safe_globals([Namespace, Signals, *numpy]):
+    with foreign.allow_classes(), torch.serialization.safe_globals([Namespace, Signals, *numpy]):
         content: dict[str, Any] = files.load(path)
+    files.check_keys(content, path)
     return content
 
 
-def _array(*arguments: Any) -> np.ndarray[Any, Any]:
-    """An empty array, which a pickle then fills."""
+def _make_array(*arguments: Any) -> np.ndarray[Any, Any]:
+    """Return an empty array, which the unpickler fills."""
     kind, shape, dtype = arguments
     array: np.ndarray[Any, Any] = np.ndarray.__new__(kind, shape, dtype)
     return array

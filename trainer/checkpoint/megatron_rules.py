@@ -1,6 +1,6 @@
-"""Parameters of the Llama family in transformers, and how Megatron-core names and cuts them.
+"""How Megatron-core names and cuts the parameters of the Llama family of transformers.
 
-A ``Rule`` works in both directions. Those of a stage come in the order of Megatron's own
+A ``Rule`` works in both directions. The rules of a stage are in the order of Megatron's own
 ``named_parameters``, which is the order of its optimizer's indices (megatron/core/models/gpt, the
 ``local`` layer spec, core 0.16).
 """
@@ -22,15 +22,15 @@ Get = Callable[[int, int, str], Tensor]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the cut of a model depends on."""
+    """The sizes that determine how a model is cut."""
 
     layers: int
     heads: int
     groups: int
-    """Of query heads, each with one key and one value head."""
+    """Groups of query heads, each with one key head and one value head."""
     vocab: int
     padded_vocab: int
-    """Rows of the embeddings of all tensor ranks together."""
+    """Rows of the embeddings on all tensor ranks together."""
     tied: bool
     qkv_bias: bool
     tp: int = 1
@@ -40,14 +40,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Rule:
-    """One parameter of transformers, or some that Megatron has as one.
+    """One parameter of transformers, or several that Megatron stores as one.
 
     Attributes:
-        names: in transformers.
+        names: of the parameters in transformers.
         keys: in Megatron, with the local numbers of the layer and the experts.
         cut: (whole tensors by ``names``, tensor rank, expert rank) -> this rank's, by ``keys``.
-        join: the other way round, from what any rank has.
-        expert: whether the ranks of the expert axis differ.
+        join: the inverse: a function that gets any rank's tensors -> whole tensors by ``names``.
+        expert: whether the ranks of the expert axis have different parts.
     """
 
     names: tuple[str, ...]
@@ -57,40 +57,45 @@ class Rule:
     expert: bool = False
 
 
-def rules(sizes: Sizes, layers: range, *, first: bool, last: bool) -> Iterator[Rule]:
-    """The parameters of a stage, in Megatron's order.
+def list_rules(sizes: Sizes, layers: range, *, first: bool, last: bool) -> Iterator[Rule]:
+    """Yield the rules of a stage, in Megatron's order.
 
     Args:
-        layers: of the whole model that the stage has; Megatron numbers them from 0 in each stage.
+        sizes: of the model and the grid.
+        layers: numbers in the whole model; Megatron numbers them from 0 in each stage.
+        first: whether the stage has the embeddings.
+        last: whether the stage has the final norm and the output layer.
     """
     if first:
-        yield _vocabulary("model.embed_tokens.weight", "embedding.word_embeddings.weight", sizes)
+        yield _vocabulary_rule(
+            "model.embed_tokens.weight", "embedding.word_embeddings.weight", sizes
+        )
     for number, layer in enumerate(layers):
-        yield from _layer(sizes, f"model.layers.{layer}.", f"decoder.layers.{number}.")
+        yield from _layer_rules(sizes, f"model.layers.{layer}.", f"decoder.layers.{number}.")
     if last:
-        yield _whole("model.norm.weight", "decoder.final_layernorm.weight")
+        yield _whole_rule("model.norm.weight", "decoder.final_layernorm.weight")
         if not sizes.tied:
-            yield _vocabulary("lm_head.weight", "output_layer.weight", sizes)
+            yield _vocabulary_rule("lm_head.weight", "output_layer.weight", sizes)
 
 
-def _layer(sizes: Sizes, hf: str, meg: str) -> Iterator[Rule]:
+def _layer_rules(sizes: Sizes, hf: str, meg: str) -> Iterator[Rule]:
     attention = meg + "self_attention."
-    yield _whole(hf + "input_layernorm.weight", meg + "input_layernorm.weight")
-    yield _columns(hf + "self_attn.o_proj.weight", attention + "linear_proj.weight", sizes)
-    yield _qkv(hf + "self_attn.", attention + "linear_qkv.", "weight", sizes)
+    yield _whole_rule(hf + "input_layernorm.weight", meg + "input_layernorm.weight")
+    yield _column_rule(hf + "self_attn.o_proj.weight", attention + "linear_proj.weight", sizes)
+    yield _qkv_rule(hf + "self_attn.", attention + "linear_qkv.", "weight", sizes)
     if sizes.qkv_bias:
-        yield _qkv(hf + "self_attn.", attention + "linear_qkv.", "bias", sizes)
-    yield _whole(hf + "post_attention_layernorm.weight", meg + "pre_mlp_layernorm.weight")
+        yield _qkv_rule(hf + "self_attn.", attention + "linear_qkv.", "bias", sizes)
+    yield _whole_rule(hf + "post_attention_layernorm.weight", meg + "pre_mlp_layernorm.weight")
     if sizes.experts:
-        yield _whole(hf + "mlp.gate.weight", meg + "mlp.router.weight")
-        yield _experts(hf + "mlp.experts.", meg + "mlp.experts.local_experts.", sizes)
+        yield _whole_rule(hf + "mlp.gate.weight", meg + "mlp.router.weight")
+        yield _experts_rule(hf + "mlp.experts.", meg + "mlp.experts.local_experts.", sizes)
     else:
-        yield _gated(hf + "mlp.", meg + "mlp.linear_fc1.weight", sizes)
-        yield _columns(hf + "mlp.down_proj.weight", meg + "mlp.linear_fc2.weight", sizes)
+        yield _gated_rule(hf + "mlp.", meg + "mlp.linear_fc1.weight", sizes)
+        yield _column_rule(hf + "mlp.down_proj.weight", meg + "mlp.linear_fc2.weight", sizes)
 
 
-def _whole(name: str, key: str) -> Rule:
-    """Every rank has it."""
+def _whole_rule(name: str, key: str) -> Rule:
+    """Return the rule of a parameter that every rank has whole."""
 
     def join(get: Get) -> list[Tensor]:
         return [get(0, 0, key)]
@@ -98,8 +103,8 @@ def _whole(name: str, key: str) -> Rule:
     return Rule((name,), (key,), lambda wholes, _tp, _ep: [wholes[0]], join)
 
 
-def _vocabulary(name: str, key: str, sizes: Sizes) -> Rule:
-    """Cut by rows, of which there are some more than tokens."""
+def _vocabulary_rule(name: str, key: str, sizes: Sizes) -> Rule:
+    """Return the rule of a matrix that is padded with rows and cut by rows."""
 
     def cut(wholes: Sequence[Tensor], tp: int, _: int) -> list[Tensor]:
         (whole,) = wholes
@@ -112,7 +117,9 @@ def _vocabulary(name: str, key: str, sizes: Sizes) -> Rule:
     return Rule((name,), (key,), cut, join)
 
 
-def _columns(name: str, key: str, sizes: Sizes) -> Rule:
+def _column_rule(name: str, key: str, sizes: Sizes) -> Rule:
+    """Return the rule of a matrix that is cut by columns."""
+
     def cut(wholes: Sequence[Tensor], tp: int, _: int) -> list[Tensor]:
         return [wholes[0].chunk(sizes.tp, 1)[tp]]
 
@@ -122,8 +129,8 @@ def _columns(name: str, key: str, sizes: Sizes) -> Rule:
     return Rule((name,), (key,), cut, join)
 
 
-def _qkv(hf: str, meg: str, leaf: str, sizes: Sizes) -> Rule:
-    """Group by group: its query heads, its key head, its value head; cut by rows."""
+def _qkv_rule(hf: str, meg: str, leaf: str, sizes: Sizes) -> Rule:
+    """Return the rule of the fused QKV: per group its query heads, key and value; cut by rows."""
     names = tuple(f"{hf}{letter}_proj.{leaf}" for letter in "qkv")
     key, ratio = meg + leaf, sizes.heads // sizes.groups
 
@@ -140,8 +147,8 @@ def _qkv(hf: str, meg: str, leaf: str, sizes: Sizes) -> Rule:
     return Rule(names, (key,), cut, join)
 
 
-def _gated(hf: str, key: str, sizes: Sizes) -> Rule:
-    """Each rank has its rows of the gate above its rows of what is gated."""
+def _gated_rule(hf: str, key: str, sizes: Sizes) -> Rule:
+    """Return the rule of the fused MLP input: a rank's rows of the gate above those of up_proj."""
 
     def cut(wholes: Sequence[Tensor], tp: int, _: int) -> list[Tensor]:
         return [torch.cat([whole.chunk(sizes.tp)[tp] for whole in wholes])]
@@ -153,8 +160,8 @@ def _gated(hf: str, key: str, sizes: Sizes) -> Rule:
     return Rule((hf + "gate_proj.weight", hf + "up_proj.weight"), (key,), cut, join)
 
 
-def _experts(hf: str, meg: str, sizes: Sizes) -> Rule:
-    """A stack of all, gate above up, and one by one; each expert rank has some, cut by tensor."""
+def _experts_rule(hf: str, meg: str, sizes: Sizes) -> Rule:
+    """Return the rule of stacked experts, which Megatron has singly, cut by expert and tensor."""
     local = sizes.experts // sizes.ep
     keys = tuple(f"{meg}{e}.linear_fc{n}.weight" for e in range(local) for n in (1, 2))
 
@@ -181,11 +188,11 @@ def _experts(hf: str, meg: str, sizes: Sizes) -> Rule:
     return Rule((hf + "gate_up_proj", hf + "down_proj"), keys, cut, join, expert=True)
 
 
-def sizes_of(config: Any, *, padded_vocab: int, tp: int, ep: int) -> Sizes:
-    """From a configuration of transformers.
+def derive_sizes(config: Any, *, padded_vocab: int, tp: int, ep: int) -> Sizes:
+    """Return the sizes of a model with this configuration of transformers.
 
     Raises:
-        CheckpointError: Megatron's layout would have a cut that does not divide.
+        CheckpointError: the ranks do not divide a size that Megatron's layout cuts evenly.
     """
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", heads)

@@ -1,7 +1,7 @@
-"""The stamp of a file: which save it belongs to, of which rank, at which step, under which name.
+"""Stamps: each file records its save, rank, step and name.
 
-A rank's file that was swapped with another one, or left from another save, then contradicts its
-place; ``reshard`` compares the stamps of a checkpoint before it writes anything from it. The form
+The stamp of a file that was swapped with another one, or left from another save, contradicts its
+directory or name; ``reshard`` compares the stamps of a checkpoint before it converts it. The form
 is that of ``reshard.stamps``.
 """
 
@@ -22,7 +22,7 @@ KEY = "reshard_stamp"
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What the files that one rank writes in one save have in common."""
+    """What all files have in common that one rank writes in one save."""
 
     save_id: str
     rank: int
@@ -30,20 +30,21 @@ class Stamp:
     step: int
 
 
-_now: list[Stamp] = []
+_active: list[Stamp] = []
+"""The stamp of the save that is being written; empty between saves."""
 
 
 @contextmanager
-def stamping(stamp: Stamp) -> Iterator[None]:
-    """Stamp every file that this rank saves meanwhile."""
-    _now.append(stamp)
+def stamp_files(stamp: Stamp) -> Iterator[None]:
+    """Stamp every file that this rank saves during the block."""
+    _active.append(stamp)
     try:
         yield
     finally:
-        _now.pop()
+        _active.pop()
 
 
-def save_id(facts: Mapping[str, Any]) -> str:
+def make_save_id(facts: Mapping[str, Any]) -> str:
     """Return the id of a save: a digest of what determines the run up to it.
 
     Training is deterministic, so two saves with one id hold the same state, and a run that is
@@ -53,32 +54,32 @@ def save_id(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def stamped(value: Any, file: str) -> Any:
-    """Return the root of a file with its stamp, which is a key of it.
+def add_stamp(value: Any, file: str) -> Any:
+    """Return the root object of a file with the stamp of the current save as one of its keys.
 
-    Where keys are not for us, the stamp is an attribute of the root, which is an ``OrderedDict``
-    then: ``load_state_dict`` refuses unknown keys, and DeepSpeed's ``load_checkpoint`` hands those
-    of its model states to the user as ``client_state``.
+    Some roots must not get a key: ``load_state_dict`` refuses unknown ones, and DeepSpeed's
+    ``load_checkpoint`` returns those of its model states to the user as ``client_state``. There the
+    stamp becomes an attribute, and the root an ``OrderedDict``.
     """
-    if not _now or not isinstance(value, dict):
+    if not _active or not isinstance(value, dict):
         return value
-    stamp = {**dataclasses.asdict(_now[-1]), "file": file}
-    if not _is_strict(value):
+    stamp = {**dataclasses.asdict(_active[-1]), "file": file}
+    if not _refuses_keys(value):
         return {**value, KEY: stamp}
     root = OrderedDict(value)
     root.__dict__.update(getattr(value, "__dict__", {}), **{KEY: stamp})
     return root
 
 
-def without(value: Any) -> Any:
-    """Return the root of a file that was read without the key of a stamp."""
+def remove_stamp(value: Any) -> Any:
+    """Return the root object of a file that was read, without the key of the stamp."""
     if isinstance(value, dict) and KEY in value:
         del value[KEY]
     return value
 
 
-def _is_strict(root: dict[Any, Any]) -> bool:
-    """Whether it is a module's state dict, or the model states of DeepSpeed."""
+def _refuses_keys(root: dict[Any, Any]) -> bool:
+    """Return whether it is a state dict of a module, or the model states of DeepSpeed."""
     if "ds_version" in root and "module" in root:
         return True
     return isinstance(root, OrderedDict) or all(isinstance(v, Tensor) for v in root.values())

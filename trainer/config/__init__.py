@@ -1,5 +1,8 @@
-"""The configuration files of DeepSpeed and Accelerate, read into settings, unmodified.
+"""Configuration files of other programs, read into settings without changes to them.
 
-``choices`` holds what was chosen and where; ``rules`` walks a file along a table of what each of
-its fields means here; ``deepspeed`` and ``accelerate`` are those tables.
+huggingface   the model: a built-in one, a config.json, or a directory
+deepspeed     ds_config.json of DeepSpeed
+accelerate    the YAML file of ``accelerate config``
+rules         apply a table of rules, one for each field, to a file
+choices       chosen settings and where each comes from
 """

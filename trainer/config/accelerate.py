@@ -1,6 +1,6 @@
-"""The YAML file that ``accelerate config`` writes: what each of its fields means here.
+"""Read the YAML file that ``accelerate config`` writes: what each of its fields means here.
 
-Fields that the file leaves out are what Accelerate 1.x makes of that, unless a flag says otherwise.
+A field that is left out gets the default of Accelerate 1.x, unless a flag sets it.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ _STATE_DICTS = ("full", "local", "sharded")
 
 
 def _loosely(kind: Kind) -> Kind:
-    """Accelerate passes its fields on as environment variables, so their types do not matter."""
-    words = {"true": True, "yes": True, "on": True, "y": True, "t": True}
-    words |= {"false": False, "no": False, "off": False, "n": False, "f": False}
+    """Return a kind that also takes strings, because Accelerate passes environment variables."""
+    booleans = {"true": True, "yes": True, "on": True, "y": True, "t": True}
+    booleans |= {"false": False, "no": False, "off": False, "n": False, "f": False}
 
-    def loose(value: Any) -> Any:
+    def parse(value: Any) -> Any:
         if kind is boolean:
-            plain = str(value).lower()
-            return kind(words.get(plain, {"1": True, "0": False}.get(plain, value)))
+            text = str(value).lower()
+            return kind(booleans.get(text, {"1": True, "0": False}.get(text, value)))
         if isinstance(value, str) and kind in (integer, positive, number):
-            with contextlib.suppress(ValueError):  # the kind says what was expected
+            with contextlib.suppress(ValueError):  # then the kind raises the error
                 value = float(value)
         return kind(value)
 
-    return loose
+    return parse
 
 
 _flag, _count, _rate = _loosely(boolean), _loosely(positive), _loosely(number)
 
 
 def _named(values: tuple[str, ...], suffix: str = "") -> Kind:
-    """One of ``values`` by its name, in any case, or by its number from 1."""
+    """Return the kind of one of ``values``, by its name in any case or by its number from 1."""
     known: dict[Any, str] = {}
     for position, value in enumerate(values, 1):
         spelled = value.lstrip("_").upper() + suffix
         known |= dict.fromkeys((spelled, value, position, str(position)), value)
 
     def kind(value: Any) -> str:
-        found = known.get(value.upper() if isinstance(value, str) else value)
-        if found is None or isinstance(value, bool):
+        simple = isinstance(value, (str, int, float)) and not isinstance(value, bool)
+        name = known.get(value.upper() if isinstance(value, str) else value) if simple else None
+        if name is None:
             names = [each.lstrip("_").upper() + suffix for each in values]
             raise ValueError("one of " + ", ".join(names))
-        return found
+        return name
 
     return kind
 
@@ -80,7 +81,7 @@ _strategy = _named(_SHARDING)
 
 
 def _reshard(value: Any) -> str:
-    """FSDP 2 asks whether to reshard, FSDP 1 asks for the strategy's name."""
+    """Return the sharding strategy from a boolean (FSDP 2) or its name (FSDP 1)."""
     try:
         return "FULL_SHARD" if _flag(value) else "SHARD_GRAD_OP"
     except ValueError:
@@ -98,7 +99,7 @@ _PRECISION: Mapping[Any, str] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
 def _precision(value: Any) -> str:
-    """YAML reads an unquoted no as false."""
+    """Return the precision; YAML reads an unquoted no as false."""
     return str(one_of(_PRECISION)("no" if value is False else value))
 
 
@@ -148,7 +149,7 @@ _FSDP: Table = {
     },
     "fsdp_state_dict_type": into("state_dict_type", _named(_STATE_DICTS, "_STATE_DICT")),
     "fsdp_activation_checkpointing": into("activation_checkpointing", _flag),
-    "fsdp_ignored_modules": Only("every module is sharded here"),
+    "fsdp_ignored_modules": Only("every module is sharded"),
     **without_effect("fsdp_activation_checkpointing_offload"),
 }
 
@@ -161,7 +162,7 @@ def _type(value: Any) -> str:
 
 TABLE: Table = {
     "compute_environment": Only(
-        "only this machine is used", (None, "LOCAL_MACHINE", "LOCAL_CLUSTER")
+        "only the local machine is supported", (None, "LOCAL_MACHINE", "LOCAL_CLUSTER")
     ),
     "distributed_type": Into(_type),
     "num_processes": Into(_world),
@@ -175,7 +176,7 @@ TABLE: Table = {
     "parallelism_config": {
         **dict.fromkeys(
             (f"parallelism_config_{kind}_size" for kind in ("dp_replicate", "tp", "cp", "sp")),
-            Only("ranks are data parallel only, in one mesh", (*OFF, 1)),
+            Only("only data parallelism in one mesh is supported here", (*OFF, 1)),
         ),
         **without_effect(
             "parallelism_config_dp_shard_size parallelism_config_cp_backend"
@@ -184,9 +185,9 @@ TABLE: Table = {
             " parallelism_config_sp_attn_implementation"
         ),
     },
-    **refused("fp8 and Megatron-LM are not done here", "fp8_config megatron_lm_config"),
+    **refused("fp8 and Megatron-LM are not supported", "fp8_config megatron_lm_config"),
     **{
-        name: Only("nothing is compiled here", (*OFF, "no", "NO", {"dynamo_backend": "NO"}))
+        name: Only("compilation is not supported", (*OFF, "no", "NO", {"dynamo_backend": "NO"}))
         for name in ("dynamo_config", "dynamo_backend")
     },
     **without_effect(
@@ -194,11 +195,11 @@ TABLE: Table = {
         " same_network enable_cpu_affinity downcast_bf16 mpirun_config ipex_config tpu_name"
         " tpu_zone tpu_use_cluster tpu_use_sudo tpu_env tpu_vm command_file commands",
         *OFF,
-        *("no", "main", "static", True),  # as the questionnaire writes them unasked
+        *("no", "main", "static", True),  # as the questionnaire writes them by default
     ),
 }
 
-# What Accelerate does where the field is missing: field -> setting, value
+# Accelerate's defaults for missing fields: field -> setting, value
 _FSDP_DEFAULTS = {
     "fsdp_version": ("strategy", "fsdp"),
     "fsdp_auto_wrap_policy": ("fsdp_auto_wrap_policy", "NO_WRAP"),
@@ -211,43 +212,46 @@ _FSDP_DEFAULTS = {
 def read(
     file: Path, choices: Choices, *, world: int | None = None, ignore_unknown: bool = False
 ) -> None:
-    """Add what ``file``, and the DeepSpeed file that it names, say to ``choices``.
+    """Add the settings of ``file``, and of the DeepSpeed file that it names, to ``choices``.
 
     Args:
         file: a YAML file.
-        choices: what other sources said.
-        world: the number of ranks, when a launcher has started them already.
-        ignore_unknown: go on without fields that are unknown.
+        choices: with the settings of other sources.
+        world: the number of ranks, if a launcher has started them already.
+        ignore_unknown: ignore unknown fields.
 
     Raises:
-        SettingsError: it cannot be read, says something unknown, or asks for something else than
-            another source, or for what is not done here.
+        SettingsError: the file cannot be read, has an unknown field, contradicts another source, or
+            needs something that is not supported.
     """
     walk = Walk(file, choices, TABLE, ignore_unknown)
     document = _load(file)
     if not isinstance(document, dict) or "distributed_type" not in document:
-        raise SettingsError(f"{file}: no distributed_type", "make the file with accelerate config")
+        raise SettingsError(
+            f"{file} has no field distributed_type", "make the file with accelerate config"
+        )
     kind = document["distributed_type"] or "NO"
     for name, owner in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
         if kind != owner and document.pop(name, None):
             choices.note(f"{file.name}: no effect with {kind}", name)
-    if isinstance(document.get("fsdp_config"), dict):  # Accelerate adds the prefix, too
+    if isinstance(document.get("fsdp_config"), dict):  # Accelerate adds the prefix as well
         document["fsdp_config"] = {
             name if str(name).startswith("fsdp") else f"fsdp_{name}": value
             for name, value in document["fsdp_config"].items()
         }
     walk.fields(document, TABLE)
-    _ranks(document, walk, world)
+    document = {name: value for name, value in document.items() if value not in (None, "auto")}
+    _derive_ranks(document, walk, world)
     if kind == "MULTI_CPU" or ("use_cpu" in document and _flag(document["use_cpu"])):
         choices.state("device", "cpu", walk.origin("use_cpu"))
     if kind == "DEEPSPEED":
         choices.limit("strategy", ZERO, walk.origin("distributed_type"))
-        _deepspeed(document, walk)
+        _derive_deepspeed(document, walk)
     else:
-        _mixed_precision(document, walk)
+        _derive_precision(document, walk)
     if kind == "FSDP":
         choices.limit("strategy", FSDP, walk.origin("distributed_type"))
-        _fsdp(document.get("fsdp_config") or {}, walk)
+        _derive_fsdp(document.get("fsdp_config") or {}, walk)
     elif kind != "DEEPSPEED":
         choices.state("strategy", "ddp", walk.origin("distributed_type"))
 
@@ -256,20 +260,23 @@ def _load(file: Path) -> Any:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise SettingsError(f"{file}: reading YAML needs PyYAML", "pip install pyyaml") from None
+        raise SettingsError(f"cannot read {file} without PyYAML", "pip install pyyaml") from None
     try:
         return yaml.safe_load(read_text(file))
     except yaml.YAMLError as error:
-        raise SettingsError(f"{file}: not YAML: {' '.join(str(error).split())}") from None
+        raise SettingsError(
+            f"{file} is not YAML: {' '.join(str(error).split())}", "correct the file"
+        ) from None
 
 
-def _ranks(document: dict[str, Any], walk: Walk, world: int | None) -> None:
-    """How many ranks; a launcher that started them knows better."""
+def _derive_ranks(document: dict[str, Any], walk: Walk, world: int | None) -> None:
+    """Set the number of ranks, unless a launcher has started them."""
     processes = _world(document.get("num_processes") or -1)
     if world is None and _count(document.get("num_machines") or 1) > 1:
         raise SettingsError(
-            f"{walk.origin('num_machines')} is {document['num_machines']}, and only one is started",
-            "on each machine: torchrun --nnodes N --nproc-per-node N --rdzv-endpoint HOST:PORT"
+            f"{walk.origin('num_machines')} is {document['num_machines']}, and the trainer starts "
+            "ranks on one machine only",
+            "run on each machine: torchrun --nnodes N --nproc-per-node N --rdzv-endpoint HOST:PORT"
             " -m trainer ...",
         )
     if processes == -1:
@@ -282,13 +289,13 @@ def _ranks(document: dict[str, Any], walk: Walk, world: int | None) -> None:
         )
 
 
-def _mixed_precision(document: dict[str, Any], walk: Walk, *, decides: bool = True) -> None:
-    """Accelerate's precision.
+def _derive_precision(document: dict[str, Any], walk: Walk, *, decides: bool = True) -> None:
+    """Set the precision of ``mixed_precision`` or of its old form ``fp16``.
 
     Args:
-        document: the file.
-        walk: the way through it.
-        decides: whether "no" is a statement; with a DeepSpeed file it is not, and that decides.
+        document: the content of the file.
+        walk: that reads the file.
+        decides: whether "no" is a statement; with a DeepSpeed file, that file decides.
     """
     value = document.get("mixed_precision")
     if value is None and "fp16" in document:
@@ -297,15 +304,15 @@ def _mixed_precision(document: dict[str, Any], walk: Walk, *, decides: bool = Tr
         walk.choices.assume("precision", "fp32", f"no mixed_precision in {walk.file.name}")
         return
     precision = _precision(value)
-    choose = walk.choices.state if decides or precision != "fp32" else walk.choices.assume
-    choose("precision", precision, walk.origin("mixed_precision"))
+    set_value = walk.choices.state if decides or precision != "fp32" else walk.choices.assume
+    set_value("precision", precision, walk.origin("mixed_precision"))
 
 
-def _deepspeed(document: dict[str, Any], walk: Walk) -> None:
+def _derive_deepspeed(document: dict[str, Any], walk: Walk) -> None:
     section = document.get("deepspeed_config") or {}
-    named = str(section.get("deepspeed_config_file") or "none")
-    has_file = named != "none"
-    _mixed_precision(document, walk, decides=not has_file)
+    file_name = str(section.get("deepspeed_config_file") or "none")
+    has_file = file_name != "none"
+    _derive_precision(document, walk, decides=not has_file)
     for what in ("optimizer", "param"):
         field = f"offload_{what}_nvme_path"
         if section.get(field) not in OFF:
@@ -313,21 +320,22 @@ def _deepspeed(document: dict[str, Any], walk: Walk) -> None:
                 "nvme_path", section[field], walk.origin(f"deepspeed_config.{field}")
             )
     if has_file:
-        places = (walk.file.parent / named, Path(named))
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
+        paths = (walk.file.parent / file_name, Path(file_name))
+        file = next((path for path in paths if path.is_file()), None)
+        if file is None:
             raise SettingsError(
-                f"{walk.origin('deepspeed_config.deepspeed_config_file')} is {named}: no such file"
-                f" beside {walk.file.name} or here"
+                f"{walk.origin('deepspeed_config.deepspeed_config_file')} is {file_name}, which is"
+                f" neither beside {walk.file.name} nor in the current directory",
+                "correct the path",
             )
-        deepspeed.read(found, walk.choices, ignore_unknown=walk.ignore_unknown)
+        deepspeed.read(file, walk.choices, ignore_unknown=walk.ignore_unknown)
     elif "zero_stage" not in section:
         walk.choices.assume(
             "strategy", "zero2", f"no deepspeed_config.zero_stage in {walk.file.name}"
         )
 
 
-def _fsdp(section: dict[str, Any], walk: Walk) -> None:
+def _derive_fsdp(section: dict[str, Any], walk: Walk) -> None:
     if str(section.get("fsdp_version")) == "2" and "fsdp_state_dict_type" not in section:
         walk.choices.assume("state_dict_type", "sharded", walk.origin("fsdp_config.fsdp_version 2"))
     for field, (setting, value) in _FSDP_DEFAULTS.items():

@@ -1,4 +1,4 @@
-"""What was chosen and by whom, so that two sources can be held against each other."""
+"""Chosen settings and where each comes from, so that two sources can be compared."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainer.errors import SettingsError
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of one setting, and the flag or field that gave it."""
+    """A value of one setting, and the flag or field that it comes from."""
 
     value: Any
     origin: str
 
 
 class Choices:
-    """Settings from several sources, each with its origin, and what is to be told about them.
+    """Settings from several sources, each with its origin, and the notes about them.
 
-    A stated value must agree with every other statement. An assumed one is what a framework does
-    where its file says nothing: any statement overrides it.
+    A stated value must agree with every other statement. An assumed value is what a framework does
+    if its file leaves a field out: any statement overrides it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Choices:
         self._notes: dict[str, list[str]] = {}
 
     def state(self, field: str, value: Any, origin: str) -> None:
-        """Choose ``value``.
+        """Set ``value`` by a statement.
 
         Raises:
             SettingsError: another source chose another value.
@@ -39,22 +39,22 @@ class Choices:
         new = Choice(value, origin)
         known = self._stated.setdefault(field, new)
         if known is not new and known.value != value:
-            raise contradiction(field, known, new)
+            raise make_contradiction(field, known, new)
 
     def assume(self, field: str, value: Any, origin: str) -> None:
-        """Take ``value`` unless somebody states one."""
+        """Set ``value`` unless there is a statement."""
         self._assumed.setdefault(field, Choice(value, origin))
 
     def limit(self, field: str, values: tuple[Any, ...], origin: str) -> None:
-        """Let the choice be one of ``values`` in the end."""
+        """Require that the resulting value is one of ``values``."""
         self._limits.append((field, values, origin))
 
     def stated(self, field: str) -> Choice | None:
-        """What was stated so far."""
+        """Return the statement for a setting, or None."""
         return self._stated.get(field)
 
     def note(self, subject: str, detail: str) -> None:
-        """Remember to tell that ``detail`` is of the kind ``subject``."""
+        """Add ``detail`` to the note with the heading ``subject``."""
         details = self._notes.setdefault(subject, [])
         if detail not in details:
             details.append(detail)
@@ -66,34 +66,34 @@ class Choices:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Setting -> value.
+        """The values by setting.
 
         Raises:
-            SettingsError: one is not among those that a source allows.
+            SettingsError: a value is not among those that a source allows.
         """
         chosen = self._all()
         for field, values, origin in self._limits:
             if field in chosen and chosen[field].value not in values:
-                raise contradiction(field, chosen[field], Choice(" or ".join(values), origin))
+                raise make_contradiction(field, chosen[field], Choice(" or ".join(values), origin))
         return {name: choice.value for name, choice in chosen.items()}
 
     @property
     def origins(self) -> dict[str, str]:
-        """Setting -> who chose it."""
+        """The origins by setting."""
         return {name: choice.origin for name, choice in self._all().items()}
 
     def _all(self) -> dict[str, Choice]:
         return {**self._assumed, **self._stated}
 
 
-def contradiction(field: str, one: Choice, other: Choice) -> SettingsError:
-    """The error for two sources that do not agree."""
+def make_contradiction(field: str, one: Choice, other: Choice) -> SettingsError:
+    """Return the error for two sources that disagree."""
     return SettingsError(
-        f"{field} is {_shown(one.value)} by {one.origin}"
-        f" and {_shown(other.value)} by {other.origin}",
+        f"{field} is {_format(one.value)} by {one.origin}"
+        f" and {_format(other.value)} by {other.origin}",
         'make them agree, or set the one in the file to "auto"',
     )
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,8 +1,8 @@
-"""A DeepSpeed ``ds_config.json``, unmodified: what each field of DeepSpeed 0.19 means here.
+"""Read a DeepSpeed ``ds_config.json``: what each field of DeepSpeed 0.19 means here.
 
 Every field that DeepSpeed knows is a setting, or has no effect here (and is named in a note), or
-is refused because it would change the training. ``auto`` is filled by a flag, else by our default.
-Fields that a section leaves out are what DeepSpeed makes of that, unless a flag says otherwise.
+is refused because it would change the training. ``auto`` becomes the value of a flag, else our
+default. A field that is left out gets DeepSpeed's default, unless a flag sets it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.config.choices import Choice, Choices, contradiction
+from trainer.config.choices import Choice, Choices, make_contradiction
 from trainer.config.rules import (
     OFF,
     Into,
@@ -41,9 +41,9 @@ def _betas(value: Any) -> tuple[float, float]:
 
 
 def _optimizer(value: Any) -> str:
-    """DeepSpeed compares the names of its own optimizers in lower case."""
+    """Return the name in lower case, as DeepSpeed compares the names of its own optimizers."""
     if not isinstance(value, str) or value.lower() not in ("adam", "adamw"):
-        raise ValueError('"Adam" or "AdamW", the only optimizers here')
+        raise ValueError('"Adam" or "AdamW", the only supported optimizers')
     return value.lower()
 
 
@@ -63,11 +63,11 @@ _DTYPE = one_of(
 )
 _STAGE = one_of(dict(enumerate(ZERO)))
 _DEVICE = one_of({"none": "none", "cpu": "cpu", "nvme": "nvme"})
-_NOT_BY_DEFAULT = (True, None, "auto")
-_16_BIT_STATE = "masters and moments are kept in fp32 here"
-_QUANTIZED = "nothing is quantized here"
-_REMOVED = "DeepSpeed removed it, and it would change the training"
-_PARALLEL = "ranks are data parallel only here"
+_TRUE_OR_UNSET = (True, None, "auto")
+_16_BIT_STATE = "masters and moments are always fp32 here"
+_QUANTIZED = "quantization is not supported"
+_REMOVED = "DeepSpeed removed the field, and it would change the training"
+_PARALLEL = "only data parallelism is supported"
 
 _OFFLOAD = without_effect("buffer_count pin_memory")
 
@@ -104,14 +104,14 @@ _ZERO_OPTIMIZATION: Table = {
     # Deprecated spellings of the two devices
     "cpu_offload": into("offload_optimizer", lambda on: "cpu" if boolean(on) else "none"),
     "cpu_offload_param": into("offload_param", lambda on: "cpu" if boolean(on) else "none"),
-    "load_from_fp32_weights": Only("masters are read in fp32 here", _NOT_BY_DEFAULT),
-    "zero_hpz_partition_size": Only("parameters are partitioned once here", (*OFF, 1)),
+    "load_from_fp32_weights": Only("masters are always read in fp32", _TRUE_OR_UNSET),
+    "zero_hpz_partition_size": Only("secondary partitions are not supported", (*OFF, 1)),
     **refused(
         _QUANTIZED,
         "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients",
     ),
-    **refused("updates are never delayed here", "zenflow"),
-    **refused("checkpoints have the current layout here", "legacy_stage1 elastic_checkpoint"),
+    **refused("delayed updates are not supported", "zenflow"),
+    **refused("old checkpoint layouts are not supported", "legacy_stage1 elastic_checkpoint"),
     **refused(_REMOVED, "mics_shard_size mics_hierarchical_params_gather zeropp_loco_param"),
     **without_effect(
         "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"
@@ -143,9 +143,11 @@ _FP16: Table = {
     "loss_scale_window": into("loss_scale_window", positive),
     "hysteresis": into("hysteresis", positive),
     "min_loss_scale": into("min_loss_scale", number),
-    **refused("hysteresis is refilled when the scale doubles", "consecutive_hysteresis"),
+    **refused("hysteresis is reset only when the scale doubles", "consecutive_hysteresis"),
     **refused(_16_BIT_STATE, "fp16_master_weights_and_grads"),
-    **without_effect("auto_cast"),  # of floating point inputs, and ours are token numbers
+    **without_effect(
+        "auto_cast"
+    ),  # it casts floating-point inputs, and the inputs here are token numbers
 }
 
 _OPTIMIZER: Table = {
@@ -156,10 +158,10 @@ _OPTIMIZER: Table = {
         "eps": into("eps", number),
         "weight_decay": into("weight_decay", number),
         **dict.fromkeys(("torch_adam", "adam_w_mode"), Into(boolean)),
-        "bias_correction": Only("the moments are always corrected here", _NOT_BY_DEFAULT),
-        "fp32_optimizer_states": Only(_16_BIT_STATE, _NOT_BY_DEFAULT),
-        **refused("AdamW has no such variant here", "amsgrad maximize"),
-        **refused("use gradient_clipping", "max_grad_norm"),
+        "bias_correction": Only("bias correction is always on", _TRUE_OR_UNSET),
+        "fp32_optimizer_states": Only(_16_BIT_STATE, _TRUE_OR_UNSET),
+        **refused("this variant of AdamW is not supported", "amsgrad maximize"),
+        **refused("use gradient_clipping instead", "max_grad_norm"),
         **without_effect("foreach fused capturable differentiable set_grad_none"),
     },
     **without_effect("legacy_fusion"),
@@ -175,7 +177,7 @@ _SCHEDULER: Table = {
         "total_num_steps": into("schedule_steps", positive),
         "warmup_min_ratio": into("warmup_min_ratio", number),
         "cos_min_ratio": into("cos_min_ratio", number),
-        "last_batch_iteration": Only("a checkpoint says where a run goes on", (-1, None, "auto")),
+        "last_batch_iteration": Only("the position comes from the checkpoint", (-1, None, "auto")),
     },
 }
 
@@ -192,11 +194,11 @@ TABLE: Table = {
     "scheduler": _SCHEDULER,
     "data_types": {
         "grad_accum_dtype": into("grad_dtype", _DTYPE),
-        "param_dtype": into("precision", _DTYPE),  # DeepSpeed wants the precision again
+        "param_dtype": into("precision", _DTYPE),  # must repeat the precision in DeepSpeed
         **without_effect("buffer_dtype keep_in_fp32_modules"),
     },
     "checkpoint": {
-        **refused("the run's own checkpoints are loaded here", "load_universal"),
+        **refused("universal checkpoints are not supported", "load_universal"),
         **without_effect("tag_validation use_node_local_storage checkpoint_serialization"),
         "parallel_write": section("pipeline_stage"),
         "writer": section(
@@ -204,8 +206,8 @@ TABLE: Table = {
             " io_multiplier"
         ),
     },
-    # It only prepares deepspeed.checkpointing.checkpoint, which a model has to call itself; neither
-    # DeepSpeed nor Transformers turn recomputation on by it.
+    # The section only prepares deepspeed.checkpointing.checkpoint, which a model must call itself;
+    # neither DeepSpeed nor Transformers switches recomputation on by it.
     "activation_checkpointing": section(
         "partition_activations number_checkpoints contiguous_memory_optimization"
         " synchronize_checkpoint_boundary profile cpu_checkpointing"
@@ -243,13 +245,13 @@ TABLE: Table = {
             " keep_module_on_host replace_with_kernel_inject kernel_inject"
         ),
     },
-    "gradient_allreduce_op": Only("gradients are averaged here", (None, "mean", "MEAN", "auto")),
+    "gradient_allreduce_op": Only("gradients are always averaged", (None, "mean", "MEAN", "auto")),
     "sequence_parallel_size": Only(_PARALLEL, (*OFF, 1)),
     **refused(_PARALLEL, "pipeline expert_parallel"),
-    **refused("data come in the order of the seed here", "data_efficiency"),
-    **refused("the whole model runs in the precision of fp16 or bf16 here", "torch_autocast msamp"),
+    **refused("the seed determines the data order", "data_efficiency"),
+    **refused("use fp16 or bf16: the whole model runs in one precision", "torch_autocast msamp"),
     **refused(_QUANTIZED, "weight_quantization"),
-    **refused("batch sizes are not searched here", "autotuning"),
+    **refused("a search for batch sizes is not supported", "autotuning"),
     **refused(
         _REMOVED,
         "amp compression_training quantize_training sparse_gradients eigenvalue sparse_attention"
@@ -266,11 +268,11 @@ TABLE: Table = {
 
 
 def read(file: Path, choices: Choices, *, ignore_unknown: bool = False) -> None:
-    """Add what ``file`` says to ``choices``.
+    """Add the settings of ``file`` to ``choices``.
 
     Raises:
-        SettingsError: it cannot be read, says something unknown, or asks for something else than
-            another source, or for what is not done here.
+        SettingsError: the file cannot be read, has an unknown field, contradicts another source, or
+            needs something that is not supported.
     """
     walk = Walk(file, choices, TABLE, ignore_unknown)
     document = _load(file)
@@ -281,12 +283,18 @@ def read(file: Path, choices: Choices, *, ignore_unknown: bool = False) -> None:
     if "bfloat16" in document:  # deprecated
         document.setdefault("bf16", document.pop("bfloat16"))
     walk.fields(document, TABLE)
-    for understand in (_batches, _precision, _zero, _optimize, _schedule):
-        understand(document, walk)
+    for derive in (
+        _derive_batches,
+        _derive_precision,
+        _derive_zero,
+        _derive_adam,
+        _derive_schedule,
+    ):
+        derive(document, walk)
 
 
-def _batches(document: dict[str, Any], walk: Walk) -> None:
-    """The whole batch alone is one micro batch a rank (runtime/config.py, 0.19.8)."""
+def _derive_batches(document: dict[str, Any], walk: Walk) -> None:
+    """Assume no accumulation if only the whole batch is given (runtime/config.py, 0.19.8)."""
     del document
     given = {name for name in _BATCHES if walk.choices.stated(name)}
     if given == {"global_batch"}:
@@ -297,81 +305,86 @@ _BATCHES = ("global_batch", "micro_batch", "accumulation")
 
 
 def _load(file: Path) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def check_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise SettingsError(f"{file.name}: {twice[0]} is there twice in one object")
+            raise SettingsError(
+                f"{file.name}: the field {twice[0]} is twice in one object", "remove one of them"
+            )
         return dict(pairs)
 
     try:
-        return json.loads(read_text(file), object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{file}: not JSON: {error}") from None
+        return json.loads(read_text(file), object_pairs_hook=check_unique)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise SettingsError(f"{file} is not JSON: {error}", "correct the file") from None
 
 
-def _section(document: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The section, empty when it is not there."""
+def _get_section(document: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Return a section, empty if it is missing."""
     for name in names:
         document = document.get(name) or {}
     return document
 
 
-def _precision(document: dict[str, Any], walk: Walk) -> None:
-    """Which of the two sections is on decides; without either, DeepSpeed trains in fp32."""
-    enabled = {name: _section(document, name).get("enabled") for name in ("fp16", "bf16")}
+def _derive_precision(document: dict[str, Any], walk: Walk) -> None:
+    """Set the precision of the section that is enabled; without one, DeepSpeed trains in fp32."""
+    enabled = {name: _get_section(document, name).get("enabled") for name in ("fp16", "bf16")}
     on = [name for name, value in enabled.items() if value is True]
     if len(on) > 1:
-        raise SettingsError(f"{walk.file.name}: fp16 and bf16 are both enabled", "disable one")
+        raise SettingsError(
+            f"{walk.file.name}: fp16 and bf16 are both enabled",
+            "set enabled to false in one of them",
+        )
     for name in on:
         walk.choices.state("precision", name, walk.origin(f"{name}.enabled"))
     known = walk.choices.stated("precision")
     if known and enabled.get(known.value) is False:
-        off = Choice(f"not {known.value}", walk.origin(f"{known.value}.enabled"))
-        raise contradiction("precision", known, off)
+        disabled = Choice(f"not {known.value}", walk.origin(f"{known.value}.enabled"))
+        raise make_contradiction("precision", known, disabled)
     if not on and "auto" not in enabled.values():
         walk.choices.assume("precision", "fp32", f"neither fp16 nor bf16 in {walk.file.name}")
 
 
-def _zero(document: dict[str, Any], walk: Walk) -> None:
+def _derive_zero(document: dict[str, Any], walk: Walk) -> None:
     walk.choices.limit("strategy", ZERO, walk.file.name)
-    if "stage" not in _section(document, "zero_optimization"):
+    if "stage" not in _get_section(document, "zero_optimization"):
         walk.choices.assume("strategy", "ddp", f"no zero_optimization.stage in {walk.file.name}")
 
 
-def _optimize(document: dict[str, Any], walk: Walk) -> None:
-    """What the names of Adam mean, and the weight decay that DeepSpeed's own Adam does not have."""
-    kind = _section(document, "optimizer").get("type")
+def _derive_adam(document: dict[str, Any], walk: Walk) -> None:
+    """Refuse Adam without decoupled decay; assume the weight decay of DeepSpeed's own Adam, 0."""
+    kind = _get_section(document, "optimizer").get("type")
     if kind is None:
         return
-    params = _section(document, "optimizer", "params")
+    params = _get_section(document, "optimizer", "params")
     if kind.lower() == "adam" and params.get("adam_w_mode") is False:
-        raise walk.refusal("optimizer.params.adam_w_mode", False, "only AdamW is done here")
+        raise walk.refusal("optimizer.params.adam_w_mode", False, "only AdamW is supported")
     if "weight_decay" not in params and params.get("torch_adam") is not True:
         walk.choices.assume(
             "weight_decay", 0.0, f"no optimizer.params.weight_decay in {walk.file.name}"
         )
 
 
-def _schedule(document: dict[str, Any], walk: Walk) -> None:
-    """DeepSpeed's defaults differ from ours, and not every schedule takes every number."""
-    kind = _section(document, "scheduler").get("type")
+def _derive_schedule(document: dict[str, Any], walk: Walk) -> None:
+    """Assume DeepSpeed's defaults, and refuse parameters of another schedule."""
+    kind = _get_section(document, "scheduler").get("type")
     if kind is None:
         return
-    params = _section(document, "scheduler", "params")
+    params = _get_section(document, "scheduler", "params")
     for name in params:
         if name in _SCHEDULER_PARAMS and name not in _SCHEDULE_FIELDS[kind]:
             takes = ", ".join(sorted(_SCHEDULE_FIELDS[kind]))
             raise SettingsError(
-                f"{walk.file.name}: scheduler.params.{name} is no parameter of {kind}",
-                f"it takes {takes}",
+                f"{walk.file.name}: scheduler.params.{name} is not a parameter of {kind}",
+                f"its parameters are {takes}",
             )
     if "warmup_num_steps" not in params:
         walk.choices.assume(
             "warmup_steps", 1000, f"no scheduler.params.warmup_num_steps in {walk.file.name}"
         )
     if kind == "WarmupDecayLR" and "warmup_max_lr" not in params:
-        # DeepSpeed then goes to 0.001 whatever the optimizer's lr is; say so if that is another.
+        # DeepSpeed then warms up to 0.001, whatever the optimizer's lr is; another lr is an error.
         origin = walk.origin("scheduler.params.warmup_max_lr (its default)")
         walk.choices.state("lr", 0.001, origin)
 

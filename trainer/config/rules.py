@@ -1,7 +1,7 @@
-"""Walk a configuration file along a table that says what each field means here.
+"""Apply a table of rules to a configuration file: each rule says what a field means here.
 
-A table maps a field's name to a rule, or to the table of the section of that name. A field that no
-table has is an error that names the nearest one that is there.
+A table maps the name of a field to a rule, and the name of a section to the table of the section. A
+field that no table has is an error, which suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from trainer.config.choices import Choices
 from trainer.errors import SettingsError
 
 Kind = Callable[[Any], Any]
-"""Value in the file -> value of the setting; ValueError(what was expected) when it cannot be."""
+"""Value in the file -> value of the setting; raises ValueError(what was expected)."""
 
 OFF: tuple[Any, ...] = (None, False, 0, "", "auto", "none", (), [], {})
-"""Values of a field that ask for nothing."""
+"""Values that switch a field off."""
 
 
 @dataclass(frozen=True)
 class Into:
-    """The field is these settings: one, or several when ``kind`` gives a tuple, or only checked."""
+    """The field sets these settings: none, one, or several if ``kind`` returns a tuple."""
 
     kind: Kind
     settings: tuple[str, ...] = ()
@@ -34,16 +34,16 @@ class Into:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """The field does not change the training here. A section if ``fields`` are named."""
+    """The field, or section with these ``fields``, does not change the training here."""
 
     fields: tuple[str, ...] = ()
     quiet: tuple[Any, ...] = (None,)
-    """Values that are not worth a note."""
+    """Values without a note."""
 
 
 @dataclass(frozen=True)
 class Only:
-    """The field may have these values, which change nothing; any other is refused."""
+    """The field may have these values, which change nothing; any other value is refused."""
 
     why: str
     values: tuple[Any, ...] = OFF
@@ -54,28 +54,28 @@ Table = Mapping[str, "Rule | Table"]
 
 
 def into(settings: str, kind: Kind) -> Into:
-    """The rule for a field that is one or several settings, given in words."""
+    """Return the rule for a field that sets the settings named, separated by spaces."""
     return Into(kind, tuple(settings.split()))
 
 
 def without_effect(names: str, *quiet: Any) -> dict[str, Rule | Table]:
-    """Rules for fields that have no effect here; the ``quiet`` values are not worth a note."""
+    """Return rules for fields that have no effect here; ``quiet`` values get no note."""
     return {name: NoEffect(quiet=(None, *quiet)) for name in names.split()}
 
 
 def section(fields: str) -> NoEffect:
-    """The rule for a section that has no effect here."""
+    """Return the rule for a section that has no effect here."""
     return NoEffect(tuple(fields.split()))
 
 
 def refused(why: str, names: str) -> dict[str, Rule | Table]:
-    """Rules for fields that would change the training in a way that is not done here."""
+    """Return rules for fields that would change the training in a way that is not supported."""
     return {name: Only(why) for name in names.split()}
 
 
 @dataclass
 class Walk:
-    """One file on its way into choices."""
+    """Reads one file into choices."""
 
     file: Path
     choices: Choices
@@ -83,7 +83,7 @@ class Walk:
     ignore_unknown: bool = False
 
     def origin(self, path: str) -> str:
-        """How a field is named in messages."""
+        """Return the name of a field for messages."""
         return f"{path} in {self.file.name}"
 
     def fields(self, found: Any, table: Table, path: str = "") -> None:
@@ -102,7 +102,7 @@ class Walk:
                 self._apply(rule, value, here)
 
     def _names(self, found: Any, known: Collection[str], path: str) -> list[str]:
-        """The names of a section's fields, all of them known ones."""
+        """Return the names of the known fields of a section; refuse or note the others."""
         if not isinstance(found, dict):
             raise self.wrong(path or "the file", "an object of named fields", found)
         for name in found:
@@ -141,18 +141,23 @@ class Walk:
         near = elsewhere or difflib.get_close_matches(name, siblings, n=1, cutoff=0.5)
         raise SettingsError(
             f"{self.file.name}: unknown field {path}",
-            (f"did you mean {near[0]}? " if near else "") + "--ignore-unknown goes on without it",
+            (f"did you mean {near[0]}? " if near else "") + "--ignore-unknown ignores it",
         )
 
     def wrong(self, path: str, expected: str, found: Any) -> SettingsError:
-        """The error for a value of the wrong form."""
+        """Return the error for a value of a wrong type or form."""
         shown = json.dumps(found, default=str)
-        return SettingsError(f"{self.file.name}: {path}: expected {expected}, found {shown}")
+        return SettingsError(
+            f"{self.file.name}: {path}: expected {expected}, found {shown}",
+            f"correct it in {self.file}",
+        )
 
     def refusal(self, path: str, found: Any, why: str) -> SettingsError:
-        """The error for a value that would change the training."""
+        """Return the error for a value that would change the training."""
         shown = json.dumps(found, default=str)
-        return SettingsError(f"{self.file.name}: {path} is {shown}: {why}", "take it out")
+        return SettingsError(
+            f"{self.file.name}: {path} is {shown}: {why}", "remove it from the file"
+        )
 
 
 def _disabled(value: Any) -> bool:
@@ -169,34 +174,39 @@ def _paths(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a configuration file.
+    """Return the text of a configuration file.
 
     Raises:
-        SettingsError: it is not there, or not text.
+        SettingsError: the file is missing or is not text.
     """
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"{file}: cannot be read: {reason}") from None
+        raise SettingsError(f"cannot read {file}: {reason}", "give a readable text file") from None
 
 
 def number(value: Any) -> float:
-    """A finite number."""
+    """Return a finite number."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError("a number")
     return float(value)
 
 
 def integer(value: Any) -> int:
-    """A whole number; 5e8 is one."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+    """Return a whole number; 5e8 is one."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value != value // 1
+    ):
         raise ValueError("a whole number")
     return int(value)
 
 
 def positive(value: Any) -> int:
-    """A whole number from 1."""
+    """Return a whole number of 1 or more."""
     try:
         whole = integer(value)
     except ValueError:
@@ -207,21 +217,21 @@ def positive(value: Any) -> int:
 
 
 def boolean(value: Any) -> bool:
-    """True or false."""
+    """Return true or false."""
     if not isinstance(value, bool):
         raise ValueError("true or false")  # noqa: TRY004 - the walk turns it into a message
     return value
 
 
 def text(value: Any) -> str:
-    """A string."""
+    """Return a string."""
     if not isinstance(value, str):
         raise ValueError("text")  # noqa: TRY004
     return value
 
 
 def one_of(meanings: Mapping[Any, Any]) -> Kind:
-    """One of these values, each with what it means here."""
+    """Return the kind that maps each allowed value to its meaning here."""
 
     def kind(value: Any) -> Any:
         simple = isinstance(value, (str, int, float)) and not isinstance(value, bool)

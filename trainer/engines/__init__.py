@@ -1,41 +1,41 @@
-"""How a model is trained on several ranks: one file an engine, and ``base.Engine``.
+"""Engines that adapt other programs, and the choice among all engines.
 
-ddp, zero1, zero2, zero3
-                 by our own loop (native); replicated: stages 0 to 2, zero: all of them
-fsdp, fsdp2      by torch; sharded: what both share, units: what they gather at once,
-                 first_weights: the model that they shard
-grid             a model that is cut by tensor, stage and expert
-deepspeed        the real DeepSpeed; deepspeed_setup, deepspeed_config: made ready for our settings
+fsdp1              FSDP 1 with the options that Accelerate has for it
+grid               a model that is cut by tensor, stage and expert (``parallel/``)
+deepspeed          the real DeepSpeed
+deepspeed_setup    its import, and the settings that it cannot follow
+deepspeed_config   the settings as its configuration
+deepspeed_files    its checkpoints
+
+ddp, ZeRO and FSDP 2 are in ``trainer.core``.
 """
 
 from __future__ import annotations
 
 import importlib
 
-from trainer.engines.base import Engine
-from trainer.ranks import Ranks
+from trainer.core.engine import Engine
+from trainer.core.ranks import Ranks
 from trainer.settings import Settings
 
-_NATIVE = {
-    "ddp": "ddp.DdpEngine",
-    "zero1": "zero1.Zero1Engine",
-    "zero2": "zero2.Zero2Engine",
-    "zero3": "zero3.Zero3Engine",
-    "fsdp": "fsdp.FsdpEngine",
-    "fsdp2": "fsdp2.Fsdp2Engine",
+_CLASSES = {
+    "ddp": "core.ddp.DdpEngine",
+    "zero1": "core.zero1.Zero1Engine",
+    "zero2": "core.zero2.Zero2Engine",
+    "zero3": "core.zero3.Zero3Engine",
+    "fsdp": "engines.fsdp1.FsdpEngine",
+    "fsdp2": "core.fsdp2.Fsdp2Engine",
 }
 """Module and class by strategy; only the one that is used is imported."""
 
 
-def build(settings: Settings, ranks: Ranks) -> Engine:
-    """The engine of ``settings.engine`` and ``settings.strategy``, with its model on this rank."""
-    place = _NATIVE[settings.strategy]
+def build_engine(settings: Settings, ranks: Ranks) -> Engine:
+    """Return the engine of ``settings.engine`` and ``settings.strategy``, with its model."""
+    path = _CLASSES[settings.strategy]
     if settings.engine == "deepspeed":
-        place = "deepspeed.DeepSpeedEngine"
-    elif settings.grid.parallel:
-        place = "grid.GridEngine"
-    module, _, name = place.partition(".")
-    engine: Engine = getattr(importlib.import_module(f"trainer.engines.{module}"), name)(
-        settings, ranks
-    )
+        path = "engines.deepspeed.DeepSpeedEngine"
+    elif settings.grid.cuts_model:
+        path = "engines.grid.GridEngine"
+    module, _, name = path.rpartition(".")
+    engine: Engine = getattr(importlib.import_module(f"trainer.{module}"), name)(settings, ranks)
     return engine

@@ -1,21 +1,22 @@
-"""A ds_config for the real DeepSpeed from the settings: the way back of ``config/deepspeed.py``."""
+"""The settings as a ds_config for the real DeepSpeed: the inverse of ``config/deepspeed.py``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trainer.checkpoint.deepspeed import basic_config
+from trainer.checkpoint.deepspeed import make_basic_config
 from trainer.settings import Settings
 
 
-def ds_config(settings: Settings, largest: int) -> dict[str, Any]:
-    """The run in DeepSpeed's words.
+def make_ds_config(settings: Settings, largest: int) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of the run.
 
     Args:
-        largest: elements of the largest parameter.
+        settings: of the run.
+        largest: number of elements of the largest parameter.
     """
     config: dict[str, Any] = {
-        **basic_config(settings),
+        **make_basic_config(settings),
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -26,11 +27,11 @@ def ds_config(settings: Settings, largest: int) -> dict[str, Any]:
                 "torch_adam": True,
             },
         },
-        "zero_optimization": _zero_section(settings, largest),
+        "zero_optimization": _make_zero_section(settings, largest),
     }
     if settings.schedule != "constant":
-        config["scheduler"] = {"type": settings.schedule, "params": _schedule_params(settings)}
-    # DeepSpeed's own choice is the precision.
+        config["scheduler"] = {"type": settings.schedule, "params": _make_schedule_params(settings)}
+    # DeepSpeed's default for grad_accum_dtype is the precision.
     if settings.precision not in {"fp32", settings.grad_dtype}:
         config["data_types"] = {"grad_accum_dtype": settings.grad_dtype}
     if settings.precision == "fp16":
@@ -44,7 +45,7 @@ def ds_config(settings: Settings, largest: int) -> dict[str, Any]:
     return config
 
 
-def _zero_section(settings: Settings, largest: int) -> dict[str, Any]:
+def _make_zero_section(settings: Settings, largest: int) -> dict[str, Any]:
     stage = settings.zero_stage
     section: dict[str, Any] = {"stage": stage}
     if stage:
@@ -63,7 +64,7 @@ def _zero_section(settings: Settings, largest: int) -> dict[str, Any]:
     return section
 
 
-def _schedule_params(settings: Settings) -> dict[str, Any]:
+def _make_schedule_params(settings: Settings) -> dict[str, Any]:
     params: dict[str, Any] = {
         "warmup_num_steps": settings.warmup_steps,
         "warmup_type": settings.warmup_type,

@@ -1,7 +1,7 @@
-"""A model cut by tensor, stage and expert; each part sharded (fsdp2) or replicated (ddp).
+"""A model cut by tensor, stage and expert; each part is sharded (fsdp2) or replicated (ddp).
 
 Each cut parameter is a DTensor, which ``fully_shard`` cuts once more over the ranks that share it.
-Replicas are shards of one rank, so that ddp needs no code of its own.
+A replica is a shard over one rank, so that ddp needs no code of its own.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from trainer.engines.fsdp2 import Fsdp2Engine
-from trainer.engines.sharded import data_axes, quiet
+from trainer.config.huggingface import load_model_config
+from trainer.core.fsdp2 import Fsdp2Engine
+from trainer.core.norm import compute_norm
+from trainer.core.optimizer import ParamGroup
+from trainer.core.ranks import Ranks
 from trainer.errors import SettingsError
-from trainer.model import configuration
-from trainer.optimizer import ParamGroup
+from trainer.fsdp_options import data_mesh_axes, ignore_known_warnings
 from trainer.parallel import experts, pipeline, tensor
-from trainer.ranks import Ranks
 from trainer.settings import Settings
-from trainer.zero.norm import norm
 
 
 class GridEngine(Fsdp2Engine):
-    """FSDP 2 or DDP over a model that is itself cut."""
+    """Trains a model that is itself cut, with FSDP 2 or DDP."""
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         self._collected: list[Tensor] = []
         self._losses: list[Tensor] = []
         super().__init__(settings, ranks)
         own = [name for name, _ in self.model.named_parameters()]
-        stages = ranks.gather((self._place("pp"), own))
+        stages = ranks.all_gather_objects((self._axis_index("pp"), own))
         self._stage_of = {name: stage for stage, names in stages for name in names}
         self._pipeline: pipeline.Pipeline | None = None
         if settings.pp > 1:
@@ -48,10 +48,10 @@ class GridEngine(Fsdp2Engine):
 
     # The cut
 
-    def _data_mesh(self) -> DeviceMesh:
+    def _make_data_mesh(self) -> DeviceMesh:
         settings, grid = self.settings, self.settings.grid
         ddp = settings.strategy == "ddp"
-        data = {"replicate": grid.dp, "shard": 1} if ddp else data_axes(settings)
+        data = {"replicate": grid.dp, "shard": 1} if ddp else data_mesh_axes(settings)
         data = {f"dp_{name}": size for name, size in data.items()}
         axes = {"pp": grid.pp, **data, "ep": grid.ep, "tp": grid.tp}
         self.grid_mesh = init_device_mesh(
@@ -59,33 +59,33 @@ class GridEngine(Fsdp2Engine):
         )
         return self.grid_mesh[tuple(data)]
 
-    def _place(self, axis: str) -> int:
+    def _axis_index(self, axis: str) -> int:
         return self.grid_mesh.get_local_rank(axis)
 
-    def _cut(self, model: nn.Module) -> nn.Module:
+    def _cut_model(self, model: nn.Module) -> nn.Module:
         settings = self.settings
-        config = configuration(settings)
+        config = load_model_config(settings)
         _check_dropout(config)
         self._loss = cast("Any", model).loss_function
         if settings.pp > 1:
-            model = pipeline.Stage(model, self._place("pp"), settings.pp)
+            model = pipeline.Stage(model, self._axis_index("pp"), settings.pp)
             if not any(p.requires_grad for p in model.parameters()):
                 raise SettingsError(
-                    "every parameter of a stage is frozen: nothing flows back through it",
-                    "freeze less, or use --pp 1",
+                    "every parameter of a pipeline stage is frozen: no gradient passes through it",
+                    "use a narrower --freeze, or --pp 1",
                     one_rank=True,
                 )
         if settings.tp > 1:
-            tensor.cut(model, self.grid_mesh["tp"], config)
+            tensor.cut_layers(model, self.grid_mesh["tp"], config)
         if settings.ep > 1:
-            experts.cut(model, self.grid_mesh["ep"])
+            experts.cut_experts(model, self.grid_mesh["ep"])
         return model
 
     def _check(self, model: nn.Module) -> None:
         if self.settings.strategy == "fsdp2":
             super()._check(model)
 
-    def _own(self, groups: list[ParamGroup]) -> list[ParamGroup]:
+    def _select_groups(self, groups: list[ParamGroup]) -> list[ParamGroup]:
         own = {name for name, _ in self.model.named_parameters()}
         kept = [
             ParamGroup(tuple(name for name in group.names if name in own), group.weight_decay)
@@ -95,20 +95,20 @@ class GridEngine(Fsdp2Engine):
 
     # The step
 
-    def microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
-        """See Engine."""
+    def run_microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
+        """Run forward and backward, or collect a micro batch for the pipeline, see Engine."""
         if self._pipeline is None:
-            with quiet():
-                return super().microbatch(tokens, last=last)
+            with ignore_known_warnings():
+                return super().run_microbatch(tokens, last=last)
         self._collected.append(tokens)
         self._losses.append(torch.zeros((), device=self.ranks.device))
         loss = self._losses[-1]
         if last:
-            with self.timer("pipeline"), quiet():
-                found = self._pipeline.run(self._collected) / self.scaler.scale
-                dist.all_reduce(found, group=self.grid_mesh.get_group("pp"))
-            for one, value in zip(self._losses, found, strict=True):
-                one.copy_(value)
+            with self.timer("pipeline"), ignore_known_warnings():
+                losses = self._pipeline.run(self._collected) / self.scaler.scale
+                dist.all_reduce(losses, group=self.grid_mesh.get_group("pp"))
+            for scalar, value in zip(self._losses, losses, strict=True):
+                scalar.copy_(value)
             self._collected, self._losses = [], []
         return loss
 
@@ -116,26 +116,26 @@ class GridEngine(Fsdp2Engine):
         loss: Tensor = self._loss(logits=logits, labels=tokens, vocab_size=logits.shape[-1])
         return loss.float() * self.scaler.scale
 
-    def _norm(self, gradients: list[Tensor]) -> float:
-        """Of what several ranks have, the first one is asked."""
-        updated = (p for p in self._updated() if p.grad is not None)
+    def _compute_norm(self, gradients: list[Tensor]) -> float:
+        """Return the global norm; of a gradient that several ranks have, only the first counts."""
+        updated = (p for p in self._optimized_parameters() if p.grad is not None)
         pieces = [
             gradient.to(self.ranks.device)
             for parameter, gradient in zip(updated, gradients, strict=True)
-            if self._speaks_for(cast("DTensor", parameter))
+            if self._is_first_holder(cast("DTensor", parameter))
         ]
-        return norm(pieces, self._elements, reduce_on=self.ranks.device)
+        return compute_norm(pieces, self._numel, reduce_on=self.ranks.device)
 
-    def _speaks_for(self, parameter: DTensor) -> bool:
-        """Whether this rank is the first on every axis that does not cut the parameter."""
+    def _is_first_holder(self, parameter: DTensor) -> bool:
+        """Return whether this rank is first on every axis that does not cut the parameter."""
         axes = parameter.device_mesh.mesh_dim_names or ()
-        hows = zip(axes, parameter.placements, strict=True)
-        cut = {axis for axis, how in hows if not isinstance(how, Replicate)}
+        placements = zip(axes, parameter.placements, strict=True)
+        cut = {axis for axis, how in placements if not isinstance(how, Replicate)}
         others = {*(self.grid_mesh.mesh_dim_names or ())} - {"pp", *cut}
-        return all(self._place(axis) == 0 for axis in others)
+        return all(self._axis_index(axis) == 0 for axis in others)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See Engine: gathered one by one in their stage, which tells the others."""
+        """Gather the parameters one by one in their stage, which broadcasts them, see Engine."""
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, shape in self.shapes.items():
@@ -151,10 +151,10 @@ class GridEngine(Fsdp2Engine):
 
 
 def _check_dropout(config: Any) -> None:
-    """Ranks that share activations would have to draw the same masks, or parts of them."""
+    """Refuse dropout: ranks that share activations would have to draw parts of the same masks."""
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:
             raise SettingsError(
-                f"{name} is {value}: what it draws would depend on how the model is cut",
+                f"the model has {name} {value}, and its random masks would depend on how it is cut",
                 "use --dropout 0, or --tp 1 --pp 1 --ep 1",
             )

@@ -1,5 +1,9 @@
-"""A model cut over ranks that share their data: by tensor, by pipeline stage, by expert.
+"""Ways to cut a model over ranks that train the same samples.
 
-``grid`` numbers the ranks; ``tensor``, ``pipeline`` and ``experts`` each know one way to cut, on
-torch's own parts. ``engines/grid.py`` puts them together.
+grid       the axes, and the numbers of the ranks in them
+tensor     cuts each layer's matrices, with torch's ``parallelize_module``
+pipeline   cuts the layers into stages, with torch's pipelining
+experts    cuts the experts of each layer
+
+``engines/grid.py`` combines them.
 """

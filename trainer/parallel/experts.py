@@ -1,8 +1,8 @@
-"""Expert parallel: each rank has some experts of every layer, whole, and adds up what they say.
+"""Expert parallelism: each rank has some whole experts of every layer.
 
-The ranks of the axis see the same tokens and route them alike; each runs its own experts on the
-tokens that are theirs, and the sum of all ranks is the layer's output. (Megatron-LM and DeepSpeed
-give the ranks different tokens and exchange them; what a rank keeps is the same.)
+The ranks of the axis see the same tokens and route them alike. Each runs its own experts on the
+tokens that are routed to them, and the sum over the ranks is the output of the layer. (Megatron-LM
+and DeepSpeed give the ranks different tokens and exchange them; a rank keeps the same parameters.)
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ STACKS = ("gate_up_proj", "down_proj")
 """(experts, 2 x intermediate, hidden) and (experts, hidden, intermediate), in transformers 5."""
 
 
-def cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank of ``mesh`` its experts of every layer. Collective.
+def cut_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the experts of every layer over the ranks of ``mesh``. Collective.
 
     Raises:
         SettingsError: the model has no experts, or their number does not divide.
     """
-    found = [module for module in model.modules() if _has_stacks(module)]
-    if not found:
+    layers = [module for module in model.modules() if _has_stacks(module)]
+    if not layers:
         raise SettingsError(
-            f"ep {mesh.size()}, and {type(model).__name__} has no layers with stacked experts",
-            "use --ep 1, or a model of experts (tiny-mixtral)",
+            f"--ep is {mesh.size()}, and {type(model).__name__} has no layers with stacked experts",
+            "use --ep 1, or a mixture-of-experts model (tiny-mixtral)",
         )
-    for module in found:
+    for module in layers:
         for name in STACKS:
             stack = module.get_parameter(name)
             if len(stack) % mesh.size():
                 raise SettingsError(
-                    f"ep {mesh.size()} does not divide {len(stack)} experts",
+                    f"--ep {mesh.size()} does not divide the {len(stack)} experts of a layer",
                     f"use an --ep that divides {len(stack)}",
                 )
             shards = distribute_tensor(stack.detach(), mesh, [Shard(0)])
             setattr(module, name, nn.Parameter(shards, requires_grad=stack.requires_grad))
-        cast("Any", module).forward = partial(_forward, module, mesh)
+        cast("Any", module).forward = partial(_run_own_experts, module, mesh)
 
 
 def _has_stacks(module: nn.Module) -> bool:
@@ -51,32 +51,34 @@ def _has_stacks(module: nn.Module) -> bool:
     return all(name in own and own[name].ndim == 3 for name in STACKS)
 
 
-def _forward(
+def _run_own_experts(
     experts: Any, mesh: DeviceMesh, hidden: Tensor, chosen: Tensor, weights: Tensor
 ) -> Tensor:
-    """The sum over all experts of weight x expert(hidden).
+    """Return the sum over all experts of weight x expert(hidden).
 
     Args:
+        experts: the layer, with this rank's experts.
+        mesh: the expert axis.
         hidden: (tokens, hidden).
         chosen: (tokens, k), numbers of experts.
         weights: (tokens, k).
     """
-    hidden, weights = _entering(hidden, mesh), _entering(weights, mesh)
+    hidden, weights = _sum_gradient(hidden, mesh), _sum_gradient(weights, mesh)
     up, down = (getattr(experts, name).to_local() for name in STACKS)
     total = torch.zeros_like(hidden)
     for number in range(len(up)):
-        # All of them, also for no tokens: ranks that share a parameter must all have a gradient.
-        mine = chosen == mesh.get_local_rank() * len(up) + number
-        which, token = torch.where(mine.t())
+        # An expert without tokens runs too: ranks that share a parameter must all have a gradient.
+        is_chosen = chosen == mesh.get_local_rank() * len(up) + number
+        which, token = torch.where(is_chosen.t())
         gate, value = nn.functional.linear(hidden[token], up[number]).chunk(2, -1)
-        said = nn.functional.linear(experts.act_fn(gate) * value, down[number])
-        said = said * weights[token, which, None]
-        total.index_add_(0, token, said.to(total.dtype))
+        output = nn.functional.linear(experts.act_fn(gate) * value, down[number])
+        output = output * weights[token, which, None]
+        total.index_add_(0, token, output.to(total.dtype))
     parts = DTensor.from_local(total, mesh, [Partial()], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local()
 
 
-def _entering(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The same tensor, whose gradient is the sum of what the ranks' experts have to say of it."""
+def _sum_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the same tensor; its gradient is summed over the ranks of ``mesh``."""
     same = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return same.to_local(grad_placements=[Partial()])

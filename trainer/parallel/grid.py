@@ -1,7 +1,7 @@
-"""Ranks in a grid of pipeline stage, data, expert and tensor, numbered as Megatron-LM does.
+"""A grid of ranks with axes pipeline, data, expert and tensor, numbered as in Megatron-LM.
 
-Tensor parallel ranks are neighbours, as they speak most, and pipeline stages lie farthest apart
-(its order tp-cp-ep-dp-pp, megatron/core/parallel_state.py, core 0.16).
+Tensor-parallel ranks are neighbors, because they communicate most, and pipeline stages are farthest
+apart (order tp-cp-ep-dp-pp, megatron/core/parallel_state.py, core 0.16).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """How many ranks each axis has; their product is the world.
+    """The size of each axis; their product is the world size.
 
     >>> grid = Grid(pp=2, dp=2, tp=2)
-    >>> grid.world, [grid.data_of(rank) for rank in range(8)], grid.readers
+    >>> grid.world, [grid.data_index(rank) for rank in range(8)], grid.data_ranks
     (8, [0, 0, 1, 1, 0, 0, 1, 1], [0, 2])
     """
 
@@ -25,35 +25,35 @@ class Grid:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.pp * self.dp * self.cut
 
     @property
     def cut(self) -> int:
-        """Ranks that a stage is cut over, before its data-parallel ranks share it."""
+        """Number of ranks that the layers of one stage are cut over."""
         return self.ep * self.tp
 
     @property
-    def parallel(self) -> bool:
-        """Whether the model itself is cut."""
+    def cuts_model(self) -> bool:
+        """Whether the model itself is cut, by tensor, stage or expert."""
         return self.pp * self.cut > 1
 
-    def data_of(self, rank: int) -> int:
-        """The rank's place on the data axis: ranks with the same place train the same samples."""
+    def data_index(self, rank: int) -> int:
+        """Return the index on the data axis: ranks with the same index train the same samples."""
         return rank // self.cut % self.dp
 
-    def stage_of(self, rank: int) -> int:
-        """The rank's pipeline stage."""
+    def stage_index(self, rank: int) -> int:
+        """Return the pipeline stage of a rank."""
         return rank // (self.cut * self.dp)
 
-    def cut_of(self, rank: int) -> tuple[int, int]:
-        """The rank's place on the tensor and on the expert axis."""
+    def tensor_and_expert_index(self, rank: int) -> tuple[int, int]:
+        """Return the indices of a rank on the tensor and on the expert axis."""
         return rank % self.tp, rank // self.tp % self.ep
 
     @property
-    def readers(self) -> list[int]:
-        """One rank for each place on the data axis, in its order."""
-        return [place * self.cut for place in range(self.dp)]
+    def data_ranks(self) -> list[int]:
+        """One rank for each index on the data axis, in its order."""
+        return [index * self.cut for index in range(self.dp)]
 
     def __str__(self) -> str:
         return f"tp {self.tp} x pp {self.pp} x ep {self.ep} x dp {self.dp}"

@@ -1,7 +1,7 @@
-"""Pipeline parallel: each stage has some consecutive layers, and micro batches flow through them.
+"""Pipeline parallelism: each stage has consecutive layers, and micro batches flow through them.
 
-A stage is the model with the other stages' layers taken out: what is left keeps the names that it
-has in the whole model, and the forward pass is that of transformers.
+A stage is the model without the layers of the other stages: what is left keeps its names of the
+whole model, and the forward pass is that of transformers.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Stage(nn.Module):
     """Layers of a causal language model of the Llama family.
 
     Args:
-        whole: the model; it is used up.
-        index: of this stage, from 0.
-        count: of stages.
+        whole: the model, which is modified.
+        index: number of this stage, from 0.
+        count: number of stages.
 
     Raises:
-        SettingsError: the model cannot be cut so.
+        SettingsError: the model cannot be cut into these stages.
     """
 
     def __init__(self, whole: nn.Module, index: int, count: int) -> None:
         super().__init__()
-        _check(whole, count)
+        _check_model(whole, count)
         self.first = index == 0
         last = index == count - 1
         inner: Any = whole.model
         layers = inner.layers
-        mine = layers_of(len(layers), count)[index]
+        own = split_layers(len(layers), count)[index]
         for number in range(len(layers)):
-            if number not in mine:
-                # The list keeps the numbers of the others: they are part of the names.
+            if number not in own:
+                # The list must keep the numbers of the other layers: they are part of the names.
                 del layers._modules[str(number)]  # noqa: SLF001
         if not self.first:
             inner.embed_tokens = None
@@ -54,22 +54,23 @@ class Stage(nn.Module):
         self._no_split_modules = getattr(whole, "_no_split_modules", None)
 
     def forward(self, received: Tensor) -> Tensor:
-        """Tokens (batch, seq) or hidden states (batch, seq, hidden) to hidden states or logits."""
-        told = {"input_ids" if self.first else "inputs_embeds": received}
-        hidden: Tensor = self.model(**told).last_hidden_state
+        """Turn tokens (batch, seq) or states (batch, seq, hidden) into hidden states or logits."""
+        inputs = {"input_ids" if self.first else "inputs_embeds": received}
+        hidden: Tensor = self.model(**inputs).last_hidden_state
         if self.lm_head is not None:
             hidden = self.lm_head(hidden)
         return hidden
 
 
 class Pipeline:
-    """The stages at work: a step's micro batches through all of them, forward and back.
+    """Runs the micro batches of a step through all stages, forward and backward.
 
     Args:
-        stage: this rank's, sharded over its data-parallel ranks or not.
+        stage: this rank's stage, sharded over its data-parallel ranks or not.
         group: one rank of each stage, in order.
+        device: of this rank.
         schedule: 1f1b or gpipe.
-        loss: of logits and tokens; what the last stage begins the backward pass from.
+        loss: (logits, tokens) -> the scalar that the last stage starts the backward pass from.
     """
 
     def __init__(
@@ -78,44 +79,44 @@ class Pipeline:
         self._index, self._count = group.rank(), group.size()
         self._schedule, self._loss, self._device = _SCHEDULES[schedule], loss, device
         self._stage = PipelineStage(stage, self._index, self._count, device, group=group)
-        self._ready: dict[int, Any] = {}
+        self._schedules: dict[int, Any] = {}
 
     def run(self, batches: list[Tensor]) -> Tensor:
-        """Add to the gradients. Collective, of the group.
+        """Run forward and backward, and add to the gradients. Collective over the group.
 
         Args:
             batches: the same on all of its ranks, each (micro_batch, seq_len).
 
         Returns:
-            On the last stage the loss of each, else zeros.
+            The loss of each micro batch on the last stage, zeros on the others.
         """
         number = len(batches)
-        if number not in self._ready:
-            self._ready[number] = self._schedule(
+        if number not in self._schedules:
+            self._schedules[number] = self._schedule(
                 self._stage, number, loss_fn=self._loss, scale_grads=False
             )
         tokens = torch.cat(batches)
         losses: list[Tensor] = []
         last = self._index == self._count - 1
-        told = {"target": tokens, "losses": losses} if last else {}
-        self._ready[number].step(*([tokens] if self._index == 0 else []), **told)
+        arguments = {"target": tokens, "losses": losses} if last else {}
+        self._schedules[number].step(*([tokens] if self._index == 0 else []), **arguments)
         if not last:
             return torch.zeros(number, device=self._device)
         return torch.stack(losses).detach()
 
 
-def layers_of(layers: int, stages: int) -> list[range]:
-    """The layers of each stage: as many for each, the first ones taking what is left over.
+def split_layers(layers: int, stages: int) -> list[range]:
+    """Return the layers of each stage: equally many, with one more in the first if needed.
 
-    >>> layers_of(5, 2)
+    >>> split_layers(5, 2)
     [range(0, 3), range(3, 5)]
     """
-    least, over = divmod(layers, stages)
-    starts = [stage * least + min(stage, over) for stage in range(stages + 1)]
+    minimum, remainder = divmod(layers, stages)
+    starts = [stage * minimum + min(stage, remainder) for stage in range(stages + 1)]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
-def _check(whole: nn.Module, count: int) -> None:
+def _check_model(whole: nn.Module, count: int) -> None:
     inner = getattr(whole, "model", None)
     parts = ("embed_tokens", "layers", "norm")
     if not all(hasattr(inner, part) for part in parts) or not hasattr(whole, "lm_head"):
@@ -127,11 +128,11 @@ def _check(whole: nn.Module, count: int) -> None:
     layers = len(cast("Any", inner).layers)
     if layers < count:
         raise SettingsError(
-            f"pp {count}, and the model has {layers} layers", f"use --pp {layers} or less"
+            f"--pp is {count}, and the model has {layers} layers", f"use --pp {layers} or less"
         )
     if cast("Any", inner).embed_tokens.weight is cast("Any", whole).lm_head.weight:
         raise SettingsError(
-            f"pp {count} with tied embeddings: the first and the last stage would share one "
-            "parameter",
+            f"--pp is {count}, and the embeddings are tied: the first and last stage would share "
+            "one parameter",
             "use --no-tie-embeddings, or --pp 1",
         )

@@ -1,9 +1,9 @@
-"""Tensor parallel: which matrices of a layer are cut by columns, which by rows, which not at all.
+"""Tensor parallelism: which matrices of a layer are cut by columns, by rows, or not at all.
 
-The plan is the one of Shoeybi et al., "Megatron-LM" (2019), section 3: what comes in is whole on
-every rank, the first matrix of each block gives each rank some heads or columns, the second adds
-the ranks' parts up. Modules are recognised by the last part of their name, as the Llama family
-names them in transformers.
+The plan is that of Shoeybi et al., "Megatron-LM" (2019), section 3: the input is whole on every
+rank, the first matrix of a block gives each rank some heads or columns, and the second one adds the
+ranks' parts. Modules are recognized by the last part of their name, as the Llama family of
+transformers names them.
 """
 
 from __future__ import annotations
@@ -29,48 +29,50 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel),
     "lm_head": lambda: ColwiseParallel(output_layouts=Replicate()),
 }
-"""How a module's weight is cut. (torch calls rows what ``nn.Linear`` has as its second dim.)"""
+"""How the weight of a module is cut. (torch calls the second dim of ``nn.Linear`` rows.)"""
 WHOLE = {"input_layernorm", "post_attention_layernorm", "norm", "gate", "experts"}
-"""What every rank has: it sees whole activations, so its gradient is the same everywhere."""
+"""Modules that every rank has: they see whole activations, so their gradients are equal."""
 
 
-def cut(model: nn.Module, mesh: DeviceMesh, config: Any) -> None:
-    """Make DTensors of what ``STYLES`` names, over the one axis of ``mesh``. Collective.
+def cut_layers(model: nn.Module, mesh: DeviceMesh, config: Any) -> None:
+    """Turn the parameters that ``STYLES`` names into DTensors. Collective.
 
     Args:
-        config: of transformers.
+        model: of the Llama family, modified in place.
+        mesh: the tensor axis.
+        config: the configuration of transformers.
 
     Raises:
-        SettingsError: the model has modules that no rule is for, or heads that do not divide.
+        SettingsError: a module has no rule, or the ranks do not divide the heads.
     """
     _check_heads(config, mesh.size())
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    parallelize_module(model, mesh, plan(model))
-    for first, *others in names.values():  # each module got a DTensor of its own
+    parallelize_module(model, mesh, make_plan(model))
+    for first, *others in names.values():  # tied ones: each module got a DTensor of its own
         for other in others:
             module, _, leaf = other.rpartition(".")
             setattr(model.get_submodule(module), leaf, model.get_parameter(first))
 
 
-def plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Module name -> style.
+def make_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """Return module name -> style.
 
     Raises:
-        SettingsError: a module with parameters is of a kind that is not known.
+        SettingsError: a module with parameters has no rule.
     """
-    found = {}
+    styles = {}
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
         if kind in STYLES:
-            found[name] = STYLES[kind]()
+            styles[name] = STYLES[kind]()
         elif kind not in WHOLE and next(module.parameters(recurse=False), None) is not None:
             raise SettingsError(
                 f"tensor parallelism has no rule for {name} ({type(module).__name__})",
                 "use --tp 1, or a model of the Llama family (tiny-llama)",
             )
-    return found
+    return styles
 
 
 def _check_heads(config: Any, size: int) -> None:
@@ -78,6 +80,6 @@ def _check_heads(config: Any, size: int) -> None:
         heads = getattr(config, name, None) or size
         if heads % size:
             raise SettingsError(
-                f"tp {size} does not divide {name} {heads}: a rank computes whole heads",
+                f"--tp {size} does not divide {name} {heads}: a rank computes whole heads",
                 f"use a --tp that divides {heads}",
             )

@@ -1,4 +1,14 @@
-"""ZeRO stage 3: parameters are cut too; a layer's are gathered while it runs, and freed after."""
+"""ZeRO stage 3: parameters are partitioned too; a layer is gathered while it runs.
+
+::
+
+                 parameters   gradients   master, moments
+    rank 0       [====    ]   [====    ]  [====    ]
+    rank 1       [    ====]   [    ====]  [    ====]
+
+    forward      gather layer 0, run, release | gather layer 1, run, release | ...
+    backward     gather layer 1, run, reduce, release | gather layer 0, run, reduce, release
+"""
 
 from __future__ import annotations
 
@@ -10,50 +20,50 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer.engines.zero import ZeroEngine
-from trainer.model import layer_classes
-from trainer.ranks import Ranks
+from trainer.core.model import find_layer_classes
+from trainer.core.partition import Partition, Shapes, partition_each_parameter
+from trainer.core.ranks import Ranks
+from trainer.core.units import Unit, split_into_units
+from trainer.core.zero import ZeroEngine
+from trainer.offload import SlotFactory
 from trainer.settings import Settings
-from trainer.zero.offload import Home
-from trainer.zero.partition import Partition, Shapes, by_parameter
-from trainer.zero.units import Unit, split_into_units
 
 
 class Zero3Engine(ZeroEngine):
-    """Units follow the layers; what is outside them is gathered for the whole of each pass.
+    """Gathers unit by unit; what is outside the layers stays gathered for the whole pass.
 
     Forward: gather before a unit's module runs, release after it. Backward: gather when the
-    gradient of the unit's output arrives, reduce and release when its last parameter has its own.
-    Small parameters (``persistence_threshold``) stay gathered between steps.
+    gradient of the unit's output arrives; reduce and release when the last parameter of the unit
+    has its gradient. Small parameters (``persistence_threshold``) stay gathered between steps.
     """
 
     def __init__(self, settings: Settings, ranks: Ranks) -> None:
         super().__init__(settings, ranks)
-        self._home = Home(settings.offload_param, ranks.device, settings.nvme_path)
+        self._offload = SlotFactory(settings.offload_param, ranks.device, settings.nvme_path)
         self._backward = False
-        self._arrived: Counter[Unit] = Counter()
+        self._gradients_done: Counter[Unit] = Counter()
         self.units: list[Unit] = []
         self._layers: list[Unit] = []
-        layers = layer_classes(self.model)
+        layers = find_layer_classes(self.model)
         small: list[tuple[str, nn.Parameter]] = []
         for module, parameters in list(split_into_units(self.model, layers)):
             large: list[tuple[str, nn.Parameter]] = []
             for name, p in parameters:
                 (large if p.numel() >= settings.persistence_threshold else small).append((name, p))
             if large:
-                unit = self._unit(large)
+                unit = self._make_unit(large)
                 module.register_forward_pre_hook(partial(self._before_forward, unit))
                 if module is not self.model:
                     self._layers.append(unit)
                     module.register_forward_hook(partial(self._after_forward, unit))
-        self._resident = self._unit(small) if small else None
-        if self._resident:
-            self._resident.gather()
+        self._persistent = self._make_unit(small) if small else None
+        if self._persistent:
+            self._persistent.gather()
 
-    def _unit(self, parameters: list[tuple[str, nn.Parameter]]) -> Unit:
-        unit = Unit(parameters, self.ranks, self._home, self.timer)
+    def _make_unit(self, parameters: list[tuple[str, nn.Parameter]]) -> Unit:
+        unit = Unit(parameters, self.ranks, self._offload, self.timer)
         for parameter in unit.trainable:
-            parameter.register_post_accumulate_grad_hook(partial(self._gradient_ready, unit))
+            parameter.register_post_accumulate_grad_hook(partial(self._after_gradient, unit))
         self.units.append(unit)
         return unit
 
@@ -66,7 +76,7 @@ class Zero3Engine(ZeroEngine):
     def _after_forward(self, unit: Unit, module: nn.Module, inputs: Any, outputs: Any) -> None:
         del module, inputs
         if self._backward:
-            return  # run again for activation checkpointing: its backward pass comes next
+            return  # activation checkpointing runs it again, and its backward pass comes next
         unit.release()
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
@@ -77,19 +87,19 @@ class Zero3Engine(ZeroEngine):
         self._backward = True
         for other in self._layers:
             if other is not unit and other.frozen:
-                other.release()  # no gradient tells that its frozen parameters are done with
+                other.release()  # no gradient shows that its frozen parameters are done
         unit.gather()
 
-    def _gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
+    def _after_gradient(self, unit: Unit, parameter: Tensor) -> None:
         del parameter
-        self._arrived[unit] += 1
-        if self._arrived[unit] == len(unit.trainable):
-            self._reduce(unit)
-            if not unit.frozen and unit is not self._resident:
+        self._gradients_done[unit] += 1
+        if self._gradients_done[unit] == len(unit.trainable):
+            self._reduce_unit(unit)
+            if not unit.frozen and unit is not self._persistent:
                 unit.release()
 
-    def _reduce(self, unit: Unit) -> None:
-        """Bring the gradients that the unit has to their owners."""
+    def _reduce_unit(self, unit: Unit) -> None:
+        """Add the gradients that the unit has now to the sums of their owners."""
         gradients = [
             (member.name, member.parameter.grad)
             for member in unit.members
@@ -99,21 +109,23 @@ class Zero3Engine(ZeroEngine):
         for member in unit.members:
             member.parameter.grad = None
 
-    def _after_backward(self, *, last: bool) -> None:
+    def _reduce_gradients(self, *, last: bool) -> None:
         del last
         for unit in self.units:
-            self._reduce(unit)  # those with parameters that the loss does not depend on
-            if unit is not self._resident:
+            self._reduce_unit(unit)  # some units have parameters that the loss does not use
+            if unit is not self._persistent:
                 unit.release()
         self._backward = False
-        self._arrived.clear()
+        self._gradients_done.clear()
 
     # The optimizer
 
-    def _owned(self, groups: list[tuple[str, ...]], shapes: Shapes) -> Partition:
-        return by_parameter(groups, shapes, self.ranks.world, self.settings.sub_group_size)
+    def _partition_optimizer(self, groups: list[tuple[str, ...]], shapes: Shapes) -> Partition:
+        return partition_each_parameter(
+            groups, shapes, self.ranks.world, self.settings.sub_group_size
+        )
 
-    def _publish(self, index: int, master: Tensor) -> None:
+    def _write_parameters(self, index: int, master: Tensor) -> None:
         new = {
             run.name: master[run.offset : run.offset + run.numel]
             for name in self.shard.partition.flats[index].names
@@ -123,14 +135,14 @@ class Zero3Engine(ZeroEngine):
         for unit in self.units:
             unit.update(new)
 
-    def _published(self) -> None:
-        if self._resident:
-            self._resident.release()
-            self._resident.gather()
+    def _exchange_parameters(self) -> None:
+        if self._persistent:
+            self._persistent.release()
+            self._persistent.gather()
 
     # Frozen parameters
 
-    def _frozen(self, name: str) -> Tensor:
+    def _get_frozen(self, name: str) -> Tensor:
         for unit in self.units:
             if any(member.name == name for member in unit.members):
                 gathered = unit.gathered
@@ -142,20 +154,20 @@ class Zero3Engine(ZeroEngine):
         raise KeyError(name)
 
     def set_frozen(self, name: str, whole: Tensor) -> None:
-        """Keep this rank's piece of the value."""
+        """Keep this rank's piece of ``whole``."""
         piece = math.ceil(whole.numel() / self.ranks.world)
-        mine = whole.reshape(-1)[self.ranks.rank * piece : (self.ranks.rank + 1) * piece]
+        own = whole.reshape(-1)[self.ranks.rank * piece : (self.ranks.rank + 1) * piece]
         for unit in self.units:
-            unit.update({name: mine})
+            unit.update({name: own})
 
     def frozen_fragments(self) -> dict[str, Tensor]:
-        """This rank's padded piece of each frozen parameter."""
+        """Return this rank's padded piece of each frozen parameter."""
         return {
-            member.name: unit.piece(member)
+            member.name: unit.get_piece(member)
             for unit in self.units
             for member in unit.members
             if not member.parameter.requires_grad
         }
 
-    def _parameter_bytes(self) -> int:
-        return sum(unit.resident for unit in self.units)
+    def _count_parameter_bytes(self) -> int:
+        return sum(unit.resident_bytes for unit in self.units)

@@ -1,8 +1,14 @@
-"""ZeRO 3: parameters that exist whole only while a layer uses them.
+"""ZeRO stage 3: parameters that are whole only while a layer uses them.
 
 A unit is a layer of the model, or what is left outside the layers. Between uses this rank keeps
-1/world of each of its parameters; the full tensors' storages have size zero, so that every view
-autograd has saved of them comes back to life when they are gathered again.
+1/N of each of its parameters::
+
+    shard of rank r      | a_r . | b_r | c_r . |        piece r of each parameter, end to end
+    gather               | a_0 a_1 ... | b_0 b_1 ... | c_0 c_1 ... |
+    release              storages of size zero
+
+A released parameter keeps its tensor object, so that every view that autograd has saved of it is
+valid again after the next gather.
 """
 
 from __future__ import annotations
@@ -14,34 +20,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainer.ranks import Ranks
+from trainer.core.ranks import Ranks
+from trainer.offload import SlotFactory
 from trainer.timer import Timer
-from trainer.zero.offload import Home
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter of a unit: its piece is [offset, offset + piece) of the unit's shard."""
+    """A parameter of a unit: this rank's piece is [offset, offset + piece) of the unit's shard."""
 
     name: str
     parameter: nn.Parameter
     offset: int
     piece: int
-    """ceil(numel / world) elements; the last ranks' are padded with zeros."""
+    """ceil(numel / world) elements; the pieces of the last ranks are padded with zeros."""
 
 
 class Unit:
     """Parameters that are gathered and released together.
 
     Args:
-        parameters: (fqn, parameter), full values; released on return.
+        parameters: (fqn, parameter) with full values; released on return.
+        ranks: all of them.
+        offload: where the shard is kept.
+        timer: counts "gather".
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, nn.Parameter]],
         ranks: Ranks,
-        home: Home,
+        offload: SlotFactory,
         timer: Timer,
     ) -> None:
         self.members: list[Member] = []
@@ -51,16 +60,16 @@ class Unit:
         pieces = []
         offset = 0
         for name, parameter in parameters:
-            # A storage of its own, that can be released alone.
+            # Each parameter needs a storage of its own, which can be released alone.
             parameter.data = parameter.data.detach().clone(memory_format=torch.contiguous_format)
             member = Member(name, parameter, offset, math.ceil(parameter.numel() / ranks.world))
-            pieces.append(_own_piece(parameter.data, ranks.rank, member.piece))
+            pieces.append(_copy_own_piece(parameter.data, ranks.rank, member.piece))
             self.members.append(member)
             offset += member.piece
         self.trainable = [m.parameter for m in self.members if m.parameter.requires_grad]
         self.frozen = [m.parameter for m in self.members if not m.parameter.requires_grad]
         self._numel = offset
-        self._shard = home.slot(torch.cat(pieces))
+        self._shard = offload.make_slot(torch.cat(pieces))
         self.release()
 
     def gather(self) -> None:
@@ -87,44 +96,44 @@ class Unit:
                 member.parameter.data.untyped_storage().resize_(0)
             self.gathered = False
 
-    def update(self, masters: dict[str, Tensor]) -> None:
-        """Take new values of this rank's pieces (without padding), by name; others stay."""
-        changed = [member for member in self.members if member.name in masters]
+    def update(self, values: dict[str, Tensor]) -> None:
+        """Set this rank's pieces (without padding) of the parameters that ``values`` names."""
+        changed = [member for member in self.members if member.name in values]
         if not changed:
             return
         shard = self._shard.get()
         for member in changed:
-            new = masters[member.name]
+            new = values[member.name]
             shard[member.offset : member.offset + new.numel()].copy_(new)
         self._shard.put(shard)
 
-    def piece(self, member: Member) -> Tensor:
-        """This rank's piece, padding included."""
-        return self._shard.piece(member.offset, member.offset + member.piece)
+    def get_piece(self, member: Member) -> Tensor:
+        """Return this rank's piece of a parameter, padding included."""
+        return self._shard.get_range(member.offset, member.offset + member.piece)
 
     @property
-    def resident(self) -> int:
-        """Bytes kept in memory, with what is gathered now."""
+    def resident_bytes(self) -> int:
+        """Bytes in memory, with what is gathered now."""
         whole = sum(member.parameter.data.untyped_storage().nbytes() for member in self.members)
-        return self._shard.resident + whole
+        return self._shard.resident_bytes + whole
 
 
-def _own_piece(whole: Tensor, rank: int, piece: int) -> Tensor:
+def _copy_own_piece(whole: Tensor, rank: int, piece: int) -> Tensor:
     padded = whole.new_zeros(piece)
-    mine = whole.reshape(-1)[rank * piece : (rank + 1) * piece]
-    padded[: mine.numel()] = mine
+    own = whole.reshape(-1)[rank * piece : (rank + 1) * piece]
+    padded[: own.numel()] = own
     return padded
 
 
 def split_into_units(
     model: nn.Module, layers: set[type[nn.Module]]
 ) -> Iterator[tuple[nn.Module, list[tuple[str, nn.Parameter]]]]:
-    """(module, its parameters): each layer, then the model with all that is left.
+    """Yield (module, its parameters) for each layer, then for the model with all that is left.
 
-    A parameter that is shared with anything outside its layer belongs to the rest.
+    A parameter that a layer shares with anything outside it belongs to what is left.
     """
     owners: dict[nn.Parameter, set[nn.Module]] = {}
-    inside = {
+    layer_of = {
         part: module
         for module in model.modules()
         if type(module) in layers
@@ -132,7 +141,7 @@ def split_into_units(
     }
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(inside.get(module, model))
+            owners.setdefault(parameter, set()).add(layer_of.get(module, model))
     named = list(model.named_parameters())
     for module in model.modules():
         if type(module) in layers:

@@ -1,9 +1,17 @@
-"""Who owns which elements: the two ways in which DeepSpeed cuts parameters into flat tensors.
+"""Which rank owns which elements: DeepSpeed's two ways to cut parameters into flat tensors.
 
 Stages 1 and 2 lay the parameters of a param group end to end and cut the whole into equal pieces
-(deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8). Stage 3 cuts every parameter by itself
-(deepspeed/runtime/zero/partition_parameters.py). One rank owning everything is the first way with
-one piece.
+(deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8)::
+
+    parameters   |aaaaaaaaaaa|bbbbb|cccccccc|..|      .. = padding
+    ranks        |   rank 0    |    rank 1     |
+
+Stage 3 cuts every parameter by itself (deepspeed/runtime/zero/partition_parameters.py)::
+
+    parameters   |aaaaaaaaaaa.|bbbbb.|cccccccc|
+    ranks        |  0  |  1   |0 | 1 | 0 | 1  |
+
+One rank that owns everything is the first way with one piece.
 """
 
 from __future__ import annotations
@@ -28,21 +36,21 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Flat:
-    """One flat tensor of every rank."""
+    """A flat tensor that every rank has a piece of."""
 
     names: tuple[str, ...]
     group: int
-    """The param group whose hyper-parameters hold for it."""
+    """Number of the param group whose hyper-parameters apply to it."""
     numel: int
-    """Elements on each rank, padding included."""
+    """Elements of the piece of each rank, padding included."""
     paddings: tuple[int, ...]
-    """Elements of padding at the end of each rank's tensor."""
+    """Elements of padding at the end of each rank's piece."""
 
 
 @dataclass(frozen=True)
@@ -54,44 +62,47 @@ class Partition:
     flats: tuple[Flat, ...]
     runs: dict[str, tuple[Run, ...]]
 
-    def of_rank(self, rank: int) -> Iterator[Run]:
-        """The runs of one rank, in model order."""
+    def runs_of_rank(self, rank: int) -> Iterator[Run]:
+        """Yield the runs of one rank, in model order."""
         for runs in self.runs.values():
             yield from (run for run in runs if run.rank == rank)
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Number of elements of all parameters, without padding."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
 
-def contiguous(groups: Sequence[Sequence[str]], shapes: Shapes, world: int) -> Partition:
-    """Parameters of a group end to end, padded to a multiple of 2 x world, cut in equal pieces.
+def partition_groups(groups: Sequence[Sequence[str]], shapes: Shapes, world: int) -> Partition:
+    """Lay each group end to end, pad it to a multiple of 2 x world, and cut it in equal pieces.
 
-    >>> part = contiguous([["a", "b"]], {"a": (3,), "b": (2, 2)}, 2)
-    >>> [(run.name, run.start, run.stop, run.rank) for run in part.of_rank(0)]
+    >>> part = partition_groups([["a", "b"]], {"a": (3,), "b": (2, 2)}, 2)
+    >>> [(run.name, run.start, run.stop, run.rank) for run in part.runs_of_rank(0)]
     [('a', 0, 3, 0), ('b', 0, 1, 0)]
     """
     flats, runs = [], {}
     for group, names in enumerate(groups):
         total = sum(math.prod(shapes[name]) for name in names)
         piece = 2 * math.ceil(total / (2 * world))
-        paddings = tuple(piece - _overlap(0, total, rank * piece, piece) for rank in range(world))
+        paddings = tuple(
+            piece - _count_overlap(0, total, rank * piece, piece) for rank in range(world)
+        )
         flats.append(Flat(tuple(names), group, piece, paddings))
         begin = 0
         for name in names:
             end = begin + math.prod(shapes[name])
-            runs[name] = tuple(_cut(name, begin, end, piece, group))
+            runs[name] = tuple(_cut_at_pieces(name, begin, end, piece, group))
             begin = end
     return Partition(world, shapes, tuple(flats), runs)
 
 
-def _overlap(begin: int, end: int, start: int, length: int) -> int:
+def _count_overlap(begin: int, end: int, start: int, length: int) -> int:
+    """Return the number of elements that [begin, end) and [start, start + length) share."""
     return max(0, min(end, start + length) - max(begin, start))
 
 
-def _cut(name: str, begin: int, end: int, piece: int, flat: int) -> Iterator[Run]:
-    """Cut flat positions [begin, end) at multiples of ``piece``."""
+def _cut_at_pieces(name: str, begin: int, end: int, piece: int, flat: int) -> Iterator[Run]:
+    """Cut flat positions [begin, end) of a parameter at multiples of ``piece``."""
     position = begin
     while position < end:
         rank, offset = divmod(position, piece)
@@ -100,23 +111,26 @@ def _cut(name: str, begin: int, end: int, piece: int, flat: int) -> Iterator[Run
         position = stop
 
 
-def by_parameter(
+def partition_each_parameter(
     groups: Sequence[Sequence[str]], shapes: Shapes, world: int, sub_group_size: int | None = None
 ) -> Partition:
-    """Every parameter in ceil(numel / world) elements a rank; a rank's pieces end to end.
+    """Cut every parameter into ceil(numel / world) elements a rank, and lay a rank's end to end.
 
     Args:
-        sub_group_size: a flat tensor is closed once a rank's piece of it has this many elements;
+        groups: names of the parameters of each param group.
+        shapes: by name.
+        world: number of ranks.
+        sub_group_size: close a flat tensor once a rank's piece of it has this many elements;
             None: one flat tensor for each of ``groups``.
 
-    >>> part = by_parameter([["a"]], {"a": (5,)}, 2)
+    >>> part = partition_each_parameter([["a"]], {"a": (5,)}, 2)
     >>> [(run.start, run.stop, run.rank) for run in part.runs["a"]]
     [(0, 3, 0), (3, 5, 1)]
     """
     flats: list[Flat] = []
     runs: dict[str, tuple[Run, ...]] = {}
     for group, names in enumerate(groups):
-        for sub_group in _sub_groups(names, shapes, world, sub_group_size):
+        for sub_group in _split_into_sub_groups(names, shapes, world, sub_group_size):
             offset = 0
             for name in sub_group:
                 total = math.prod(shapes[name])
@@ -134,16 +148,17 @@ def by_parameter(
     return Partition(world, shapes, tuple(flats), order)
 
 
-def _sub_groups(
+def _split_into_sub_groups(
     names: Sequence[str], shapes: Shapes, world: int, limit: int | None
 ) -> Iterator[list[str]]:
+    """Yield the names of each flat tensor of one param group."""
     current: list[str] = []
-    held = 0
+    own_numel = 0
     for name in names:
         current.append(name)
-        held += math.ceil(math.prod(shapes[name]) / world)
-        if limit is not None and held >= limit:
+        own_numel += math.ceil(math.prod(shapes[name]) / world)
+        if limit is not None and own_numel >= limit:
             yield current
-            current, held = [], 0
+            current, own_numel = [], 0
     if current:
         yield current

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel: each unit is one flat parameter, cut into equal pieces."""
+"""FSDP 1, torch's FullyShardedDataParallel: a unit is one flat parameter, cut in equal pieces."""
 
 from __future__ import annotations
 
@@ -17,47 +17,46 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from trainer.engines.first_weights import FirstWeights
-from trainer.engines.sharded import ShardedEngine, hybrid
-from trainer.engines.units import owner
+from trainer.core.engine import DTYPES
+from trainer.core.fsdp import ShardedEngine
+from trainer.core.optimizer import ParamGroup, list_trainable, make_param_groups
 from trainer.errors import SettingsError
-from trainer.optimizer import ParamGroup, param_groups, trainable
-from trainer.tensors import DTYPES
+from trainer.fsdp_options import InitialWeights, find_unit, is_hybrid
 
 _WRAPPER = "_fsdp_wrapped_module."
 
 
 class FsdpEngine(ShardedEngine):
-    """FSDP 1."""
+    """Shards with FullyShardedDataParallel and the options that Accelerate has for it."""
 
     def _check(self, model: nn.Module) -> None:
         settings = self.settings
         if settings.fsdp_offload_params and self.ranks.device.type == "cpu":
             raise SettingsError(
-                "fsdp_offload_params on a CPU: FSDP 1 asks an accelerator for pinned memory",
-                "the parameters are on the CPU already; leave it out",
+                "fsdp_offload_params needs a GPU: FSDP 1 offloads through its pinned memory",
+                "leave it out; on a CPU the parameters are in host memory already",
             )
-        if hybrid(settings) and settings.state_dict_type == "local":
+        if is_hybrid(settings) and settings.state_dict_type == "local":
             raise SettingsError(
-                f"{settings.fsdp_sharding_strategy} has no local state dict: PyTorch refuses it",
+                f"PyTorch makes no local state dict with {settings.fsdp_sharding_strategy}",
                 "use --state-dict-type sharded",
             )
         if not settings.fsdp_use_orig_params:
             self._check_flat(model)
 
     def _check_flat(self, model: nn.Module) -> None:
-        """What shares a flat parameter shares its hyper-parameters and is trained together."""
-        shapes = [(name, tuple(p.shape)) for name, p in trainable(model)]
-        groups = param_groups(shapes, self.settings)
+        """Refuse a flat parameter whose members differ in weight decay or in being trained."""
+        shapes = [(name, tuple(p.shape)) for name, p in list_trainable(model)]
+        groups = make_param_groups(shapes, self.settings)
         if len({group.weight_decay for group in groups}) > 1:
             raise SettingsError(
-                "with fsdp_use_orig_params false, a unit's decayed matrices and undecayed vectors "
-                "are one parameter, which cannot be in two groups",
+                "with fsdp_use_orig_params false, the decayed matrices and undecayed vectors of a "
+                "unit are one parameter, which cannot be in two param groups",
                 "use --param-groups single, or --fsdp-use-orig-params",
             )
         trained: dict[str, tuple[str, bool]] = {}
         for name, parameter in model.named_parameters():
-            unit = owner(name, self.units)
+            unit = find_unit(name, self.units)
             other, trains = trained.setdefault(unit, (name, parameter.requires_grad))
             if trains != parameter.requires_grad:
                 frozen, live = (name, other) if trains else (other, name)
@@ -67,7 +66,7 @@ class FsdpEngine(ShardedEngine):
                     "freeze whole units, or use --fsdp-use-orig-params",
                 )
 
-    def _wrap(self, weights: FirstWeights) -> nn.Module:
+    def _wrap(self, weights: InitialWeights) -> nn.Module:
         settings = self.settings
         strategy = settings.fsdp_sharding_strategy if settings.nproc > 1 else "NO_SHARD"
         prefetch = settings.fsdp_backward_prefetch
@@ -80,17 +79,17 @@ class FsdpEngine(ShardedEngine):
             cpu_offload=CPUOffload(offload_params=settings.fsdp_offload_params),
             auto_wrap_policy=CustomPolicy(chosen.__contains__),
             backward_prefetch=None if prefetch == "NO_PREFETCH" else BackwardPrefetch[prefetch],
-            mixed_precision=self._mixed_precision(),
+            mixed_precision=self._make_precision_policy(),
             param_init_fn=weights.fill if settings.fsdp_cpu_ram_efficient_loading else None,
             device_id=self.ranks.device,
             forward_prefetch=settings.fsdp_forward_prefetch,
             limit_all_gathers=settings.fsdp_limit_all_gathers,
             use_orig_params=settings.fsdp_use_orig_params,
         )
-        model.check_is_root()  # before a unit is asked for its parameters, and takes itself for it
+        model.check_is_root()  # before a unit gathers its parameters and takes itself for the root
         return model
 
-    def _mixed_precision(self) -> MixedPrecision | None:
+    def _make_precision_policy(self) -> MixedPrecision | None:
         if self.settings.precision == "fp32":
             return None
         return MixedPrecision(
@@ -98,29 +97,29 @@ class FsdpEngine(ShardedEngine):
             reduce_dtype=DTYPES[self.settings.grad_dtype],
         )
 
-    def _params(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+    def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
         if not self.settings.fsdp_use_orig_params:
             return [[p for p in self.model.parameters() if p.requires_grad]]
         live = {name.replace(_WRAPPER, ""): p for name, p in self.model.named_parameters()}
         return [[live[name] for name in group.names] for group in groups]
 
-    def _shard(self, tensor: Tensor) -> Tensor:
+    def _get_shard(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _live(self) -> Iterator[Tensor]:
+    def _live_tensors(self) -> Iterator[Tensor]:
         for unit in FullyShardedDataParallel.fsdp_modules(self.model):
             for flat in unit.params:
-                held = (flat, *(getattr(flat, name, None) for name in _FLAT_BUFFERS))
-                yield from (tensor.detach() for tensor in held if tensor is not None)
+                tensors = (flat, *(getattr(flat, name, None) for name in _FLAT_BUFFERS))
+                yield from (tensor.detach() for tensor in tensors if tensor is not None)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See Engine: gathered unit by unit."""
+        """Gather the parameters unit by unit, see Engine."""
         wrapped = {
             name.replace(_WRAPPER, "").removesuffix("_fsdp_wrapped_module"): module
             for name, module in self.model.named_modules()
             if isinstance(module, FullyShardedDataParallel)
         }
-        for unit, names in groupby(self.shapes, partial(owner, names=self.units)):
+        for unit, names in groupby(self.shapes, partial(find_unit, units=self.units)):
             module = wrapped[unit]
             with (
                 torch.no_grad(),
@@ -136,4 +135,4 @@ class FsdpEngine(ShardedEngine):
 
 
 _FLAT_BUFFERS = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
-"""Where a flat parameter keeps its shard, and what it gathers or casts; freed ones have 0 bytes."""
+"""Attributes of a flat parameter: its shard, and what it gathers or casts; freed, 0 bytes."""

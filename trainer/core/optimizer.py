@@ -19,13 +19,14 @@ class ParamGroup:
     weight_decay: float
 
 
-def param_groups(
+def make_param_groups(
     shapes: Iterable[tuple[str, tuple[int, ...]]], settings: Settings
 ) -> list[ParamGroup]:
     """Split trainable parameters into decayed matrices and undecayed biases and norms.
 
     Args:
         shapes: (fqn, shape) of the trainable parameters, in model order.
+        settings: whether there is one group or two, and the weight decay.
     """
     shapes = list(shapes)
     if settings.param_groups == "single":
@@ -36,8 +37,8 @@ def param_groups(
     return [group for group in groups if group.names]
 
 
-def hyperparameters(settings: Settings, weight_decay: float, lr: float) -> dict[str, Any]:
-    """One of ``param_groups`` as torch.optim.AdamW keeps it (torch 2.13), without ``params``."""
+def make_hyperparameters(settings: Settings, weight_decay: float, lr: float) -> dict[str, Any]:
+    """Return a group as torch.optim.AdamW has it (torch 2.13), without ``params``."""
     return {
         "lr": lr,
         "betas": (settings.beta1, settings.beta2),
@@ -53,27 +54,30 @@ def hyperparameters(settings: Settings, weight_decay: float, lr: float) -> dict[
     }
 
 
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """(fqn, parameter) of those that train, in model order, tied ones once."""
+def list_trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return (fqn, parameter) of the trainable parameters, in model order, tied ones once."""
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def adamw(
+def apply_adamw(
     master: Tensor,
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
     step: Tensor,
     group: dict[str, Any],
 ) -> None:
-    """One AdamW update in place, of flat float32 tensors; the arithmetic is torch's own.
+    """Apply one AdamW update in place to flat float32 tensors, with torch's own arithmetic.
 
     Args:
-        step: 0-d float32, updates done before; incremented.
-        group: what ``hyperparameters`` returns.
+        master: the weights.
+        gradient: averaged and clipped.
+        moments: exp_avg and exp_avg_sq.
+        step: 0-d float32, the number of earlier updates; it is incremented.
+        group: the result of `make_hyperparameters`.
     """
-    from torch.optim.adamw import adamw as torch_adamw
+    from torch.optim.adamw import adamw
 
-    torch_adamw(
+    adamw(
         [master],
         [gradient],
         [moments[0]],

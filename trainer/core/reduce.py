@@ -1,9 +1,17 @@
-"""Gradients of one micro batch a rank, added to the sums of their owners.
+"""Gradients of one micro batch of each rank, added to the sums that their owners keep.
 
-Canonical: a sum over micro batches 0, 1, 2, ... of the step, in that order, whatever the number of
-ranks. Rank r's k-th micro batch is number k x world + r, so each call adds one micro batch of every
-rank, in rank order, to what the earlier calls left. It moves the same bytes as a reduce-scatter;
-only the additions happen at the owner instead of on the way.
+::
+
+    rank 0   |ggg|ggg|ggg|     piece p of every rank's gradient travels to owner p,
+    rank 1   |ggg|ggg|ggg|     which adds what arrives in rank order
+    rank 2   |ggg|ggg|ggg|
+               v   v   v
+    owner      0   1   2
+
+Canonical reduction is a sum over micro batches 0, 1, 2, ... of the step, in that order, for any
+number of ranks: rank r's k-th micro batch is number k x world + r, so each call adds one micro
+batch of every rank, in rank order, to the sums of the earlier calls. It moves the same bytes as a
+reduce-scatter; only the additions happen at the owner instead of on the way.
 """
 
 from __future__ import annotations
@@ -15,19 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.core.partition import Partition, Run
+from trainer.core.ranks import Ranks
 from trainer.errors import TrainingError
-from trainer.ranks import Ranks
 from trainer.timer import Timer
-from trainer.zero.partition import Partition, Run
 
 Gradients = Sequence[tuple[str, Tensor]]
 
 
 class Reducer:
-    """This rank's sums of gradients.
+    """Keeps this rank's sums of gradients.
 
     Attributes:
-        sums: one flat tensor for each of ``partition.flats``, in the dtype of the sums.
+        sums: this rank's piece of each of ``partition.flats``, in the dtype of the sums.
     """
 
     def __init__(
@@ -45,18 +53,18 @@ class Reducer:
         ]
         self._ranks = ranks
         self._timer = timer
-        self._collective = self._exchange if canonical else self._reduce
+        self._send = self._exchange if canonical else self._reduce
 
     def add(self, gradients: Gradients) -> None:
-        """Add this rank's micro batch gradients, full tensors by name; all ranks name the same.
+        """Add the gradients of one micro batch of each rank to the sums of their owners.
 
-        Raises:
-            TrainingError: ranks name other gradients.
+        Args:
+            gradients: (name, full tensor) of this rank; all ranks must give the same names.
         """
         if not gradients:
             return
         with self._timer("reduce"), torch.no_grad():
-            self._agree([name for name, _ in gradients])
+            self._check_same_names([name for name, _ in gradients])
             by_owner: list[list[Run]] = [[] for _ in range(self._ranks.world)]
             flattened = {name: gradient.reshape(-1) for name, gradient in gradients}
             for name in flattened:
@@ -66,33 +74,30 @@ class Reducer:
                 [flattened[run.name][run.start : run.stop] for run in runs] for runs in by_owner
             ]
             mine = by_owner[self._ranks.rank]
-            for received in self._collective(rows):
+            for received in self._send(rows):
                 self._add_row(mine, received)
 
     def clear(self) -> None:
-        """Forget the sums."""
+        """Set the sums to zero."""
         for total in self.sums:
             total.zero_()
 
-    def _agree(self, names: list[str]) -> None:
-        """Let no rank add one parameter's gradients to another's.
-
-        Raises:
-            TrainingError: the ranks have not used the same layers in the same order.
-        """
+    def _check_same_names(self, names: list[str]) -> None:
+        """Raise TrainingError if ranks give gradients of different parameters."""
         digest = torch.tensor([zlib.crc32("\n".join(names).encode())], device=self._ranks.device)
-        every = digest.new_empty(self._ranks.world)
-        self._ranks.all_gather(every, digest)
-        if bool((every != digest).any()):
+        digests = digest.new_empty(self._ranks.world)
+        self._ranks.all_gather(digests, digest)
+        if bool((digests != digest).any()):
             raise TrainingError(
-                f"the ranks' backward passes differ; here came {names[0]} and "
-                f"{len(names) - 1} more",
-                "every rank must use the same layers in the same order: switch off what skips "
+                "the backward passes of the ranks differ: this rank has gradients of "
+                f"{names[0]} and {len(names) - 1} more parameters, another rank of others",
+                "every rank must run the same layers in the same order: switch off what skips "
                 "layers at random or by their input (layerdrop), or train on one rank",
                 one_rank=True,
             )
 
     def _add_row(self, runs: list[Run], row: Tensor) -> None:
+        """Add a row, which has the elements of ``runs`` end to end, to the sums."""
         begin = 0
         for run in runs:
             piece = row[begin : begin + run.numel]
@@ -100,7 +105,7 @@ class Reducer:
             begin += run.numel
 
     def _exchange(self, rows: list[list[Tensor]]) -> Sequence[Tensor]:
-        """What every rank has for this one, in rank order."""
+        """Return what every rank has for this one, in rank order."""
         world, rank = self._ranks.world, self._ranks.rank
         sizes = [sum(piece.numel() for piece in row) for row in rows]
         sent = torch.cat([piece for row in rows for piece in row])
@@ -111,7 +116,7 @@ class Reducer:
         return received.split(sizes[rank]) if sizes[rank] else []
 
     def _reduce(self, rows: list[list[Tensor]]) -> Sequence[Tensor]:
-        """The collective's own sum over the ranks."""
+        """Return the sum over the ranks, in the order in which the collective adds."""
         sums = []
         for owner, row in enumerate(rows):
             if row:

@@ -1,4 +1,14 @@
-"""fully_shard: each parameter is a DTensor of its own, cut into rows."""
+"""FSDP 2, torch's ``fully_shard``: each parameter is a DTensor, cut into rows over the ranks.
+
+::
+
+    unit "layer 0"        q_proj (64, 64)     norm (64)
+    rank 0 of 2           rows 0-31           elements 0-31
+    rank 1 of 2           rows 32-63          elements 32-63
+
+Forward and backward of a unit gather its parameters, in the precision of the run; the backward pass
+ends with a reduce-scatter of their gradients.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +27,20 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from trainer.engines.first_weights import FirstWeights
-from trainer.engines.sharded import ShardedEngine
+from trainer.core.engine import DTYPES
+from trainer.core.fsdp import ShardedEngine
+from trainer.core.optimizer import ParamGroup
 from trainer.errors import SettingsError
-from trainer.optimizer import ParamGroup
-from trainer.tensors import DTYPES
+from trainer.fsdp_options import InitialWeights
 
 
 class Fsdp2Engine(ShardedEngine):
-    """FSDP 2."""
+    """Shards with ``fully_shard``, unit by unit."""
 
     def _check(self, model: nn.Module) -> None:
         del model
         settings = self.settings
-        unable = {
+        unsupported = {
             "fsdp_sharding_strategy NO_SHARD": settings.fsdp_sharding_strategy == "NO_SHARD",
             "fsdp_use_orig_params false": not settings.fsdp_use_orig_params,
             "fsdp_limit_all_gathers false": not settings.fsdp_limit_all_gathers,
@@ -38,21 +48,21 @@ class Fsdp2Engine(ShardedEngine):
                 settings.fsdp_backward_prefetch == "BACKWARD_POST"
             ),
         }
-        for choice, chosen in unable.items():
+        for option, chosen in unsupported.items():
             if chosen:
                 raise SettingsError(
-                    f"FSDP 2 has no {choice}", "leave it out, or use --strategy fsdp"
+                    f"FSDP 2 does not support {option}", "leave it out, or use --strategy fsdp"
                 )
 
-    def _wrap(self, weights: FirstWeights) -> nn.Module:
+    def _wrap(self, weights: InitialWeights) -> nn.Module:
         model = weights.model
         for unit in reversed(self.units.values()):  # inner units first
             self._fully_shard(unit, weights)
         self._fully_shard(model, weights)
-        self._prefetch(model)
+        self._set_prefetch(model)
         return model
 
-    def _fully_shard(self, unit: nn.Module, weights: FirstWeights) -> None:
+    def _fully_shard(self, unit: nn.Module, weights: InitialWeights) -> None:
         settings = self.settings
         weights.fill_all(unit)
         after_forward = settings.fsdp_sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
@@ -61,13 +71,13 @@ class Fsdp2Engine(ShardedEngine):
         fully_shard(
             unit,
             mesh=self.mesh,
-            # None: yes, but for the root, whose parameters the backward pass needs at once.
+            # None: every unit but the root, whose parameters the backward pass needs at once.
             reshard_after_forward=None if after_forward else False,
-            mp_policy=self._mixed_precision(),
+            mp_policy=self._make_precision_policy(),
             offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
         )
 
-    def _mixed_precision(self) -> MixedPrecisionPolicy:
+    def _make_precision_policy(self) -> MixedPrecisionPolicy:
         if self.settings.precision == "fp32":
             return MixedPrecisionPolicy()
         return MixedPrecisionPolicy(
@@ -75,28 +85,28 @@ class Fsdp2Engine(ShardedEngine):
             reduce_dtype=DTYPES[self.settings.grad_dtype],
         )
 
-    def _prefetch(self, model: nn.Module) -> None:
-        """FSDP 2 gathers ahead in the backward pass, and not in the forward pass, by itself."""
+    def _set_prefetch(self, model: nn.Module) -> None:
+        """Set what is gathered ahead; FSDP 2's default is in the backward pass only."""
         order = [unit for unit in (model, *self.units.values()) if isinstance(unit, FSDPModule)]
         if self.settings.fsdp_forward_prefetch:
             for unit, following in pairwise(order):
                 unit.set_modules_to_forward_prefetch([following])
         if self.settings.fsdp_backward_prefetch == "NO_PREFETCH":
-            for unit in order:  # a list of its own replaces the default; the unit is there already
+            for unit in order:  # replace the default by the unit itself, which is gathered already
                 unit.set_modules_to_backward_prefetch([unit])
 
-    def _params(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+    def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
         live = dict(self.model.named_parameters())
         return [[live[name] for name in group.names] for group in groups]
 
-    def _shard(self, tensor: Tensor) -> Tensor:
+    def _get_shard(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def _live(self) -> Iterator[Tensor]:
-        return (self._shard(parameter).detach() for parameter in self.model.parameters())
+    def _live_tensors(self) -> Iterator[Tensor]:
+        return (self._get_shard(parameter).detach() for parameter in self.model.parameters())
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See Engine: gathered one by one."""
+        """Gather the parameters one by one, see Engine."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 shards = parameter.detach().to(self.ranks.device)  # from the CPU, if offloaded

@@ -1,9 +1,9 @@
-"""A sum of squares with the same bits in any order, over any cut into ranks.
+"""A sum of squares that has the same bits in any order of addition and over any cut into ranks.
 
-Floating-point addition depends on order only through rounding. So the squares (exact in float64)
-are split into multiples of a common quantum, small enough in number of bits that no sum of them
-rounds: each level's sum is exact, whoever adds what first. (The idea of pre-rounding: Demmel and
-Nguyen, "Fast Reproducible Floating-Point Summation", ARITH 2013.)
+Floating-point addition depends on the order only through rounding. So the squares (exact in
+float64) are split into multiples of a common quantum, with so few bits that no sum of them rounds:
+the sum of each level is exact, in any order. (The idea is pre-rounding: Demmel and Nguyen, "Fast
+Reproducible Floating-Point Summation", ARITH 2013.)
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 LEVELS = 3
-"""Of 52 - log2(elements) bits each: 66 bits below the largest square at 1e9 elements."""
+"""Each level has 52 - log2(elements) bits: 66 bits below the largest square at 1e9 elements."""
 CHUNK = 1 << 20
-"""Elements squared at a time."""
+"""Elements that are squared at a time."""
 
 
-def norm(pieces: Sequence[Tensor], numel: int, *, reduce_on: torch.device | None) -> float:
-    """The 2-norm of all ranks' pieces together; inf when an element is not finite.
+def compute_norm(pieces: Sequence[Tensor], numel: int, *, reduce_on: torch.device | None) -> float:
+    """Return the 2-norm of all ranks' pieces together; inf if an element is not finite.
 
     Args:
         pieces: this rank's float tensors, 1-D.
-        numel: elements of all ranks together, padding aside; the same at any number of ranks.
-        reduce_on: the device that the ranks reduce on, which is that of the pieces (a rank may have
-            none); None when the pieces already are everything.
+        numel: elements of all ranks together without padding; the same for any number of ranks.
+        reduce_on: the device for the collectives, which is that of the pieces (a rank may have
+            none); None if this rank's pieces already are everything.
     """
     device = reduce_on or (pieces[0].device if pieces else torch.device("cpu"))
-    # Padding is zero, so it neither moves the largest element nor any sum.
+    # Padding is zero, so it changes neither the largest element nor a sum.
     peaks = [piece.abs().amax().double() for piece in pieces if piece.numel()]
     largest = torch.stack([*peaks, torch.zeros((), dtype=torch.float64, device=device)])
     peak = torch.where(largest.isfinite(), largest, math.inf).amax()
@@ -40,14 +40,14 @@ def norm(pieces: Sequence[Tensor], numel: int, *, reduce_on: torch.device | None
     top = peak.item()
     if top == 0.0 or math.isinf(top):
         return top
-    sums = _level_sums(pieces, top, numel, device)
+    sums = _sum_levels(pieces, top, numel, device)
     if reduce_on:
         dist.all_reduce(sums)
     return math.sqrt(math.fsum(sums.tolist()))
 
 
-def _level_sums(pieces: Sequence[Tensor], top: float, numel: int, device: torch.device) -> Tensor:
-    """This rank's sum of each level of the squares, float64 of length LEVELS."""
+def _sum_levels(pieces: Sequence[Tensor], top: float, numel: int, device: torch.device) -> Tensor:
+    """Return this rank's sum of each level of the squares, float64 of length LEVELS."""
     bits = 52 - max(1, math.ceil(math.log2(numel + 1)))
     exponent = math.frexp(top * top)[1]
     quanta = [math.ldexp(1.0, exponent - bits * level) for level in range(1, LEVELS + 1)]

@@ -1,4 +1,4 @@
-"""Where a flat tensor lives between uses: on the device, in host memory, or on disk."""
+"""Where a flat tensor is kept between uses: on the device, in host memory, or on disk."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ class Slot(Protocol):
     """Keeps one tensor."""
 
     def get(self) -> Tensor:
-        """The tensor; changes to it count only after ``put``."""
+        """Return the tensor; changes to it take effect with ``put``."""
         ...
 
-    def piece(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop)."""
+    def get_range(self, start: int, stop: int) -> Tensor:
+        """Return elements [start, stop)."""
         ...
 
     def put(self, tensor: Tensor) -> None:
-        """Keep this value."""
+        """Replace the kept value."""
         ...
 
     @property
-    def resident(self) -> int:
-        """Bytes of memory while not in use."""
+    def resident_bytes(self) -> int:
+        """Bytes of memory between uses."""
         ...
 
 
-class InMemory:
-    """On the device, or (offload to cpu) in host memory."""
+class MemorySlot:
+    """Keeps a tensor on the device or (offload to cpu) in host memory."""
 
     def __init__(self, tensor: Tensor, device: torch.device) -> None:
         self._tensor = tensor.to(device, copy=True)
 
     def get(self) -> Tensor:
-        """The kept tensor itself."""
+        """Return the kept tensor itself."""
         return self._tensor
 
-    def piece(self, start: int, stop: int) -> Tensor:
-        """A view."""
+    def get_range(self, start: int, stop: int) -> Tensor:
+        """Return a view of elements [start, stop)."""
         return self._tensor[start:stop]
 
     def put(self, tensor: Tensor) -> None:
-        """Nothing moves when it is the kept tensor."""
+        """Copy the value, unless it is the kept tensor itself."""
         if tensor is not self._tensor:
             self._tensor.copy_(tensor)
 
     @property
-    def resident(self) -> int:
-        """All of it."""
+    def resident_bytes(self) -> int:
+        """Bytes of the whole tensor."""
         return self._tensor.untyped_storage().nbytes()
 
 
-class OnDisk:
-    """A file without a name, gone with the process; memory is used only between get and put."""
+class DiskSlot:
+    """Keeps a tensor in an unnamed file, which ends with the process; only `get` uses memory."""
 
     def __init__(self, tensor: Tensor, directory: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115
@@ -71,10 +71,10 @@ class OnDisk:
 
     def get(self) -> Tensor:
         """Read the file into a new CPU tensor."""
-        return self.piece(0, self._numel)
+        return self.get_range(0, self._numel)
 
-    def piece(self, start: int, stop: int) -> Tensor:
-        """Read these elements alone."""
+    def get_range(self, start: int, stop: int) -> Tensor:
+        """Read elements [start, stop) only."""
         tensor = torch.empty(stop - start, dtype=self._dtype)
         self._file.seek(start * self._dtype.itemsize)
         view = _bytes_of(tensor)
@@ -82,52 +82,58 @@ class OnDisk:
         while done < len(view):
             count = self._file.readinto(view[done:])
             if not count:
-                raise OSError(f"an offload file ends after {done} of {len(view)} bytes")
+                raise OSError(f"an offload file ended after {done} of {len(view)} bytes")
             done += count
         return tensor
 
     def put(self, tensor: Tensor) -> None:
-        """Write the file anew."""
+        """Overwrite the file."""
         view = _bytes_of(tensor.detach().cpu().contiguous())
         self._file.seek(0)
         while view:
             view = view[self._file.write(view) :]
 
     @property
-    def resident(self) -> int:
-        """None of it."""
+    def resident_bytes(self) -> int:
+        """Zero: the tensor is on disk."""
         return 0
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory, writable."""
+    """Return the writable memory of a contiguous CPU tensor."""
     return memoryview(cast("Any", tensor.view(torch.uint8).numpy()))
 
 
-class Home:
-    """Makes slots in the place that the settings name.
+class SlotFactory:
+    """Makes slots on the device that the settings choose.
 
     Args:
-        place: none (the device), cpu or nvme.
-        directory: where nvme keeps its files; they have no names, so that nothing stays behind.
+        offload: none (the device itself), cpu or nvme.
+        device: of the model.
+        directory: where nvme keeps its files; they have no names, so that none is left behind.
 
     Raises:
         SettingsError: the directory cannot be used.
     """
 
-    def __init__(self, place: str, device: torch.device, directory: str | None) -> None:
-        self._device = torch.device("cpu") if place == "cpu" else device
+    def __init__(self, offload: str, device: torch.device, directory: str | None) -> None:
+        self._device = torch.device("cpu") if offload == "cpu" else device
         self._directory: Path | None = None
-        if place == "nvme":
+        if offload == "nvme":
             self._directory = Path(str(directory))
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=self._directory).close()
             except OSError as error:
-                raise SettingsError(f"nvme_path cannot be used: {error}", one_rank=True) from error
+                raise SettingsError(
+                    f"cannot write offload files to nvme_path {directory}: "
+                    f"{error.strerror or error}",
+                    "give a directory that this process can write to",
+                    one_rank=True,
+                ) from error
 
-    def slot(self, tensor: Tensor) -> Slot:
-        """Keep a copy of ``tensor``, 1-D."""
+    def make_slot(self, tensor: Tensor) -> Slot:
+        """Return a slot with a copy of ``tensor``, 1-D."""
         if self._directory is None:
-            return InMemory(tensor, self._device)
-        return OnDisk(tensor, self._directory)
+            return MemorySlot(tensor, self._device)
+        return DiskSlot(tensor, self._directory)

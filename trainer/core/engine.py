@@ -1,0 +1,159 @@
+"""What the loop needs from an engine, and the step that all engines of our own share.
+
+An engine is a model, its optimizer, and how both are distributed over the ranks. Per micro batch
+the loop calls ``run_microbatch``; after the last one it calls ``step``::
+
+    run_microbatch   forward, backward, then _reduce_gradients: how this engine sums gradients
+    step             _collect_gradients -> _compute_norm -> clip -> _update_weights
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.core.ranks import Ranks
+from trainer.scaling import LossScaler, make_loss_scaler
+from trainer.settings import Settings
+from trainer.timer import Timer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The settings' names of dtypes."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The result of one optimizer step."""
+
+    grad_norm: float
+    """Norm of the averaged gradients, unscaled, before clipping; inf or nan on overflow."""
+    skipped: bool
+    """Whether the gradients were not finite, so that nothing changed."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Bytes that this rank keeps between steps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    """Master weights and moments."""
+    accumulators: int = 0
+    """Sums that the canonical reduction keeps beside whole gradients."""
+
+
+class Engine(Protocol):
+    """A model and its optimizer on several ranks.
+
+    Every method is collective: all ranks call it, in the same order.
+    """
+
+    scaler: LossScaler
+    """The loss scale of the next backward pass; ``step`` updates it, and checkpoints hold it."""
+    timer: Timer
+    """Seconds that the engine spends on each activity."""
+
+    def run_microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
+        """Run forward and backward on ``tokens`` (micro_batch, seq_len); add to the gradients.
+
+        Args:
+            last: whether this is the last micro batch of the step on this rank.
+
+        Returns:
+            The mean loss of these tokens, a float32 scalar, detached. A pipeline runs when it has
+            all micro batches, and fills the scalar in by the end of the call with ``last``.
+        """
+        ...
+
+    def step(self, lr: float) -> Update:
+        """Average the gradients over the step's micro batches, clip, update, and clear them."""
+        ...
+
+    def discard_gradients(self) -> None:
+        """Clear the gradients of a step that is skipped because of its loss."""
+        ...
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full (fqn, tensor on the CPU) in model order, ties once; fp32 masters if any.
+
+        A tensor is valid until the next one is requested. All ranks must iterate to the end.
+        """
+        ...
+
+    def measure_state(self) -> ModelState:
+        """Return the bytes of model state on this rank, measured from the tensors that exist."""
+        ...
+
+
+class NativeEngine(ABC):
+    """Loss scaling, averaging and clipping, the same for ZeRO and for FSDP."""
+
+    model: nn.Module
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        self.settings = settings
+        self.ranks = ranks
+        self.timer = Timer(synchronize=ranks.device.type == "cuda")
+        self.scaler = make_loss_scaler(settings)
+
+    @abstractmethod
+    def _reduce_gradients(self, *, last: bool) -> None:
+        """Add the gradients of the micro batch that has just run to the sums over all ranks."""
+
+    @property
+    @abstractmethod
+    def _summed_microbatches(self) -> int:
+        """Number of micro batches that the sums contain."""
+
+    @abstractmethod
+    def _collect_gradients(self) -> list[Tensor]:
+        """Return the sums that this rank updates its weights from."""
+
+    @abstractmethod
+    def _compute_norm(self, gradients: list[Tensor]) -> float:
+        """Return the 2-norm of all ranks' sums, inf if one is not finite; equal on all ranks."""
+
+    @abstractmethod
+    def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
+        """Change the weights by the sums times ``scale``; the sums may be overwritten."""
+
+    @abstractmethod
+    def discard_gradients(self) -> None:
+        """See Engine."""
+
+    def run_microbatch(self, tokens: Tensor, *, last: bool) -> Tensor:
+        """Run forward and backward, see Engine."""
+        with self.timer("forward"):
+            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        with self.timer("backward"):
+            (loss.float() * self.scaler.scale).backward()
+            self._reduce_gradients(last=last)
+        return loss.detach().float()
+
+    def step(self, lr: float) -> Update:
+        """Average, clip and update, see Engine."""
+        with self.timer("step"), torch.no_grad():
+            gradients = self._collect_gradients()
+            divisor = self.scaler.scale * self._summed_microbatches
+            average = self._compute_norm(gradients) / divisor
+            finite = math.isfinite(average)
+            if finite:
+                clip = self.settings.clip
+                excess = max(1.0, (average + 1e-6) / clip) if clip else 1.0
+                self._update_weights(gradients, 1.0 / (divisor * excess), lr)
+            self.scaler.update(overflow=not finite)
+        self.discard_gradients()
+        return Update(average, skipped=not finite)
+
+
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages behind ``tensors``."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

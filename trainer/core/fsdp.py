@@ -1,0 +1,185 @@
+"""Fully sharded data parallelism in PyTorch: what both of its generations share.
+
+The same idea as ZeRO stage 3, done inside torch. Parameters, gradients and moments are fp32 shards;
+FSDP casts what it gathers. The generations differ in what a shard is::
+
+    FSDP 1 (engines/fsdp1.py)           FSDP 2 (core/fsdp2.py)
+    unit = one flat parameter           unit = a list of DTensors
+    |aaaaaaaaa|bbb|ccccccc|.|           |aaaaaaaaa|  |bbb|  |ccccccc|
+    | rank 0    | rank 1    |           | 0  | 1  |  |0|1|  | 0 | 1 |    each cut into rows
+
+A generation decides how the model is wrapped, and how its parameters are seen whole and as shards.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainer.core.engine import ModelState, NativeEngine, count_storage_bytes
+from trainer.core.norm import compute_norm
+from trainer.core.optimizer import (
+    ParamGroup,
+    list_trainable,
+    make_hyperparameters,
+    make_param_groups,
+)
+from trainer.core.ranks import Ranks
+from trainer.fsdp_options import InitialWeights, choose_units, data_mesh_axes, ignore_known_warnings
+from trainer.settings import Settings
+
+
+class ShardedEngine(NativeEngine):
+    """A model that FSDP shards, and an AdamW over the shards."""
+
+    def __init__(self, settings: Settings, ranks: Ranks) -> None:
+        super().__init__(settings, ranks)
+        self.mesh = self._make_data_mesh()
+        weights = InitialWeights(settings, ranks)
+        # Shapes and frozen parameters must be read before parameters become shards of their unit.
+        self.shapes = {name: tuple(p.shape) for name, p in weights.model.named_parameters()}
+        shapes = [(name, tuple(p.shape)) for name, p in list_trainable(weights.model)]
+        self._numel = sum(math.prod(shape) for _, shape in shapes)
+        with ignore_known_warnings():
+            weights.model = self._cut_model(weights.model)
+            self.units = choose_units(weights.model, settings)
+            self._check(weights.model)
+            self.model = self._wrap(weights)
+        self.groups = self._select_groups(make_param_groups(shapes, settings))
+        self.optimizer = self._make_optimizer()
+        self._gradient_bytes = 0
+
+    # What a generation decides
+
+    @abstractmethod
+    def _check(self, model: nn.Module) -> None:
+        """Refuse settings that this generation cannot follow."""
+
+    @abstractmethod
+    def _wrap(self, weights: InitialWeights) -> nn.Module:
+        """Shard the model."""
+
+    @abstractmethod
+    def _select_parameters(self, groups: list[ParamGroup]) -> list[list[nn.Parameter]]:
+        """Return what the optimizer updates, for each group."""
+
+    @abstractmethod
+    def _get_shard(self, tensor: Tensor) -> Tensor:
+        """Return the part of a parameter or gradient that is on this rank."""
+
+    @abstractmethod
+    def _live_tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that holds parameters, whether shards or gathered."""
+
+    @abstractmethod
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield full parameters, see Engine."""
+
+    # What a model that is itself cut over ranks changes (engines/grid.py)
+
+    def _cut_model(self, model: nn.Module) -> nn.Module:
+        """Return the part of the model that this rank's data-parallel ranks share: all of it."""
+        return model
+
+    def _select_groups(self, groups: list[ParamGroup]) -> list[ParamGroup]:
+        """Return the groups, with the parameters that this rank's part of the model has: all."""
+        return groups
+
+    def _make_data_mesh(self) -> DeviceMesh:
+        """Return the mesh of the ranks that share the model."""
+        axes = data_mesh_axes(self.settings)
+        names, sizes = tuple(axes), tuple(axes.values())
+        return init_device_mesh(self.ranks.device.type, sizes, mesh_dim_names=names)
+
+    # The step
+
+    def _reduce_gradients(self, *, last: bool) -> None:
+        """Do nothing: FSDP has reduced the micro batch during its backward pass.
+
+        To reduce only the last one (``no_sync``) would save communication and keep whole gradients
+        on every rank, which sharding is there to avoid.
+        """
+
+    @property
+    def _summed_microbatches(self) -> int:
+        return self.settings.accumulation  # FSDP has divided by the number of ranks
+
+    def _collect_gradients(self) -> list[Tensor]:
+        parameters = self._optimized_parameters()
+        gradients = [self._get_shard(p.grad).view(-1) for p in parameters if p.grad is not None]
+        self._gradient_bytes = count_storage_bytes(gradients)
+        return gradients
+
+    def _compute_norm(self, gradients: list[Tensor]) -> float:
+        """Return the global norm; of several replicas, only the first one counts."""
+        if self.settings.fsdp_sharding_strategy == "NO_SHARD":
+            return compute_norm(gradients, self._numel, reduce_on=None)
+        in_first_replica = self.ranks.rank < self.mesh.size(self.mesh.ndim - 1)
+        pieces = [gradient.to(self.ranks.device) for gradient in gradients if in_first_replica]
+        return compute_norm(pieces, self._numel, reduce_on=self.ranks.device)
+
+    def _update_weights(self, gradients: list[Tensor], scale: float, lr: float) -> None:
+        for gradient in gradients:
+            gradient.mul_(scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+
+    def discard_gradients(self) -> None:
+        """Clear the gradients, see Engine."""
+        self.optimizer.zero_grad()
+
+    # The optimizer
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        settings = self.settings
+        parameters = self._select_parameters(self.groups)
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": params,
+                    **make_hyperparameters(settings, group.weight_decay, settings.lr),
+                }
+                for group, params in zip(self.groups, parameters, strict=True)
+            ]
+        )
+        # The moments exist from the start, so that a checkpoint can be read into them, and one
+        # that is written before the first update is right. (By default torch makes them with a
+        # step of zero gradients, and counts that step.)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.numel():  # FSDP 1: this rank may have no piece of it
+                    optimizer.state[parameter] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+        return optimizer
+
+    def keep_hyperparameters(self) -> None:
+        """Set the optimizer's hyper-parameters, which a checkpoint has replaced, except the lr."""
+        for group, own in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(make_hyperparameters(self.settings, own.weight_decay, group["lr"]))
+
+    def _optimized_parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # Memory
+
+    def measure_state(self) -> ModelState:
+        """Measure the tensors of this rank, see Engine.
+
+        Between steps there are no gradients: those of the last step count.
+        """
+        moments = (t for state in self.optimizer.state.values() for t in state.values())
+        shards = map(self._get_shard, self._optimized_parameters())
+        return ModelState(
+            parameters=count_storage_bytes(self._live_tensors()),
+            gradients=self._gradient_bytes or count_storage_bytes(shards),
+            optimizer=count_storage_bytes(map(self._get_shard, moments)),
+        )

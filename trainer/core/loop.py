@@ -1,0 +1,129 @@
+"""Training: draw samples, run forward and backward, update the weights, and repeat.
+
+One step of N data-parallel ranks with accumulation A (global batch = micro batch x A x N)::
+
+    rank 0   micro batch 0      micro batch N      ...  \
+    rank 1   micro batch 1      micro batch N+1    ...   >  sum of gradients -> norm -> AdamW
+    ...                                                 /
+             forward, backward  forward, backward
+
+Logging and saving are the caller's: `train` hands over after every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.core.data import Corpus, derive_seed
+from trainer.core.engine import Engine, Update
+from trainer.core.ranks import Ranks
+from trainer.errors import TrainingError
+from trainer.schedule import compute_learning_rate
+from trainer.settings import Settings
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    skipped: int = 0
+    updates: int = 0
+    """Steps that changed the weights: the position in the learning rate schedule."""
+    samples: int = 0
+    """Samples drawn so far: the position in the data."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one optimizer step."""
+
+    losses: list[float]
+    """Mean loss of each micro batch of all ranks, in the order of the samples."""
+    lr: float
+    update: Update
+
+
+def train(
+    settings: Settings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
+) -> Iterator[Step]:
+    """Run the steps that are left, and yield after each; ``progress`` counts along.
+
+    Raises:
+        TrainingError: the loss or the gradients are not finite, and ``on_nan`` is "stop".
+    """
+    while progress.step < settings.steps:
+        losses = _run_microbatches(settings, ranks, engine, corpus, progress)
+        lr = compute_learning_rate(settings, progress.updates)
+        update = _update_or_skip(settings, engine, losses, lr, progress)
+        yield Step(losses, lr, update)
+
+
+def _run_microbatches(
+    settings: Settings, ranks: Ranks, engine: Engine, corpus: Corpus, progress: Progress
+) -> list[float]:
+    """Run forward and backward on this step's samples; return the losses of all ranks.
+
+    Micro batch m of the step belongs to data-parallel rank m % dp and is its (m // dp)-th. Dropout
+    draws from a generator that is seeded by the number of the first sample, so that its masks do
+    not depend on the number of ranks either.
+    """
+    grid = settings.grid
+    losses: list[Tensor] = []
+    for index in range(settings.accumulation):
+        number = index * grid.dp + grid.data_index(ranks.rank)
+        first = progress.samples + number * settings.micro_batch
+        tokens = corpus.get_samples(first, settings.micro_batch).to(ranks.device)
+        torch.manual_seed(derive_seed(settings.seed, 1, first))
+        last = index == settings.accumulation - 1
+        losses.append(engine.run_microbatch(tokens, last=last))
+    own = torch.stack(losses)
+    of_all_ranks = own.new_empty(ranks.world * len(losses))
+    ranks.all_gather(of_all_ranks, own)
+    return of_all_ranks.view(ranks.world, -1)[grid.data_ranks].t().reshape(-1).tolist()
+
+
+def _update_or_skip(
+    settings: Settings, engine: Engine, losses: list[float], lr: float, progress: Progress
+) -> Update:
+    """Update the weights, or skip a step whose loss is not finite; count it in ``progress``."""
+    not_finite = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not_finite and settings.on_nan == "stop":
+        number = not_finite[0]
+        rank = settings.grid.data_ranks[number % settings.grid.dp]
+        raise TrainingError(
+            f"the loss of step {progress.step + 1} is {losses[number]} in micro batch {number} "
+            f"(rank {rank})",
+            "check the data; or resume from an earlier --tag with a lower --lr or --on-nan skip",
+        )
+    if not_finite:
+        engine.discard_gradients()
+        update = Update(math.nan, skipped=True)
+    else:
+        update = engine.step(lr)
+        if update.skipped and not engine.scaler.dynamic and settings.on_nan == "stop":
+            raise TrainingError(
+                f"the gradients of step {progress.step + 1} are not finite",
+                "resume from an earlier --tag with a lower --lr, or with --on-nan skip",
+            )
+    progress.step += 1
+    progress.samples += settings.global_batch
+    progress.skipped += update.skipped
+    progress.updates += not update.skipped
+    return update
+
+
+def hash_parameters(engine: Engine) -> str:
+    """Return the SHA-256 over names, shapes and bytes of the full parameters, in model order."""
+    digest = hashlib.sha256()
+    for name, value in engine.parameters():
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+        digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

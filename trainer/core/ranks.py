@@ -1,0 +1,80 @@
+"""This rank, and the collectives that join it to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.errors import TrainerError, TrainingError
+
+# torch 2.13 renamed it; the old name warns there.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank among ``world`` ranks. One process runs the same code with a world of one."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which prints and writes for all."""
+        return self.rank == 0
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank (picklable, small), in rank order."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def all_reduce_max(self, value: int) -> int:
+        """Return the largest ``value`` of all ranks."""
+        largest = torch.tensor(value, dtype=torch.int64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the ``value`` of rank 0."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def all_gather(self, whole: Tensor, piece: Tensor) -> None:
+        """Fill ``whole`` (world x numel) with the ``piece`` (numel) of every rank, in rank order.
+
+        ``piece`` may be this rank's own part of ``whole``.
+        """
+        if self.world > 1:
+            _all_gather(whole, piece)
+        elif whole.data_ptr() != piece.data_ptr():
+            whole.copy_(piece)
+
+    @contextmanager
+    def raise_on_all(self, doing: str) -> Iterator[None]:
+        """Raise on every rank what one rank raises, so that no rank waits for one that failed.
+
+        Raises:
+            TrainerError: the first rank's; TrainingError for an OSError.
+        """
+        problem: TrainerError | None = None
+        try:
+            yield
+        except OSError as error:
+            problem = TrainingError(
+                f"rank {self.rank} could not {doing}: {error}",
+                "check that the path can be written and that the disk has space, and resume",
+            )
+        except TrainerError as error:
+            problem = error
+        for each in self.all_gather_objects(problem):
+            if each is not None:
+                raise each

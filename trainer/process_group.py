@@ -1,0 +1,56 @@
+"""Join the process group: gloo on CPU, nccl on GPU, each rank of a machine on its own GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from trainer.core.ranks import Ranks
+from trainer.environment import launcher_world_size
+from trainer.errors import SettingsError
+
+
+@contextmanager
+def join_process_group(device: str, timeout_s: int, threads: int) -> Iterator[Ranks]:
+    """Join the other ranks for the duration of the block.
+
+    Raises:
+        SettingsError: ``device`` is cuda, and there is no GPU, or fewer than ranks.
+    """
+    torch.set_num_threads(threads)
+    own_device = _choose_device(device)
+    timeout = timedelta(seconds=timeout_s)
+    backend = "nccl" if own_device.type == "cuda" else "gloo"
+    if launcher_world_size() is None:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size(), own_device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _choose_device(setting: str) -> torch.device:
+    """Return the device of this rank, and make it the current one."""
+    available = torch.cuda.is_available()
+    if setting == "cpu" or (setting == "auto" and not available):
+        return torch.device("cpu")
+    if not available:
+        raise SettingsError("--device is cuda, and torch finds no GPU", "use --device cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= count:
+        raise SettingsError(
+            f"too few GPUs: expected one for each rank of this machine, found {count}",
+            f"use --nproc {count} or --device cpu",
+            one_rank=True,
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

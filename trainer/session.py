@@ -1,0 +1,75 @@
+"""One run on this rank: build or resume, train, log and save."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from trainer.checkpoint import directory, saving
+from trainer.checkpoint.directory import RunDirectory
+from trainer.core.data import Corpus
+from trainer.core.loop import Progress, hash_parameters, train
+from trainer.core.ranks import Ranks
+from trainer.engines import build_engine
+from trainer.export import save_16bit_model
+from trainer.log import StepLog
+from trainer.schedule import schedule_ends_early
+from trainer.settings import Settings
+
+
+def run(settings: Settings, ranks: Ranks) -> None:
+    """Train, from the start or from a checkpoint, and save.
+
+    Every rank raises the TrainerError of one rank, or loses that rank.
+    """
+    source = None
+    if settings.resume:
+        source = directory.find_checkpoint(Path(settings.resume), settings.tag)
+    target = _choose_target(settings, ranks, source)
+    saves = RunDirectory(target, continues=source, overwrite=settings.overwrite, keep=settings.keep)
+    corpus = Corpus(settings.data, settings.seq_len, settings.seed)
+    engine = build_engine(settings, ranks)
+    progress, text = Progress(), ""
+    if source:
+        progress, text = saving.resume(source, settings, engine)
+    other_text = text not in {"", corpus.digest}
+    with closing(saves), StepLog(settings, ranks, resumed_at=progress.step) as log:
+        if progress.step >= settings.steps:
+            log.print(f"nothing to do: {source} is at step {progress.step} of {settings.steps}")
+            log.print(f"  -> use a larger --steps than {progress.step}")
+            return
+        _print_notes(log, settings, source, progress, other_text=other_text)
+        with ranks.raise_on_all("use the run directory"):
+            if ranks.is_first:
+                saves.claim()
+        for step in train(settings, ranks, engine, corpus, progress):
+            log.step(progress, step, engine)
+            due = settings.save_every and progress.step % settings.save_every == 0
+            if due or progress.step == settings.steps:
+                saving.save(saves, settings, ranks, engine, progress, corpus.digest)
+        log.print(f"saved {target / directory.make_tag(progress.step)}")
+        if settings.save_16bit_model:
+            log.print(f"saved {save_16bit_model(engine, settings, ranks, target / 'model')}")
+        if settings.parameter_hash:
+            log.finish(hash_parameters(engine))
+
+
+def _print_notes(
+    log: StepLog, settings: Settings, source: Path | None, progress: Progress, *, other_text: bool
+) -> None:
+    """Print how a resumed run differs from an unbroken one, and whether the schedule ends early."""
+    if source and not progress.step:
+        log.print(f"note: {source} does not record its step: steps and samples count from 0")
+    if source and other_text:
+        log.print(f"note: the training text is not the one of {source}")
+    if schedule_ends_early(settings):
+        log.print(f"note: the schedule ends at update {settings.schedule_steps} (--schedule-steps)")
+
+
+def _choose_target(settings: Settings, ranks: Ranks, source: Path | None) -> Path:
+    """Return --save; else the directory of the resumed run; else the first free run-N."""
+    if settings.save:
+        return Path(settings.save)
+    if source and source.name.startswith("global_step"):
+        return source.parent
+    return Path(ranks.broadcast_object(str(directory.choose_run_directory())))
