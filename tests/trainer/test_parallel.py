@@ -218,7 +218,7 @@ def test_what_does_not_go_together_is_refused_by_name(chosen, why):
 UNFIT = (
     (2, {"tp": 2, "model": "tiny-gpt2", "dropout": 0}, "no rule for transformer.wte"),
     (2, {"pp": 2, "model": "tiny-gpt2", "dropout": 0}, "no model.embed_tokens"),
-    (2, {"tp": 2, "model": "tiny-gpt2", "dropout": 0.1}, "resid_pdrop is 0.1|dropout is 0.1"),
+    (2, {"tp": 2, "model": "tiny-gpt2", "dropout": 0.1}, "resid_pdrop 0.1|dropout 0.1"),
     (2, {"pp": 2, "tie_embeddings": True}, "embeddings are tied.*--no-tie-embeddings"),
     (2, {"ep": 2}, "--ep is 2, and LlamaForCausalLM has no layers with stacked experts"),
     (4, {"ep": 4, "model": "tiny-llama"}, "no layers with stacked experts"),
