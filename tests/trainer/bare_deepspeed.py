@@ -14,7 +14,7 @@ def train(run, tag, model_path, config, frozen, tokens):
     """Resume ``tag`` of ``run`` and train on ``tokens`` (step, micro batch, sample, position).
 
     Returns:
-        What the engine held after loading, and the mean loss of each step.
+        The counters of the engine after loading, and the mean loss of each step.
     """
     # Other weights than those to be loaded; but a universal checkpoint does not hold frozen ones.
     torch.manual_seed(0 if "checkpoint" in config else 123)
@@ -30,7 +30,7 @@ def train(run, tag, model_path, config, frozen, tokens):
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     path, _ = engine.load_checkpoint(run, tag=tag)
     assert path is not None
-    losses, loaded = [], told(engine)
+    losses, loaded = [], read_counters(engine)
     if "checkpoint" in config:
         # Stage 3 gives all groups the first one's numbers, and all tensors one step between them,
         # which torch then counts up for each.
@@ -49,7 +49,7 @@ def train(run, tag, model_path, config, frozen, tokens):
     return loaded, losses
 
 
-def told(engine):
+def read_counters(engine):
     """Counters and hyper-parameters."""
     groups = engine.basic_optimizer.param_groups
     scaler = getattr(engine.optimizer, "loss_scaler", None)

@@ -70,20 +70,20 @@ def look(ranks, **chosen):
     """What an engine holds right after it has resumed."""
     settings = resolve(chosen, ranks.world)
     engine = build_engine(settings, ranks)
-    told, _ = saving.resume(Path(settings.resume) / settings.tag, settings, engine)
+    progress, _ = saving.resume(Path(settings.resume) / settings.tag, settings, engine)
     state = {"parameters": {name: fp32(value) for name, value in engine.parameters()}}
     if settings.engine == "deepspeed":
         from tests.trainer import bare_deepspeed
 
         state |= {key: deepspeed_moment(engine, key) for key in MOMENTS}
-        state["told"] = bare_deepspeed.told(engine.live)
+        state["counters"] = bare_deepspeed.read_counters(engine.live)
         steps = [float(s["step"]) for s in engine.live.basic_optimizer.state.values()]
     else:
         state |= {key: native_moment(engine, key) for key in MOMENTS}
         steps = [float(s.step) for s in engine.shard.states]
     state["model_state"] = dataclasses.asdict(engine.measure_state())
     state["steps"] = set(steps)
-    state["progress"] = dataclasses.asdict(told)
+    state["progress"] = dataclasses.asdict(progress)
     state["scaler"] = dataclasses.asdict(engine.scaler)
     return state
 
@@ -219,12 +219,12 @@ def scalers(ranks, window, overflows):
 
     theirs = DynamicLossScaler(2.0**16, window, 1.0, 2, False)
     ours = LossScaler(scale=2.0**16, dynamic=True, window=window)
-    told = []
+    scales = []
     for overflow in overflows:
         theirs.update_scale(overflow)
         ours.update(overflow=overflow)
-        told.append((theirs.cur_scale, ours.scale))
-    return told
+        scales.append((theirs.cur_scale, ours.scale))
+    return scales
 
 
 def _error(do):

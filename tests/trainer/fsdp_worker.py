@@ -1,7 +1,7 @@
 """Runs of real ranks for test_fsdp: ``python -m tests.trainer.fsdp_worker OUT``.
 
 One process imports torch once and forks 4, then 2 ranks, then one; each goes through all its cases
-and rank 0 writes what it found to ``OUT/<ranks>.json``, case by case. An unexpected exception is
+and rank 0 writes its results to ``OUT/<ranks>.json``, case by case. An unexpected exception is
 a finding, too.
 """
 
@@ -117,20 +117,20 @@ class Cases:
     def __init__(self, ranks, out):
         self.ranks = ranks
         self.out = out
-        self.found = {}
+        self.results = {}
         self.seconds = {}
 
     def run(self, name, case, *arguments):
         begin = time.monotonic()
         try:
-            found = case(*arguments)
+            results = case(*arguments)
         except Exception:  # noqa: BLE001
-            found = {"crashed": traceback.format_exc()}
-        self.found[name] = found
+            results = {"crashed": traceback.format_exc()}
+        self.results[name] = results
         self.seconds[name] = time.monotonic() - begin
         if self.ranks.is_first:
             file = self.out / f"{self.ranks.world}.json"
-            file.write_text(json.dumps({**self.found, "seconds": self.seconds}, indent=1))
+            file.write_text(json.dumps({**self.results, "seconds": self.seconds}, indent=1))
 
     def engine(self, strategy, **chosen):
         chosen = {"precision": "fp32", "seq_len": 16, "global_batch": 4, "micro_batch": 1, **chosen}
@@ -174,8 +174,8 @@ class Cases:
     def resumed(self, name, strategy, chosen, forms=tuple(FORMS), *, half=3, whole=6):
         """Unbroken, and broken by each form of checkpoint."""
         complete = self.engine(strategy, **chosen)
-        found = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
-        found["state"] = dataclasses.asdict(complete.measure_state())
+        results = {"unbroken": self.train(complete, 0, whole), "half": half, "forms": {}}
+        results["state"] = dataclasses.asdict(complete.measure_state())
         expected = weights(complete)
         broken = self.engine(strategy, **chosen)
         self.train(broken, 0, half)
@@ -195,8 +195,8 @@ class Cases:
             record["moments"] = same(moments(fresh), moments(broken))
             record["steps"] = self.train(fresh, half, whole)
             record["weights"] = same(weights(fresh), expected)
-            found["forms"][form] = record
-        return found
+            results["forms"][form] = record
+        return results
 
     def soon(self, name, strategy, chosen, forms=tuple(FORMS)):
         """The same in one step and one more."""
@@ -234,10 +234,10 @@ class Cases:
     def unmoved(self, strategy, directory, chosen):
         """What each rank says to a checkpoint that it cannot take."""
         fresh = self.engine(strategy, **chosen)
-        return self.ranks.all_gather_objects(said(lambda: fsdp.read(directory, fresh)))
+        return self.ranks.all_gather_objects(catch_error(lambda: fsdp.read(directory, fresh)))
 
     def damaged(self, directory, name, damage):
-        place = self.place(f"damaged-{len(self.found)}")
+        place = self.place(f"damaged-{len(self.results)}")
         if self.ranks.is_first:
             shutil.copytree(directory, place, dirs_exist_ok=True)
             path = place / name
@@ -270,8 +270,8 @@ class Cases:
         engine = self.engine("fsdp2")
         engine.optimizer.param_groups[0]["lr"] = Hostile()
         fsdp.write(place, engine, {})
-        said = self.unmoved("fsdp2", place, {})
-        return [*said, *(["3 it ran"] if (self.out / "ran").exists() else [])]
+        messages = self.unmoved("fsdp2", place, {})
+        return [*messages, *(["3 it ran"] if (self.out / "ran").exists() else [])]
 
     # The files, read by torch alone
 
@@ -483,7 +483,9 @@ class Cases:
 
     def refused(self):
         return {
-            name: said(lambda strategy=strategy, chosen=chosen: self.engine(strategy, **chosen))
+            name: catch_error(
+                lambda strategy=strategy, chosen=chosen: self.engine(strategy, **chosen)
+            )
             for name, (strategy, chosen) in REFUSED.items()
         }
 
@@ -522,7 +524,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def said(action):
+def catch_error(action):
     try:
         action()
     except TrainerError as error:

@@ -31,9 +31,9 @@ def check(path: Path) -> str:
     """Every checkpoint that is seen is whole, and ``latest`` names one of them, if any."""
     for tag in directory.list_tags(path):
         step = int(tag.removeprefix("global_step"))
-        held = files.load(path / tag / "model.pt")
-        assert held["step"] == step
-        assert bool((held["w"] == step).all())
+        content = files.load(path / tag / "model.pt")
+        assert content["step"] == step
+        assert bool((content["w"] == step).all())
         assert (path / tag / "config.json").read_text() == f"{step}"
     newest = _newest(path)
     return newest.name if newest else ""

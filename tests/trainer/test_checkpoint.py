@@ -33,14 +33,14 @@ TINY = {"seq_len": 8, "global_batch": 2, "micro_batch": 1, "precision": "fp32"}
 
 def tell(ranks, jobs):
     """What each training says when it fails: (class, message) on every rank."""
-    said = []
+    errors = []
     for job in jobs:
         try:
             worlds.train(ranks, [job])
-            said.append(None)
+            errors.append(None)
         except TrainerError as error:
-            said.append((type(error).__name__, str(error)))
-    return said
+            errors.append((type(error).__name__, str(error)))
+    return errors
 
 
 # The run directory, without training
@@ -325,13 +325,13 @@ BREAKS = [
 
 
 def test_what_does_not_fit_is_an_error_on_every_rank_and_no_hang(saved, tmp_path):
-    jobs, wanted = [], []
+    jobs, expectations = [], []
     for number, (strategy, name, how, message) in enumerate(BREAKS):
         source = tmp_path / f"{number}"
         shutil.copytree(saved / strategy, source)
         break_file(source / "global_step2" / name, how)
         jobs.append({"resume": str(source)})
-        wanted.append(("CheckpointError", message))
+        expectations.append(("CheckpointError", message))
     for change, message in [
         ({"model": "tiny-gpt2", "freeze": ()}, "absent"),
         ({"tie_embeddings": True}, "lm_head.weight is"),
@@ -339,16 +339,16 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_no_hang(saved, tmp_path
         ({"strategy": "fsdp", "reduction": "fast"}, "reshard"),
     ]:
         jobs.append({"resume": str(saved / "zero2"), **change})
-        wanted.append(("CheckpointError", message))
+        expectations.append(("CheckpointError", message))
     common = {
         "steps": 4,
         "save": str(tmp_path / "out"),
         "log": str(tmp_path / "log"),
         "timeout": 60,
     }
-    told = worlds.run(2, tell, [{**job, **common} for job in jobs])
-    for job, (kind, message), *said in zip(jobs, wanted, *told, strict=True):
-        for each in said:
+    reported = worlds.run(2, tell, [{**job, **common} for job in jobs])
+    for job, (kind, message), *errors in zip(jobs, expectations, *reported, strict=True):
+        for each in errors:
             assert each is not None, job
             assert each[0] == kind, each
             assert re.search(message, each[1].replace("\n", " ")), each
@@ -430,9 +430,9 @@ def test_a_rank_that_cannot_write_fails_all_and_leaves_nothing_half(tmp_path):
         "save": f"{tmp_path}/run",
         "log": f"{tmp_path}/l",
     }
-    for said in worlds.run(2, full_disk, job):
-        assert said[0][0] == "TrainingError"
-        assert "rank 1 could not write its part" in said[0][1]
+    for errors in worlds.run(2, full_disk, job):
+        assert errors[0][0] == "TrainingError"
+        assert "rank 1 could not write its part" in errors[0][1]
     assert not (tmp_path / "run/latest").exists()
     assert directory.list_tags(tmp_path / "run") == []
 
@@ -484,9 +484,14 @@ def memory(ranks, strategies):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_memory_is_what_the_textbook_says(world):
-    wanted = {"ddp": 16, "zero1": 4 + 12 / world, "zero2": 2 + 14 / world, "zero3": 16 / world}
-    told = worlds.run(world, memory, list(wanted))[0]
-    for (strategy, factor), (numel, measured) in zip(wanted.items(), told, strict=True):
+    expectations = {
+        "ddp": 16,
+        "zero1": 4 + 12 / world,
+        "zero2": 2 + 14 / world,
+        "zero3": 16 / world,
+    }
+    reported = worlds.run(world, memory, list(expectations))[0]
+    for (strategy, factor), (numel, measured) in zip(expectations.items(), reported, strict=True):
         total = measured.parameters + measured.gradients + measured.optimizer
         assert total == pytest.approx(factor * numel, rel=2e-3), strategy
 
@@ -527,8 +532,8 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
 
 
 def test_an_error_raised_on_one_rank_is_raised_on_all():
-    told = worlds.run(3, one_fails)
-    assert told == ["TrainingError: rank 1 could not try: no"] * 3
+    reported = worlds.run(3, one_fails)
+    assert reported == ["TrainingError: rank 1 could not try: no"] * 3
 
 
 def different_layers(ranks):
@@ -549,8 +554,8 @@ def different_layers(ranks):
 
 
 def test_gradients_of_different_layers_are_never_added_up():
-    for said in worlds.run(2, different_layers):
-        assert "the backward passes of the ranks differ" in said
+    for message in worlds.run(2, different_layers):
+        assert "the backward passes of the ranks differ" in message
 
 
 def one_fails(ranks):

@@ -27,8 +27,8 @@ def _plainly_started(monkeypatch):
 def run(capsys):
     def run(*arguments):
         code = cli.main([str(each) for each in arguments])
-        told = capsys.readouterr()
-        return code, told.out, told.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run
 
@@ -144,13 +144,13 @@ def test_bad_settings_end_with_one_message_and_2(run, arguments, message):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
-def test_all_ranks_fail_and_the_first_says_why(run, monkeypatch, rank, told):
+@pytest.mark.parametrize(("rank", "printed"), [("0", True), ("1", False)])
+def test_all_ranks_fail_and_the_first_says_why(run, monkeypatch, rank, printed):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = run("--nproc", "4")
     assert code == 2
-    assert ("nproc is 4 by --nproc, and the launcher started 2 ranks" in err) is told
+    assert ("nproc is 4 by --nproc, and the launcher started 2 ranks" in err) is printed
 
 
 def test_the_launcher_gives_the_number_of_ranks(config, monkeypatch):

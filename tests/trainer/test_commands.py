@@ -28,8 +28,8 @@ def flags(directory, *more):
 def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
     kind = "--deepspeed" if name.endswith("json") else "--accelerate"
     config = [kind, str(CONFIGS / name)]
-    told = worlds.command(2, flags(tmp_path, *config, "--steps", "3", "--lr", "0.003"))
-    assert f"saved {tmp_path}/run/global_step3" in told
+    printed = worlds.command(2, flags(tmp_path, *config, "--steps", "3", "--lr", "0.003"))
+    assert f"saved {tmp_path}/run/global_step3" in printed
     document = state.read(tmp_path / "run/global_step3")
     strategy, precision, batch = EXAMPLES[name]
     settings = document["settings"]
@@ -40,9 +40,9 @@ def test_an_example_configuration_runs_as_it_is_and_goes_on(tmp_path, name):
 
     whole = worlds.command(2, flags(tmp_path / "w", *config, "--steps", "5", "--lr", "0.003"))
     resume = ["--resume", f"{tmp_path}/run", "--steps", "5", *flags(tmp_path)]
-    told = worlds.command(2, [*resume, "--schedule-steps", "5"])
+    printed = worlds.command(2, [*resume, "--schedule-steps", "5"])
     if "Warmup" not in settings["schedule"]:  # a schedule over three steps is another one
-        assert told.splitlines()[-1] == whole.splitlines()[-1], "the same parameters"
+        assert printed.splitlines()[-1] == whole.splitlines()[-1], "the same parameters"
     assert len(worlds.read_log(tmp_path / "log.jsonl").losses) == 5
 
 
@@ -80,6 +80,6 @@ def test_the_log_tells_where_the_time_goes(tmp_path):
 def test_a_finished_run_says_so_and_changes_nothing(tmp_path):
     worlds.command(1, flags(tmp_path, "--steps", "1"))
     before = sorted((tmp_path / "run").rglob("*"))
-    told = worlds.command(1, ["--resume", f"{tmp_path}/run"])
-    assert "nothing to do" in told
+    printed = worlds.command(1, ["--resume", f"{tmp_path}/run"])
+    assert "nothing to do" in printed
     assert sorted((tmp_path / "run").rglob("*")) == before

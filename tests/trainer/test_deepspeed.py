@@ -22,7 +22,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 ALL = [(stage, precision) for precision in PRECISIONS for stage in STAGES]
 AT, STEPS = 4, 9
 EXACT, SANE = 1e-6, {"fp32": 1e-6, "bf16": 3e-3, "fp16": 3e-4}
-"""Relative difference of losses: asked for in fp32, and seen in 16 bits with a margin."""
+"""Relative difference of losses: required in fp32; observed in 16 bits, with a margin."""
 MODEL = {
     "model_type": "llama",
     "vocab_size": 257,
@@ -252,7 +252,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(root, request):
-    """What every job told; its name says it."""
+    """The result of every job, by its name."""
     plan = Plan(root)
     plan.world(2)
     plan_two_ranks(plan, nvme=request.config.getoption("--nvme"))
@@ -303,12 +303,12 @@ def test_deepspeed_takes_over_our_state(results, stage, precision):
     assert_same(theirs, ours)
     assert theirs["steps"] == ours["steps"] == {float(ours["progress"]["updates"])}
     assert theirs["progress"] == ours["progress"]
-    told, scaler = theirs["told"], theirs["scaler"]
-    assert told["global_steps"] == AT
-    assert told["skipped_steps"] == ours["progress"]["skipped"]
-    assert (told["skipped_steps"] > 0) == (precision == "fp16")
-    assert told["global_samples"] == AT * 6
-    assert told["last_batch_iteration"] == ours["progress"]["updates"] - 1
+    counters, scaler = theirs["counters"], theirs["scaler"]
+    assert counters["global_steps"] == AT
+    assert counters["skipped_steps"] == ours["progress"]["skipped"]
+    assert (counters["skipped_steps"] > 0) == (precision == "fp16")
+    assert counters["global_samples"] == AT * 6
+    assert counters["last_batch_iteration"] == ours["progress"]["updates"] - 1
     if precision == "fp16":
         assert scaler == ours["scaler"]
         fresh = (2.0 ** FP16["initial_scale_power"], 2)
@@ -327,14 +327,14 @@ def test_deepspeed_continues_our_run(results, stage, precision):
 def test_deepspeed_continues_our_run_of_three_ranks(results, stage):
     ours = results[f"native-{stage}-fp32-3"]
     assert apart(results[f"ds-of-native-{stage}-fp32-3"], ours, AT) < EXACT
-    assert results[f"look-ds-of-native-{stage}-fp32-3"]["told"]["global_steps"] == AT
+    assert results[f"look-ds-of-native-{stage}-fp32-3"]["counters"]["global_steps"] == AT
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
 def test_a_script_without_trainer_continues_our_run(results, stage):
     loaded, losses = results[f"bare-{stage}"]
-    wanted = results[f"native-{stage}-fp32"].values()[AT:]
-    assert losses == pytest.approx(wanted, rel=EXACT)
+    tensors = results[f"native-{stage}-fp32"].values()[AT:]
+    assert losses == pytest.approx(tensors, rel=EXACT)
     assert loaded["global_steps"] == AT
     assert loaded["last_batch_iteration"] == AT - 1
     # Its optimizer was made with another rate.
@@ -412,9 +412,9 @@ def test_reshard_reads_our_files(results, root, tmp_path, stage, precision):
     source = root / f"native-{stage}-{precision}"
     if stage == "ddp":  # masters and moments have no names there, and shapes are ambiguous
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-        wanted = {n: torch.tensor(v).to(dtype) for n, v in state["parameters"].items()}
+        tensors = {n: torch.tensor(v).to(dtype) for n, v in state["parameters"].items()}
         with reshard.open(source, tag=f"global_step{AT}") as checkpoint:
-            assert all(torch.equal(checkpoint[n][...], v) for n, v in wanted.items())
+            assert all(torch.equal(checkpoint[n][...], v) for n, v in tensors.items())
         return
     reshard.merge(source, tmp_path / "x.safetensors", dtype="fp32", tag=f"global_step{AT}")
     merged = load_file(tmp_path / "x.safetensors")
@@ -491,12 +491,12 @@ def test_run_directories_hold_whole_checkpoints_only(results, root):
 
 @pytest.mark.parametrize("window", [1, 2, 3, 10])
 def test_our_loss_scale_follows_deepspeeds(results, window):
-    told = results[f"scalers-{window}"]
-    assert [ours for _, ours in told] == [theirs for theirs, _ in told]
+    scales = results[f"scalers-{window}"]
+    assert [ours for _, ours in scales] == [theirs for theirs, _ in scales]
 
 
 def test_on_the_command_line_without_a_launcher(tmp_path):
-    """One rank, alone: nothing is said beyond what our loop says."""
+    """One rank, alone: nothing is printed beyond what our loop prints."""
     flags = "--engine deepspeed --strategy zero1 --precision fp32 --steps 2 --seq-len 16 --save r"
     command = [sys.executable, "-m", "trainer", *flags.split()]
     hidden = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "DS_ACCELERATOR"}

@@ -172,7 +172,7 @@ def test_ranks_end_with_the_process_that_started_them(begin):
 
 
 def _runs(pid):
-    """Not ended, and not a zombie that nobody asked for yet."""
+    """Not ended, and not a zombie that nobody waited for yet."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -188,13 +188,13 @@ def test_bad_settings_start_no_ranks(run, tmp_path):
 @pytest.mark.judge
 @pytest.mark.parametrize("command", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate"])
 @pytest.mark.parametrize(
-    ("scene", "code", "said"),
+    ("scene", "code", "message"),
     [("none:0", 0, ""), ("killed:1", 1, "SIGKILL")],
 )
-def test_real_launchers_start_and_end_the_ranks(run, command, scene, code, said):
+def test_real_launchers_start_and_end_the_ranks(run, command, scene, code, message):
     if "accelerate" in command[2] and not importlib.util.find_spec("accelerate"):
         pytest.skip("needs accelerate")
     done, out, err = run(scene, command=command)
     assert done == code
     assert ("sum 2.0" in out) == (code == 0)
-    assert said in err
+    assert message in err

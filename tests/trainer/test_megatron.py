@@ -245,24 +245,24 @@ def test_progress_is_told_by_the_files_alone(runs, place, tmp_path):
     (copy / "trainer_state.json").unlink()
     run = at(tmp_path, "run")
     job = {**COMMON, **GRIDS["tp2 pp2"][1], "model": str(place / "model"), "resume": str(copy)}
-    (told, *_) = worlds.train_on(4, [{**job, "save": str(run), "log": f"{run}.jsonl"}])
-    assert told[0].losses == runs["tp2 pp2"].losses[HALF:]
-    assert told[0].digest == runs["tp2 pp2"].digest
+    (reported, *_) = worlds.train_on(4, [{**job, "save": str(run), "log": f"{run}.jsonl"}])
+    assert reported[0].losses == runs["tp2 pp2"].losses[HALF:]
+    assert reported[0].digest == runs["tp2 pp2"].digest
 
 
-def begun(ranks, cases):
+def try_to_read(ranks, cases):
     """What each checkpoint's reader says."""
     from trainer.engines import build_engine
 
-    said = []
+    messages = []
     for chosen, directory in cases:
         try:
             engine = build_engine(resolve(chosen, ranks.world), ranks)
             fsdp.read(Path(directory), engine)
-            said.append("read")
+            messages.append("read")
         except CheckpointError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_what_cannot_be_read_is_refused_by_name(runs, place, tmp_path):
@@ -313,9 +313,9 @@ def test_what_cannot_be_read_is_refused_by_name(runs, place, tmp_path):
             str(source),
         ),
     }
-    (told,) = worlds.run(1, begun, list(cases.values()))
-    for said, why in zip(told, cases, strict=True):
-        assert re.search(why, said), (why, said)
+    (reported,) = worlds.run(1, try_to_read, list(cases.values()))
+    for message, why in zip(reported, cases, strict=True):
+        assert re.search(why, message), (why, message)
 
 
 def written(ranks, chosen, directory):
@@ -332,9 +332,9 @@ def written(ranks, chosen, directory):
 def test_stages_of_other_sizes_are_refused_by_name(place, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 3}))
     chosen = {**COMMON, **ONE, "pp": 2, "model": str(tmp_path)}
-    for said in worlds.run(2, written, chosen, str(tmp_path)):
-        assert "pp 2 does not divide 3" in said
-        assert "--state-dict-type sharded" in said
+    for message in worlds.run(2, written, chosen, str(tmp_path)):
+        assert "pp 2 does not divide 3" in message
+        assert "--state-dict-type sharded" in message
 
 
 @pytest.mark.parametrize(

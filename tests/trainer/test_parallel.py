@@ -32,7 +32,7 @@ RANKS, WHOLE, LOCAL = (
     {"state_dict_type": "full"},
     {"state_dict_type": "local"},
 )
-GRIDS = {  # ranks, and how the trainer is asked for them
+GRIDS = {  # ranks, and flags of the trainer
     "one": (1, ONE),
     "dp2": (2, ONE),
     "tp2": (2, {**ONE, "tp": 2}),
@@ -230,22 +230,22 @@ UNFIT = (
 def refusals(ranks, cases):
     from trainer.engines import build_engine
 
-    said = []
+    messages = []
     for chosen in cases:
         settings = resolve({"strategy": "fsdp2", "accumulation": 4, **chosen}, ranks.world)
         try:
             build_engine(settings, ranks)
         except SettingsError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_model_that_cannot_be_cut_so_is_refused_by_name(world):
     cases = [(chosen, why) for ranks, chosen, why in UNFIT if ranks == world]
     everyone = worlds.run(world, refusals, [chosen for chosen, _ in cases])
-    for said in everyone:
-        for message, (_, why) in zip(said, cases, strict=True):
+    for messages in everyone:
+        for message, (_, why) in zip(messages, cases, strict=True):
             assert_says(message, why)
 
 

@@ -54,9 +54,11 @@ def test_each_rank_of_a_machine_takes_its_own_gpu(gpus, device, count, backend):
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_more_ranks_than_gpus_are_refused_by_the_rank_without_one(gpus, device):
     gpus(2, 2)
-    with pytest.raises(SettingsError, match=r"found 2\n  -> use --nproc 2 or --device cpu") as told:
+    with pytest.raises(
+        SettingsError, match=r"found 2\n  -> use --nproc 2 or --device cpu"
+    ) as raised:
         _join(device)
-    assert told.value.one_rank
+    assert raised.value.one_rank
 
 
 def test_no_gpu_is_told(gpus):

@@ -48,13 +48,13 @@ def job(directory, model, **changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(model, strategy, world) -> what an unbroken run of six steps told."""
+    """(model, strategy, world) -> what an unbroken run of six steps logged."""
     results = {}
     for world in WORLDS:
         directory = tmp_path_factory.mktemp(f"world-{world}")
         jobs = [job(directory, model, strategy=strategy) for model, strategy in JOBS]
-        told = worlds.train_on(world, jobs)[0]
-        results |= {(*key, world): run for key, run in zip(JOBS, told, strict=True)}
+        runs_of_jobs = worlds.train_on(world, jobs)[0]
+        results |= {(*key, world): run for key, run in zip(JOBS, runs_of_jobs, strict=True)}
     return results
 
 
@@ -82,8 +82,11 @@ def halves(tmp_path_factory):
         job(directory, model, strategy=strategy, steps=3, schedule_steps=COMMON["steps"])
         for model, strategy in JOBS
     ]
-    told = worlds.train_on(2, jobs)[0]
-    return {key: (run, chosen["save"]) for key, chosen, run in zip(JOBS, jobs, told, strict=True)}
+    runs_of_jobs = worlds.train_on(2, jobs)[0]
+    return {
+        key: (run, chosen["save"])
+        for key, chosen, run in zip(JOBS, jobs, runs_of_jobs, strict=True)
+    }
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -106,8 +109,8 @@ def test_a_resumed_run_ends_as_the_unbroken_one_from_any_stage_to_any(
                 "log": f"{name}.jsonl",
             }
         )
-    told = worlds.train_on(world, jobs)[0]
-    for (model, strategy, into), rest in zip(routes, told, strict=True):
+    runs_of_jobs = worlds.train_on(world, jobs)[0]
+    for (model, strategy, into), rest in zip(routes, runs_of_jobs, strict=True):
         whole = halves[model, strategy][0] + rest
         assert whole == trained[model, "ddp", 1], (model, strategy, into)
 

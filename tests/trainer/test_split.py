@@ -16,7 +16,7 @@ COMMON = {
     "param_groups": "single",
 }
 TURNS = (1, 2, 3) * 3 + (6, 8)  # many ranks are slow on few cores
-RUNS = {  # how the trainer is asked for it
+RUNS = {  # flags of the trainer
     "ddp": {"strategy": "ddp"},
     "zero1": {"strategy": "zero1"},
     "zero2": {"strategy": "zero2"},
@@ -32,7 +32,7 @@ RUNS = {  # how the trainer is asked for it
     "fsdp2 ranks": {"strategy": "fsdp2", "state_dict_type": "sharded", "sharded_files": "rank"},
 }
 UNSAID = {"fsdp_use_orig_params": True, "sharded_files": "dcp"}  # or a resumed run inherits them
-WRITTEN = {  # how reshard is asked for what that goes on from
+WRITTEN = {  # options of reshard for what that resumes from
     **{f"zero{stage}": {"to": "deepspeed", "zero_stage": stage} for stage in (1, 2, 3)},
     "ddp": {"to": "deepspeed", "zero_stage": 0},
     "fsdp full": {"to": "fsdp", "state_dict_type": "full"},
@@ -81,11 +81,11 @@ def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
     jobs = {}
     for source, target in routes(world):
         place = tmp_path / f"{source}-{target}".replace(" ", "_")
-        told = {}
+        options = {}
         if "local" in source or "local" in target:
             (config,) = {path.parent for path in _below(halves[source], "config.json")}
-            told = {"model": str(config), "wrap": WRAP}
-        reshard.split(halves[source], place, world_size=world, **WRITTEN[target], **told)
+            options = {"model": str(config), "wrap": WRAP}
+        reshard.split(halves[source], place, world_size=world, **WRITTEN[target], **options)
         jobs[source, target] = {
             "resume": str(place),
             "steps": END,
@@ -94,9 +94,9 @@ def test_every_strategy_into_every_other(halves, unbroken, tmp_path, world):
             **UNSAID,
             **RUNS[target],
         }
-    told = worlds.train_on(world, list(jobs.values()))[0]
+    reported = worlds.train_on(world, list(jobs.values()))[0]
     rest = [float.fromhex(loss) for loss in unbroken.losses[STEPS:]]
-    for (source, target), run in zip(jobs, told, strict=True):
+    for (source, target), run in zip(jobs, reported, strict=True):
         if source in EXACT and target in EXACT:
             assert run.losses == unbroken.losses[STEPS:], (source, target)
             assert run.digest == unbroken.digest, (source, target)

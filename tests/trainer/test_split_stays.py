@@ -112,8 +112,8 @@ def test_the_three_commands_as_typed(tmp_path, name):
     worlds.command(2, [*flags, "--steps", "1", "--save", run])
     command = [sys.executable, "-m", "reshard", "split", run, out, "--world-size", "3"]
     subprocess.run(command, check=True, capture_output=True)
-    told = worlds.command(3, ["--resume", out, "--steps", "2"])
-    assert f"saved {out}/global_step2" in told
+    printed = worlds.command(3, ["--resume", out, "--steps", "2"])
+    assert f"saved {out}/global_step2" in printed
     document = json.loads(Path(out, "global_step1", "trainer_state.json").read_text())
     assert document["world_size"] == 3  # a resume without --nproc starts as many
     assert document["settings"]["strategy"] == RUNS[name]["strategy"]

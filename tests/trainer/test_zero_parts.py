@@ -110,7 +110,7 @@ def test_a_rank_without_pieces_reduces_on_the_device_of_the_others(monkeypatch):
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 8, 13, 64, 1001])
 def test_adamw_gives_an_element_the_same_bits_wherever_it_lies(cut):
-    """What the equality across world sizes stands on: torch's kernels are elementwise exactly."""
+    """What the equality across world sizes depends on: torch's kernels are elementwise exactly."""
     generator = torch.Generator().manual_seed(0)
     state = [torch.rand(4099, generator=generator) for _ in range(4)]
     group = make_hyperparameters(Settings(), 0.1, 1e-3)

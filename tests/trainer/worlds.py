@@ -114,15 +114,17 @@ def _in_group(function, *args):
 def _main(arguments):
     from trainer.cli import main
 
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):  # a rank that fails ends at once: let its word through
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(
+        printed
+    ):  # a rank that fails ends at once: let its message through
         code = main(arguments)
-    return code, told.getvalue()
+    return code, printed.getvalue()
 
 
 @dataclass
 class Trained:
-    """What a run told: hex losses, hex norms and scales by step, and the final hash."""
+    """What a run logged: hex losses, hex norms and scales by step, and the final hash."""
 
     losses: list
     norms: list
@@ -145,7 +147,7 @@ class Trained:
 
 
 def train_on(world, jobs):
-    """`train` on so many ranks, once more where one crashed; what each told."""
+    """`train` on so many ranks, once more where one crashed; what each logged."""
     made = [path for job in jobs for path in _written(job) if not path.exists()]
     try:
         return run(world, train, jobs)
