@@ -324,6 +324,7 @@ BREAKS = [
 ]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_error_on_every_rank_and_no_hang(saved, tmp_path):
     jobs, expectations = [], []
     for number, (strategy, name, how, message) in enumerate(BREAKS):
@@ -378,6 +379,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_or_skips_the_step(tmp_path):
     assert progress["samples"] == 8, "what was skipped is not drawn again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -449,6 +451,7 @@ def sixteen_bits(ranks, job):
     return {name: value.half().numpy() for name, value in engine.parameters()}
 
 
+@pytest.mark.slow
 def test_the_16_bit_model_loads_in_transformers(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -496,6 +499,7 @@ def test_memory_is_what_the_textbook_says(world):
         assert total == pytest.approx(factor * numel, rel=2e-3), strategy
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     """Real SIGKILLs, wherever they fall."""
     flags = "--steps 16 --seq-len 8 --nproc 1 --save-every 1 --keep 2 --strategy zero3"

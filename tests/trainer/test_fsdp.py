@@ -14,6 +14,8 @@ import pytest
 
 from tests.trainer.fsdp_worker import ENGINES, FORMS, READ_BACK, RESUMED, SAME_BITS, VARIANTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
 GROUPS = [[16, 0.01], [5, 0.0]]  # matrices are decayed, norms are not

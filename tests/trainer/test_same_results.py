@@ -6,6 +6,8 @@ import pytest
 
 from tests.trainer import worlds
 
+pytestmark = pytest.mark.slow
+
 WORLDS = (1, 2, 3, 4, 6)
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 COMMON = {
