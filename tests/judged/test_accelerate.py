@@ -25,25 +25,11 @@ RESUMED = [*((run, size) for run in ("fsdp2", "ddp") for size in (1, 4)), ("fsdp
 NOISE = 1e-6  # relative, of another order of summing gradients
 
 
-def asked(place, jobs):
-    """Return what each job saw; one process imports the frameworks for all."""
-    made = {
-        name: JUDGE.job(name, place / name, place / "logs", world, **told)
-        for name, (world, told) in jobs.items()
-    }
-    seen = {}
-    for report in JUDGE.ask(list(made.values())):
-        job = made[report.case]
-        failed = any(report.exits)
-        seen[report.case] = JUDGE.failure(job, report) if failed else worker.found(job.out)
-    return seen
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return the directory of the runs, and what each saw."""
     place = tmp_path_factory.mktemp("saved")
-    seen = asked(place, {name: (2, told) for name, told in RUNS.items()})
+    seen = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
     for name, found in seen.items():
         assert isinstance(found, dict), (name, found)
     return place, seen
@@ -60,7 +46,7 @@ def resumed(saved, tmp_path_factory):
         reports[run, size] = reshard.split(source, out, world_size=size, **MODEL.get(run, {}))
         jobs[f"{run}-{size}"] = size, {**RUNS[run], "resume": out}
     jobs["own"] = 2, {**RUNS["fsdp1"], "resume": saved[0] / "fsdp1" / "saved"}
-    return asked(place, jobs), reports
+    return JUDGE.run(place, jobs), reports
 
 
 @pytest.mark.parametrize(("run", "size"), RESUMED)

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import reshard
 from tests.judges import dcp_reader_worker as worker
 from tests.judges.dcp_reader_worker import fails, menagerie, resumed, weights_only
+from tests.judges.ranks import run_in_turn
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
@@ -75,7 +76,7 @@ def two(judged, pretrained):
         *((f"wrong {change}", fails, EXAMPLE, change) for change in WRONG),
         ("weights for training", fails, pretrained, "nothing"),
     ]
-    return worlds.run(2, worker.in_turn, jobs)
+    return worlds.run(2, run_in_turn, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def three(judged):
         ("fsdp2", resumed, "fsdp2", EXAMPLE),
         ("fsdp2 fp32", resumed, "fsdp2", fp32, "nested", 2, step),
     ]
-    return worlds.run(3, worker.in_turn, jobs)
+    return worlds.run(3, run_in_turn, jobs)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def alone(judged, made):
         ("partly", worker.partly, EXAMPLE),
         ("everything", worker.everything, EXAMPLE),
     ]
-    return worlds.run(1, worker.in_turn, jobs)[0]
+    return worlds.run(1, run_in_turn, jobs)[0]
 
 
 def optimizer_bytes(source, *kinds):
@@ -128,7 +129,7 @@ def test_three_ranks_have_uneven_shards_of_the_same_state(three):
 
 
 def test_two_dims_of_shards():
-    for found in worlds.run(4, worker.in_turn, [("2d", worker.two_dims, EXAMPLE)]):
+    for found in worlds.run(4, run_in_turn, [("2d", worker.two_dims, EXAMPLE)]):
         assert found["2d"].get("at") is None, found["2d"]["at"]
         assert found["2d"]["differing"] == []
 
@@ -223,7 +224,7 @@ def test_casts(tmp_path):
         ("int32", worker.into, source, "n", (2, 3), torch.int32),
         ("same", worker.into, source, "n", (2, 3), torch.int64),
     ]
-    (found,) = worlds.run(1, worker.in_turn, jobs)
+    (found,) = worlds.run(1, run_in_turn, jobs)
     assert found["bf16"] == values.bfloat16().tolist()
     assert found["same"] == whole.tolist()
     assert found["fp16"]["raised"] == {0: "DifferentError"}
@@ -235,7 +236,7 @@ def test_wrappers_in_the_checkpoints_names(tmp_path):
     values = torch.randn(5, 3)
     save_file({"module._orig_mod.w": values}, tmp_path / "x.safetensors")
     jobs = [("w", worker.into, tmp_path / "x.safetensors", "w", (5, 3), torch.float32)]
-    (found,) = worlds.run(1, worker.in_turn, jobs)
+    (found,) = worlds.run(1, run_in_turn, jobs)
     assert found["w"] == values.tolist()
 
 
@@ -247,6 +248,6 @@ def test_a_target_that_is_not_contiguous(tmp_path):
         (str(dtype), worker.into, source, "w", (130, 70), dtype, True)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    (found,) = worlds.run(1, worker.in_turn, jobs)
+    (found,) = worlds.run(1, run_in_turn, jobs)
     assert found["torch.float32"] == values.tolist()
     assert found["torch.bfloat16"] == values.bfloat16().tolist()

@@ -17,7 +17,7 @@ import reshard
 from reshard.errors import IncompleteError, UnsupportedError, UsageError
 from tests.judges import begin_worker as worker
 from tests.judges import deepspeed_judge, deepspeed_models
-from tests.judges.split_worker import in_turn
+from tests.judges.ranks import run_in_turn
 from tests.support.sample_tensors import same
 from tests.trainer import worlds
 
@@ -168,7 +168,7 @@ def test_fsdp_2_trains_as_a_fresh_run(weights, tmp_path, groups_file):
         ("dcp", worker.from_dcp, weights[True], tmp_path / "dcp", STEPS),
         ("ranks", worker.from_ranks, weights[True], tmp_path / "fsdp2", STEPS),
     ]
-    for found in worlds.run(2, in_turn, jobs):
+    for found in worlds.run(2, run_in_turn, jobs):
         assert isinstance(found["fresh"], list), found["fresh"]
         assert found["dcp"] == found["fresh"]
         assert found["ranks"] == found["fresh"]

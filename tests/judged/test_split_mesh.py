@@ -12,6 +12,7 @@ from reshard import stamps
 from reshard.errors import UnsupportedError, UsageError
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import mesh_worker as worker
+from tests.judges.ranks import run_in_turn
 from tests.trainer import worlds
 
 pytestmark = pytest.mark.slow
@@ -95,7 +96,7 @@ def loaded(trained, plan, made, tmp_path_factory):
     config = made / "hf_z1_fp32_tied" / "run" / "config.json"
     jobs.append(("specs", worker.specs_of, TENSOR, config))
     found = {name: [] for name, *_ in jobs}
-    for rank in worlds.run(4, worker.in_turn, jobs):
+    for rank in worlds.run(4, run_in_turn, jobs):
         for name, result in rank.items():
             found[name].append(result)
     return found, told, reference["next"]["losses"]

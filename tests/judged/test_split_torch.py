@@ -31,6 +31,7 @@ from reshard.training.state import build_training
 from tests.judged.alike import assert_alike, assert_same_state
 from tests.judges import library_judge
 from tests.judges import split_worker as worker
+from tests.judges.ranks import run_in_turn
 from tests.judges.split_worker import resumed
 from tests.judges.torch_cases import CASES
 from tests.support.sample_tensors import same
@@ -130,7 +131,7 @@ def trained(tmp_path_factory):
         ("fsdp2", worker.save, "fsdp2", TWO, place / "fsdp2"),
         ("fsdp1", worker.save, "fsdp1", ONE, place / "fsdp1"),
     ]
-    losses = worlds.run(2, worker.in_turn, jobs)[0]
+    losses = worlds.run(2, run_in_turn, jobs)[0]
     return place, losses
 
 
@@ -167,7 +168,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
             state, step, _ = deepspeed
             made = split(state, out / "deepspeed", at(FORMS["dcp"][0], 4))
             jobs.append(("deepspeed", worker.from_deepspeed, made, state, step, 2))
-        for rank in worlds.run(world, worker.in_turn, jobs):
+        for rank in worlds.run(world, run_in_turn, jobs):
             for name, result in rank.items():
                 found.setdefault((world, name), []).append(result)
     made = split(place / "fsdp2" / "ranks", out / "plain", writer.lay_out)
@@ -175,7 +176,7 @@ def loaded(trained, deepspeed, tmp_path_factory):
         ("plain", resumed, "plain", TWO, "plain", made, place / "fsdp2"),
         ("converted", worker.as_one_file, out / "3-dcp", place / "fsdp2"),
     ]
-    (alone,) = worlds.run(1, worker.in_turn, jobs)
+    (alone,) = worlds.run(1, run_in_turn, jobs)
     return found | {(1, name): [result] for name, result in alone.items()}
 
 
@@ -228,7 +229,7 @@ def test_accelerate_loads_what_it_would_have_saved(libraries, tmp_path, case, la
     place = libraries / case
     made = split(place / "ckpt", tmp_path / "out", at(lay_out, 3))
     jobs = [("load", worker.accelerate_loads, made, library_judge.CASES[case], place)]
-    for (found,) in map(dict.values, worlds.run(3, worker.in_turn, jobs)):
+    for (found,) in map(dict.values, worlds.run(3, run_in_turn, jobs)):
         assert found.get("at") is None, found["at"]
         assert found == {"differing": [], "step": 3}
 

@@ -53,25 +53,11 @@ UNBROKEN = ("ddp at 2", "deepspeed at 2")  # nothing has changed
 SAME_GENERATORS = (*UNBROKEN, "ddp as fsdp2", "ddp as full", "deepspeed as ddp")
 
 
-def asked(place, jobs):
-    """Job -> what its ranks saw; one process imports the frameworks for all."""
-    made = {
-        name: JUDGE.job(name, place / name, place / "logs", world, **told)
-        for name, (world, told) in jobs.items()
-    }
-    found = {}
-    for report in JUDGE.ask(list(made.values())):
-        job = made[report.case]
-        failed = any(report.exits)
-        found[report.case] = JUDGE.failure(job, report) if failed else worker.found(job.out)
-    return found
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The real runs: where they lie, and what they held at step 3 and lost next."""
     place = tmp_path_factory.mktemp("saved")
-    found = asked(place, {name: (2, told) for name, told in RUNS.items()})
+    found = JUDGE.run(place, {name: (2, told) for name, told in RUNS.items()})
     for name, seen in found.items():
         assert isinstance(seen, dict), (name, seen)
     return {name: (place / name / "run" / "checkpoint-3", seen) for name, seen in found.items()}
@@ -103,7 +89,7 @@ def resumed(written, tmp_path_factory):
         name: (RESUMED[name][1], {**RESUMED[name][3], "resume": place})
         for name, (_, place) in written.items()
     }
-    return asked(tmp_path_factory.mktemp("resumed"), jobs)
+    return JUDGE.run(tmp_path_factory.mktemp("resumed"), jobs)
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -15,6 +15,7 @@ import reshard
 from tests.judged.test_split_deepspeed import check_train, contents, read, run_of, torch_loaded
 from tests.judges import deepspeed_judge, split_worker
 from tests.judges.deepspeed_cases import ADAMW, CASES, Case, ds_config
+from tests.judges.ranks import run_in_turn
 from tests.trainer import worlds
 
 READ = """
@@ -229,7 +230,7 @@ def fsdp(made, tmp_path_factory):
     place = tmp_path_factory.mktemp("fsdp")
     arguments = (place, run_of("hf_z1_fp32_tied", made), 3, 2)
     jobs = [("fsdp", split_worker.save_llama, *arguments)]
-    losses = worlds.run(2, split_worker.in_turn, jobs)[0]["fsdp"]
+    losses = worlds.run(2, run_in_turn, jobs)[0]["fsdp"]
     assert isinstance(losses, list), losses
     return place, losses
 

@@ -6,11 +6,9 @@ step 0 to ``SAVED``, save, and go on to ``STEPS``; what resumes does the second 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from transformers import get_linear_schedule_with_warmup
 
@@ -18,9 +16,6 @@ from tests.judges import library_models as models
 from tests.judges import ranks
 from tests.judges.library_accelerate import Counter
 from tests.judges.library_cpu import pass_for_gpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAVED, STEPS, TOTAL, WARMUP = 3, 8, 12, 2
 BATCH = 4  # of all ranks together
@@ -91,20 +86,12 @@ def work(job: ranks.Job, rank: int) -> None:
         scheduler.step()
         optimizer.zero_grad()
         counter.seen += 1
-        found["losses"].append(mean(loss, job.world))
+        found["losses"].append(ranks.mean_over_ranks(loss, job.world))
         if step + 1 == SAVED and not resumed:
             accelerator.save_state(str(job.out / "saved"))
     found["at_end"] = scheduler.scheduler.last_epoch
     if rank == 0:
-        torch.save(found, job.out / "found.pt")
-
-
-def mean(loss: torch.Tensor, world: int) -> float:
-    """Return the loss of the global batch."""
-    total = loss.detach().double()
-    if world > 1:
-        dist.all_reduce(total)
-    return float(total) / world
+        torch.save(found, job.result)
 
 
 def moments(optimizer: Any) -> int:
@@ -112,16 +99,9 @@ def moments(optimizer: Any) -> int:
     return sum("exp_avg" in state for state in optimizer.optimizer.state.values())
 
 
-def found(out: Path) -> dict[str, Any]:
-    """Return what a job saw."""
-    seen: dict[str, Any] = torch.load(out / "found.pt", weights_only=False)
-    return seen
-
-
 def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once."""
-    for module in PRELOADED:
-        importlib.import_module(module)
+    ranks.import_all(PRELOADED)
     return {}
 
 

@@ -7,8 +7,6 @@ what a job found not to be bitwise what `reshard.open` gives.
 from __future__ import annotations
 
 import json
-import traceback
-import warnings
 from pathlib import Path
 
 import torch
@@ -41,6 +39,7 @@ import reshard
 import reshard.dcp
 from reshard.files import SourceFiles
 from tests.judges import deepspeed_models as models
+from tests.judges.ranks import mean_over_ranks
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -63,20 +62,6 @@ class App(dcp.stateful.Stateful):
     def load_state_dict(self, state):
         set_model_state_dict(self.model, state["model"])
         set_optimizer_state_dict(self.model, self.optimizer, state["optim"])
-
-
-def in_turn(ranks, jobs):
-    """Name -> what a job returns, or the text of what it raises."""
-    warnings.simplefilter("ignore")  # FSDP1 and DDP warn of themselves
-    found = {}
-    for name, function, *arguments in jobs:
-        try:
-            found[name] = function(ranks, *arguments)
-        except (Exception, dcp.api.CheckpointException) as error:  # noqa: BLE001
-            reasons = getattr(error, "failures", {ranks.rank: (error, None)})
-            known = {rank: type(reason).__name__ for rank, (reason, _) in reasons.items()}
-            found[name] = {"raised": known, "text": str(error), "at": traceback.format_exc()}
-    return found
 
 
 def llama(source, dtype=torch.float32, seed=99):
@@ -159,10 +144,7 @@ def train(ranks, kind, model, optimizer, first, steps):
         else:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        mean = loss.detach().double()
-        if ranks.world > 1:
-            dist.all_reduce(mean)
-        losses.append(float(mean) / ranks.world)
+        losses.append(mean_over_ranks(loss, ranks.world))
     return losses
 
 

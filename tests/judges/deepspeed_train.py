@@ -51,6 +51,15 @@ class Run:
         return truth.group_fqns(self.engine, self.groups)
 
 
+def leave_out_shared_memory() -> None:
+    """Keep DeepSpeed from its shared-memory collectives, before the ranks are forked.
+
+    They need a compiler, and they spin, which is slow with few cores. DeepSpeed finds out which ops
+    can be built when it is first asked, by running a compiler: here that happens once.
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def start_rank() -> None:
     """Let DeepSpeed find the process group, and the CPU pass for a float16 device.
 

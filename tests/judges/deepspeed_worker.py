@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
-import deepspeed
-
 from tests.judges import deepspeed_experts, deepspeed_train, deepspeed_trainers, ranks
 from tests.judges.deepspeed_cases import CASES, Case
 
@@ -51,14 +47,9 @@ def work(job: ranks.Job, rank: int) -> None:
 
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:
-    """Import everything once. Returns case -> why the disk op that it needs is not here.
-
-    DeepSpeed's shared-memory collectives are left out: they need a compiler, and they spin, which
-    is slow with few cores. Asking which ops can be built runs a compiler, so it is asked here.
-    """
-    for module in PRELOADED:
-        importlib.import_module(module)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Import everything once. Return case -> why the disk op that it needs is not here."""
+    ranks.import_all(PRELOADED)
+    deepspeed_train.leave_out_shared_memory()
     disk = [job for job in jobs if case_of(job).nvme]
     if not disk:
         return {}

@@ -38,8 +38,7 @@ def work(job: ranks.Job, rank: int) -> None:
 
 def preload(jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once. Returns case -> why its library cannot be imported here."""
-    for module in PRELOADED:
-        importlib.import_module(module)
+    ranks.import_all(PRELOADED)
     failed = {}
     for library in sorted({CASES[job.case].library for job in jobs}):
         sys.path += [path for path in EXTRA_PATHS.get(library, ()) if path not in sys.path]

@@ -26,19 +26,18 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.judges import deepspeed_models, torch_models
+from tests.judges.ranks import mean_over_ranks
 from tests.judges.split_worker import (
     LOADS,
     ROWS,
     STEPS,
     TRUTH,
     differing,
-    in_turn,
     rank_files,
     state_of,
 )
 from tests.support.sample_tensors import same
 
-__all__ = ["in_turn"]
 TENSOR = "tp"
 
 
@@ -112,14 +111,6 @@ def share_of(batch, mesh, ranks):
     return batch[replica * size : (replica + 1) * size]
 
 
-def mean(loss, ranks):
-    """Over all ranks, in float64."""
-    total = loss.detach().double()
-    if ranks.world > 1:
-        dist.all_reduce(total)
-    return (total / ranks.world).item()
-
-
 def train(ranks, mesh, model, optimizer, first, steps):
     losses = []
     for step in range(first, first + steps):
@@ -129,7 +120,7 @@ def train(ranks, mesh, model, optimizer, first, steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean(loss, ranks).hex())
+        losses.append(mean_over_ranks(loss, ranks.world).hex())
     return losses
 
 
@@ -206,7 +197,7 @@ def from_deepspeed(ranks, text, place, reference):
         scalar.grad /= ranks.world
         clip([p.grad for p in trained if p.grad is not None])
         optimizer.step()
-        losses.append(mean(loss, ranks))
+        losses.append(mean_over_ranks(loss, ranks.world))
     return {"differing": wrong, "losses": losses}
 
 

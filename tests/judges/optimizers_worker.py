@@ -6,7 +6,6 @@ optimizer holds, gathered from the ranks and named by parameter.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +175,8 @@ def _whole(engine: Any, names: dict[int, str]) -> Held:
 def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once; Muon's kernels run as they are, for a compiler takes minutes."""
     torch._dynamo.config.disable = True
-    for module in PRELOADED:
-        importlib.import_module(module)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    ranks.import_all(PRELOADED)
+    deepspeed_train.leave_out_shared_memory()
     return {}
 
 

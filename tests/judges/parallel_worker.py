@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -141,9 +140,7 @@ def step(engine: Any, case: Case, number: int) -> float:
 def _update(engine: Any, loss: Tensor) -> float:
     engine.backward(loss)
     engine.step()
-    total = loss.detach().double()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
+    return ranks.mean_over_ranks(loss, dist.get_world_size())
 
 
 def truth(engine: Any) -> dict[str, Any]:
@@ -190,9 +187,8 @@ def _write(reference: dict[str, Any], out: Path) -> None:
 
 def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once."""
-    for module in PRELOADED:
-        importlib.import_module(module)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    ranks.import_all(PRELOADED)
+    train.leave_out_shared_memory()
     return {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import pickle
@@ -16,11 +17,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RANKS_AT_ONCE = 4
 POLL_SECONDS = 0.01
@@ -41,6 +46,11 @@ class Job:
     def log(self, rank: int) -> Path:
         """Where a rank's stdout and stderr go."""
         return self.logs / f"{self.case}.rank{rank}.log"
+
+    @property
+    def result(self) -> Path:
+        """Where rank 0 saves what the test wants to know."""
+        return self.out / "found.pt"
 
     def mark(self, rank: int) -> Path:
         """There when the rank is through."""
@@ -100,6 +110,41 @@ def join_group(job: Job, rank: int) -> None:
         world_size=job.world,
         timeout=timedelta(seconds=job.limit_s),
     )
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Import what a framework would import late, once in every rank, before the forks."""
+    for module in modules:
+        importlib.import_module(module)
+
+
+def mean_over_ranks(loss: Tensor, world: int) -> float:
+    """Return the mean of all ranks' losses, summed in float64."""
+    from torch import distributed
+
+    total = loss.detach().double()
+    if world > 1:
+        distributed.all_reduce(total)
+    return float(total) / world
+
+
+def run_in_turn(ranks: Any, jobs: Iterable[tuple[Any, ...]]) -> dict[str, Any]:
+    """Run (name, function, arguments) one after the other; return name -> result.
+
+    A job that raises has in its place the traceback, the text and the type of every rank's error.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    warnings.simplefilter("ignore")  # FSDP1 and DDP warn that they are deprecated
+    found: dict[str, Any] = {}
+    for name, function, *arguments in jobs:
+        try:
+            found[name] = function(ranks, *arguments)
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the result tells it
+            reasons = getattr(error, "failures", {ranks.rank: (error, None)})
+            known = {rank: type(reason).__name__ for rank, (reason, _) in reasons.items()}
+            found[name] = {"raised": known, "text": str(error), "at": traceback.format_exc()}
+    return found
 
 
 def serve(

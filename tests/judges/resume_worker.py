@@ -5,7 +5,6 @@ Each has dropout, so that its next losses tell whether the random states were re
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,6 @@ from tests.judges.library_cpu import pass_for_gpus
 from tests.judges.models import llama_config
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import Trainer
 
 VOCABULARY, SEQUENCE = 96, 8
@@ -159,22 +156,15 @@ def work(job: ranks.Job, rank: int) -> None:
     logged = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
     if rank == 0:
         losses = [logged[step] for step in range(SAVED + 1, STEPS + 1)]
-        torch.save({**tell.held, "losses": losses}, job.out / "found.pt")
-
-
-def found(out: Path) -> dict[str, Any]:
-    """What a job saw."""
-    seen: dict[str, Any] = torch.load(out / "found.pt", weights_only=False)
-    return seen
+        torch.save({**tell.held, "losses": losses}, job.result)
 
 
 def preload(_jobs: list[ranks.Job]) -> dict[str, str]:
     """Import everything once."""
-    for module in PRELOADED:
-        importlib.import_module(module)
-    import deepspeed
+    ranks.import_all(PRELOADED)
+    from tests.judges.deepspeed_train import leave_out_shared_memory
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    leave_out_shared_memory()
     return {}
 
 

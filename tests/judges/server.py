@@ -132,6 +132,26 @@ class Judge:
                 watchdog.cancel()
                 _kill_session(worker)
 
+    def run(self, place: Path, jobs: Mapping[str, tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+        """Do jobs, each (ranks, what the worker is told), in directories of ``place``.
+
+        Returns:
+            Job -> what its rank 0 saved as its result, or the text of its failure.
+        """
+        import torch
+
+        made = {
+            name: self.job(name, place / name, place / "logs", world, **told)
+            for name, (world, told) in jobs.items()
+        }
+        found = {}
+        for report in self.ask(list(made.values())):
+            job = made[report.case]
+            failed = any(report.exits)
+            loaded = None if failed else torch.load(job.result, weights_only=False)
+            found[report.case] = self.failure(job, report) if failed else loaded
+        return found
+
     def _asked(self, jobs: Sequence[Job], start_s: float) -> Iterator[Report]:
         """As `ask`; a job whose ranks crashed is done once more, with a warning."""
         by_case, again = {job.case: job for job in jobs}, []

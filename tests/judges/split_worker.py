@@ -6,12 +6,9 @@ Each job is a function of (ranks, ...) for `worlds.run` and returns plain values
 from __future__ import annotations
 
 import os
-import traceback
-import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
@@ -36,6 +33,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.judges import dcp_reader_worker as reader
 from tests.judges import torch_models
+from tests.judges.ranks import mean_over_ranks
 from tests.support.sample_tensors import same
 
 STEPS = 3
@@ -43,18 +41,6 @@ ROWS = 12  # of the global batch: divides by every number of ranks here
 WHOLE = StateDictOptions(full_state_dict=True)
 TRUTH = "truth.pt"
 OWN = "trust"  # of a parameter's state
-
-
-def in_turn(ranks, jobs):
-    """Name -> what a job returns, or the text of what it raises."""
-    warnings.simplefilter("ignore")
-    found = {}
-    for name, function, *arguments in jobs:
-        try:
-            found[name] = function(ranks, *arguments)
-        except (Exception, dcp.api.CheckpointException):  # noqa: BLE001 - told in the result
-            found[name] = {"at": traceback.format_exc()}
-    return found
 
 
 # Models
@@ -112,10 +98,7 @@ def train(ranks, model, optimizer, first, steps=STEPS):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().double()
-        if ranks.world > 1:
-            dist.all_reduce(mean)
-        losses.append((mean / ranks.world).item().hex())
+        losses.append(mean_over_ranks(loss, ranks.world).hex())
     return losses
 
 
