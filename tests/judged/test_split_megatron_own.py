@@ -98,7 +98,7 @@ def test_random_states_are_those_of_the_rank(megatron_case, went_on, route):
         ),
         ({"tp": 1, "rng": "keep"}, UsageError, "those of each model-parallel rank"),
         ({"rng": "derive"}, UnsupportedError, "--no-load-rng"),
-        ({"to": "dcp", "extra_state": "keep"}, UsageError, "changes nothing of --to dcp"),
+        ({"to": "dcp", "extra_state": "keep"}, UsageError, "changes nothing with --to dcp"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(megatron_case, options, error, says, tmp_path):

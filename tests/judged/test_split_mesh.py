@@ -157,8 +157,8 @@ def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path)
 @pytest.mark.parametrize(
     ("mesh", "options", "error", "text"),
     [
-        (TENSOR, {"to": "dcp"}, UsageError, "changes nothing of --to dcp"),
-        (TENSOR, {"to": "torch"}, UsageError, "changes nothing of --to torch"),
+        (TENSOR, {"to": "dcp"}, UsageError, "changes nothing with --to dcp"),
+        (TENSOR, {"to": "torch"}, UsageError, "changes nothing with --to torch"),
         (TENSOR, {"world_size": 8}, UsageError, "has 4 ranks"),
         (TENSOR, {}, UsageError, "nothing says how tensor parallelism cuts"),
         (TENSOR, {"model": MODEL}, UsageError, "has no tensor-parallel plan"),

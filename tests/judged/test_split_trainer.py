@@ -241,7 +241,7 @@ def test_states_are_made_for_other_ranks(libraries, tmp_path, loaded):
 
 def test_choices_that_cannot_be(libraries, made, tmp_path):
     source = libraries / "acc_fsdp2_sharded/ckpt"
-    with pytest.raises(UsageError, match="mean nothing at 3"):
+    with pytest.raises(UsageError, match="do not fit 3"):
         reshard.split(source, tmp_path / "out", world_size=3, rng="keep")
     with pytest.raises(UnsupportedError, match="no place"):
         reshard.split(source, tmp_path / "out", to="dcp", rng="keep")
