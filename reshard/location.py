@@ -58,8 +58,8 @@ class Location:
         if files and len(paths) > 1:
             raise UsageError(
                 files[0],
-                "is a file; several sources are the directories in which each node kept its part",
-                "give the directory that holds it",
+                "is a file; several sources must be directories, one for each node",
+                "pass the directory that contains it",
             )
         if files:
             return cls([files[0].parent], files[0].name)
@@ -116,7 +116,7 @@ class Location:
         """Yield the directories' content; an unreadable subdirectory (lost+found) is empty.
 
         Raises:
-            ReshardError: the user's own directory may not be read.
+            ReshardError: the user's own directory cannot be read.
         """
         for directory in self.directories:
             try:
@@ -124,7 +124,7 @@ class Location:
             except PermissionError as error:
                 if not self._inner:
                     raise ReshardError(
-                        directory, "may not be read", "ask for the permission, or copy it"
+                        directory, "cannot be read", "request read permission, or copy it"
                     ) from error
 
     def nested(self, name: str) -> Path | None:
@@ -148,6 +148,6 @@ def _refuse_other(kept: Path, other: Path) -> None:
     if not same:
         raise CorruptError(
             other,
-            f"has the name of {kept} and other contents",
-            "give the directories of one checkpoint only",
+            f"has the name of {kept} but different contents",
+            "pass the directories of one checkpoint only",
         )

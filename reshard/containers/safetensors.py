@@ -83,7 +83,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
     metadata = header.get("__metadata__", {})
     texts = [*header, *metadata, *metadata.values()] if isinstance(metadata, dict) else [None]
     if not all(isinstance(text, str) and _is_utf8(text) for text in texts):
-        raise CorruptError(path, "its header holds names or metadata that are no text", _DAMAGED)
+        raise CorruptError(path, "its header has names or metadata that are not text", _DAMAGED)
     return header
 
 
@@ -175,7 +175,7 @@ def _check_names(names: Iterable[str]) -> None:
     for name in names:
         if name == "__metadata__" or not _is_utf8(name):
             raise UnsupportedError(
-                repr(name), "is no name that safetensors can hold", "give it one with --rename"
+                repr(name), "is not a name that safetensors can store", "rename it with --rename"
             )
 
 

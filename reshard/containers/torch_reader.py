@@ -208,7 +208,9 @@ def _read_stream(
             )
         numel = int.from_bytes(files.read(path, end, 8), "little", signed=True)
         if numel * storage.dtype.itemsize != storage.nbytes:
-            raise CorruptError(path, f"storage {key} holds {numel} elements, not as announced")
+            raise CorruptError(
+                path, f"storage {key} has {numel} elements, which differs from its pickle"
+            )
         storage.byte_offset = end + 8
         file.records[str(key)] = Record(end + 8, storage.nbytes, None, f"storage {key}")
         end += 8 + storage.nbytes

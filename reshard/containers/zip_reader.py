@@ -89,7 +89,7 @@ def read_directory(archive: Section) -> dict[str, Member]:
     for (name, member_size, crc, offset), limit in zip(raw, limits, strict=True):
         if name in members or offset > start or offset == limit:
             raise CorruptError(
-                archive.path, f"zip member {name!r} stands twice or overlaps another"
+                archive.path, f"zip member {name!r} is listed twice or overlaps another"
             )
         members[name] = Member(name, member_size, crc, offset, limit)
     return members
@@ -134,7 +134,7 @@ def _locate(archive: Section) -> tuple[int, int, int]:
     if locator >= 0 and tail.startswith(b"PK\x06\x07", locator):
         _, _, end64, _ = _LOCATOR64.unpack_from(tail, locator)
         if end64 + _END64.size > archive.nbytes:
-            raise CorruptError(path, "its zip64 directory lies past the end", _DAMAGED)
+            raise CorruptError(path, "its zip64 directory is past the end", _DAMAGED)
         fields = _END64.unpack(archive.read(end64, _END64.size))
         if fields[0] != b"PK\x06\x06":
             raise CorruptError(path, "its zip64 directory is missing", _DAMAGED)

@@ -49,7 +49,7 @@ def checkpoint(
         if found is None:
             raise UnrecognisedError(
                 chosen,
-                f"is the checkpoint that {location} means, and holds none: was the save"
+                f"is the checkpoint that {location} points to, but has none: was the save"
                 " interrupted?",
                 _others(location),
             )

@@ -72,7 +72,7 @@ def refuse_one_of_many(location: Location) -> None:
             raise UnsupportedError(
                 location.files[name],
                 "is one rank's shard of a model-parallel checkpoint"
-                + ("" if known else ", of a kind that reshard does not know"),
+                + ("" if known else ", of an unknown format"),
                 f"give its directory, which is read whole: {location.path.parent}"
                 if known
                 else "it would be wrong to take it for the whole model; --from torch does so if it"
@@ -94,7 +94,7 @@ def refuse_beside_runs(location: Location) -> None:
         raise UnrecognisedError(
             location,
             f"holds the file {files[0]}, and runs in folders beside it: {', '.join(runs)}",
-            f"give the one that you mean, e.g. {runs[0]}, or {location.path / files[0]}",
+            f"pass one of them, e.g. {runs[0]}, or {location.path / files[0]}",
         )
 
 

@@ -119,7 +119,7 @@ def _parse_rule(path: Path, number: int, group: Any) -> Rule:
 def _parse_texts(where: str, key: str, value: Any) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-        raise UsageError(where, f"has a {key} that is neither a text nor a list of them")
+        raise UsageError(where, f"has a {key} that is neither a string nor a list of strings")
     return tuple(found)
 
 
@@ -205,7 +205,7 @@ def _assign(given: Rules, held: Mapping[str, _Member], tied: Mapping[str, str]) 
         if unknown:
             raise UsageError(
                 f"{_format_option(given.path)}: group {number}",
-                f"names {_list_some(unknown)}, which is no trained parameter of the source",
+                f"names {_list_some(unknown)}, which the source does not train",
             )
         for fqn, numbers in owners.items():
             if fqn in names or rule.takes(fqn):
@@ -233,7 +233,7 @@ def _refuse_unassigned(given: Rules, owners: Mapping[str, Sequence[int]]) -> Non
     if none:
         raise UsageError(
             _format_option(given.path),
-            f"gives no group to {_list_some(none)}",
+            f"has no group for {_list_some(none)}",
             'a group without match takes the rest; {"match": ..., "frozen": true} is no group',
         )
     twice = {fqn: numbers for fqn, numbers in owners.items() if len(numbers) > 1}

@@ -106,7 +106,7 @@ def _describe_file(
 ) -> Iterator[str]:
     """Describe the changes in one file."""
     if made is None:
-        yield f"{name} is no state of a torch scheduler: copied as saved for {before} processes"
+        yield f"{name} is not a torch scheduler's state: copied as saved for {before} processes"
         return
     changes = ", ".join(made.changes)
     yield f"{name}: {changes} (counted for {processes} processes instead of {before})"

@@ -210,7 +210,7 @@ def _build_groups(manifest: Manifest, weights: Mapping[str, Weight]) -> tuple[Tr
             manifest.origin.path,
             f"has optimizer state of {some([repr(fqn) for fqn in lost], 1)}, which is in no"
             " parameter group",
-            "convert the weights alone with --weights-only",
+            "pass --weights-only to convert the weights alone",
         )
     return groups
 
@@ -274,8 +274,8 @@ def refuse_without_optimizer(state: Training) -> None:
         )
     raise IncompleteError(
         state.manifest.origin.path,
-        "holds no optimizer whose parameters are known",
-        "write the weights alone with --init-optimizer none, or with an Adam that begins:"
+        "has no optimizer state of known parameters",
+        "pass --init-optimizer none to write the weights alone, or start a new Adam:"
         " --init-optimizer zeros --param-groups FILE",
     )
 

@@ -80,6 +80,6 @@ def test_a_stray_file_beside_runs_is_not_taken_for_the_model(plain, tmp_path):
         torch.save({"w": torch.ones(2)}, tmp_path / name / "checkpoint-3" / "pytorch_model.bin")
     with pytest.raises(UnrecognisedError, match=r"plain\.pt.*other, .*torch") as caught:
         reshard.inspect(tmp_path)
-    assert "give the one" in caught.value.remedy
+    assert "pass one of them" in caught.value.remedy
     assert reshard.inspect(plain).manifest.entries
     assert reshard.inspect(tmp_path / "torch").manifest.entries

@@ -377,7 +377,7 @@ def test_a_rename_that_makes_no_sense_is_refused(plain, tmp_path, rename):
 @pytest.mark.parametrize("name", ["__metadata__"])
 def test_a_name_that_safetensors_cannot_hold_is_refused(plain, tmp_path, name):
     edits = Edits(rename=[(r"^scalar$", name)])
-    with pytest.raises(UsageError, match="safetensors can hold"):
+    with pytest.raises(UsageError, match="safetensors can store"):
         reshard.merge(plain, tmp_path / "o.safetensors", edits=edits)
 
 

@@ -926,7 +926,7 @@ def test_a_file_in_both_halves(copied, right, refused):
     shutil.copy(first / ".metadata", second)
     right("fsdp2_dcp_ws4", [first, second])
     flip(second / ".metadata", 200)
-    refused([first, second], CorruptError, str(second / ".metadata"), "other contents")
+    refused([first, second], CorruptError, str(second / ".metadata"), "different contents")
 
 
 def test_logs_of_two_nodes_do_no_harm(copied, right):

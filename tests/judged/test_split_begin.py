@@ -245,10 +245,10 @@ def test_only_an_adam_begins(made, tmp_path):
 def test_groups_that_are_none(made, tmp_path, groups_file):
     source = made / "z2_groups_decay/run"
     for said, *groups in (
-        ("no group to", {"match": "norm"}),
+        ("no group for", {"match": "norm"}),
         ("several groups", {"match": "norm"}, {"match": "weight|extras"}),
         ("takes no parameter", {"match": "absent"}, {}),
-        ("no trained parameter", {"fqns": ["extras.frozen"]}, {}),
+        ("which the source does not train", {"fqns": ["extras.frozen"]}, {}),
         ("does not give weight_decay", {"lr": 1e-3}),
         ("several groups without match", {}, {}),
         ("not a regular expression", {"match": "("}),

@@ -387,7 +387,7 @@ def test_fsdp_1_stands_unit_after_unit_and_zero_in_the_models_order(torch_made, 
 
 
 def test_weights_alone_are_refused(torch_made, tmp_path):
-    with pytest.raises(IncompleteError, match="holds no optimizer"):
+    with pytest.raises(IncompleteError, match="has no optimizer state"):
         split(torch_made / "dcp_model_only" / "ckpt", tmp_path / "run", stage=2, world_size=2)
 
 

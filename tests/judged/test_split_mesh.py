@@ -160,7 +160,7 @@ def test_there_and_back_every_tensor_has_the_same_bytes(trained, plan, tmp_path)
         (TENSOR, {"to": "dcp"}, UsageError, "changes nothing with --to dcp"),
         (TENSOR, {"to": "torch"}, UsageError, "changes nothing with --to torch"),
         (TENSOR, {"world_size": 8}, UsageError, "has 4 ranks"),
-        (TENSOR, {}, UsageError, "nothing says how tensor parallelism cuts"),
+        (TENSOR, {}, UsageError, "no file states how tensor parallelism cuts"),
         (TENSOR, {"model": MODEL}, UsageError, "has no tensor-parallel plan"),
         (FLAT, {"tp_plan": "plan.json"}, UsageError, "needs --mesh with an axis tp=N"),
         ("dp_replicate=2,dp_shard=2", {"to": "verl"}, UsageError, "give fsdp=N or ddp=N,fsdp=N"),

@@ -396,7 +396,7 @@ def refused(source, lay_out, error, *texts, **told):
 def test_what_is_missing_is_named(torch_made, made, trained):
     place, _ = trained
     ranks = torch_made / "fsdp2_ranks_model_only_ws4" / "ckpt"
-    refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "holds no optimizer")
+    refused(ranks, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "has no optimizer state")
     elastic = made / "z1_elastic" / "run"
     refused(elastic, lambda s: dcp.lay_out(s, shards=2), IncompleteError, "hyper-parameters")
     flat = torch_made / "fsdp1_local_flat" / "ckpt"
@@ -421,7 +421,7 @@ def test_what_is_missing_is_named(torch_made, made, trained):
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie"), ranks=2)  # noqa: E731
     refused(decay, lay_out, UnsupportedError, "'odd' and 'small' would be one parameter")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("menagerie", None), ranks=2)  # noqa: E731
-    refused(decay, lay_out, UsageError, "how FSDP wrapped it")
+    refused(decay, lay_out, UsageError, "how FSDP wraps it")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes(TWO), ranks=2)  # noqa: E731
     refused(decay, lay_out, IncompleteError, "has no 'frozen'")
     lay_out = lambda s: flat_files.lay_out_fsdp1_local(s, shapes("mlp", "Block"), ranks=2)  # noqa: E731

@@ -35,7 +35,8 @@ def restore(where: object, key: str, stored: GlobalTensor, shape: Index) -> Glob
     part = tuple(e // count for count, e in zip(parts, shape, strict=True)) if fits else ()
     if not fits or prod(part) != numel:
         raise CorruptError(
-            where, f"says that {key!r} of {stored.shape} was {shape}, which has no such parts"
+            where,
+            f"states the shape {shape} of {key!r}, which is not divisible into {stored.shape}",
         )
     chunks = tuple(
         box for chunk in stored.chunks for box in _iterate_boxes(where, key, chunk, part)
@@ -48,7 +49,7 @@ def _iterate_boxes(where: object, key: str, chunk: Chunk, part: Index) -> Iterat
     *numbers, start = chunk.box.origin
     *ones, length = chunk.box.shape
     if any(extent != 1 for extent in ones) or start + length > prod(part):
-        raise CorruptError(where, f"says that a range of {key!r} lies at {chunk.box}")
+        raise CorruptError(where, f"places a range of {key!r} at {chunk.box}, outside its part")
     at = [number * extent for number, extent in zip(numbers, part, strict=True)]
     held = run_chunks(chunk.file, chunk.byte_offset, chunk.dtype, part, start, start + length)
     for box in held:

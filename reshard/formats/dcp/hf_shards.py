@@ -54,7 +54,7 @@ def read(location: Location) -> ParsedTree:
         origins = _parse_origins(path, file.metadata)
         for fqn, chunk in file.tensors.items():
             if fqn not in origins or len(origins[fqn]) != len(chunk.box.shape):
-                raise CorruptError(path, f"does not say where its block of {fqn!r} lies")
+                raise CorruptError(path, f"does not state where its block of {fqn!r} begins")
             chunks[fqn].append(replace(chunk, box=Box(origins[fqn], chunk.box.shape)))
         other = seen.setdefault(frozenset((fqn, origins[fqn]) for fqn in file.tensors), path)
         if file.tensors and other != path:

@@ -58,7 +58,7 @@ class Items:
         if (section.path, section.start) in self._taken:
             raise CorruptError(
                 path,
-                f"byte {block.byte_offset} is said to hold {block.key!r} and another block as well",
+                f".metadata places {block.key!r} and another block at byte {block.byte_offset}",
                 ".metadata was altered, or is another save's",
             )
         self._taken.add((section.path, section.start))
@@ -87,7 +87,7 @@ class Items:
         """
         section = self._section(str(path), block)
         if section is None:
-            raise UnsupportedError(path, f"{block.key!r} is no torch.save archive")
+            raise UnsupportedError(path, f"{block.key!r} is not a torch.save archive")
         return self._open(section)
 
     def _open(self, section: Section) -> torch_objects.TorchFile:
@@ -108,7 +108,7 @@ class Items:
         if stop > self._size(name):
             raise CorruptError(
                 name,
-                f"{block.key!r} lies at bytes {block.byte_offset} to {stop}, the file has"
+                f"{block.key!r} is at bytes {block.byte_offset} to {stop}, but the file has"
                 f" {self._size(name)}",
                 "the file is truncated: fetch it again",
             )

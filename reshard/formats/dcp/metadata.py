@@ -75,7 +75,7 @@ def read(files: Sequence[Path]) -> Metadata:
     if lost:
         raise IncompleteError(
             files[0],
-            f"announces {lost[0]!r}, but does not say where it is stored",
+            f"announces {lost[0]!r}, but does not state where it is stored",
             "the save was interrupted, or a rank's part is missing",
         )
     return found
@@ -101,7 +101,7 @@ def _add_file(found: Metadata, path: Path) -> None:
         raise CorruptError(
             path,
             f"is DCP metadata of unknown form ({type(error).__name__}: {error})",
-            "the file was altered, or written by a torch that reshard does not know",
+            "the file was altered, or written by a newer torch than reshard supports",
         ) from error
 
 
@@ -146,7 +146,7 @@ def _parse_storage(
         if pure.is_absolute() or ".." in pure.parts or not name:
             raise UnsafeError(
                 path,
-                f"names the file {name!r}, which lies outside the directory",
+                f"names the file {name!r}, which is outside the directory",
                 "the metadata were tampered with: do not use this checkpoint",
             )
         origin = index.get("offset")
@@ -191,7 +191,8 @@ def _add_item(
                 continue
             raise IncompleteError(
                 path,
-                f"announces {key!r} {box.origin}+{box.shape}, but does not say where it is stored",
+                f"announces {key!r} {box.origin}+{box.shape}, but does not state where it is"
+                " stored",
                 "the save was interrupted, or a rank's part is missing",
             )
         tensor.blocks.append(Block(key, box, *place))

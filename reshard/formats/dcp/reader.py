@@ -109,7 +109,7 @@ def _find_metadata_files(location: Location) -> list[Path]:
         raise IncompleteError(
             location,
             "holds .distcp files and no .metadata, which DCP writes last: the save was interrupted,"
-            " or the file lies on another node",
+            " or the file is on another node",
             "copy .metadata here from the node of rank 0 (it is a hidden file), or give that"
             " node's directory as a second source",
         )
@@ -144,14 +144,14 @@ def _nest(location: Location, about: Metadata, leaves: Mapping[str, Any]) -> dic
     for key in sorted(leaves, key=_find_positions(about, leaves).__getitem__):
         if paths and key not in paths:
             raise CorruptError(
-                location, f"announces {key!r} and does not say where in the state dict it stood"
+                location, f"announces {key!r} but does not state its path in the state dict"
             )
         *parents, last = paths.get(key) or _guess_path(key)
         node = root
         for part in parents:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
-                raise CorruptError(location, f"{key!r} lies inside of a tensor")
+                raise CorruptError(location, f"{key!r} is inside a tensor")
         if last in node:
             raise CorruptError(location, f"{key!r} is stored twice")
         node[last] = leaves[key]

@@ -135,7 +135,7 @@ def lay_out_state(root: Mapping[str, Any], *, shards: int, directory: str = "") 
     for path, value in flatten(Canonicalizer().of(root)):
         key = ".".join(map(str, path))
         if key in about.paths:
-            raise UnsupportedError(key, "is the joined name of two values, which DCP cannot keep")
+            raise UnsupportedError(key, "is the joined name of two values, which DCP cannot store")
         about.paths[key] = path
         if isinstance(value, Value):
             _add_tensor(about, files, key, value)

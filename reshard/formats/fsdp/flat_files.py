@@ -109,7 +109,9 @@ def lay_out_fsdp1_sharded(
         IncompleteError, UnsupportedError, UsageError: as `lay_out_fsdp1_local`.
     """
     if len(grid.sizes) > 1:
-        raise UnsupportedError(f"a mesh of {grid}", "is not written for FSDP 1")
+        raise UnsupportedError(
+            f"a mesh of {grid}", "FSDP 1 does not support a mesh of several axes"
+        )
     placing, ranks = MeshPlacements(grid), grid.world
     flats = build_flats(state, model, dtype)
     held = OrderedDict(

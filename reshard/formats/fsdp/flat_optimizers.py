@@ -86,7 +86,7 @@ def _refuse_unit(flat: Flat, found: Sequence[tuple[int, TrainedParameter] | None
         flat.unit.prefix or "the root's flat parameter",
         f"{first!r} and {other!r} would be one parameter of the optimizer, and are in different"
         " groups or not both trained",
-        "write DCP or whole files, or wrap them apart",
+        "write DCP or whole files, or wrap them in different units",
     )
 
 
@@ -111,7 +111,7 @@ def _build_flat_state(
         if any(value != values[0] for value in values):
             raise UnsupportedError(
                 unit,
-                f"the optimizer keeps another {name} of each of its members, and one parameter has"
+                f"the optimizer keeps a different {name} for each member, and one parameter has"
                 " one",
                 "write DCP or whole files",
             )

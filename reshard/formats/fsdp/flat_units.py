@@ -100,7 +100,9 @@ def build_flats(state: Training, model: ModelShapes, dtype: DType | None) -> lis
     """
     if not model.units:
         raise UsageError(
-            model.source, "does not say how FSDP wrapped it", "give --wrap as the run will have it"
+            model.source,
+            "does not state how FSDP wraps it",
+            "pass --wrap as the new run will wrap it",
         )
     weights = {weight.fqn: weight for weight in state.weights}
     flats = []

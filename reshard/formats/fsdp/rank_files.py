@@ -37,7 +37,7 @@ from reshard.state_dict.slots import RankSharder, WholeSlots
 from reshard.state_dict.torch_state_dict import Value
 from reshard.training.state import Training, Weight
 
-_SAY_MODEL = "say which model it is: --model config.json|DIR|module:factory"
+_SAY_MODEL = "pass the model: --model config.json|DIR|module:factory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,10 @@ class FileNames:
     """The names of each rank's files, with ``{rank}`` and ``{world}``.
 
     Args:
-        optimizer: the same as ``model`` where both stand in one file, under two keys.
+        optimizer: the same as ``model`` if both are in one file, under two keys.
         extra_state: a file of each rank for the scheduler; empty for none.
         train_state: a file of rank 0 for everything else; empty for none.
-        about: a file that says how many ranks there were; empty for none.
+        about: a file that states the number of ranks; empty for none.
         accelerate: whether Accelerate reads them.
         keyed: how the optimizer names its parameters.
         meshes: the names of the axes of a mesh that is known to be read, the usual first; empty
@@ -93,7 +93,7 @@ LOCAL = FileNames(  # the same of LOCAL_STATE_DICT
     "optimizer_0_rank{rank}.bin",
     accelerate=True,
 )
-TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # of ours, which wants nothing beside them
+TRAINER_RANKS = replace(ACCELERATE, accelerate=False)  # our trainer needs no further files
 TRAINER_LOCAL = replace(LOCAL, accelerate=False)
 _KEYS = ("model", "optimizer")
 _SHARDED = ("dcp", "fsdp", "torchtitan", "verl", "accelerate", "hf-trainer")  # FSDP's, or as it
@@ -174,8 +174,8 @@ def find_tensor_cuts(
     if plan is None:
         raise UsageError(
             f"a mesh of {grid}",
-            "nothing says how tensor parallelism cuts the parameters",
-            "give --tp-plan FILE, or say which model it is: --model config.json|DIR|module:factory",
+            "no file states how tensor parallelism cuts the parameters",
+            "pass --tp-plan FILE, or the model: --model config.json|DIR|module:factory",
         )
     names: dict[str, list[str]] = {}
     for name, value in weights.items():
@@ -219,9 +219,9 @@ def _refuse_factored(moments: Mapping[str, Any] | None) -> None:
             if isinstance(value, Value) and not value.divided and value.shape:
                 raise UnsupportedError(
                     str(fqn),
-                    f"its {name} has shape {value.shape}, which no rank file of FSDP has been seen"
-                    " to hold",
-                    "write DCP instead, or the weights alone with --weights-only",
+                    f"its {name} has shape {value.shape}, which FSDP is not known to store in rank"
+                    " files",
+                    "write DCP instead, or pass --weights-only to write the weights alone",
                 )
 
 
@@ -249,8 +249,8 @@ def build_is_divided(state: Training, model: ModelShapes | None) -> Callable[[We
         if state.groups:
             raise IncompleteError(
                 state.manifest.origin.path,
-                f"does not say whether {weight.fqn!r} is a parameter or a buffer: no optimizer has"
-                " it, and ranks hold the one in shards, the other whole",
+                f"does not state whether {weight.fqn!r} is a parameter or a buffer: no optimizer"
+                " has it, and ranks store parameters in shards and buffers whole",
                 _SAY_MODEL,
             )
         return True

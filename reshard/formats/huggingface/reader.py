@@ -69,7 +69,7 @@ def _read(location: Location) -> Manifest:
     if len(found) != 1:
         raise UnrecognisedError(
             location,
-            f"holds {len(found)} safetensors files and no index that says how they belong"
+            f"holds {len(found)} safetensors files and no index that states how they belong"
             f" together: {', '.join(file.name for file in found[:4])}",
             "fetch model.safetensors.index.json; or give one file, if it is a model by itself",
         )
@@ -103,7 +103,7 @@ def _read_indexed(location: Location, index: Path) -> Manifest:
         bad = next(name for name in names if not _is_plain_name(name))
         raise UnsafeError(
             index,
-            f"names the file {bad!r}, which lies outside the directory",
+            f"names the file {bad!r}, which is outside the directory",
             "the index was tampered with: do not use this checkpoint",
         )
     entries: list[Entry] = []
@@ -131,7 +131,7 @@ def _check_shard(index: Path, shard: Path, held: set[str], weight_map: Mapping[s
     promised = {fqn for fqn, name in weight_map.items() if name == shard.name}
     if promised - held:
         fqn = min(promised - held)
-        raise IncompleteError(index, f"says that {shard.name} holds {fqn!r}; it does not")
+        raise IncompleteError(index, f"lists {fqn!r} in {shard.name}, which does not contain it")
     if held - promised:
         fqn = min(held - promised)
         raise StaleError(

@@ -90,7 +90,7 @@ def group_by_family(files: Mapping[str, Path]) -> dict[str, dict[int, Path]]:
             raise StaleError(
                 path,
                 f"and {ranks[rank].name} are both rank {rank}'s",
-                "files of two runs are mixed: move those of the other away",
+                "files of two runs are mixed: move one run's files away",
             )
         ranks[rank] = path
     for ranks in found.values():
@@ -114,7 +114,7 @@ def _check_ranks(ranks: Mapping[int, Path]) -> None:
         raise StaleError(
             first.parent,
             f"holds files of worlds of {' and '.join(sorted(stated))} ranks",
-            "files of two runs are mixed: move those of the other away",
+            "files of two runs are mixed: move one run's files away",
         )
     wanted = int(stated.pop()) if stated else max(ranks) + 1
     missing = missing_ranks(ranks, wanted)

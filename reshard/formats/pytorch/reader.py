@@ -246,8 +246,9 @@ def _add_part(found: ParsedTree, name: str | None, part: ParsedTree) -> None:
     if twice:
         raise UnrecognisedError(
             found.where,
-            f"holds two parts that are called {min(map(str, twice))!r}: no telling which is meant",
-            "give the one that you mean by its own path, or move the other away",
+            f"holds two parts that are called {min(map(str, twice))!r}, and nothing decides between"
+            " them",
+            "pass the path of one of them, or move the other away",
         )
     found.root.update(added)
     found.files.update(part.files)
