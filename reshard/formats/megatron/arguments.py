@@ -36,7 +36,7 @@ _BUCKET = 40_000_000  # elements: the smallest default of --ddp-bucket-size
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of one run; any may be missing.
+    """The arguments of one run; any of them may be missing.
 
     Args:
         source: who keeps them.
@@ -47,7 +47,7 @@ class Arguments:
     values: Mapping[str, Any]
 
     def number(self, *names: str, default: int = 0) -> int:
-        """The first of these arguments that is a number."""
+        """Return the first of these arguments that is an integer."""
         for name in names:
             value = self.values.get(name)
             if type(value) is int:
@@ -55,47 +55,47 @@ class Arguments:
         return default
 
     def flag(self, name: str) -> bool:
-        """Whether a switch was given."""
+        """Return whether a switch was given."""
         return self.values.get(name) is True
 
     @property
     def tp(self) -> int:
-        """Ranks that share each layer."""
+        """Number of ranks that share each layer."""
         return max(self.number("tensor_model_parallel_size", "model_parallel_size"), 1)
 
     @property
     def pp(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return max(self.number("pipeline_model_parallel_size"), 1)
 
     @property
     def vp(self) -> int:
-        """Model chunks of a pipeline stage."""
+        """Number of model chunks of a pipeline stage."""
         return max(self.number("virtual_pipeline_model_parallel_size"), 1) if self.pp > 1 else 1
 
     @property
     def ep(self) -> int:
-        """Ranks that share the experts."""
+        """Number of ranks that share the experts of a layer."""
         return max(self.number("expert_model_parallel_size"), 1)
 
     @property
     def etp(self) -> int:
-        """Ranks that share each expert."""
+        """Number of ranks that share each expert."""
         return max(self.number("expert_tensor_parallel_size", default=self.tp), 1)
 
     @property
     def cp(self) -> int:
-        """Ranks that share each sequence."""
+        """Number of ranks that share each sequence."""
         return max(self.number("context_parallel_size"), 1)
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return max(self.number("world_size"), self.tp * self.pp)
 
     @property
     def dp(self) -> int:
-        """Copies of the dense model, those of context parallelism not counted."""
+        """Number of copies of the dense model, without those of context parallelism."""
         found = self.number("data_parallel_size")
         return max(found or self.world // (self.tp * self.pp * self.cp), 1)
 
@@ -116,7 +116,7 @@ class Arguments:
 
     @property
     def experts(self) -> int:
-        """Experts of a layer; 0 in a dense model."""
+        """Number of experts of a layer; 0 in a dense model."""
         return self.number("num_experts", "num_moe_experts")
 
     @property
@@ -126,14 +126,14 @@ class Arguments:
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether a copy of the embedding lies on the last stage.
+        """Whether the last stage has a copy of the embedding.
 
         ``models/common/language_module/language_module.py`` (setup_embeddings_and_output_layer).
         """
         return self.pp > 1 and (self.tied or self.number("mtp_num_layers") > 0)
 
     def get_bucket_size(self, *, stage: int, chunk: int) -> int | None:
-        """Elements that close a gradient bucket; None: one bucket takes all.
+        """Return the elements that close a gradient bucket; None if one bucket takes all.
 
         ``distributed/distributed_data_parallel.py`` (__init__) and ``training/training.py``
         (get_model).
@@ -143,7 +143,7 @@ class Arguments:
         return self.number("ddp_bucket_size") or max(_BUCKET, 1_000_000 * self.dp * self.cp)
 
     def list_layers(self) -> tuple[tuple[int, ...], ...]:
-        """Transformer layers of each stage, a tuple a virtual stage: ``layers[chunk][stage]``.
+        """Return the number of transformer layers as ``layers[chunk][stage]``.
 
         ``transformer/transformer_block.py`` (get_num_layers_to_build),
         ``transformer/pipeline_parallel_layer_layout.py``.
@@ -184,7 +184,7 @@ class Arguments:
         return tuple(tuple(counts[at : at + self.pp]) for at in range(0, len(counts), self.pp))
 
     def get_expert_tensor_rank(self, tp: int, ep: int) -> int:
-        """Which part of the experts of ``ep`` a rank of ``tp`` holds.
+        """Return the expert-tensor rank of the experts of ``ep`` on a rank of ``tp``.
 
         Dense layers lie over ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``,
         initialize_model_parallel): the first rank that is both.
@@ -195,7 +195,10 @@ class Arguments:
         )
 
     def locate_rank(self, rank: int) -> tuple[int, int, int]:
-        """(tensor, pipeline, expert) of a global rank (initialize_model_parallel)."""
+        """Return the (tensor, pipeline, expert) ranks of a global rank.
+
+        Source: ``core/parallel_state.py`` (initialize_model_parallel).
+        """
         if self.flag("use_tp_pp_dp_mapping"):
             pp = rank // self.tp % self.pp
             rank = rank % self.tp + rank // (self.tp * self.pp) * self.tp
@@ -205,7 +208,7 @@ class Arguments:
         return rank % self.tp, pp, rank // self.etp % self.ep
 
     def make_mesh(self) -> dict[str, int]:
-        """The grid, as a manifest's origin has it."""
+        """Return the grid as the origin of a manifest states it."""
         mesh = {"world": self.world, "tp": self.tp, "pp": self.pp, "dp": self.dp}
         rare = {"vpp": self.vp, "cp": self.cp, "ep": self.ep}
         mesh |= {axis: size for axis, size in rare.items() if size > 1}
@@ -214,13 +217,13 @@ class Arguments:
         return mesh
 
     def make_printable(self) -> dict[str, Any]:
-        """All of them, printable."""
+        """Return all arguments as values that print and serialize as JSON."""
         found: dict[str, Any] = to_plain(dict(self.values))
         return found
 
 
 def parse(value: Any, source: str) -> Arguments:
-    """The arguments that an ``argparse.Namespace``, or a dict, holds.
+    """Return the arguments that an ``argparse.Namespace`` or a dict holds.
 
     Raises:
         CorruptError: sizes of a grid or of a model that cannot be.
@@ -238,7 +241,9 @@ def parse(value: Any, source: str) -> Arguments:
 
 
 def _parse_layout(source: str, layout: Any) -> list[int]:
-    """Decoder layers of each stage of a layout like ``Et|(tt|)*3tL``, or of lists of names.
+    """Return the decoder layers of each stage of a layout.
+
+    A layout is text like ``Et|(tt|)*3tL``, or lists of names.
 
     Raises:
         CorruptError: it is neither, or has more layers than any model.

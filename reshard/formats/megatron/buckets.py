@@ -37,14 +37,14 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One bucket: its members' places in it, and its elements without the padding at its end."""
+    """One bucket: its members' positions, and its elements without the padding at its end."""
 
     members: tuple[Member, ...]
     numel: int
 
 
 def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
-    """The buckets of a buffer.
+    """Return the buckets of a buffer.
 
     Args:
         params: in the order of ``named_parameters``.
@@ -75,7 +75,7 @@ def make_buckets(params: Sequence[Param], size: int | None) -> list[Bucket]:
 
 
 def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] | None:
-    """The buckets of a buffer of which the elements of each are known; None: they are others'."""
+    """Return the buckets of a buffer whose bucket sizes are known; None if they do not fit."""
     found: list[Bucket] = []
     waiting = list(params)
     for numel in numels:
@@ -98,7 +98,7 @@ def fit_buckets(params: Sequence[Param], numels: Sequence[int]) -> list[Bucket] 
 
 
 def concatenate(found: Iterable[Bucket]) -> tuple[list[Member], int]:
-    """The members of buckets that lie one after the other, in flat order, and all elements."""
+    """Return the members of buckets stored one after the other, and the number of elements."""
     found = list(found)
     starts = [0, *accumulate(bucket.numel for bucket in found)]
     members = [

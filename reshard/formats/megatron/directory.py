@@ -35,21 +35,21 @@ _LISTED = 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class GridPosition:
-    """The place of one rank's folder in the grid."""
+    """The position of one rank's folder in the grid."""
 
     pp: int
     ep: int
     tp: int
 
     def name_folder(self, args: Arguments) -> str:
-        """Its name in a run of these sizes."""
+        """Return the folder's name in a run of these sizes."""
         name = f"mp_rank_{self.tp:02d}"
         name += f"_{self.pp:03d}" if args.pp > 1 else ""
         return name + (f"_{self.ep:03d}" if args.ep > 1 else "")
 
 
 def detect(location: Location) -> bool:
-    """Whether a checkpoint of Megatron, or a rank's part of one, lies directly at a place."""
+    """Return whether a Megatron checkpoint, or a rank's part of one, is directly at a location."""
     if location.chosen:
         folder = Location(location.directories)
         return _is_rank_folder(folder) or (_is_part(location.chosen) and is_dist(folder))
@@ -57,12 +57,12 @@ def detect(location: Location) -> bool:
 
 
 def holds(location: Location) -> bool:
-    """Whether it is a run directory of Megatron's, whatever else lies in it."""
+    """Return whether a location is a run directory of Megatron, whatever else is in it."""
     return TRACKER in location.files and any(map(detect, location.folders.values()))
 
 
 def is_dist(location: Location) -> bool:
-    """Whether a directory is of the torch_dist format."""
+    """Return whether a directory has the torch_dist format."""
     return _METADATA in location.files and (BACKEND in location.files or COMMON in location.files)
 
 
@@ -71,7 +71,7 @@ def _is_part(name: str) -> bool:
 
 
 def list_rank_folders(location: Location) -> dict[str, Location]:
-    """The ranks' folders of the torch format, by name."""
+    """Return the ranks' folders of the torch format by name."""
     return {name: folder for name, folder in location.folders.items() if _is_rank(name, folder)}
 
 
@@ -85,7 +85,7 @@ def _is_rank_folder(location: Location) -> bool:
 
 
 def find_checkpoint(location: Location) -> Location:
-    """The directory of the checkpoint, where one of its files is given, or its only rank's folder.
+    """Return the directory of a checkpoint, given it, one of its files or its only rank's folder.
 
     Raises:
         UsageError: one rank's folder of several, or a file of it.
@@ -105,7 +105,7 @@ def find_checkpoint(location: Location) -> Location:
 
 
 def find_model_file(folder: Location) -> Path:
-    """The file of a rank's weights.
+    """Return the file of a rank's weights.
 
     Raises:
         IncompleteError: it is not there.
@@ -117,7 +117,7 @@ def find_model_file(folder: Location) -> Path:
 
 
 def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Location]:
-    """The folder of every rank that saves, in the order of the grid.
+    """Return the folder of every rank that saves, in the order of the grid.
 
     One rank of each tensor-, pipeline- and expert-parallel place saves (save_checkpoint). What the
     second number of ``mp_rank_00_001`` is, only the arguments say.
@@ -156,7 +156,7 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
 
 
 def list_saving_ranks(args: Arguments) -> list[tuple[int, int]]:
-    """The (tensor, expert) places of a pipeline stage whose ranks save.
+    """Return the (tensor, expert) ranks of a pipeline stage that save.
 
     Those of the first copy of the experts (get_expert_data_parallel_rank); dense layers lie over
     ranks as tp-cp-dp, experts as etp-ep-edp (``core/parallel_state.py``).

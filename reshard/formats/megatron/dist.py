@@ -58,7 +58,7 @@ _PREFIXED = re.compile(r"^((?:(?:chained_\d+\.)?optimizer\.state\.\w+\.)?)module
 
 
 def read(location: Location, table: Table) -> Manifest:
-    """The checkpoint in one directory.
+    """Return the manifest of the checkpoint in one directory.
 
     Raises:
         IncompleteError: a file is missing.
@@ -103,14 +103,14 @@ def read(location: Location, table: Table) -> Manifest:
         else {},
         warnings=tuple(found.notes + state.notes),
         unknown_globals=trust.unknown(found.globals | seen),
-        ordered=True,  # see `grid.in_model_order`
+        ordered=True,  # see `grid.sort_entries`
     )
     made = own.attach(made, own.collect_from_dist(found.root))
     return replace(made, origin=train.make_origin(location, args, form, made))
 
 
 def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keys as Megatron-LM has them: NeMo 2 puts ``module.`` before each parameter's."""
+    """Return the keys as Megatron-LM has them; NeMo 2 puts ``module.`` before parameters' keys."""
     named = [k for k, v in root.items() if isinstance(v, GlobalTensor) and not CHAIN.fullmatch(k)]
     if not named or not all(key.startswith(_NEMO) for key in named):
         return root
@@ -118,7 +118,7 @@ def _strip_prefix(root: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[str, list[Any]]]:
-    """Tensors by key; and objects, each with all its shards."""
+    """Return tensors by key, and objects with all their shards."""
     stored: dict[str, GlobalTensor] = {}
     objects: dict[str, list[Any]] = defaultdict(list)
     for key, value in root.items():
@@ -132,7 +132,7 @@ def _separate(root: Mapping[str, Any]) -> tuple[dict[str, GlobalTensor], dict[st
 
 
 def _join_gated(stored: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
-    """Tensors with gate and up in one, also where they are kept apart (singleton_local_shards)."""
+    """Return tensors with gate and up in one, also those saved apart (singleton_local_shards)."""
     found: dict[str, GlobalTensor] = {}
     for key, tensor in stored.items():
         base = key[: -len(_GATE)]
@@ -154,7 +154,7 @@ def _shift_down(box: Box, rows: int) -> Box:
 def _read_common(
     location: Location, objects: Mapping[str, list[Any]]
 ) -> tuple[dict[str, Any], dict[str, SourceFile], set[str]]:
-    """What all ranks share: arguments, counters, param groups. Its file, and its globals."""
+    """Return what all ranks share (arguments, counters, param groups), its file and its globals."""
     path = location.files.get(directory.COMMON)
     if path is not None:
         file = torch_reader.read(path)
@@ -173,7 +173,10 @@ def _read_common(
 
 
 def _convert_nemo(root: dict[str, Any]) -> dict[str, Any]:
-    """NeMo 2's: Lightning's list of one optimizer, and its name for the step."""
+    """Return the values of NeMo 2 as Megatron's.
+
+    NeMo 2 has Lightning's list of one optimizer, and another name for the step.
+    """
     one = root.get("optimizer")
     if isinstance(one, list) and len(one) == 1:
         root = {**root, "optimizer": one[0]}
@@ -189,7 +192,7 @@ def _get_first(objects: Mapping[str, list[Any]], key: str) -> Any:
 
 
 def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequence[Entry]) -> str:
-    """What is said of the format: how a distributed optimizer is kept."""
+    """Return the description of the format: how a distributed optimizer is saved."""
     about = common.get("content_metadata")
     kept = about.get("distrib_optim_sharding_type") if isinstance(about, dict) else None
     if kept is None and flat:
@@ -200,14 +203,14 @@ def _describe_form(common: Mapping[str, Any], flat: Sequence[Entry], slots: Sequ
 
 
 class _KeyReader:
-    """Keys of torch_dist as names of the saving model."""
+    """The reader of torch_dist keys as names of the saving model."""
 
     def __init__(self, table: Table, args: Arguments) -> None:
         self._table = table
         self._args = args
 
     def entries(self, key: str, kind: str, tensor: GlobalTensor) -> Iterator[Entry]:
-        """The parameters that one stored tensor holds."""
+        """Yield the parameters that one stored tensor holds."""
         name = names.parse_stacked(key)
         if name is None:
             yield from self._experts(key, kind, tensor)
@@ -231,7 +234,7 @@ class _KeyReader:
 
 
 def _unstack(tensor: GlobalTensor) -> Iterator[GlobalTensor]:
-    """The tensors that are stacked along dim 0."""
+    """Yield the tensors that are stacked along dim 0."""
     by_index: dict[int, list[Chunk]] = defaultdict(list)
     where = tensor.chunks[0].file if tensor.chunks else "a tensor of layers without elements"
     total = counts.count(where, "the number of stacked layers", tensor.shape[0])

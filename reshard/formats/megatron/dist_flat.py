@@ -31,7 +31,7 @@ _GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d{1,9})\.(\w+)")
 
 
 def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
-    """The states of the chain that model-parallel groups keep by themselves: the first group's."""
+    """Return the optimizer states that model-parallel groups save apart: the first group's."""
     found: dict[int, dict[str, Any]] = {}
     for key in sorted(objects):
         chain = CHAIN.fullmatch(key)
@@ -42,7 +42,7 @@ def find_group_states(objects: Mapping[str, list[Any]]) -> list[Any]:
 
 
 class FlatBuffers:
-    """The distributed optimizer's buffers, kept by each model-parallel group as they are."""
+    """The distributed optimizer's buffers as each model-parallel group saves them."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class FlatBuffers:
                 self._states[int(chain[1] or 0), int(match[1])] = values[0]
 
     def read_entries(self) -> list[Entry]:
-        """Every slot of the whole model.
+        """Return every slot of the whole model.
 
         Raises:
             CorruptError: a buffer is missing, or its buckets are not those of its parameters.
@@ -115,14 +115,14 @@ class FlatBuffers:
         return Manifest(Origin("megatron", self._path), index_entries(restated), {}, ordered=True)
 
     def _saves(self, rank: GridPosition, number: int) -> bool:
-        """Dense buffers are kept once, by the ranks of the first experts."""
+        """Whether a rank saves a buffer; ranks of the first experts alone save dense buffers."""
         return number > 0 or rank.ep == self._first_ep(rank.tp)
 
     def _first_ep(self, tp: int) -> int:
         return min(ep for at, ep in directory.list_saving_ranks(self._args) if at == tp)
 
     def _get_group(self, rank: GridPosition, *, experts: bool) -> int:
-        """The number of a model-parallel group: tensor, then expert, then pipeline ranks.
+        """Return the number of a model-parallel group: tensor, expert, then pipeline ranks.
 
         ``dp_group_idx`` (get_megatron_optimizer).
         """
@@ -158,6 +158,6 @@ class FlatBuffers:
 
 
 def _are_on_edges(members: Sequence[Member], pieces: Iterable[tuple[int, Chunk]]) -> bool:
-    """Whether no stored piece reaches over the edge of a parameter: each is of one, or padding."""
+    """Whether each stored piece is of one parameter or padding, not across an edge."""
     edges = sorted({edge for member in members for edge in (member.start, member.stop)})
     return not any(start < edge < start + c.box.volume for start, c in pieces for edge in edges)

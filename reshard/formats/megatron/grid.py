@@ -1,4 +1,4 @@
-"""The manifests of a run's model-parallel ranks made one: tensor, expert, then pipeline ranks."""
+"""Join the manifests of a run's model-parallel ranks: tensor, expert, then pipeline ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from reshard.model_parallel.shards import REPLICATED, Split
 
 
 def join_ranks(ranks: Mapping[GridPosition, Manifest], args: Arguments, table: Table) -> Manifest:
-    """The whole model's manifest.
+    """Return the whole model's manifest.
 
     Args:
         ranks: of every place whose rank saves, each with global names and local shapes.
@@ -66,7 +66,7 @@ def _select(manifest: Manifest, table: Table, *, experts: bool) -> Manifest:
 
 
 def find_split(name: str, args: Arguments, table: Table) -> Split:
-    """How a dense parameter is cut over tensor ranks, an expert's over expert tensor ranks.
+    """Return how tensor ranks cut a dense parameter, or expert-tensor ranks an expert's.
 
     Raises:
         UsageError: no rule says so, and there are several.
@@ -102,7 +102,7 @@ def _check_latent(name: str, shape: Index, split: Split, args: Arguments) -> Non
 
 
 def _order_groups(manifest: Manifest) -> Manifest:
-    """Param groups in the order of the weights, which a run on one rank has."""
+    """Return a manifest whose param groups are in the order of its weights, as on one rank."""
     place = {entry.fqn: at for at, entry in enumerate(manifest.of_kind(PARAM))}
     groups = tuple(
         replace(group, fqns=tuple(sorted(group.fqns, key=lambda fqn: place.get(fqn, len(place)))))
@@ -112,12 +112,12 @@ def _order_groups(manifest: Manifest) -> Manifest:
 
 
 def sort_entries(entries: Iterable[Entry]) -> list[Entry]:
-    """Layer after layer, whatever stage held them."""
+    """Return entries layer after layer, whatever stage has them."""
     return sorted(entries, key=lambda entry: order.sort_key(entry.fqn))
 
 
 def _tie_embeddings(manifest: Manifest, args: Arguments) -> Manifest:
-    """The last stage's copy of the embedding is a replica of it, as torch_dist has it as well.
+    """Return a manifest in which the last stage's copy of the embedding is a replica of it.
 
     ``models/common/language_module/language_module.py`` (tie_embeddings_and_output_weights_...).
     """

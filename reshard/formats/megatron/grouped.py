@@ -28,12 +28,12 @@ _ORDERED = 2.0  # the checkpoint version since which they lie head by head
 
 
 def is_grouped(name: str) -> bool:
-    """Whether a parameter is all experts' of a rank."""
+    """Return whether a parameter holds all experts of a rank."""
     return _GROUPED.fullmatch(name) is not None
 
 
 def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry]:
-    """Entries with every expert by itself, called as if it were a module of its own.
+    """Yield entries with every expert by itself, named as a module of its own.
 
     Args:
         count: experts of the rank.
@@ -58,7 +58,7 @@ def separate(entries: Iterable[Entry], count: int, first: int) -> Iterator[Entry
 
 
 def name_separated(name: str, count: int, first: int) -> list[str]:
-    """The names of what a parameter holds: every expert's, or its own."""
+    """Return the names of what a parameter holds: every expert's, or its own."""
     match = _GROUPED.fullmatch(name)
     if match is None:
         return [name]
@@ -68,7 +68,7 @@ def name_separated(name: str, count: int, first: int) -> list[str]:
 
 
 def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:
-    """The shape of one expert's matrix as it is stored: (in, out)."""
+    """Return the shape of one expert's matrix as it is stored: (in, out)."""
     dim = 1 if number == "1" else 0
     if not count or entry.shape[dim] % count:
         raise CorruptError(
@@ -79,7 +79,7 @@ def _get_matrix_shape(entry: Entry, number: str, count: int) -> Index:
 
 
 def _make_run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
-    """A contiguous chunk as a run of the flat tensor, with its first element."""
+    """Return a contiguous chunk as a run of the flat tensor, with its first element."""
     start, stop = flat_span(chunk.box, shape)
     low, high = chunk.byte_span
     if stop - start != chunk.box.volume or high - low != chunk.box.volume * chunk.dtype.itemsize:
@@ -89,7 +89,7 @@ def _make_run(chunk: Chunk, shape: Index) -> tuple[int, Chunk]:
 
 
 def reorder_heads(entries: Iterable[Entry], version: float, args: Arguments) -> Iterator[Entry]:
-    """Entries of one rank with [query, key, value] of each head together, as later versions do.
+    """Yield a rank's entries with [query, key, value] of each head together, as later versions do.
 
     Raises:
         CorruptError: the rows do not divide into heads.

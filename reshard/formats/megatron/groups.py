@@ -34,7 +34,7 @@ _ENDS = (
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """What tells a param group from another."""
+    """The properties that tell param groups apart."""
 
     decays: bool
     expert: bool
@@ -42,7 +42,7 @@ class GroupKind:
 
 
 def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> GroupKind:
-    """The kind of the group that a parameter is in."""
+    """Return the kind of the group that a parameter is in."""
     spared = args.flag("apply_wd_to_qk_layernorm") and any(part in fqn for part in _QK)
     return GroupKind(
         decays=(len(shape) != 1 and not fqn.endswith(".bias")) or spared,
@@ -52,7 +52,7 @@ def classify_param(fqn: str, shape: Index, args: Arguments, table: Table) -> Gro
 
 
 def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
-    """Whether a parameter is of an expert that not every rank has: it is reduced apart.
+    """Return whether a parameter is of an expert that not every rank has, so is reduced apart.
 
     ``core/transformer/moe/experts.py`` (``allreduce``): where experts lie over ranks, or are cut
     otherwise than the dense layers.
@@ -61,7 +61,7 @@ def is_expert(fqn: str, args: Arguments, table: Table) -> bool:
 
 
 def classify_group(group: Mapping[str, Any]) -> GroupKind:
-    """The kind of a group, from its hyper-parameters."""
+    """Return the kind of a group by its hyperparameters."""
     scale = group.get("wd_mult", group.get("pre_wd_mult", group.get("weight_decay", 1.0)))
     return GroupKind(
         decays=scale != 0,
@@ -76,7 +76,7 @@ def assign_members(
     args: Arguments,
     table: Table,
 ) -> list[list[str]]:
-    """The parameters of each group, in its order.
+    """Return the parameters of each group, in its order.
 
     Args:
         groups: as stored; two alike share nothing, the first takes all.
@@ -92,5 +92,5 @@ def assign_members(
 
 
 def get_hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group without its members, and without the step, which is each parameter's here."""
+    """Return a group without members and step; the step is kept for each parameter."""
     return {str(key): to_plain(value) for key, value in group.items() if key not in _NOT_HYPER}

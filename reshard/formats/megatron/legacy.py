@@ -1,4 +1,4 @@
-"""The torch format: a folder a model-parallel rank, each with whole tensors of its own part."""
+"""The reader of the torch format: a folder for each model-parallel rank, with its own tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again
 
 
 def read(location: Location, table: Table) -> Manifest:
-    """Every rank's files as one manifest.
+    """Return every rank's files as one manifest.
 
     Raises:
         IncompleteError: a rank's folder or file is missing.
@@ -69,7 +69,7 @@ def read(location: Location, table: Table) -> Manifest:
 def _collect_extra(
     opened: Mapping[GridPosition, RankFile], args: Arguments, table: Table, offsets: list[list[int]]
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
-    """Modules' own states of every rank, under their names in the whole model."""
+    """Yield the extra states of modules of every rank, under names of the whole model."""
     experts = args.experts // args.ep
     for rank, file in opened.items():
         for chunk, layers in zip(file.read_chunks(), offsets[rank.pp], strict=True):
@@ -87,7 +87,7 @@ def _collect_extra(
 def _collect_random(
     opened: Mapping[GridPosition, RankFile], args: Arguments
 ) -> dict[tuple[int, ...], Any]:
-    """Random states of every rank."""
+    """Return the random states of every rank."""
     return {
         (rank.pp, rank.tp, *([rank.ep] if args.ep > 1 else [])): file.root.get(own.RNG)
         for rank, file in opened.items()
@@ -95,7 +95,7 @@ def _collect_random(
 
 
 def _complete_sizes(args: Arguments, location: Location) -> Arguments:
-    """Arguments that say the grid; where the files have none, the folders' names are the grid."""
+    """Return arguments that state the grid, from the folders' names if the files state none."""
     if args.values:
         return args
     numbers = [name.split("_")[2:] for name in directory.list_rank_folders(location)]
@@ -107,7 +107,7 @@ def _complete_sizes(args: Arguments, location: Location) -> Arguments:
 
 
 def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> None:
-    """The ranks' files are of one save.
+    """Check that the ranks' files are of one save.
 
     Raises:
         CorruptError: two say different things.
@@ -145,12 +145,12 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
 
 
 def _list_expert_ranks(opened: Mapping[GridPosition, RankFile], rank: GridPosition) -> list[int]:
-    """The expert places of ranks that hold the same dense layers."""
+    """Return the expert ranks that hold the same dense layers as a rank."""
     return [each.ep for each in opened if (each.tp, each.pp) == (rank.tp, rank.pp)]
 
 
 def _check_position(rank: GridPosition, file: RankFile, args: Arguments) -> None:
-    """The rank that saved a file is the one that its folder is of.
+    """Check that the rank that saved a file is the one that its folder is named after.
 
     Raises:
         CorruptError: folders were renamed or exchanged.
@@ -233,7 +233,7 @@ _AXES = ("tp", "pp", "ep", "etp", "vp")
 
 
 def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -> list[list[int]]:
-    """The layers before those of each chunk of each stage: ``[stage][chunk]``.
+    """Return the number of layers before each chunk of each stage: ``[stage][chunk]``.
 
     Files number layers from their own first on; the first chunk of every stage comes before the
     second of any.
@@ -261,7 +261,7 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
 def _read_rank(
     rank: GridPosition, file: RankFile, args: Arguments, table: Table, offsets: Sequence[int]
 ) -> Manifest:
-    """One rank's part: names of the whole model, shapes of the rank."""
+    """Return one rank's manifest: names of the whole model, shapes of the rank."""
     each = args.experts // args.ep
     entries: list[Entry] = []
     held: list[RankParam] = []

@@ -1,4 +1,4 @@
-"""What one rank of a run holds of a model."""
+"""The parameters that one rank of a run holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reshard.model_parallel.shards import list_blocks
 
 
 def index_parameters(whole: Mapping[str, Entry], table: Table) -> ParameterIndex[str]:
-    """The names of every parameter of a model, to be found by who has them."""
+    """Return the names of a model's parameters, for lookup by the rank that holds them."""
     return ParameterIndex((_locate(fqn, table), fqn) for fqn in whole)
 
 
@@ -33,12 +33,12 @@ def list_params(
     args: Arguments,
     table: Table,
 ) -> list[RankParam]:
-    """The parameters of a rank in the order of ``named_parameters``, chunk after chunk.
+    """Return the parameters of a rank in ``named_parameters`` order, chunk after chunk.
 
     Their shapes are those of the rank's parts.
 
     Args:
-        held: `model` of ``whole``, which is every parameter of the model by name.
+        held: `index_parameters` of ``whole``, which is every parameter of the model by name.
     """
     found: list[RankParam] = []
     for number, share in enumerate(_list_shares(rank, args)):
@@ -56,7 +56,7 @@ def list_params(
 
 
 def _list_shares(rank: GridPosition, args: Arguments) -> Iterator[ChunkShare]:
-    """Of each model chunk of a rank."""
+    """Yield the share of each model chunk of a rank."""
     counts = args.list_layers()
     starts = [0, *accumulate(count for stages in counts for count in stages)]
     experts = list_experts(rank.ep, args.ep, args.experts)
@@ -87,7 +87,7 @@ def _get_local_shape(
 
 
 def _group_experts(shapes: Mapping[str, Index], args: Arguments) -> dict[str, Index]:
-    """GroupedMLP's experts as the two parameters that they are (see `grouped`)."""
+    """Return shapes with GroupedMLP's experts as the two parameters that hold them."""
     if not args.flag("moe_use_legacy_grouped_gemm") or not args.flag("moe_grouped_gemm"):
         return dict(shapes)
     own = args.experts // args.ep

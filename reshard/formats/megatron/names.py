@@ -48,7 +48,7 @@ def latent_width(name: str, args: Arguments) -> int:
 
 
 def find_layer(name: str) -> int | None:
-    """The number of the transformer layer that a name is in."""
+    """Return the number of the transformer layer in a name, or None."""
     match = _LAYER.search(name)
     return int(match[2]) if match else None
 
@@ -67,7 +67,11 @@ def find_expert(name: str, table: Table | None = None) -> int | None:
 
 
 def shift_numbers(name: str, *, layers: int, experts: int, table: Table | None = None) -> str:
-    """A local name, with so many layers and experts before the rank's own."""
+    """Return a local name with layer and expert numbers of the whole model.
+
+    Args:
+        layers, experts: how many precede the rank's own.
+    """
     name = _LAYER.sub(lambda m: f"{m[1]}{int(m[2]) + layers}", name, count=1)
     if _EXPERT.search(name):
         return _EXPERT.sub(lambda m: f"{m[1] or m[3]}{int(m[2] or m[4]) + experts}", name, count=1)
@@ -90,22 +94,25 @@ def _find_expert_by_rule(name: str, table: Table | None) -> RuleMatch | None:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of the state dict is no parameter."""
+    """Return whether a tensor of the state dict is a buffer, by its name."""
     return _BUFFER.search(name) is not None
 
 
 def is_extra(name: str) -> bool:
-    """Whether a value is Transformer Engine's own state: opaque, of no model's parameter."""
+    """Return whether a value is the extra state of a Transformer Engine module, by its name."""
     return _EXTRA in name
 
 
 def find_rule(table: Table, name: str) -> RuleMatch | None:
-    """The rule of a name of any dialect; before Megatron-LM 0.12 an encoder was a transformer."""
+    """Return the rule of a name of any dialect.
+
+    Megatron-LM before 0.12 calls the encoder a transformer.
+    """
     return table.find(_modernize(name), {})
 
 
 def require_rule(table: Table, name: str) -> RuleMatch:
-    """The same, where there must be one.
+    """Return the rule of a name, like `find_rule`, but raise an error if there is none.
 
     Raises:
         UsageError: no rule names it.
@@ -121,13 +128,13 @@ def _modernize(name: str) -> str:
 
 
 def parse_stacked(key: str) -> str | None:
-    """The name with ``{}`` for the layer, where torch_dist stacks the layers; None where not."""
+    """Return the name with ``{}`` for the layer if torch_dist stacks the layers, else None."""
     match = _STACK.fullmatch(key)
     return f"{match[1]}.{{}}.{match[2]}" if match else None
 
 
 def parse_dist_expert(key: str) -> tuple[str, int | None] | None:
-    """How torch_dist keeps experts: the name with ``{}`` for the expert, and its number.
+    """Return the name of an expert in torch_dist, with ``{}`` for its number, and the number.
 
     The number is None where they are stacked; the whole is None where it is no expert's key.
     """
@@ -139,7 +146,7 @@ def parse_dist_expert(key: str) -> tuple[str, int | None] | None:
 
 
 def spell_as_saved(table: Table, name: str, args: Arguments) -> str:
-    """The saving model's word for a name of torch_dist, which are Transformer Engine's always."""
+    """Return the saving model's name for a name of torch_dist."""
     found = table.find(name, {})
     if found is None:
         return name

@@ -42,7 +42,7 @@ _MIXED = "files of different runs or steps are mixed: fetch the checkpoint again
 
 @dataclass(slots=True)
 class RankOptimizer:
-    """What a rank's optimizers say."""
+    """The contents of a rank's optimizers."""
 
     entries: list[Entry] = field(default_factory=list)
     groups: list[ParamGroup] = field(default_factory=list)
@@ -53,7 +53,7 @@ class RankOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class RankParam:
-    """A parameter of a rank: its global name, its local shape, its dtype, its model chunk."""
+    """A parameter of a rank: its global name, local shape, dtype and model chunk."""
 
     fqn: str
     shape: Index
@@ -62,14 +62,14 @@ class RankParam:
 
 
 def get_kind(slot: str) -> str:
-    """A slot as manifests call it: every copy in full precision is a master."""
+    """Return the manifest's kind of a slot: every copy in full precision is a master."""
     return MASTER if slot in _MASTERS else slot
 
 
 def divide_params(
     count: int, params: Sequence[RankParam], args: Arguments, table: Table
 ) -> list[list[RankParam]]:
-    """The parameters of each of a rank's optimizers (``get_megatron_optimizer``).
+    """Return the parameters of each of a rank's optimizers (``get_megatron_optimizer``).
 
     Args:
         count: of optimizers: one, or one for dense parameters and one for experts; the first chunk
@@ -87,7 +87,7 @@ def divide_params(
 def read(
     value: Any, params: Sequence[RankParam], args: Arguments, table: Table, path: str
 ) -> RankOptimizer:
-    """Every slot, step and group of a rank, but for those in flat buffers.
+    """Return every slot, step and group of a rank, except those in flat buffers.
 
     Args:
         value: what is saved under ``optimizer``: a state, or several in a list or by number.
@@ -115,7 +115,7 @@ def read(
 
 
 def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
-    """The dynamic loss scaler in the form of torch's, which it is but for its hysteresis.
+    """Return the dynamic loss scaler in torch's form, with its hysteresis beside it.
 
     ``core/optimizer/grad_scaler.py`` (DynamicGradScaler), ``training/arguments.py``.
     """
@@ -133,7 +133,7 @@ def _read_scaler(state: Any, args: Arguments) -> dict[str, Any] | None:
 
 
 def list_states(value: Any) -> list[Any]:
-    """The states of a chain of optimizers, which may be one alone."""
+    """Return the states of a chain of optimizers, or of the only one."""
     if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
         return [value[key] for key in sorted(value)]
     return value if isinstance(value, list) else [value]
@@ -146,7 +146,7 @@ def _read_groups(
     args: Arguments,
     table: Table,
 ) -> list[list[str | None]]:
-    """The parameters of every group of one optimizer."""
+    """Return the parameters of every group of one optimizer."""
     stored: list[dict[str, Any]] = list(inner.get("param_groups", []))
     shapes = {param.fqn: param.shape for param in params}
     known = groups.assign_members(stored, shapes, args, table)
@@ -169,7 +169,7 @@ def _match_by_shape(
     stored: Sequence[Mapping[str, Any]],
     shapes: Mapping[str, Index],
 ) -> list[list[str | None]]:
-    """The members of groups that are not made as Megatron makes them, where shapes tell."""
+    """Return the members of groups that Megatron did not make, if shapes identify them."""
     state = inner.get("state") or {}
     signs = [[_get_shape(state.get(i)) for i in group.get("params") or ()] for group in stored]
     try:
@@ -193,9 +193,10 @@ def _get_shape(state: Any) -> Index | None:
 def _read_steps(
     found: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
-    """Updates of each parameter: torch's Adam counts them by parameter, the fused ones by group.
+    """Read the updates of each parameter.
 
-    torch_dist keeps one for all (``common_step``).
+    torch's Adam counts them for each parameter, the fused ones for each group; torch_dist has one
+    for all (``common_step``).
     """
     state = inner.get("state") or {}
     index = 0
@@ -226,7 +227,7 @@ def _read_number(value: Any, pool: SourceFiles) -> float | None:
 def _read_indexed(
     found: RankOptimizer, inner: Mapping[str, Any], members: Sequence[Sequence[str | None]]
 ) -> None:
-    """Slots under the parameter's number, which runs through the groups."""
+    """Read the slots under the parameters' numbers, which run through the groups."""
     state = inner.get("state") or {}
     fqns = [fqn for group in members for fqn in group]
     for index, slots in state.items():
@@ -241,7 +242,7 @@ def _read_indexed(
 
 
 def make_entry(fqn: str, slot: str, tensor: GlobalTensor) -> Entry:
-    """A slot as a manifest has it."""
+    """Return a slot as a manifest's entry."""
     return Entry(fqn, get_kind(slot), tensor.dtype, tensor.shape, tensor.chunks)
 
 
@@ -252,7 +253,7 @@ def _read_masters(
     members: Sequence[Sequence[str | None]],
     path: str,
 ) -> None:
-    """fp32 copies of the 16-bit members of each group."""
+    """Read the fp32 copies of the 16-bit members of each group."""
     lists = next((state[key] for key in _MASTER_LISTS if key in state), None)
     if not isinstance(lists, list) or not members:
         return
@@ -270,7 +271,7 @@ def _read_masters(
 
 
 def group_buffers(params: Sequence[RankParam], args: Arguments) -> list[tuple[int, list[Param]]]:
-    """The flat buffers of an optimizer: (model chunk, its parameters of one dtype), in order."""
+    """Return the flat buffers of an optimizer in order: (model chunk, parameters of one dtype)."""
     shared = (names.OUTPUT, names.EMBEDDING) if args.shares_embedding else ()
     found: dict[tuple[int, str], list[Param]] = {}
     for param in params:
@@ -289,7 +290,7 @@ def read_flat(
     *,
     stage: int,
 ) -> Iterator[Entry]:
-    """Slots in the flat buffers of ``distrib_optim.pt``.
+    """Yield the slots in the flat buffers of ``distrib_optim.pt``.
 
     Args:
         value: the file's contents.
@@ -336,7 +337,7 @@ def _read_buffers(
 def _place_members(
     members: Sequence[Param], numels: Sequence[int], size: int | None
 ) -> list[Member] | None:
-    """Where parameters lie in a buffer whose buckets are stored end to end.
+    """Return the positions of parameters in a buffer whose buckets are stored end to end, or None.
 
     A list of several is from before February 2024; a file does not say where buckets end.
     """
@@ -354,7 +355,7 @@ def _place_members(
 
 
 def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int) -> CorruptError:
-    """Flat elements that are not these parameters'."""
+    """Return the error for flat elements that are not those of the parameters."""
     wanted = sum(prod(param.shape) for param in members)
     return CorruptError(
         path,
@@ -367,7 +368,7 @@ def make_layout_error(path: str, what: str, members: Sequence[Param], numel: int
 def split_flat(
     slot: str, flat: Sequence[Member], pieces: Sequence[tuple[int, Chunk]]
 ) -> Iterator[Entry]:
-    """A slot of each member of a flat tensor, from pieces with their first element."""
+    """Yield a slot of each member of a flat tensor, given pieces with their first elements."""
     chunks = flat_chunks(flat, pieces)
     for member in flat:
         dtype = pieces[0][1].dtype

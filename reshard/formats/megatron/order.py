@@ -53,7 +53,7 @@ SortKey = tuple[int, ...]
 
 
 def sort_key(fqn: str) -> SortKey:
-    """A sort key: where a parameter stands in the model."""
+    """Return the key by which a parameter sorts into the model's order."""
     layer = names.find_layer(fqn)
     last = fqn.rpartition(".")[2]
     bias = int("bias" in last)
@@ -74,7 +74,7 @@ def sort_key(fqn: str) -> SortKey:
 
 
 def is_embedding(fqn: str) -> bool:
-    """Whether the first stage holds a parameter before its layers."""
+    """Return whether the first stage holds a parameter before its layers."""
     return _EMBEDDING.match(fqn) is not None
 
 

@@ -33,7 +33,7 @@ RankKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class OwnStates:
-    """As a source has it.
+    """The states that a source has beside its tensors.
 
     Args:
         form: ``torch`` or ``torch_dist``.
@@ -49,7 +49,7 @@ class OwnStates:
     rng: Mapping[RankKey, Any] = field(default_factory=dict)
 
     def names(self) -> set[str]:
-        """Whose states hold anything."""
+        """Return the modules whose states hold anything."""
         return {
             name
             for held in self.extra.values()
@@ -59,7 +59,7 @@ class OwnStates:
 
     @property
     def is_strange(self) -> bool:
-        """Whether one is neither a tensor nor a stream of bytes."""
+        """Whether a state is neither a tensor nor a stream of bytes."""
         values = (value for held in self.extra.values() for value in held.values())
         return any(
             not (
@@ -70,13 +70,13 @@ class OwnStates:
 
     @property
     def of_experts(self) -> bool:
-        """Whether experts have any, which the two forms keep in different ways."""
+        """Whether experts have states, which the two forms store in different ways."""
         return any(map(is_of_expert, self.names()))
 
     def blank(self) -> OwnStates:
-        """The modules that could have a state, with none.
+        """Return the modules that could have a state, with none.
 
-        Nothing of experts, whose names are those of a rank's.
+        Experts are left out: their names are those of a rank.
         """
         modules = {
             name: None
@@ -88,13 +88,13 @@ class OwnStates:
 
 
 def attach(manifest: Manifest, held: OwnStates) -> Manifest:
-    """The manifest with it."""
+    """Return the manifest with these states."""
     opaque = {**manifest.train.opaque, _KEY: held}
     return replace(manifest, train=replace(manifest.train, opaque=opaque))
 
 
 def get_own(manifest: Manifest) -> OwnStates:
-    """What a source has; nothing where it is none of Megatron's."""
+    """Return the states of a source; empty for one that is not Megatron's."""
     found = manifest.train.opaque.get(_KEY)
     return found if isinstance(found, OwnStates) else OwnStates("")
 
@@ -105,7 +105,7 @@ def is_of_expert(name: str) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a state says nothing: None, or the empty tensor of a module without FP8."""
+    """Return whether a state is None or the empty tensor of a module without FP8."""
     tensor = as_global(value)
     return value is None or (tensor is not None and 0 in tensor.shape)
 
@@ -122,7 +122,7 @@ def _is_stream(value: Any) -> bool:
 def collect_from_ranks(
     held: Iterable[tuple[tuple[int, int], Mapping[str, Any]]], rng: Mapping[RankKey, Any]
 ) -> OwnStates:
-    """Of a run in the torch format.
+    """Return the states of a run in the torch format.
 
     Args:
         held: a rank's (tensor, expert) place with its states, once for each of its model chunks.
@@ -134,7 +134,7 @@ def collect_from_ranks(
 
 
 def collect_from_dist(root: Mapping[str, Any]) -> OwnStates:
-    """Of a torch_dist directory, by its keys."""
+    """Return the states of a torch_dist directory by its keys."""
     extra, rng = dict[str, Any](), dict[RankKey, Any]()
     for key, value in root.items():
         match = _SHARD.fullmatch(key)
@@ -148,7 +148,7 @@ def collect_from_dist(root: Mapping[str, Any]) -> OwnStates:
 
 
 def name_in_model(key: str) -> str:
-    """The name in the model of a key of torch_dist.
+    """Return the name in the model of a key of torch_dist.
 
     >>> of_whole_model("decoder.layers.mlp.linear_fc1._extra_state/shard_2_4")
     'decoder.layers.2.mlp.linear_fc1._extra_state'
@@ -163,7 +163,7 @@ def name_in_model(key: str) -> str:
 
 
 def spell_keys(held: Mapping[str, Any], keys: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """States by name under the keys that torch_dist has for them."""
+    """Yield states under the keys that torch_dist has for their names."""
     for key in keys:
         name = name_in_model(key)
         if name in held:

@@ -29,7 +29,7 @@ _ROOT = fields(iteration=maybe(INTEGER), checkpoint_version=maybe(NUMBER))
 
 @dataclass(slots=True)
 class ModelChunk:
-    """One model chunk of a rank: parameters and buffers under their local names, in order."""
+    """A model chunk of a rank: parameters and buffers under their local names, in order."""
 
     params: dict[str, GlobalTensor] = field(default_factory=dict)
     buffers: dict[str, GlobalTensor] = field(default_factory=dict)
@@ -37,14 +37,14 @@ class ModelChunk:
 
     @property
     def layers(self) -> int:
-        """How many transformer layers it holds."""
+        """Number of transformer layers in it."""
         found = (names.find_layer(name) for name in self.params)
         return len({layer for layer in found if layer is not None})
 
 
 @dataclass(slots=True)
 class RankFile:
-    """What one rank saved."""
+    """The files of one rank."""
 
     path: str  # of the file with the weights
     root: dict[str, Any]
@@ -59,7 +59,7 @@ class RankFile:
         return float(found) if isinstance(found, (int, float)) else _OLD_VERSION
 
     def read_chunks(self) -> list[ModelChunk]:
-        """The model chunks, in order: ``model``, or ``model0`` and those after it.
+        """Return the model chunks in order: ``model``, or ``model0`` and those after it.
 
         Raises:
             CorruptError: it holds no model.
@@ -107,14 +107,14 @@ def open_rank(folder: Location) -> RankFile:
 
 
 def open_args(path: Path) -> Arguments:
-    """The arguments alone."""
+    """Return the arguments in a rank's file."""
     file = torch_reader.read(path)
     root = file.root if isinstance(file.root, dict) else {}
     return arguments.parse(root.get("args"), file.path)
 
 
 def _walk(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a model's state dict, by its dotted name."""
+    """Yield every value of a model's state dict with its dotted name."""
     if not isinstance(tree, Mapping):
         raise CorruptError(path, f"its model is a {type(tree).__name__}, no state dict")
     for key, value in tree.items():

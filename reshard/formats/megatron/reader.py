@@ -1,4 +1,4 @@
-"""A Megatron checkpoint of either format as one manifest."""
+"""The reader of both Megatron formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reshard.model_parallel.rules import Table, load_table
 
 
 def read(location: Location, table: Table | None = None) -> Manifest:
-    """The checkpoint in a directory ``iter_0000003`` or ``release``.
+    """Return the manifest of the checkpoint in a directory ``iter_0000003`` or ``release``.
 
     Args:
         table: how parameters are cut; None: as Megatron's own are.

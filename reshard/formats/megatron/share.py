@@ -1,4 +1,4 @@
-"""What one model chunk of one rank has of a model: some layers, some experts, perhaps an end."""
+"""The share of a model that one model chunk of one rank holds: layers, experts, the ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Spot(NamedTuple):
-    """Where a parameter stands in the whole model.
+    """The position of a parameter in the whole model.
 
     Args:
         layer: None: before the first layer or after the last.
@@ -26,7 +26,7 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkShare:
-    """The part that a chunk has.
+    """The part of a model that a chunk holds.
 
     Args:
         experts: of each layer, those whose numbers are here.
@@ -39,7 +39,7 @@ class ChunkShare:
     ends: bool
 
     def list_spots(self) -> Iterator[Spot]:
-        """Every place in it that a parameter may have."""
+        """Yield every position in the share that a parameter may have."""
         if self.begins:
             yield Spot(None, None, begins=True)
         for layer in self.layers:
@@ -50,13 +50,13 @@ class ChunkShare:
 
 
 def list_experts(rank: int, ranks: int, experts: int) -> range:
-    """The experts that one of several expert-parallel ranks has of each layer."""
+    """Return the experts of each layer that one of several expert-parallel ranks holds."""
     each = experts // ranks
     return range(rank * each, (rank + 1) * each)
 
 
 class ParameterIndex(Generic[T]):
-    """The parameters of a whole model, to be found by share: not every rank looks at all."""
+    """The parameters of a whole model, for lookup by share."""
 
     def __init__(self, parameters: Iterable[tuple[Spot, T]]) -> None:
         self._held: dict[Spot, list[T]] = defaultdict(list)
@@ -64,6 +64,6 @@ class ParameterIndex(Generic[T]):
             self._held[spot].append(parameter)
 
     def find(self, share: ChunkShare) -> Iterator[T]:
-        """Those in a share; of each spot in their order."""
+        """Yield the parameters in a share, in their order at each position."""
         for spot in share.list_spots():
             yield from self._held.get(spot, ())

@@ -1,4 +1,4 @@
-"""Everything of a Megatron checkpoint that is not a tensor of the model or the optimizer."""
+"""The training state of a Megatron checkpoint beside its tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READ = frozenset(
 
 
 def make_origin(location: Location, args: Arguments, detail: str, manifest: Manifest) -> Origin:
-    """Who wrote it, and on what grid."""
+    """Return which framework wrote the checkpoint, and on what grid."""
     return Origin(
         format="megatron",
         path=str(location),
@@ -40,7 +40,7 @@ def make_train_state(
     own: int,
     first: int,
 ) -> TrainState:
-    """The training state beside the tensors.
+    """Return the training state beside the tensors.
 
     Args:
         root: what a rank, or rank 0 for all, saved.

@@ -1,13 +1,13 @@
 """Lay out a Megatron checkpoint for a grid of tensor, pipeline and expert parallel ranks.
 
-choice     what is to be written, decided once
+choice     the options of the output, resolved once
 ranks      what each rank holds of every weight
 groups     param groups as Megatron makes them
-scheduler  where its schedules stand
+scheduler  the state of its schedules of learning rate and weight decay
 args       the Namespace in every file
-carried    what ranks saved beside tensors: modules' own states, random states
+carried    the states that ranks saved beside tensors: extra states, random states
 chain      the states of one optimizer, or of two
-legacy     a folder a rank (``--ckpt-format torch``)
+legacy     a folder for each rank (``--ckpt-format torch``)
 dist       one DCP directory for all grids (``--ckpt-format torch_dist``)
 """
 
@@ -24,7 +24,7 @@ __all__ = ["MegatronOptions", "lay_out"]
 
 
 def lay_out(state: Training, wanted: MegatronOptions, described: Described) -> LaidOut:
-    """The run directory.
+    """Return the layout of the run directory.
 
     Raises:
         IncompleteError, UnsupportedError, UsageError: as `choice.resolve`.

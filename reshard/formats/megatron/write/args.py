@@ -16,7 +16,7 @@ from reshard.state_dict.plain_values import is_plain
 def adapt(
     args: Mapping[str, Any], sizes: Sizes, data: int, *, layers: int, padded: int | None
 ) -> dict[str, Any]:
-    """The source's args for the grid to come.
+    """Return the source's args for the new grid.
 
     Args:
         data: data-parallel ranks.
@@ -45,7 +45,7 @@ def adapt(
 
 
 def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, Any]:
-    """The args that say how many layers the first and the last stage have."""
+    """Return the args that state the layers of the first and the last stage."""
     if counts is None or len(set(counts)) == 1:
         return dict.fromkeys(
             (
@@ -67,7 +67,7 @@ def describe_stages(counts: tuple[int, ...] | None, sizes: Sizes) -> dict[str, A
 
 
 def list_missing(args: Mapping[str, Any]) -> list[str]:
-    """What Megatron compares on every load and the args do not say."""
+    """Return the args that Megatron compares on every load and that are missing."""
     return [
         name
         for name in ("num_layers", "hidden_size", "num_attention_heads")

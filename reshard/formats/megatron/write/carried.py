@@ -1,4 +1,4 @@
-"""What ranks saved beside tensors, on the grid to come: modules' own states, and random states."""
+"""The states that ranks saved beside tensors, on the new grid: extra states and random states."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _TRACKERS = "rng_tracker_states"
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What is written.
+    """The states that are written.
 
     Args:
-        extra: as `own.Own` has it; a tensor is a slot of an entry.
+        extra: as in `own.OwnStates`; a tensor is a slot of an entry.
         entries: of these tensors.
         rng: what each rank saved, by its place.
     """
@@ -41,7 +41,7 @@ class Carried:
     def of_chunk(
         self, tensor: int, expert: int, chunk: Sequence[LocalWeight], experts: int
     ) -> Iterator[tuple[str, Any]]:
-        """The states of the modules in a model chunk of a rank, under their names there.
+        """Yield the states of the modules in a rank's model chunk, under their names there.
 
         Args:
             experts: those of the whole model that come before the rank's.
@@ -70,7 +70,7 @@ class Carried:
                 yield names.shift_numbers(name, layers=here - layer, experts=-experts), value
 
     def of_dist(self, keys: Iterable[str]) -> dict[str, Any]:
-        """The states under torch_dist's keys."""
+        """Return the states under torch_dist's keys."""
         held = self.extra.get((0, 0), {})
         return dict(held if self.form == "torch_dist" else own.spell_keys(held, keys))
 
@@ -78,7 +78,7 @@ class Carried:
 def find_extra_obstacle(
     held: OwnStates, manifest: Manifest, sizes: Sizes, form: str, impl: str
 ) -> str:
-    """Why modules' own states cannot be kept; nothing where they can."""
+    """Return the reason why modules' extra states cannot be kept; empty if they can."""
     told = _get_impl(manifest)
     loses = (
         held.form == form == "torch"
@@ -98,7 +98,7 @@ def find_extra_obstacle(
 
 
 def make_blank(held: OwnStates, manifest: Manifest, impl: str) -> Carried:
-    """None of the states, for the modules that the source's files tell."""
+    """Return empty states of the modules that the source's files list."""
     if _get_impl(manifest) != impl:
         return Carried()
     without = held.blank()
@@ -106,20 +106,21 @@ def make_blank(held: OwnStates, manifest: Manifest, impl: str) -> Carried:
 
 
 def _get_impl(manifest: Manifest) -> str:
-    """Whose layers the source has."""
+    """Return whose layers the source has."""
     config = manifest.train.config
     told = config.get("transformer_impl") if isinstance(config, dict) else None
     return "local" if told == "local" else "transformer_engine"
 
 
 def _get_source_sizes(manifest: Manifest) -> tuple[int, int, int, int]:
-    """Pipeline, tensor, expert and expert tensor ranks of the source."""
+    """Return the pipeline, tensor, expert and expert-tensor ranks of the source."""
     mesh = manifest.origin.mesh
     sizes = parse_mesh(mesh)
     return sizes.pipeline, sizes.tensor, sizes.expert, mesh.get("etp", sizes.tensor)
 
 
 def _get_target_sizes(sizes: Sizes) -> tuple[int, int, int, int]:
+    """Return the pipeline, tensor, expert and expert-tensor ranks of the output."""
     return sizes.pipeline, sizes.tensor, sizes.expert, sizes.expert_tensor or sizes.tensor
 
 
@@ -130,7 +131,7 @@ def lay_out_states(
 
     Args:
         form: to be written; in the other one the keys of experts' states, which are empty then (see
-            `extra_obstacle`), name no module.
+            `find_extra_obstacle`), name no module.
     """
     entries: list[Entry] = []
 
@@ -156,7 +157,7 @@ def lay_out_states(
 def find_rng_obstacle(
     held: OwnStates, manifest: Manifest, sizes: Sizes, data: int, form: str
 ) -> str:
-    """Why random states cannot be kept; nothing where they can."""
+    """Return the reason why random states cannot be kept; empty if they can."""
     if not held.rng:
         return "it has none"
     if _get_source_sizes(manifest) != _get_target_sizes(sizes):
@@ -171,7 +172,7 @@ def find_rng_obstacle(
 
 
 def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
-    """Random states as they are written: taken apart into numbers and bytes, and made again.
+    """Return random states rebuilt from their numbers and bytes.
 
     Raises:
         UnsupportedError: they are of generators that are not known here.
@@ -184,7 +185,7 @@ def rebuild_random(held: OwnStates, path: str) -> dict[RankKey, Any]:
 
 
 def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
-    """A state a data-parallel rank, or the one of all.
+    """Return the state of each data-parallel rank, or the one of all.
 
     Raises:
         UnsupportedError: it is something else.

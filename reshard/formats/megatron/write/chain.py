@@ -17,7 +17,7 @@ Inner = Callable[[Sequence[MegatronGroup]], tuple[State, State]]
 
 
 def make_states(choice: Resolved, inner: Inner) -> list[State]:
-    """Each optimizer's.
+    """Return the state of each optimizer.
 
     Args:
         inner: of one that is not distributed, the optimizer's own state; and what stands beside it

@@ -1,4 +1,4 @@
-"""What is to be written for Megatron, decided once."""
+"""The options of an output for Megatron, resolved once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _MOMENTS = {"exp_avg", "exp_avg_sq"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronOptions:
-    """What was asked for.
+    """The given options.
 
     Args:
         data: data-parallel ranks; files do not depend on them, ``args`` does.
@@ -70,7 +70,7 @@ class MegatronOptions:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Everything that the files depend on."""
+    """The resolved options: everything that the files depend on."""
 
     state: Training
     wanted: MegatronOptions
@@ -85,12 +85,12 @@ class Resolved:
     args_lost: tuple[str, ...] = ()
 
     def stored(self, weight: Weight) -> tuple[Entry, DType]:
-        """What fills the module's copy, and its dtype there."""
+        """Return the entry that fills the module's copy of a weight, and its dtype there."""
         return self.state.stored(weight, self.wanted.dtype)
 
     @property
     def world(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         sizes = self.wanted.sizes
         return self.wanted.data * sizes.tensor * sizes.pipeline
 
@@ -110,7 +110,7 @@ class Resolved:
 
     @property
     def grad_scaler(self) -> dict[str, Any] | None:
-        """Of a run in fp16, as far as the source has one.
+        """The loss scaler of an fp16 run, as far as the source has one.
 
         Source: ``core/optimizer/grad_scaler.py`` (``DynamicGradScaler.state_dict``).
         """
@@ -127,7 +127,7 @@ class Resolved:
         }
 
     def scaler_lost(self) -> str:
-        """What to say of the source's loss scaler, where it has no place; else nothing."""
+        """Return the note about a loss scaler that has no place in the output; else empty."""
         scaler = self.state.manifest.train.scaler
         if self.grad_scaler is not None or loss_scale.is_idle(scaler):
             return ""
@@ -142,7 +142,7 @@ class Resolved:
 
 
 def resolve(state: Training, wanted: MegatronOptions, described: Described) -> Resolved:
-    """Decide everything.
+    """Resolve everything that the files depend on.
 
     Raises:
         IncompleteError: the source lacks what Megatron needs to go on.
@@ -221,7 +221,7 @@ def _choose_padding(
     constants: Mapping[str, int],
     architecture: Architecture,
 ) -> tuple[int | None, list[str]]:
-    """Rows of the vocabulary with its padding, and what to tell of it.
+    """Return the rows of the vocabulary with its padding, and notes about it.
 
     Source: Megatron-LM core_v0.16.1 ``training/tokenizer/tokenizer.py``
     (``_vocab_size_with_padding``).
@@ -247,7 +247,7 @@ def _choose_padding(
 
 
 def _check_slots(state: Training, wanted: MegatronOptions) -> None:
-    """Megatron's mixed-precision and distributed optimizers keep state by element only."""
+    """Refuse optimizer states that are not stored for each element, which Megatron requires."""
     if wanted.weights_only:
         return
     refuse_non_elementwise_slots(

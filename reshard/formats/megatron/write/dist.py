@@ -55,7 +55,7 @@ _METADATA = {
 
 
 def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
-    """The directory of one iteration.
+    """Yield the files of one iteration's directory.
 
     Args:
         shards: data files.
@@ -78,7 +78,7 @@ def files(choice: Resolved, directory: str, shards: int) -> Iterator[Skeleton]:
 
 
 def _lay_out_random(choice: Resolved) -> Iterator[tuple[str, dcp.StoredObject]]:
-    """Random states, where they are kept, by the rank's place in as many."""
+    """Yield the random states that are kept, by the rank's position in the grid."""
     held = choice.wanted.carried.rng
     if not held or choice.wanted.weights_only:
         return
@@ -106,7 +106,7 @@ def _add_optimizer(choice: Resolved, stacks: _Stacks) -> None:
 
 @dataclass(slots=True)
 class _Stack:
-    """Tensors that are one in the directory, by their place in it."""
+    """Tensors that are one in the directory, by their position in it."""
 
     kind: str
     dtype: DType
@@ -115,11 +115,11 @@ class _Stack:
 
     @property
     def dims(self) -> int:
-        """How many first dims number the members."""
+        """Number of leading dims that number the members."""
         return len(next(iter(self.members)))
 
     def full(self) -> Index:
-        """The numbers of members along each, from which all shapes follow.
+        """Return the shape of the stack: the numbers of members, then a member's shape.
 
         Raises:
             UnsupportedError: one is missing.
@@ -136,7 +136,7 @@ class _Stack:
 
 
 class _Stacks:
-    """The stacked tensors of a directory, and how they are taken apart again."""
+    """The stacked tensors of a directory, which can be taken apart again."""
 
     def __init__(self, choice: Resolved) -> None:
         self._stacks: dict[str, _Stack] = {}
@@ -145,7 +145,7 @@ class _Stacks:
         self._te = choice.wanted.dialect == "te"
 
     def add(self, prefix: str, known: KnownWeight, entry: Entry, dtype: DType) -> None:
-        """A tensor in its place."""
+        """Add a tensor at its position in its stack."""
         key = prefix + self.key(known)
         stack = self._stacks.get(key)
         if stack is None:
@@ -160,14 +160,14 @@ class _Stacks:
         stack.members[self._place(known)] = entry
 
     def values(self) -> Iterator[tuple[str, Value]]:
-        """The stacks, each as one tensor."""
+        """Yield each stack as one tensor."""
         for key, stack in self._stacks.items():
             shape = stack.full()
             entry = Entry(key, stack.kind, stack.dtype, shape, ())
             yield key, Value(stack.dtype, shape, entry, divided=True)
 
     def key(self, known: KnownWeight) -> str:
-        """What torch_dist calls a parameter: Transformer Engine's name, without its numbers."""
+        """Return torch_dist's key of a parameter: a name without its numbers."""
         if known.expert is not None:
             name = known.found.name
             name = _LOCAL_EXPERT.sub(".experts.", name)
@@ -192,7 +192,7 @@ class _Stacks:
         return layer if known.expert is None else (*layer, known.expert)
 
     def extra_states(self) -> Iterator[str]:
-        """The keys of the states that modules have of their own: an object a layer and expert."""
+        """Yield the keys of modules' extra states: an object for each layer and expert."""
         for key, stack in self._stacks.items():
             match = _LINEAR.fullmatch(key)
             if key.startswith("optimizer.") or match is None or not key.endswith(".weight"):
@@ -207,7 +207,7 @@ class _Stacks:
                     yield f"{module}._extra_state/shard_{'.'.join(map(str, place))}_{size}"
 
     def unstacked(self, laid: Skeleton) -> Skeleton:
-        """The skeleton in terms of the tensors that are stacked."""
+        """Return the skeleton in terms of the tensors that are stacked."""
         entries: dict[Key, Entry] = {}
         chunks: dict[Key, list[Chunk]] = {}
         for stacked in laid.entries:
@@ -228,7 +228,7 @@ class _Stacks:
 
 
 def _crop(chunks: Sequence[Chunk], shape: Index) -> Iterator[Chunk]:
-    """The chunks without what lies past a tensor's end: padding, which is zero."""
+    """Yield the chunks without what is past a tensor's end: padding, which is zero."""
     for chunk in chunks:
         common = intersect(chunk.box, whole(shape)) if chunk.box.volume else None
         if common is not None:
@@ -248,7 +248,7 @@ def _is_homogeneous(weights: Sequence[KnownWeight], layers: int) -> bool:
 
 
 def _make_common(choice: Resolved) -> dict[str, Any]:
-    """``common.pt``."""
+    """Return the contents of ``common.pt``."""
     wanted = choice.wanted
     about: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if wanted.distributed:
@@ -288,7 +288,7 @@ def _make_optimizer(choice: Resolved, groups: Sequence[MegatronGroup]) -> chain.
 
 
 def _get_common_step(choice: Resolved, groups: Sequence[MegatronGroup]) -> Slot | None:
-    """The step that all parameters have in common, where the optimizer counts a parameter.
+    """Return the step that all parameters share, if the optimizer counts each parameter.
 
     Raises:
         UnsupportedError: they were updated differently often.

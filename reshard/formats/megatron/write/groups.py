@@ -32,7 +32,7 @@ class MegatronGroup:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All of them, in Megatron's order, and what to tell of how they were made.
+    """All param groups in Megatron's order, and notes on how they were made.
 
     Args:
         experts: the parameters whose groups are an optimizer of their own.
@@ -45,7 +45,7 @@ class Groups:
 
 
 def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> Groups:
-    """The groups of a training state for Megatron.
+    """Return the param groups of a training state for Megatron.
 
     Args:
         experts: the parameters that are in groups of their own; empty without expert parallelism.
@@ -102,7 +102,7 @@ def _get_setting(hyper: Mapping[str, Any], key: str, state: Training) -> Any:
 
 
 def is_torch(state: Training) -> bool:
-    """Whether the groups are of torch's AdamW, which counts steps a parameter; else of FusedAdam.
+    """Return whether the groups are of torch's AdamW, which counts each parameter's steps.
 
     Transformer Engine's and apex's count a group, and their load fails on torch's state.
     """
@@ -112,7 +112,7 @@ def is_torch(state: Training) -> bool:
 def _group_by_shape(
     groups: Sequence[TrainedGroup], notes: list[str]
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Megatron's own two groups: what is decayed, and what has one dim or is a bias."""
+    """Return Megatron's own two groups: the decayed, and those of one dim and biases."""
     members = [(m, group.hyper) for group in groups for m in group.members]
     decayed: tuple[dict[str, Any], list[str]] = ({"wd_mult": 1.0}, [])
     plain: tuple[dict[str, Any], list[str]] = ({"wd_mult": 0.0}, [])
@@ -149,7 +149,7 @@ def _decays(groups: Sequence[TrainedGroup]) -> bool:
 
 
 def _complete_hyper(hyper: Mapping[str, Any], state: Training, *, fused: bool) -> dict[str, Any]:
-    """A group's hyper-parameters with what Megatron's groups have besides."""
+    """Return a group's hyperparameters with those that Megatron's groups have besides."""
     held = {
         "wd_mult": 1.0,
         "lr_mult": 1.0,

@@ -36,7 +36,7 @@ _INPUT = re.compile(r"\.(?:linear_qkv|linear_kv_up_proj)$")  # of attention, who
 
 
 def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
-    """The files of every rank, below the iteration's directory."""
+    """Yield the files of every rank, below the iteration's directory."""
     for rank in list_ranks(choice.wanted.sizes):
         held = _Rank(choice, rank)
         place = f"{directory}/{_name_folder(choice.wanted.sizes, rank)}"
@@ -49,13 +49,13 @@ def files(choice: Resolved, directory: str) -> Iterator[Skeleton]:
 
 
 def lay_out_tracker(choice: Resolved) -> Skeleton:
-    """``latest_checkpointed_iteration.txt``."""
+    """Return the layout of ``latest_checkpointed_iteration.txt``."""
     name = "release" if choice.wanted.weights_only else str(choice.state.step())
     return skeletons.lay_out_bytes(directories.TRACKER, name.encode())
 
 
 def name_directory(choice: Resolved) -> str:
-    """Of the iteration; ``release`` for weights alone, of which Megatron reads nothing else."""
+    """Return the iteration's directory; ``release`` for weights alone."""
     return "release" if choice.wanted.weights_only else f"iter_{choice.state.step():07d}"
 
 
@@ -66,7 +66,7 @@ def _name_folder(sizes: Sizes, rank: WriterRank) -> str:
 
 
 class _Rank:
-    """What one model-parallel rank saves."""
+    """The files of one model-parallel rank."""
 
     def __init__(self, choice: Resolved, rank: WriterRank) -> None:
         self._choice = choice
@@ -78,12 +78,12 @@ class _Rank:
 
     @property
     def number(self) -> int:
-        """The rank among all ranks: tensor-parallel ranks first, pipeline stages last."""
+        """Number of the rank among all ranks: tensor-parallel ranks first, pipeline stages last."""
         each = self._choice.wanted.data * self._choice.wanted.sizes.tensor
         return self._rank.stage * each + self._rank.place
 
     def root(self) -> dict[str, Any]:
-        """``model_optim_rng.pt``."""
+        """Return the contents of ``model_optim_rng.pt``."""
         choice, rank = self._choice, self.number
         args = {**choice.args, "rank": rank, "local_rank": rank}
         root: dict[str, Any] = {
@@ -102,16 +102,17 @@ class _Rank:
         return root
 
     def _random(self) -> dict[str, Any]:
-        """Random states, where they are kept."""
+        """Return the random states that are kept."""
         rank, held = self._rank, self._choice.wanted.carried.rng
         place = (rank.stage, rank.tensor)
         found = held.get(place, held.get((*place, rank.expert)))
         return {} if found is None else {RNG: found}
 
     def _module(self, chunk: Sequence[LocalWeight]) -> OrderedDict[str, Any]:
-        """The state dict of a model chunk; of modules' own states what is kept, else none.
+        """Return the state dict of a model chunk.
 
-        Which modules could have one the source's files tell, else a rule; experts' by the rule.
+        Extra states that are kept have their values, others None. The source's files list the
+        modules that have one; else, and for experts, a rule does.
         """
         rank, before = self._rank, self._choice.places.experts_of(self._rank).start
         carried = self._choice.wanted.carried
@@ -120,7 +121,7 @@ class _Rank:
         held: OrderedDict[str, Any] = OrderedDict()
 
         def end(module: str, *, expert: bool) -> None:
-            """A module's own state follows its parameters."""
+            """Add a module's extra state after its parameters."""
             name = f"{module}._extra_state"
             if name in own:
                 held[name] = own.pop(name)
@@ -153,7 +154,7 @@ class _Rank:
         return chained[0] if len(chained) == 1 else chained
 
     def _of(self, groups: Sequence[MegatronGroup]) -> tuple[chain.State, chain.State]:
-        """An optimizer's own state, and its masters."""
+        """Return an optimizer's own state, and its masters."""
         listed = self._trained()
         states: dict[int, dict[str, Any]] = {}
         param_groups = []
@@ -184,7 +185,7 @@ class _Rank:
         return local.slot(local.known.weight.value, FLOAT32)
 
     def distributed(self) -> Any:
-        """``distrib_optim.pt``: flat tensors of every buffer."""
+        """Return the contents of ``distrib_optim.pt``: the flat tensors of every buffer."""
         trained = self._trained()
         experts = self._choice.groups.experts
         kinds = [
@@ -197,7 +198,7 @@ class _Rank:
         return [chained[0] if self._rank.is_first else None, chained[1]]
 
     def _buffers(self, trained: Sequence[LocalWeight]) -> dict[Any, Any]:
-        """A buffer a model chunk and dtype."""
+        """Return a buffer for each model chunk and dtype."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         chosen = set(map(id, trained))
         for number, chunk in enumerate(self._chunks):
@@ -213,7 +214,7 @@ class _Rank:
         return state
 
     def _flat(self, locals_: Sequence[LocalWeight], chunk: int) -> dict[str, Any]:
-        """One buffer: its buckets end to end, without the padding at their ends."""
+        """Return one buffer: its buckets end to end, without the padding at their ends."""
         size = self._arguments.get_bucket_size(stage=self._rank.stage, chunk=chunk)
         params = [Param(local.name, local.shape, alone=local.shared) for local in locals_]
         members, numel = concatenate(make_buckets(params, size))

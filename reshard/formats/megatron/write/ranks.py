@@ -1,4 +1,4 @@
-"""What each model-parallel rank holds of every weight: its local name, shape and blocks."""
+"""The local name, shape and blocks of every weight on each model-parallel rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KnownWeight:
 
     @property
     def spot(self) -> Spot:
-        """Where it stands in the model."""
+        """Its position in the model."""
         begins = self.layer is None and order.is_embedding(self.found.name)
         return Spot(self.layer, self.expert, begins)
 
@@ -74,15 +74,15 @@ class LocalWeight:
 
     @property
     def numel(self) -> int:
-        """Elements of the rank's tensor."""
+        """Number of elements of the rank's tensor."""
         return prod(self.shape)
 
     def slot(self, entry: Entry, dtype: DType) -> Slot:
-        """The rank's piece of an entry that has the weight's shape; padding is zero."""
+        """Return the rank's piece of an entry of the weight's shape; padding is zero."""
         return Slot(Storage(dtype, self.numel, tuple(self.parts(entry))), self.shape)
 
     def parts(self, entry: Entry, at: int = 0) -> Iterator[Part]:
-        """The same, from an element of a flat storage on."""
+        """Yield the parts of the rank's piece, from an element of a flat storage on."""
         row = prod(self.shape[1:])
         for block, local in self.blocks:
             held = intersect(block, whole(entry.shape)) if block.volume else None
@@ -142,12 +142,12 @@ class WriterRank:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first of those that hold the same dense layers, which reads for all."""
+        """Whether it is the first rank with its dense layers, which reads for the others."""
         return self.place == self.tensor
 
 
 def list_ranks(sizes: Sizes) -> list[WriterRank]:
-    """Those that write a file.
+    """Return the ranks that write a file.
 
     Dense layers lie over ranks as tensor, then data; experts as expert tensor, then expert (core
     ``parallel_state.py``, ``initialize_model_parallel``: "tp-cp-ep-dp-pp").
@@ -165,7 +165,7 @@ def list_ranks(sizes: Sizes) -> list[WriterRank]:
 
 
 class WeightLocations:
-    """Who holds what.
+    """The ranks that hold each weight.
 
     Args:
         counts: layers of each stage (and chunk); None: as many in each.
@@ -217,7 +217,7 @@ class WeightLocations:
         return f"decoder.layers.{layer}.self_attention.linear_kv_up_proj.weight" in self._names
 
     def of_chunk(self, rank: WriterRank, chunk: int) -> list[LocalWeight]:
-        """The weights of one model chunk of one rank, in the module's order.
+        """Return the weights of one model chunk of one rank, in the module's order.
 
         Raises:
             UsageError: the sizes do not divide the model.
@@ -237,7 +237,7 @@ class WeightLocations:
         return sorted(found, key=lambda local: order.sort_key(local.name))
 
     def experts_of(self, rank: WriterRank) -> range:
-        """The numbers of the experts that a rank has of each layer.
+        """Return the numbers of the experts of each layer that a rank holds.
 
         Raises:
             UsageError: the ranks do not divide the experts.

@@ -14,7 +14,7 @@ from reshard.training.state import Training
 
 
 def make_scheduler(state: Training) -> tuple[dict[str, Any], list[str]]:
-    """The source's if it is Megatron's, else one at the source's place; and what to tell."""
+    """Return the source's scheduler if it is Megatron's, else a new one; and notes."""
     train = state.manifest.train
     held = train.scheduler
     if isinstance(held, Mapping) and "lr_decay_style" in held:
