@@ -53,5 +53,5 @@ def test_a_shape_that_has_no_such_parts(shape):
 
 
 def test_a_range_that_leaves_its_part():
-    with pytest.raises(CorruptError, match="a range of 'k' lies at"):
+    with pytest.raises(CorruptError, match="places a range of 'k' at"):
         restore("m", "k", stored(cuts=(0, 4, 7)), SHAPE)

@@ -256,7 +256,7 @@ def test_groups_that_are_none(made, tmp_path, groups_file):
         ("must be a list of groups",),
         ("frozen and has hyper-parameters", {"match": "norm", "frozen": True, "lr": 1.0}, {}),
         ("has no such frozen", {"match": "norm", "frozen": "yes"}, {}),
-        ("a match that is neither a text nor a list", {"match": 3}, {}),
+        ("a match that is neither a string nor a list", {"match": 3}, {}),
         ("no JSON object", "norm"),
         ("optimizer state", {"match": "norm", "frozen": True}, {"weight_decay": 0.1}),
     ):

@@ -261,7 +261,7 @@ def test_what_is_no_tensor_stands_in_files_of_fsdp_1_too(options, tmp_path):
 
 def test_one_flat_parameter_has_one_of_them(tmp_path):
     source = with_trust(tmp_path, (0.25, 0.5, 0.25, 0.25, 0.25, 0.25))
-    with pytest.raises(UnsupportedError, match="keeps another trust of each of its members"):
+    with pytest.raises(UnsupportedError, match="keeps a different trust for each member"):
         split(source, tmp_path / "out", FLAT)
 
 
