@@ -210,8 +210,8 @@ class Cases:
         for form in ("full", "dcp", "rank"):
             engine.settings = dataclasses.replace(engine.settings, **FORMS[form])
             fsdp.write(self.place(f"{strategy}-{form}"), engine, {})
-        engine = self.engine(strategy, **FORMS["local"])
-        fsdp.write(self.place(f"{strategy}-local"), engine, {})
+        untrained = self.engine(strategy, **FORMS["local"])
+        fsdp.write(self.place(f"{strategy}-local"), untrained, {})
         return self.train(engine, 3, 6)
 
     def keep(self, name, engine):
