@@ -189,6 +189,13 @@ def deferred() -> Iterator[None]:
             _recorder.deferrals -= 1
 
 
+def ignore() -> None:
+    """Ignore signals that end the program from now on, and those that wait for `check`."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    _recorder.recorded.clear()
+
+
 def check() -> None:
     """Run the handlers that wait for this call: after a Ctrl-C, raise KeyboardInterrupt."""
     if not _recorder.recorded or _recorder.deferrals:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -263,8 +262,8 @@ class Ranks:
             return error
         self._is_reported = True
         # When one rank ends, a launcher sends signals to the rest of its node.
-        for number in signals.ENDING:
-            signal.signal(number, signal.SIG_IGN)
+        # This rank's own watch has sent one too, which must not interrupt the cleanup.
+        signals.ignore()
         ours = isinstance(error, ReshardError)
         failure = error if ours or self._watch.failure is None else self._watch.failure
         with contextlib.suppress(RuntimeError):  # the store died with its machine
@@ -310,6 +309,7 @@ class Ranks:
         while not self._store.check([key]):
             if time.monotonic() > until:
                 return False
+            signals.check()
             time.sleep(_STEP[0])
         return True
 
