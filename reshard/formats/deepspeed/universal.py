@@ -59,21 +59,7 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
     per_rank = _has_model_file_per_rank(models)
     ranks = find_source_ranks(models if per_rank else models[:1], str(location), rules)
     shapes = {fqn: shape for group in ranks.shapes for fqn, shape in group.items()}
-    entries: list[Entry] = []
-    steps: dict[str, float] = {}
-    cache = PickleCache()
-    for folder in location.folders["zero"].folders.values():
-        fqn = unwrap_name(folder.name, module)
-        if fqn in module and fqn not in shapes:
-            continue  # a buffer or a frozen weight, converted to float32; the module has it as is
-        for kind, file, value in _read_folder(folder, cache):
-            files[file.path] = file
-            if not isinstance(value, Tensor):
-                steps[fqn] = value
-            elif kind == "step":
-                steps[fqn] = float(file.number(value))
-            else:
-                entries.append(ranks.normalize(_entry(file, fqn, kind, value, shapes)))
+    entries, steps = _read_parameters(location, module, ranks, shapes, files)
     root = _read_optimizer(location, files)
     masters = {entry.fqn: None for entry in entries if entry.kind == MASTER}  # in order
     if not steps:
@@ -108,6 +94,32 @@ def read(location: Location, rules: Path | None = None) -> Manifest:
         unknown_globals=trust.unknown(set().union(*(file.globals for file in files.values()))),
         ordered=True,  # by the module of the model states
     )
+
+
+def _read_parameters(
+    location: Location,
+    module: Container[str],
+    ranks: SourceRanks,
+    shapes: Mapping[str, Index],
+    files: dict[str, TorchFile],
+) -> tuple[list[Entry], dict[str, float]]:
+    """Read all directories of parameters: return their entries and steps, and add their files."""
+    entries: list[Entry] = []
+    steps: dict[str, float] = {}
+    cache = PickleCache()
+    for folder in location.folders["zero"].folders.values():
+        fqn = unwrap_name(folder.name, module)
+        if fqn in module and fqn not in shapes:
+            continue  # a buffer or a frozen weight, converted to float32; the module has it as is
+        for kind, file, value in _read_folder(folder, cache):
+            files[file.path] = file
+            if not isinstance(value, Tensor):
+                steps[fqn] = value
+            elif kind == "step":
+                steps[fqn] = float(file.number(value))
+            else:
+                entries.append(ranks.normalize(_entry(file, fqn, kind, value, shapes)))
+    return entries, steps
 
 
 def _open_models(location: Location) -> list[ModelStates]:

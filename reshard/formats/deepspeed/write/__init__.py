@@ -15,7 +15,7 @@
     universal       one file for each tensor, for any number of ranks
     split_metadata  how it describes the cut of each parameter
     gpt_neox        the settings and sizes that GPT-NeoX needs beside them
-    report          what a user must be told
+    report          notes for the user
 
 The layout is that of DeepSpeed 0.19.8. It loads the native one at exactly the world size and the
 stage that it was made for, under the options of the ``ds_config`` that the source kept; the
@@ -95,9 +95,9 @@ def lay_out(
     models = skeletons.join(models for models, _ in parts)
     optimizers = skeletons.join(optimizers for _, optimizers in parts)
     latest = skeletons.lay_out_bytes("latest", spec.tag.encode())
-    settings = gpt_neox.copy_settings(state, spec.tag)
+    settings = gpt_neox.copy_settings(state, spec.tag).files
     skeleton = Skeleton(
-        latest.files + models.files + optimizers.files + settings.files,
+        latest.files + models.files + optimizers.files + settings,
         models.entries + optimizers.entries,
         models.checksums + optimizers.checksums,
     )

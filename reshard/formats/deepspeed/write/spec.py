@@ -173,7 +173,6 @@ def resolve_spec(
     if drops_round_robin:
         config["zero_optimization"]["round_robin_gradients"] = False
     _refuse_slots(state, stage, universal=universal)
-    # At stage 0 in fp32 the file holds the user's optimizer itself, with empty parameters too.
     groups = _sort_groups(state, keep_empty=stage == 0 and of_run == FLOAT32)
     owned = {member.fqn for group in groups for member in group.members}
     rest = [weight for weight in state.weights if weight.fqn not in owned]
@@ -289,7 +288,11 @@ def _adapt_config(config: dict[str, Any] | None, stage: int, precision: DType) -
 
 
 def _sort_groups(state: Training, *, keep_empty: bool) -> tuple[TrainedGroup, ...]:
-    """Return the groups in the user's order, without parameters that DeepSpeed never optimizes."""
+    """Return the groups in the user's order, without parameters that DeepSpeed never optimizes.
+
+    Args:
+        keep_empty: at stage 0 in fp32: the file holds the user's optimizer itself.
+    """
     return tuple(
         replace(group, members=tuple(m for m in ordered if m.weight.value.numel or keep_empty))
         for group, ordered in zip(state.groups, order.user_order(state), strict=True)

@@ -109,7 +109,7 @@ class SplitMetadata:
         return is_vocabulary and self._shapes[fqn][0] > (self._vocabulary or 0)
 
     def notes(self) -> list[str]:
-        """Return what the user must be told of them."""
+        """Return the notes for the user."""
         if not self.is_known:
             return [NOT_DESCRIBED]
         summed = [fqn for fqn, shape in self._shapes.items() if self._cuts.split(fqn, shape).summed]
