@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
 from reshard import dtypes
 from reshard.box import Box, contiguous_cuts, flat_span
-from reshard.dcp.values import memory_of
+from reshard.dcp.values import identify_memory
 from reshard.dtypes import DType
 from reshard.errors import DifferentError
 from reshard.files import SourceFiles
@@ -84,7 +84,7 @@ def _read_batch(pool: SourceFiles, batch: list[Job], planner: LoadPlanner) -> No
     overflowed: Counter[str] = Counter()
     for job, target in targets:
         dtype = _target_dtype(job, target)
-        memory = (job.entry.key, job.box, memory_of(target), target.dtype)
+        memory = (job.entry.key, job.box, identify_memory(target), target.dtype)
         if not job.box.volume or memory in filled:  # tied weights are one tensor
             continue
         filled.add(memory)

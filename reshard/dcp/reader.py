@@ -13,7 +13,7 @@ from torch.futures import Future
 from reshard import formats
 from reshard.box import Box
 from reshard.dcp.blocks import Job, read, refuse_other_shape
-from reshard.dcp.target import Found, Hyper, Keys, State
+from reshard.dcp.target import Hyper, Keys, Resolved, State
 from reshard.dcp.values import Values
 from reshard.errors import UsageError
 from reshard.files import SourceFiles
@@ -95,7 +95,7 @@ class StorageReader(storage.StorageReader):
         requested = {
             found.group
             for item in plan.items
-            if isinstance(found := self._found(item), Hyper) and found.group is not None
+            if isinstance(found := self._resolve(item), Hyper) and found.group is not None
         }
         available = len(self._state.groups)
         if requested and requested != set(range(available)):
@@ -122,7 +122,7 @@ class StorageReader(storage.StorageReader):
         values = Values(self._keys, planner)
         jobs = []
         for item in plan.items:
-            found = self._found(item)
+            found = self._resolve(item)
             if isinstance(found, Entry):
                 refuse_other_shape(item, found, values.targets)
                 box = Box(tuple(item.storage_offsets), tuple(item.lengths))
@@ -136,7 +136,7 @@ class StorageReader(storage.StorageReader):
         done.set_result(None)
         return done
 
-    def _found(self, item: ReadItem) -> Found:
+    def _resolve(self, item: ReadItem) -> Resolved:
         key = item.storage_index.fqn
         self._keys[key]
-        return self._keys.found[key]
+        return self._keys.resolved[key]

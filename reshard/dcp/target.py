@@ -40,8 +40,8 @@ class Missing:
     """A key of the target that the checkpoint lacks."""
 
 
-Found = Entry | Step | Hyper | Missing
-Find = Callable[[str], Found | None]
+Resolved = Entry | Step | Hyper | Missing
+Find = Callable[[str], Resolved | None]
 
 
 class State:
@@ -53,7 +53,7 @@ class State:
         self.tied = manifest.tied
         self.weights = {entry.fqn: entry for entry in manifest.of_kind(*WEIGHT_KINDS[:2])}
         self.weights.update((entry.fqn, entry) for entry in manifest.of_kind(MASTER))
-        self.bare = {canonical(fqn): fqn for fqn in [*self.tied, *self.weights]}
+        self.canonical_names = {canonical(fqn): fqn for fqn in [*self.tied, *self.weights]}
         self.slots = {
             (entry.fqn, entry.kind): entry
             for entry in manifest.entries.values()
@@ -63,21 +63,21 @@ class State:
         self.groups = manifest.train.param_groups
         self.group_of = {fqn: n for n, group in enumerate(self.groups) for fqn in group.fqns}
 
-    def kept(self, name: str) -> str:
+    def resolve_fqn(self, name: str) -> str:
         """Return the fqn under which the checkpoint stores a parameter."""
-        bare = canonical(name)
-        fqn = name if name in self.weights else self.bare.get(bare, bare)
+        short = canonical(name)
+        fqn = name if name in self.weights else self.canonical_names.get(short, short)
         return self.tied.get(fqn, fqn)
 
-    def weight(self, name: str) -> Found | None:
+    def find_weight(self, name: str) -> Resolved | None:
         """Return a weight: its fp32 master if the checkpoint has one."""
-        return self.weights.get(self.kept(name))
+        return self.weights.get(self.resolve_fqn(name))
 
-    def optimizer(self, name: str) -> Found | None:
+    def find_optimizer_value(self, name: str) -> Resolved | None:
         """Resolve ``state.FQN.SLOT``, ``param_groups.N.HYPER`` or ``param_groups.FQN.HYPER``."""
         part, _, rest = name.partition(".")
         owner, _, leaf = rest.rpartition(".")
-        fqn = self.kept(owner) if owner else ""
+        fqn = self.resolve_fqn(owner) if owner else ""
         if part == STATE and leaf == STEP:
             return Step(self.steps[fqn]) if fqn in self.steps else None
         if part == STATE:
@@ -88,7 +88,7 @@ class State:
             return Hyper(leaf, fqn=fqn)
         return None
 
-    def names(self) -> Iterator[tuple[tuple[str | int, ...], Found]]:
+    def iterate_values(self) -> Iterator[tuple[tuple[str | int, ...], Resolved]]:
         """Yield the path of every value in the nested form of the state dict."""
         for (fqn, slot), entry in self.slots.items():
             yield (STATE, fqn, slot), entry
@@ -110,87 +110,87 @@ class Keys(dict[str, torch_metadata.STORAGE_TYPES]):
     def __init__(self, state: State, model: str | None, optimizer: str | None) -> None:
         super().__init__()
         self.state = state
-        self.fixed = {"model": model, "optimizer": optimizer}
-        self.used: dict[str, str] = {}
-        self.found: dict[str, Found] = {}
+        self.given_prefixes = {"model": model, "optimizer": optimizer}
+        self.prefixes: dict[str, str] = {}
+        self.resolved: dict[str, Resolved] = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
         for entry in state.weights.values():
-            self._list(MODEL_NAMES[0] if model is None else model, (entry.fqn,), entry)
-        for path, found in state.names():
-            self._list(OPTIMIZER_NAMES[0] if optimizer is None else optimizer, path, found)
+            self._add_key(MODEL_NAMES[0] if model is None else model, (entry.fqn,), entry)
+        for path, value in state.iterate_values():
+            self._add_key(OPTIMIZER_NAMES[0] if optimizer is None else optimizer, path, value)
 
-    def _list(self, prefix: str, path: tuple[str | int, ...], found: Found) -> None:
+    def _add_key(self, prefix: str, path: tuple[str | int, ...], value: Resolved) -> None:
         path = (*filter(None, prefix.split(".")), *path)
         key = ".".join(map(str, path))
         self.paths[key] = path
-        super().__setitem__(key, _described(found))
+        super().__setitem__(key, _build_metadata(value))
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, str)
 
     def __getitem__(self, key: str) -> torch_metadata.STORAGE_TYPES:
-        if key not in self.found:
-            self.found[key] = self._resolve(key)
-        return _described(self.found[key])
+        if key not in self.resolved:
+            self.resolved[key] = self._resolve(key)
+        return _build_metadata(self.resolved[key])
 
-    def _resolve(self, key: str) -> Found:
+    def _resolve(self, key: str) -> Resolved:
         """Return the value that a key refers to.
 
         Raises:
             UsageError: it can be read in two ways, or under two prefixes.
         """
-        for option, find, names in self._readings():
+        for option, find, names in self._iterate_readings():
             matches = {
-                prefix: found
-                for prefix, rest in splits(key)
-                if self._may_be(prefix, option, names) and (found := find(rest))
+                prefix: value
+                for prefix, rest in iterate_splits(key)
+                if self._may_be(prefix, option, names) and (value := find(rest))
             }
             if not matches:
                 continue
-            prefix = self.used.get(option, next(iter(matches)))
-            if prefix not in matches or (option not in self.used and len(matches) > 1):
+            prefix = self.prefixes.get(option, next(iter(matches)))
+            if prefix not in matches or (option not in self.prefixes and len(matches) > 1):
                 several = " and ".join(map(repr, sorted({prefix, *matches})))
                 raise UsageError(
                     key,
                     f"the target's {option} keys can be read under the prefixes {several}",
                     f'say which: StorageReader(..., {option}="...")',
                 )
-            self.used[option] = prefix
+            self.prefixes[option] = prefix
             return matches[prefix]
         return Missing()
 
-    def _readings(self) -> tuple[tuple[str, Find, tuple[str, ...]], ...]:
+    def _iterate_readings(self) -> tuple[tuple[str, Find, tuple[str, ...]], ...]:
         return (
-            ("model", self.state.weight, MODEL_NAMES),
-            ("optimizer", self.state.optimizer, OPTIMIZER_NAMES),
+            ("model", self.state.find_weight, MODEL_NAMES),
+            ("optimizer", self.state.find_optimizer_value, OPTIMIZER_NAMES),
         )
 
     def _may_be(self, prefix: str, option: str, names: tuple[str, ...]) -> bool:
-        fixed = self.fixed[option]
-        if fixed is not None:
-            return prefix == fixed
+        given = self.given_prefixes[option]
+        if given is not None:
+            return prefix == given
         return not prefix or prefix.rpartition(".")[2] in names
 
-    def other_prefix(self, key: str) -> tuple[str, str] | None:
+    def suggest_prefix(self, key: str) -> tuple[str, str] | None:
         """Return the option and the prefix that would make a missing key resolve, or None."""
-        for option, find, _names in self._readings():
-            for prefix, rest in splits(key):
-                if option not in self.used and find(rest):
+        for option, find, _names in self._iterate_readings():
+            for prefix, rest in iterate_splits(key):
+                if option not in self.prefixes and find(rest):
                     return option, prefix
         return None
 
 
-def _described(found: Found) -> torch_metadata.STORAGE_TYPES:
+def _build_metadata(value: Resolved) -> torch_metadata.STORAGE_TYPES:
     """Return the DCP metadata of a value; a tensor is one chunk, so blocks use its coordinates."""
-    if not isinstance(found, Entry):
+    if not isinstance(value, Entry):
         return torch_metadata.BytesStorageMetadata()
-    size = torch.Size(found.shape)
-    properties = torch_metadata.TensorProperties(dtype=getattr(torch, found.dtype.name))
+    size = torch.Size(value.shape)
+    properties = torch_metadata.TensorProperties(dtype=getattr(torch, value.dtype.name))
     chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return torch_metadata.TensorStorageMetadata(properties, size, [chunk])
 
 
-def splits(key: str) -> Iterator[tuple[str, str]]:
+def iterate_splits(key: str) -> Iterator[tuple[str, str]]:
     """Yield every (prefix, rest) of a dotted key, the empty prefix first."""
     yield "", key
     for at, letter in enumerate(key):

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
-from reshard.dcp.target import STATE, STEP, Found, Hyper, Keys, Step, splits
+from reshard.dcp.target import STATE, STEP, Hyper, Keys, Resolved, Step, iterate_splits
 from reshard.errors import DifferentError, IncompleteError, UsageError
 from reshard.manifest import Entry, ParamGroup
 from reshard.units import some
@@ -30,18 +30,20 @@ class Values:
     steps: list[tuple[ReadItem, Step]] = field(default_factory=list)
     hypers: list[tuple[ReadItem, Hyper]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    chosen: dict[int, int] = field(default_factory=dict)  # the target's group -> the checkpoint's
+    used_groups: dict[int, int] = field(
+        default_factory=dict
+    )  # the target's group -> the checkpoint's
 
     def __post_init__(self) -> None:
         # DefaultLoadPlanner's flat view of the target; another planner may have none.
         self.targets = getattr(self.planner, "state_dict", {})
 
-    def add(self, item: ReadItem, found: Found) -> None:
+    def add(self, item: ReadItem, value: Resolved) -> None:
         """Add an item of the plan."""
-        if isinstance(found, Step):
-            self.steps.append((item, found))
-        elif isinstance(found, Hyper):
-            self.hypers.append((item, found))
+        if isinstance(value, Step):
+            self.steps.append((item, value))
+        elif isinstance(value, Hyper):
+            self.hypers.append((item, value))
         else:
             self.missing.append(item.dest_index.fqn)
 
@@ -53,10 +55,10 @@ class Values:
             UsageError: the target's keys or groups do not match the checkpoint's.
             DifferentError: a value does not fit the target's dtype.
         """
-        loaded = [(item, self._hyper(item, hyper)) for item, hyper in self.hypers]
+        loaded = [(item, self._read_hyper(item, hyper)) for item, hyper in self.hypers]
         self._refuse_missing()
         for item, step in self.steps:
-            self._put(item, self._as_target_has(item, step.value))
+            self._put(item, self._convert_step(item, step.value))
         for item, value in loaded:
             if value is not None:
                 self._put(item, value[0])
@@ -71,18 +73,18 @@ class Values:
             as_tensor = ReadItem(
                 LoadItemType.TENSOR, index, zeros, item.storage_index, zeros, target.size()
             )
-            held = self.planner.resolve_tensor(as_tensor).detach()
-            held.fill_(value)
-            if bool((held.double() != float(value)).any()) and not held.is_floating_point():
-                raise DifferentError(key, f"{value} does not fit the target's {held.dtype}")
-            self.planner.commit_tensor(as_tensor, held)
+            tensor = self.planner.resolve_tensor(as_tensor).detach()
+            tensor.fill_(value)
+            if bool((tensor.double() != float(value)).any()) and not tensor.is_floating_point():
+                raise DifferentError(key, f"{value} does not fit the target's {tensor.dtype}")
+            self.planner.commit_tensor(as_tensor, tensor)
             return
         stream = io.BytesIO()
         torch.save(value, stream)
         stream.seek(0)
         self.planner.load_bytes(item, stream)
 
-    def _as_target_has(self, item: ReadItem, step: float) -> Any:
+    def _convert_step(self, item: ReadItem, step: float) -> Any:
         """Return a step count in the target's type; by default a float32 scalar, as in torch."""
         target = self.targets.get(item.dest_index.fqn)
         if isinstance(target, torch.Tensor | float):
@@ -91,7 +93,7 @@ class Values:
             return int(step)
         return torch.tensor(step, dtype=torch.float32)
 
-    def _hyper(self, item: ReadItem, hyper: Hyper) -> tuple[Any] | None:
+    def _read_hyper(self, item: ReadItem, hyper: Hyper) -> tuple[Any] | None:
         """Return the value in a tuple, or None if the target keeps its own.
 
         A number that the checkpoint lacks is missing. A switch (a bool or None, such as
@@ -101,7 +103,7 @@ class Values:
         target = self.targets.get(key)
         if hyper.name == "params" and isinstance(target, list):
             return None
-        group = self._group(key, hyper)
+        group = self._find_group(key, hyper)
         value = group.fqns if hyper.name == "params" else group.hyper.get(hyper.name)
         if value is None and hyper.name not in group.hyper:
             if key in self.targets and (target is None or isinstance(target, bool)):
@@ -112,7 +114,7 @@ class Values:
             return (tuple(value) if isinstance(target, tuple) else list(value),)
         return (value,)
 
-    def _group(self, key: str, hyper: Hyper) -> ParamGroup:
+    def _find_group(self, key: str, hyper: Hyper) -> ParamGroup:
         """Return the checkpoint's group for one of the target's, by its parameters or its index.
 
         Raises:
@@ -122,15 +124,19 @@ class Values:
         if hyper.group is None:
             return groups[group_of[hyper.fqn]]
         params = self.targets.get(f"{key.removesuffix(hyper.name)}params")
-        owned = [self.keys.state.kept(str(p)) for p in params] if isinstance(params, list) else []
-        of = {fqn: group_of[fqn] for fqn in owned if fqn in group_of}
-        if len(set(of.values())) > 1:
-            a = next(iter(of))
-            b = next(fqn for fqn in of if of[fqn] != of[a])
+        owned = (
+            [self.keys.state.resolve_fqn(str(p)) for p in params]
+            if isinstance(params, list)
+            else []
+        )
+        numbers = {fqn: group_of[fqn] for fqn in owned if fqn in group_of}
+        if len(set(numbers.values())) > 1:
+            a = next(iter(numbers))
+            b = next(fqn for fqn in numbers if numbers[fqn] != numbers[a])
             self._refuse_split(f"{a!r} and {b!r} share a group in the target", "not here")
-        number = next(iter(of.values()), hyper.group)
-        self.chosen[hyper.group] = number
-        if list(self.chosen.values()).count(number) > 1:
+        number = next(iter(numbers.values()), hyper.group)
+        self.used_groups[hyper.group] = number
+        if list(self.used_groups.values()).count(number) > 1:
             self._refuse_split(f"two groups of the target are group {number} here", "undivided")
         return groups[number]
 
@@ -150,11 +156,11 @@ class Values:
         """
         missing = [key for key in self.missing if not self._is_harmless(key)]
         partial = getattr(self.planner, "allow_partial_load", False)
-        if not missing or (partial and self.keys.used):
+        if not missing or (partial and self.keys.prefixes):
             return
         path = self.keys.state.path
         for key in missing:
-            other = self.keys.other_prefix(key)
+            other = self.keys.suggest_prefix(key)
             if other:
                 option, prefix = other
                 raise UsageError(
@@ -162,7 +168,7 @@ class Values:
                     f"is in {path}, but not under a prefix that is known to name the {option}",
                     f'say so: StorageReader(..., {option}="{prefix}")',
                 )
-            rest = next((r for _, r in splits(key) if r.startswith(f"{STATE}.")), "")
+            rest = next((r for _, r in iterate_splits(key) if r.startswith(f"{STATE}.")), "")
             if rest.split(".")[1:2] and rest.split(".")[1].isdecimal() and self.keys.state.slots:
                 raise UsageError(
                     key,
@@ -191,25 +197,29 @@ class Values:
             return True
         owner, _, leaf = key.rpartition(".")
         if leaf == STEP:
-            slots = [t for name, t in self._tensors() if name.rpartition(".")[0] == owner]
+            slots = [t for name, t in self._iterate_tensors() if name.rpartition(".")[0] == owner]
             return len(slots) > 1 and not any(t.numel() for t in slots if t is not target)
-        return memory_of(target) in self._found_memory
+        return identify_memory(target) in self._loaded_memory
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterate_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((n, t) for n, t in self.targets.items() if isinstance(t, torch.Tensor))
 
     @cached_property
-    def _found_memory(self) -> set[tuple[object, ...]]:
-        found = self.keys.found
-        return {memory_of(t) for name, t in self._tensors() if isinstance(found.get(name), Entry)}
+    def _loaded_memory(self) -> set[tuple[object, ...]]:
+        resolved = self.keys.resolved
+        return {
+            identify_memory(t)
+            for name, t in self._iterate_tensors()
+            if isinstance(resolved.get(name), Entry)
+        }
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+def identify_memory(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a key of the memory of a rank's part of a tensor; equal keys mean the same memory."""
     local: Any = tensor
     if hasattr(local, "to_local"):  # DTensor
         local = local.to_local()
     if hasattr(local, "local_shards"):  # ShardedTensor
         local = next((shard.tensor for shard in local.local_shards()), torch.empty(0))
-    place = (local.data_ptr(), local.dtype, local.stride()) if local.numel() else ()
-    return (tuple(tensor.size()), local.device, *place)
+    address = (local.data_ptr(), local.dtype, local.stride()) if local.numel() else ()
+    return (tuple(tensor.size()), local.device, *address)

@@ -85,15 +85,15 @@ class RankWatch(threading.Thread):
 
     def __init__(self, store: Store, rank: int, size: int, patience: float) -> None:
         super().__init__(name="reshard-ranks", daemon=True)
-        self.shown: Progress | None = None
+        self.progress: Progress | None = None
         self.failure: ReshardError | None = None
         self.interrupts = False
         self._store = store
         self._rank = rank
-        self._heard = range(1, size) if rank == 0 else range(1)
+        self._watched = range(1, size) if rank == 0 else range(1)
         self._patience = patience
         self._done = 0
-        self._elsewhere = 0
+        self._others_done = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
@@ -101,8 +101,8 @@ class RankWatch(threading.Thread):
         """Add to the number of bytes that this rank has processed."""
         with self._lock:
             self._done += nbytes
-            if self._rank == 0 and self.shown:
-                self.shown(nbytes)
+            if self._rank == 0 and self.progress:
+                self.progress(nbytes)
 
     def check(self) -> None:
         """Raise the failure of another rank, if there is one."""
@@ -117,7 +117,7 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         """Send a heartbeat every second until stopped."""
-        beats, last = 0, dict.fromkeys(self._heard, ("", time.monotonic()))
+        beats, last = 0, dict.fromkeys(self._watched, ("", time.monotonic()))
         while not self._stopped.is_set():
             beats += 1
             try:
@@ -134,7 +134,7 @@ class RankWatch(threading.Thread):
 
     def _listen(self, last: dict[int, tuple[str, float]]) -> ReshardError | None:
         now = time.monotonic()
-        for rank in self._heard:
+        for rank in self._watched:
             key = f"beat/{rank}"
             beat = self._store.get(key).decode() if self._store.check([key]) else ""
             if beat != last[rank][0]:
@@ -146,9 +146,9 @@ class RankWatch(threading.Thread):
 
     def _show(self, beats: Iterable[str]) -> None:
         """Add the bytes that the other ranks have processed to the display of rank 0."""
-        if self._rank != 0 or self.shown is None:
+        if self._rank != 0 or self.progress is None:
             return
-        elsewhere = sum(int(beat.split()[1]) for beat in beats if beat)
+        others_done = sum(int(beat.split()[1]) for beat in beats if beat)
         with self._lock:
-            self.shown(elsewhere - self._elsewhere)
-        self._elsewhere = elsewhere
+            self.progress(others_done - self._others_done)
+        self._others_done = others_done

@@ -124,7 +124,7 @@ class Ranks:
             ReshardError: another rank failed or died.
         """
         self._barriers += 1
-        name, step = f"met/{self._barriers}", _STEP[0]
+        name, step = f"barrier/{self._barriers}", _STEP[0]
         try:
             count = self._store.add(name, 1)
             while count < self.size:
@@ -146,7 +146,7 @@ class Ranks:
 
     def with_progress(self, progress: Progress) -> Progress:
         """Return a progress function that adds up the work of all ranks on the first rank."""
-        self._watch.shown = progress
+        self._watch.progress = progress
         return self._watch.count
 
     @contextlib.contextmanager
@@ -206,10 +206,10 @@ class Ranks:
             raise
         self._watch.stop()
         if not self.first:
-            self._store.set(f"parted/{self.rank}", "")
+            self._store.set(f"left/{self.rank}", "")
             return
         for rank in range(1, self.size):
-            self._wait_for_key(f"parted/{rank}", _REPORT_WAIT)
+            self._wait_for_key(f"left/{rank}", _REPORT_WAIT)
 
     def close(self) -> None:
         """Leave the process group and stop the heartbeat."""
@@ -283,14 +283,14 @@ class Ranks:
 
     def _wait_for_first(self) -> bool:
         """Wait until the first rank has printed the error; False if it died before."""
-        beat, heard = b"", time.monotonic()
-        until = heard + _CLEANUP_WAIT
+        beat, last_change = b"", time.monotonic()
+        until = last_change + _CLEANUP_WAIT
         while not self._store.check(["reported"]):
             now, last = time.monotonic(), beat
             if self._store.check(["beat/0"]) and (beat := self._store.get("beat/0")) != last:
-                heard = now
-            lives = now - heard < _REPORT_WAIT or self._store.check(["ending/0"])
-            if now > until or not lives:
+                last_change = now
+            is_alive = now - last_change < _REPORT_WAIT or self._store.check(["ending/0"])
+            if now > until or not is_alive:
                 return False
             time.sleep(_STEP[0])
         return True
