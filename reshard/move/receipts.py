@@ -21,9 +21,9 @@ from reshard.move.options import MoveOptions
 from reshard.move.outcome import Outcome
 from reshard.move.share import merge_across_ranks
 from reshard.move.spans import Spans
+from reshard.output.remote import JOB, OUTPUT, SENT, RemotePartial
 from reshard.plan.planner import Plan
 from reshard.remote import writing
-from reshard.remote.partial import JOB, OUTPUT, SENT, RemotePartial
 from reshard.remote.store import version_of
 
 MIN_BYTES = 1 << 20

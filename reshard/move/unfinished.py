@@ -15,7 +15,7 @@ from reshard.output.partial import Partial
 from reshard.plan.planner import Plan
 
 if TYPE_CHECKING:
-    from reshard.remote.partial import RemotePartial
+    from reshard.output.remote import RemotePartial
 
 
 class Unfinished(Protocol):

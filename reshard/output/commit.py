@@ -147,7 +147,7 @@ def _open_partial(destination: Path) -> PartialOutput:
     real = destination.parent.resolve() / destination.name
     if not is_remote(str(real)):
         return LocalPartial(real)
-    from reshard.remote.partial import RemotePartial
+    from reshard.output.remote import RemotePartial
 
     return RemotePartial(cast("RemotePath", real))
 

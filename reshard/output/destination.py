@@ -118,11 +118,12 @@ def _check_directory(destination: Path, *, overwrite: bool) -> None:
 
 def _is_moving(destination: Path) -> bool:
     """Return whether a run is copying, or died while copying, to this path of an object store."""
-    from reshard.remote import partial, writing
+    from reshard.output import remote
+    from reshard.remote import writing
 
     there = cast("RemotePath", destination)
     writing.check_bucket(there)
-    return partial.is_moving(there)
+    return remote.is_moving(there)
 
 
 def _exists(path: Path) -> bool:

@@ -8,7 +8,4 @@ store     one object store: its fsspec filesystem and cached folder listings
 attempts  repetition of requests, and the errors if that does not help
 reading   ranged reads
 writing   uploads of local files, and reading them back
-partial   the hidden folder in which an output grows
-lease     the claim of a process on that folder
-publish   copying of the output to its final name
 """

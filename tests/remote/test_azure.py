@@ -12,7 +12,7 @@ import pytest
 from fsspec.asyn import get_loop
 
 from reshard.errors import ReshardError
-from reshard.remote import publish
+from reshard.output import publish
 
 
 class Blob:

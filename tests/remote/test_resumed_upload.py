@@ -13,7 +13,8 @@ import pytest
 import reshard
 from reshard.errors import DifferentError, ExistsError, ReshardError, UsageError
 from reshard.move import receipts
-from reshard.remote import attempts, lease
+from reshard.output import lease
+from reshard.remote import attempts
 from tests.support.object_stores import EXAMPLE, bucket, calm, contents, local, started  # noqa: F401
 
 OUT = "s3://bucket/out/dcp"
@@ -22,7 +23,7 @@ PROGRAM = """
 import os, signal, sys
 import reshard
 from reshard.move import receipts
-from reshard.remote import publish
+from reshard.output import publish
 
 receipts.MIN_BYTES = 1
 number = 0
@@ -155,7 +156,8 @@ def test_a_killed_run_is_gone_on_with(files, proxy, whole, where):
 SIGNALLED = """
 import os, signal, sys
 from reshard.cli import main
-from reshard.remote import publish, writing
+from reshard.output import publish
+from reshard.remote import writing
 
 def struck(where, name):
     act = getattr(where, name)

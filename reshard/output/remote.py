@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard.output import publish
+from reshard.output.lease import LOCK, Lease
 from reshard.ranks import holder
-from reshard.remote import publish, writing
-from reshard.remote.lease import LOCK, Lease
+from reshard.remote import writing
 from reshard.remote.path import RemotePath
 
 JOB, SENT, OUTPUT = "job", "sent", "output"
