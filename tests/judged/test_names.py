@@ -133,7 +133,7 @@ def test_a_family_is_named_or_taken_from_the_given_config(megatron_case, tmp_pat
     with pytest.raises(UsageError, match="family 'gemma'"):
         reshard.merge(place, tmp_path / "d", family="gemma")
     (tmp_path / "a" / "config.json").write_text(json.dumps({**config, "num_attention_heads": 8}))
-    with pytest.raises(UsageError, match="num_attention_heads is 4, there 8"):
+    with pytest.raises(UsageError, match="num_attention_heads is 4, in the config 8"):
         reshard.merge(place, tmp_path / "d", hf_dir=tmp_path / "a")
 
 
@@ -152,7 +152,7 @@ def test_every_setting_of_a_given_config_is_compared(tmp_path):
     }
     for key, value in changing.items():
         file.write_text(json.dumps({**config, key: value}))
-        with pytest.raises(UsageError, match=f"{key} is .*, there {re.escape(str(value))}"):
+        with pytest.raises(UsageError, match=f"{key} is .*, in the config {re.escape(str(value))}"):
             reshard.merge(place, tmp_path / "b", hf_dir=tmp_path / "a")
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}  # of transformers 5
     same = {"rms_norm_eps": 1.00000001e-05, "tie_word_embeddings": True, **rope}
