@@ -38,7 +38,7 @@ class Architecture:
         if value is None:
             raise UsageError(
                 self.source,
-                f"does not say the model's number of {name}, which its fused tensors need",
+                f"does not state the model's number of {name}, which its fused tensors need",
                 "give the model's config: --model config.json|DIR",
             )
         found: int = value

@@ -136,7 +136,7 @@ def _fill_line(key: str, value: Any, traits: Traits) -> Any:
     if found is None and not match[2]:
         raise UsageError(
             traits.source,
-            f"does not say the model's {match[1]}, which its config needs ({key})",
+            f"does not state the model's {match[1]}, which its config needs ({key})",
             "give the config: --hf-dir DIR",
         )
     return dict(found) if isinstance(found, Mapping) else found
@@ -193,13 +193,13 @@ def choose_family(traits: Traits, name: str | None = None) -> Family:
     if name is not None:
         raise UnsupportedError(
             traits.source,
-            f"is no {name} model: {differs}",
+            f"is not a {name} model: {differs}",
             f"name another family with --family: {', '.join(load_families())}; or --names source",
         )
     raise UnsupportedError(
         traits.source,
-        "is like no model of transformers that reshard has a table of; the nearest is"
-        f" {nearest.name}, but {differs}",
+        f"matches no family that reshard has a table of; the nearest is {nearest.name}, but"
+        f" {differs}",
         "keep the source's names with --names source",
     )
 
@@ -214,8 +214,8 @@ def get_families(name: str) -> list[Family]:
     if not found:
         raise UsageError(
             f"family {name!r}",
-            f"is none that reshard has a table of: {', '.join(load_families())}",
-            "name one whose names are the same with --family NAME",
+            f"is unknown: reshard has tables of {', '.join(load_families())}",
+            "give one whose parameters have the same names: --family NAME",
         )
     return found
 
@@ -249,7 +249,7 @@ def read_config(
     if not found:
         raise UnsupportedError(
             source,
-            f"describes a {model_type} model, and reshard has tables of the names of"
+            f"describes a {model_type} model, of which reshard has no table; it has tables of"
             f" {', '.join(load_families())}",
             _KEEP_NAMES,
         )

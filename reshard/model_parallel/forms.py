@@ -112,7 +112,7 @@ def make_form_of_parts(name: str, parts: Sequence[int], model: Architecture) -> 
     found = make_form(name, sum(parts), model)
     if found.parts != tuple(parts):
         raise CorruptError(
-            model.source, f"wants parts of {list(found.parts)} rows, there are {list(parts)}"
+            model.source, f"needs parts of {list(found.parts)} rows, and there are {list(parts)}"
         )
     return found
 
@@ -125,7 +125,7 @@ def _make_plain(rows: int, _model: Architecture) -> Form:
 def _make_gate_up(rows: int, model: Architecture) -> Form:
     """Return the form of a gated linear unit: the gate's rows, then the rows of up."""
     if rows % 2:
-        raise UsageError(model.source, f"{rows} rows are no gate and up of the same size")
+        raise UsageError(model.source, f"{rows} rows cannot be a gate and an up of the same size")
     half = rows // 2
     return Form((half, half), (RowRun(0, 0, 0, half), RowRun(1, 0, half, half)))
 
@@ -137,8 +137,8 @@ def _make_qkv(rows: int, model: Architecture) -> Form:
     if heads % groups or rows != (heads + 2 * groups) * size:
         raise UsageError(
             model.source,
-            f"says {heads} heads and {groups} key-value heads of {size}, which are not the {rows}"
-            " rows of a fused query, key and value",
+            f"states {heads} heads and {groups} key-value heads of {size} rows, but the fused"
+            f" query, key and value have {rows} rows",
             "give the config of this model: --model config.json|DIR",
         )
     queries = heads // groups * size
@@ -165,7 +165,7 @@ def _make_rope(rows: int, model: Architecture) -> Form:
     """Return the form that turns pairs of rows of a head into halves."""
     size = model.require("head_dim")
     if rows % size or size % 2:
-        raise UsageError(model.source, f"{rows} rows are no heads of {size}")
+        raise UsageError(model.source, f"{rows} rows cannot be heads of {size}")
     half = size // 2
     runs = (
         RowRun(0, head * size + odd * half, head * size + odd, half, 2)

@@ -153,7 +153,7 @@ def _refuse_what_megatron_lacks(traits: Traits, scaling: Mapping[str, Any], kind
         lacking.append(f"rotations scaled as {scaling}")
     if lacking:
         raise UnsupportedError(
-            traits.source, f"says that the model has what megatron-core lacks: {'; '.join(lacking)}"
+            traits.source, f"has features that Megatron-core does not support: {'; '.join(lacking)}"
         )
 
 

@@ -285,7 +285,7 @@ class _ToHf(_Renaming):
         if rows < words:
             raise UsageError(
                 self.model.source,
-                f"says a vocabulary of {words}, and {entry.fqn!r} has {rows} rows",
+                f"states a vocabulary of {words}, but {entry.fqn!r} has {rows} rows",
                 "give the true size: --vocab-size N",
             )
         self.notes[f"padding rows {words} to {rows - 1} of the vocabulary taken off"] = None

@@ -170,8 +170,8 @@ class Table:
         if found is None:
             raise UsageError(
                 f"{name!r}",
-                f"is named by no rule of {self.source}{self._suggest(name)}",
-                f"say in a file how it is cut, with --rules FILE: {FORM}",
+                f"matches no rule of {self.source}{self._suggest(name)}",
+                f"state in a file how it is cut, with --rules FILE: {FORM}",
             )
         return found
 
@@ -220,7 +220,9 @@ def parse_document(text: str, source: str) -> Mapping[str, Any]:
     try:
         root = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise UsageError(source, f"is no YAML: {str(error).splitlines()[0]}", FORM) from error
+        raise UsageError(
+            source, f"is not valid YAML: {str(error).splitlines()[0]}", FORM
+        ) from error
     if not isinstance(root, dict):
         raise UsageError(source, "has no 'parameters' and no 'hf'", FORM)
     return root

@@ -59,7 +59,7 @@ def gather(pieces: Sequence[Entry], split: Split) -> Entry:
                 piece.chunks[0].file if piece.chunks else piece.fqn,
                 f"{piece.fqn!r} ({piece.kind}) is {piece.dtype.name} {piece.shape} there, and"
                 f" {first.dtype.name} {first.shape} on the first tensor-parallel rank",
-                "the files are of different runs, or a rule says the wrong cut: see --rules",
+                "the files are of different runs, or a rule has the wrong cut: see --rules",
             )
     if split.dim is None or len(pieces) == 1:
         held: Sequence[Chunk] = first.chunks

@@ -74,7 +74,7 @@ def choose_world_size(sizes: Sizes, world: int | None, data: int | None, before:
     if found % sizes.model:
         raise UsageError(
             f"{found} ranks",
-            f"are no multiple of the {sizes.model} that one copy of the model takes ({sizes})",
+            f"are not a multiple of the {sizes.model} that one copy of the model takes ({sizes})",
             "give --dp N, or another --world-size",
         )
     if (found // sizes.model) % sizes.expert:

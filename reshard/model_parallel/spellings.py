@@ -127,9 +127,9 @@ class Spellings:
                 return Spelled(line, fields, found)
         raise UsageError(
             f"{name!r}",
-            f"has no name in Hugging Face's models by {self.table.source}"
+            f"has no Hugging Face name in {self.table.source}"
             + _suggest(found.name, [line.own.text for line in self.lines]),
-            f"say in a file what it is called, with --rules FILE: hf: {_WRITE}",
+            f"state its name in a file, with --rules FILE: hf: {_WRITE}",
         )
 
     def find_by_hf(self, name: str) -> Part:
@@ -146,8 +146,8 @@ class Spellings:
             known = [pattern.text for line in self.lines for pattern in line.names]
             raise UsageError(
                 f"{name!r}",
-                f"is named by no line of {self.table.source}{_suggest(name, known)}",
-                "say in a file what it is, with --rules FILE: parameters: NAME: CUT and"
+                f"matches no line of {self.table.source}{_suggest(name, known)}",
+                "state in a file what it is, with --rules FILE: parameters: NAME: CUT and"
                 f" hf: {_WRITE}",
             )
         return found

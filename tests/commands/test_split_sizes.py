@@ -53,7 +53,10 @@ def test_what_is_not_asked_for_follows(options, ranks, data):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"tp": 4, "pp": 4}, "8 ranks: are no multiple of the 16 that one copy of the model takes"),
+        (
+            {"tp": 4, "pp": 4},
+            "8 ranks: are not a multiple of the 16 that one copy of the model takes",
+        ),
         ({"dp": 2, "world_size": 6}, "is not --dp 2 times 4 model-parallel ranks"),
         ({"ep": 4}, "does not divide the 2 data-parallel ranks"),
         ({"tp": 0}, "tp=0: must be at least 1"),

@@ -105,7 +105,7 @@ def cuts(info, *names, shapes=None, **given):
 
 
 def test_a_model_that_nothing_describes_is_not_cut():
-    with pytest.raises(UsageError, match=r"'0\.weight': is named by no rule"):
+    with pytest.raises(UsageError, match=r"'0\.weight': matches no rule"):
         cuts({}, "0.weight", "2.weight").split("0.weight", (8, 8))
 
 

@@ -163,7 +163,7 @@ def test_a_rank_of_a_billion_in_a_name(tmp_path):
     ids=lambda given: next(iter(given)),
 )
 def test_a_grid_of_megatrons_that_no_machine_has(given):
-    with pytest.raises(CorruptError, match="says that"):
+    with pytest.raises(CorruptError, match=r"(says|states) that"):
         arguments.parse(given, "rank 0")
 
 
@@ -197,7 +197,7 @@ def test_fairscale_s_metadata_of_another_kind(params, told):
 @pytest.mark.parametrize("layout", ["Et*999999999L", "(t*999999|)*999999", "(t)*" + "9" * 6000])
 def test_a_pipeline_layout_without_end(layout):
     args = arguments.parse({"pipeline_model_parallel_layout": layout}, "rank 0")
-    with pytest.raises(CorruptError, match="rank 0: has a pipeline layout without end"):
+    with pytest.raises(CorruptError, match="rank 0: has a pipeline layout of too many layers"):
         args.list_layers()
 
 

@@ -105,7 +105,7 @@ def test_release_is_followed(ranks):
 
 @pytest.mark.parametrize("name", ["mp_rank_00_001", "mp_rank_00_001/model_optim_rng.pt"])
 def test_one_rank_is_not_the_checkpoint(name):
-    with pytest.raises(UsageError, match=rf"give the directory above: .*{STEP}"):
+    with pytest.raises(UsageError, match=rf"pass the directory above: .*{STEP}"):
         formats.read(RANKS / STEP / name)
 
 
@@ -122,7 +122,7 @@ def test_a_missing_rank_is_named(ranks):
 
 def test_a_folder_of_another_grid_is_named(ranks):
     shutil.copytree(ranks / STEP / "mp_rank_00_000", ranks / STEP / "mp_rank_01_000")
-    with pytest.raises(StaleError, match="mp_rank_01_000 lie beside"):
+    with pytest.raises(StaleError, match="also contains mp_rank_01_000"):
         formats.read(ranks)
 
 
@@ -135,7 +135,9 @@ def test_a_truncated_file_is_named(ranks):
 
 def test_a_rank_of_another_step_is_named(ranks):
     changed(ranks / STEP / "mp_rank_00_001", iteration=7)
-    with pytest.raises(CorruptError, match=r"mp_rank_00_001.*says iteration 7, mp_rank_00_000 3"):
+    with pytest.raises(
+        CorruptError, match=r"mp_rank_00_001.*states iteration 7, but mp_rank_00_000 states 3"
+    ):
         formats.read(ranks)
 
 

@@ -128,7 +128,7 @@ def test_a_family_is_named_or_taken_from_the_given_config(megatron_case, tmp_pat
     assert config["architectures"] == ["MistralForCausalLM"]
     reshard.merge(place, tmp_path / "b", hf_dir=tmp_path / "a")
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == config
-    with pytest.raises(UnsupportedError, match=r"is no gpt2 model: positions is rope"):
+    with pytest.raises(UnsupportedError, match=r"is not a gpt2 model: positions is rope"):
         reshard.merge(place, tmp_path / "d", family="gpt2")
     with pytest.raises(UsageError, match="family 'gemma'"):
         reshard.merge(place, tmp_path / "d", family="gemma")

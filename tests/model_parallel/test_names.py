@@ -237,7 +237,7 @@ def assert_both_ways(name, parts, fused, model):
 
 def test_a_model_that_cannot_have_a_fused_tensor_is_told_so():
     with pytest.raises(
-        UsageError, match="4 heads and 2 key-value heads of 8, which are not the 48"
+        UsageError, match=r"4 heads and 2 key-value heads of 8 rows, but the fused .* have 48"
     ):
         forms.make_form("qkv", 48, Architecture(source="c", heads=4, groups=2, head_dim=8))
     with pytest.raises(UsageError, match="number of heads"):
@@ -386,7 +386,7 @@ def test_padding_of_the_vocabulary_is_taken_off_and_said(tmp_path):
     unknown = rename_to_hf(held, rules, replace(numbers, vocab=None))
     assert unknown.manifest.entries["param", "transformer.wte.weight"].shape == (64, 32)
     assert any("--vocab-size" in note for note in unknown.notes)
-    with pytest.raises(UsageError, match=r"vocabulary of 65, and .* has 64 rows"):
+    with pytest.raises(UsageError, match=r"vocabulary of 65, but .* has 64 rows"):
         rename_to_hf(held, rules, replace(numbers, vocab=65))
 
 

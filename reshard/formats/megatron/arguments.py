@@ -168,8 +168,8 @@ class Arguments:
         if sum(stages) != total or any(stage % self.vp for stage in stages):
             raise CorruptError(
                 self.source,
-                f"says {total} layers over {self.pp} pipeline stages of {self.vp} chunks, which"
-                " does not divide",
+                f"states {total} layers over {self.pp} pipeline stages of {self.vp} chunks, which"
+                " do not divide them",
             )
         counts = [stage // self.vp for stage in stages] * self.vp
         counts[0] -= embedding
@@ -236,7 +236,7 @@ def parse(value: Any, source: str) -> Arguments:
             counts.count(source, name, args.number(name))
     ranks = prod(max(args.number(name), 1) for name in _PARALLEL)
     if ranks > counts.MOST:
-        raise CorruptError(source, f"says that {ranks} ranks share the model")
+        raise CorruptError(source, f"states that {ranks} ranks share the model")
     return args
 
 
@@ -252,7 +252,9 @@ def _parse_layout(source: str, layout: Any) -> list[int]:
         text = layout.replace(",", "")
         for pattern in _MULTIPLIED:
             if sum(len(m[1]) * int(m[2]) for m in pattern.finditer(text)) > counts.MOST:
-                raise CorruptError(source, f"has a pipeline layout without end: {layout[:60]!r}")
+                raise CorruptError(
+                    source, f"has a pipeline layout of too many layers: {layout[:60]!r}"
+                )
             text = pattern.sub(lambda m: m[1] * int(m[2]), text)
         return [stage.count(_DECODER) for stage in text.split("|")]
     expect(source, layout, sequence(sequence()), "args.pipeline_model_parallel_layout")

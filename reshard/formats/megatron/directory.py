@@ -98,8 +98,8 @@ def find_checkpoint(location: Location) -> Location:
     if count > 1:
         raise UsageError(
             location,
-            f"is of one model-parallel rank, the checkpoint of {count}",
-            f"give the directory above: {above}",
+            f"belongs to one model-parallel rank of {count}",
+            f"pass the directory above: {above}",
         )
     return above
 
@@ -148,9 +148,9 @@ def find_ranks(location: Location, args: Arguments) -> dict[GridPosition, Locati
     if extra:
         raise StaleError(
             location,
-            f"was saved with {grid}, and {some(extra, _LISTED)} lie beside its folders: left over"
-            " from another run",
-            "move them away, if the others are the run that you mean",
+            f"was saved with {grid}, but also contains {some(extra, _LISTED)}, left over from"
+            " another run",
+            "move them away if the other folders are the run that you mean",
         )
     return {rank: held[name] for name, rank in sorted(wanted.items(), key=lambda item: item[1])}
 

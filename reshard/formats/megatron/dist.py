@@ -78,7 +78,7 @@ def read(location: Location, table: Table) -> Manifest:
         for entry in keys.entries(key, PARAM, tensor)
     ]
     if not weights:
-        raise CorruptError(location, "holds no model")
+        raise CorruptError(location, "contains no model")
     slots = [
         entry
         for key, tensor in stored.items()
@@ -160,13 +160,13 @@ def _read_common(
         file = torch_reader.read(path)
         root = tree.convert_file(file)
         if not isinstance(root, dict):
-            raise CorruptError(path, "is no dict")
+            raise CorruptError(path, "is not a dict")
         return _convert_nemo(root), {file.path: file.source()}, file.globals
     held = _get_first(objects, _COMMON)
     if not isinstance(held, dict):
         raise IncompleteError(
             location,
-            f"holds neither {directory.COMMON} nor {_COMMON}: the run's arguments are in it",
+            f"has neither {directory.COMMON} nor {_COMMON}, which holds the run's arguments",
             "copy it here, or read the weights alone with --from torch",
         )
     return held, {}, set()

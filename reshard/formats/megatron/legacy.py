@@ -122,11 +122,15 @@ def _check_ranks(opened: Mapping[GridPosition, RankFile], args: Arguments) -> No
         ):
             if one != other:
                 name = as_path(first.path).parent.name
-                raise CorruptError(file.path, f"says {what} {one}, {name} {other}", _MIXED)
+                raise CorruptError(
+                    file.path, f"states {what} {one}, but {name} states {other}", _MIXED
+                )
         count = len(file.read_chunks())
         if count != len(first.read_chunks()):
             raise CorruptError(
-                file.path, f"holds {count} model chunks, others {len(first.read_chunks())}", _MIXED
+                file.path,
+                f"has {count} model chunks, other ranks have {len(first.read_chunks())}",
+                _MIXED,
             )
         _check_position(rank, file, args)
     flat = [file for rank, file in opened.items() if file.flat is not None]
@@ -251,7 +255,7 @@ def _compute_offsets(opened: Mapping[GridPosition, RankFile], args: Arguments) -
     if sum(flat) != total:
         raise CorruptError(
             args.source,
-            f"says {total} layers; the stages' files hold {sum(flat)}",
+            f"states {total} layers, but the stages' files have {sum(flat)}",
             _MIXED,
         )
     starts = [0, *accumulate(flat)]

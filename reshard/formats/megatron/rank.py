@@ -69,7 +69,7 @@ class RankFile:
         keys = [f"model{n}" for n in range(len(self.root))]
         found = [self._read_chunk(key) for key in keys if key in self.root]
         if not found:
-            raise CorruptError(self.path, "holds no 'model' and no 'model0'")
+            raise CorruptError(self.path, "has neither 'model' nor 'model0'")
         return found
 
     def _read_chunk(self, key: str) -> ModelChunk:
@@ -97,7 +97,7 @@ def open_rank(folder: Location) -> RankFile:
     file = torch_reader.read(find_model_file(folder))
     root = tree.convert_file(file)
     if not isinstance(root, dict):
-        raise CorruptError(file.path, "is no checkpoint of Megatron: it is no dict")
+        raise CorruptError(file.path, "is not a Megatron checkpoint: its root is not a dict")
     expect(file.path, root, _ROOT)
     args = arguments.parse(root.get("args"), file.path)
     if OPTIMIZER not in folder.files:
@@ -116,7 +116,7 @@ def open_args(path: Path) -> Arguments:
 def _walk(tree: Any, path: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of a model's state dict with its dotted name."""
     if not isinstance(tree, Mapping):
-        raise CorruptError(path, f"its model is a {type(tree).__name__}, no state dict")
+        raise CorruptError(path, f"its model is a {type(tree).__name__}, not a state dict")
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -193,7 +193,7 @@ def _list_states(path: str, value: Any) -> list[dict[str, Any]]:
     if isinstance(value, list) and all(isinstance(one, dict) for one in value):
         return value
     raise UnsupportedError(
-        path, "has random states that are none of Megatron's", "leave them out: --rng drop"
+        path, "has random states that are not Megatron's", "leave them out: --rng drop"
     )
 
 

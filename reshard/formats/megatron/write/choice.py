@@ -175,8 +175,8 @@ def resolve(state: Training, wanted: MegatronOptions, described: Described) -> R
     if missing:
         raise IncompleteError(
             state.manifest.origin.path,
-            f"does not say {', '.join(missing)}, which Megatron compares when it loads",
-            "say which model it is: --model config.json|DIR",
+            f"does not state {', '.join(missing)}, which Megatron compares as it loads",
+            "pass the model's config: --model config.json|DIR",
         )
     precision = wanted.dtype or find_most_common_dtype(w for w in state.weights if w.is_float)
     made = groups.make_groups(

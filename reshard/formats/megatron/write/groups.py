@@ -76,7 +76,7 @@ def make_groups(state: Training, experts: frozenset[str], adam: Adam | None) -> 
             if known[0] != mine:
                 raise UnsupportedError(
                     state.manifest.origin.path,
-                    f"has two param groups that Megatron would take for one ({identity}), with"
+                    f"has two param groups that are one for Megatron ({identity}), with"
                     f" different {_name_differences(known[0], mine)}",
                     "give like groups with --param-groups FILE, or the weights with --weights-only",
                 )
