@@ -106,7 +106,8 @@ def deepspeed_moment(engine, key):
         if parameter.requires_grad:
             whole = safe_get_full_optimizer_state(parameter, key)
             if whole is None:
-                whole = engine.live.basic_optimizer.state[engine._stage_0_master(parameter)][key]
+                master = engine._find_stage_0_master(parameter)
+                whole = engine.live.basic_optimizer.state[master][key]
             wholes[name] = fp32(whole)
     return wholes
 
@@ -118,9 +119,9 @@ def native_moment(engine, key):
         whole = torch.zeros(shape).reshape(-1)
         for run in partition.runs[name]:
             piece = whole[run.start : run.stop]
-            if run.rank == engine._owner:
+            if run.rank == engine._optimizer_rank:
                 slot = getattr(engine.shard.states[run.flat], key)
-                piece.copy_(slot.piece(run.offset, run.offset + run.numel))
+                piece.copy_(slot.get_range(run.offset, run.offset + run.numel))
             if partition.world > 1:
                 dist.broadcast(piece, src=run.rank)
         wholes[name] = fp32(whole.view(shape))
