@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.dtypes import DType
 from reshard.errors import UnsupportedError, UsageError
 from reshard.manifest import BUFFER, PARAM, WEIGHT_KINDS, Entry, Manifest
 from reshard.model.shapes import ModelShapes
 
 
 def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
-    """Return weights in the model's order, with buffers marked and tied names listed.
+    """Return a model's weights under its names and in its order, with buffers and tied names.
 
     Raises:
         UsageError: the weights belong to another model.
@@ -18,7 +19,10 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
     """
     shapes = {**model.parameters, **model.buffers}
     stored: dict[str, Entry] = {}
-    for entry in manifest.entries.values():
+    dtypes: dict[str, DType] = {}
+    for saved in manifest.entries.values():
+        entry = replace(saved, fqn=model.saved_names.get(saved.fqn, saved.fqn))
+        dtypes[entry.fqn] = saved.dtype
         first = model.tied.get(entry.fqn, entry.fqn)
         wanted = shapes.get(first)
         if wanted != entry.shape:
@@ -40,7 +44,8 @@ def match_weights(manifest: Manifest, model: ModelShapes) -> Manifest:
         raise UsageError(model.source, f"is another model: no file holds {missing[0]!r}")
     names = [*model.tied.items(), *((first, first) for first in stored)]
     tied = {alias: stored[first].fqn for alias, first in names if stored[first].fqn != alias}
-    return replace(manifest.with_entries(stored[fqn] for fqn in shapes), tied=tied, ordered=True)
+    ordered = manifest.with_entries(stored[fqn] for fqn in shapes)
+    return replace(ordered, tied=tied, trained_dtypes=dtypes, ordered=True)
 
 
 def order_by_model(manifest: Manifest, model: ModelShapes) -> Manifest:
