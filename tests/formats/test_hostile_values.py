@@ -137,7 +137,7 @@ def test_a_value_of_another_kind_is_named(tmp_path, checkpoint, files, keys, val
 
 
 def test_what_a_reader_trips_over_is_corrupt_and_not_a_bug(monkeypatch, zero):
-    monkeypatch.setattr(native, "first_of", lambda _census: 7)
+    monkeypatch.setattr(native, "open_first", lambda _files: 7)
     with pytest.raises(CorruptError, match="not have the structure of its format") as caught:
         formats.read(zero)
     assert isinstance(caught.value.__cause__, AttributeError)
@@ -273,7 +273,7 @@ def test_the_states_of_groups_in_a_tuple_are_as_in_a_list(tmp_path):
     assert formats.read(run).entries.keys() == listed.entries.keys()
     for path in run.glob("*/*optim_states.pt"):
         replaced(path, base_optimizer_state=())
-    with pytest.raises(CorruptError, match="base_optimizer_state holds 0 groups, and no 0"):
+    with pytest.raises(CorruptError, match="base_optimizer_state holds 0 groups; group 0"):
         formats.read(run)
 
 
